@@ -38,13 +38,12 @@ from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.skipped_steps import SkippedSteps
-from megatron_fp4.training.callbacks.spikes import Spikes
+from megatron_fp4.training.callbacks.spikes import Spike, Spikes
 from megatron_fp4.training.callbacks.switch import Switch
 from megatron_fp4.training.callbacks.validation import held_out_losses
 from megatron_fp4.training.callbacks.verify import Verify
 from megatron_fp4.training.check import check
 from megatron_fp4.training.schedule import WSDSchedule
-from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
 
@@ -152,7 +151,7 @@ class _Spikes(Spikes):
     def answer(self, spike: Spike) -> None:
         """As a run does whose last checkpoint is the one that it began with."""
         super().answer(spike)
-        again = self.guard.config.action == "rollback" and spike.in_row < self.guard.config.max_in_row
+        again = self.config.action == "rollback" and spike.in_row < self.config.max_in_row
         after = ", after which it began again with the checkpoint's weights" if again else ""
         self._notes.append(f"step {spike.step:,} was a spike ({spike}){after}")
 

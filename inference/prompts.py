@@ -17,8 +17,7 @@ from megatron_fp4.config.schema import ValidationConfig
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.training.callbacks.validation import validation_is_due
-from megatron_fp4.training.evaluate import reshard
+from megatron_fp4.training.callbacks.validation import reshard, validation_is_due
 from megatron_fp4.training.trainer import Callback, Step
 from models.hybrid import HybridModel
 

@@ -6,7 +6,7 @@
 
 The checkpoint's model runs forward and backward over a few micro-batches of its own run's data, with *every* linear
 quantized by the run's recipe, and each linear's products are compared with unquantized ones of the same inputs (see
-megatron_fp4/measure/probe.py). Nothing is updated or written but the plan. `key=value` changes the run's
+megatron_fp4/measure/diagnostics.py). Nothing is updated or written but the plan. `key=value` changes the run's
 configuration: `precision=nvfp4` for the checkpoint of a BF16 run, `parallel.tensor=1` to analyze it in one process.
 Under torchrun every data-parallel rank contributes its micro-batches.
 
@@ -34,7 +34,7 @@ from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import check_place
-from megatron_fp4.measure.probe import LinearMeasurement, Probe
+from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe
 from megatron_fp4.measure.ranking import (
     BUDGET_UNITS,
     GEMM_CHOICES,
@@ -47,9 +47,10 @@ from megatron_fp4.measure.ranking import (
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.training.accumulate import ALONE, accumulate
 from megatron_fp4.training.build import plans_of, set_determinism
 from megatron_fp4.training.check import check
+from megatron_fp4.training.gradients import ALONE
+from megatron_fp4.training.step import accumulate
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
 from pretrain import CONFIGS

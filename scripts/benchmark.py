@@ -64,7 +64,6 @@ from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.fp4 import FusedFP4
 from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.training.autotuning import KernelChoices, rehearsal
 from megatron_fp4.training.build import (
     backend_of,
     device_type_of,
@@ -74,6 +73,7 @@ from megatron_fp4.training.build import (
     sharded_model,
     world_size,
 )
+from megatron_fp4.training.callbacks.kernels import KernelChoices, rehearsal
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import StepResult, train_step
@@ -217,7 +217,7 @@ class RandomRun:
         set_determinism(config.run.deterministic)
         mesh, clock = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
         model, controller = initialized_model(config, model_provider, mesh, clock)
-        optimizer = build_optimizer(model, config.optimizer).optimizer
+        optimizer = build_optimizer(model, config.optimizer)
         graphs = graphs_for(config, model_provider, mesh, model, controller, print) if with_graphs else None
         pin_kernels(model, config, device)
         return cls(config, mesh, clock, model, controller, optimizer, graphs)

@@ -144,9 +144,13 @@ class RecordedSpikes(Spikes):
         super().__init__(config)
         self._went_back = went_back
 
+    def last_checkpoint(self) -> int | None:
+        """Not asked: where the run went back to is recorded."""
+        return None
+
     def after_step(self, step: Step) -> None:
         """As it is recorded."""
-        self.guard.observe(step.result, step.done, lambda: None)
+        self.observe(step.result, step.done)
         if step.done in self._went_back:
             self.trainer.roll_back(step.done, self._went_back[step.done])
 

@@ -16,7 +16,7 @@ import torch
 from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.training import autotuning
+from megatron_fp4.training.callbacks import kernels as autotuning
 from megatron_fp4.training.callbacks.kernels import Kernels
 from models.conv import fused_conv_silu
 from models.execution import Execution

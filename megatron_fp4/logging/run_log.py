@@ -29,7 +29,6 @@ from megatron_fp4.logging.files import (
 from megatron_fp4.logging.goodput import TimeLedger
 from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics, known_run_id
 from megatron_fp4.runtime.revision import revision
-from megatron_fp4.training.spikes import Spike
 
 
 class RunLog:
@@ -139,11 +138,6 @@ class RunLog:
 
     def _record_times(self) -> None:
         self.metrics.record(self._steps_done, "time", self.times.record(), {})
-
-    def spike(self, spike: Spike, answer: str, **details: Any) -> None:
-        """A step was a spike. answer: what was done about it, for people. details: the same and more (JSON values)."""
-        self.metrics.event(spike.step, "spike", **{k: v for k, v in asdict(spike).items() if k != "step"}, **details)
-        self.console.event(spike.step, f"spike: {spike}; {answer}")
 
     def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float]) -> None:
         """Held-out losses by source, in nats per token, and as far as known in bits per byte of text, after `step`

@@ -1,44 +1,97 @@
-"""Periodic measurements of quantization: the first micro-batch of every N-th step under a probe.
+"""What quantization does to the operands and the three products of linears, measured while they train.
 
     diagnostics = Diagnostics(config.precision.diagnostics.interval, linears)
-    ...
     with diagnostics.measuring(step):
         result = train_step(...)
     record = diagnostics.collect()          # None unless the step was measured
 
-A measured step computes exactly what it would have computed otherwise. What a record holds, for each quantized
-linear: statistics of each quantized operand (measure/statistics.py says which) and of each GEMM its relative
-error against the unquantized product of the same inputs (measure/probe.py says how). And for each linear and each
-block the gradient-to-noise ratio of its weight gradient,
+In a due step a `Probe` hangs on every linear's context. The linear's autograd function shows it the raw x, W and dy and
+the results y, dx and dW of the first micro-batch; it quantizes each operand again, with the same draws and the same
+tensor maxima, and computes each product again from the unquantized tensors with FP32 accumulation. The *actual* results
+are compared with those, so a backend that computes something else than it should is seen here too. (y and dx are in
+BF16, so with BF16 training their errors have a floor of about 0.002 from that last rounding.) A measured step computes
+exactly what it would have computed otherwise; the probe draws from no generator and never waits for the device.
 
-    ||dW exact|| / ||dW - dW exact||
+    snr_db      10 log10( sum x^2 / sum (q - x)^2 ), x what the quantizer saw (behind a Hadamard transform), q what it
+                made of it
+    zeroed      share of the nonzero x that became zero
+    saturated   share of the nonzero x beyond the largest value that their block's scale can express; a scale of zero
+                expresses nothing, and what it covers counts as zeroed alone
+    amax, rms   largest magnitude and root mean square before the transform; crest = amax / rms
+    *_rht       the same three behind the transform; its purpose is a smaller crest
+    error       ||q - exact|| / ||exact|| of a product (Frobenius norms)
+    gradient_to_noise   ||dW exact|| / ||dW - dW exact|| of a linear or a block, for one micro-batch and the dy that
+                arrived: the noise that this wgrad adds. (gradient_noise.py measures all of a step's.)
 
-for one micro-batch and the dy that arrived: the noise that this wgrad adds, without what dy brought along.
-`measure/gradient_noise.py` measures all of the noise, of a whole step, at the price of computing it twice more.
+Everything is a sum or a maximum over elements in FP64, so that chunks, micro-batches and ranks combine to the whole.
+Tensors that several ranks hold are counted once for each, which changes no ratio; partial products of tensor-parallel
+ranks are added up before they are compared; the weight gradient is that of one rank's micro-batch.
+
+A large operand is measured by a sample: half a million elements, whole blocks out of bands of rows that lie evenly over
+the tensor, quantized with the whole tensor's maximum and other draws. Its SNR is good to a few hundredths of a decibel
+unless a few rows hold most of the tensor's energy. Samples of equal operands are quantized together, because launching
+the hundred small kernels of a quantizer costs a GPU more than running them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp4.measure.probe import LinearMeasurement, Probe
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp4.precision.emulated import GemmOperand, encode_operand, gemm
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.recipe import (
+    DGRAD_GRADIENT,
+    DGRAD_WEIGHT,
+    FPROP_ACTIVATION,
+    FPROP_WEIGHT,
+    GEMMS,
+    SLOTS,
+    SLOTS_OF,
+    WGRAD_ACTIVATION,
+    WGRAD_GRADIENT,
+    Operand,
+    OperandSlot,
+)
+from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
+from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.tensor import scale_values
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import LinearContext
+    from torch.distributed import ProcessGroup
+
+    from megatron_fp4.precision.linear import LinearCall, LinearContext
 
 Record = dict[str, Any]
+
+OPERAND_SUMS = ("signal", "error", "nonzero", "zeroed", "saturated", "raw_signal", "raw_count")
+OPERAND_MAXIMA = ("raw_amax", "amax")
+PRODUCT_SUMS = ("signal", "error")
+
+# Block scales are themselves rounded numbers: an element this close to the largest code is on it, not beyond.
+_ON_THE_LIMIT = 1.0 + 2.0**-20
+LARGE = 2**21  # elements; larger operands are measured by a sample
+SAMPLE = 2**19  # elements of a sample: whole blocks of every format
+_BAND_ROWS = 128  # the rows of the largest block
+_TOGETHER = 16  # samples that are quantized together
+# FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
+_CHUNK_ELEMENTS = 2**24
 
 
 class Diagnostics:
     """Measures `linears` (name -> context, the same on all ranks) in every `interval`-th step; never if 0."""
 
     def __init__(self, interval: int, linears: Mapping[str, LinearContext]) -> None:
-        if interval < 0:
-            raise ValueError(f"precision.diagnostics.interval={interval} is negative; give a number of steps, or 0")
         self.interval = interval
         self._linears = dict(linears)
         self._probe: Probe | None = None
@@ -104,8 +157,8 @@ def diagnostics_scalars(record: Record) -> dict[str, float]:
                 found.setdefault((quantity, operand), []).append(statistics[quantity])
             if "crest_rht" in statistics:  # beside the one that the transform found
                 found.setdefault(("crest", f"{operand}_rht"), []).append(statistics["crest_rht"])
-        for gemm, error in linear["gemms"].items():
-            found.setdefault(("error", gemm), []).append(error)
+        for product, error in linear["gemms"].items():
+            found.setdefault(("error", product), []).append(error)
     for part in ("linears", "blocks"):
         for values in record[part].values():
             if "gradient_to_noise" in values:
@@ -130,3 +183,416 @@ def _ratio(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf if signal > 0 else math.nan
     return math.sqrt(signal / noise)
+
+
+@dataclass(frozen=True)
+class LinearMeasurement:
+    """What a probe found at one linear, over all ranks.
+
+    recipe: its name. operands: name -> statistics (see measure/diagnostics.py), quantized operands only.
+    errors: GEMM -> relative error of its result, GEMMs with a quantized operand only.
+    wgrad_sums: squared norms of the exact weight gradient and of its error, or None without an error of wgrad.
+    """
+
+    recipe: str
+    operands: dict[str, dict[str, float]]
+    errors: dict[str, float]
+    wgrad_sums: tuple[float, float] | None
+
+
+@dataclass
+class Probe:
+    """Measures the calls of the linears it hangs on.
+
+    once: measure only the first call of each linear (one micro-batch), not all.
+    """
+
+    once: bool = True
+    samples: Samples = field(default_factory=lambda: Samples())
+    _recipes: dict[str, str] = field(default_factory=dict)
+    _sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    _maxima: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    _transformed: set[tuple[str, str]] = field(default_factory=set)
+    _repeated: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    @contextmanager
+    def attached(self, linears: Mapping[str, LinearContext]) -> Iterator[Probe]:
+        """Hang on `linears` (name -> context) inside a `with`."""
+        for context in linears.values():
+            context.probe = self
+        try:
+            yield self
+        finally:
+            for context in linears.values():
+                context.probe = None
+
+    def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> ProbedCall | None:
+        """Measure the forward pass; returns whom to tell about the backward pass, None if the call is of no interest.
+
+        x: [tokens, in]. y: [tokens, out], the linear's local result. Collective over tensor-parallel ranks.
+        """
+        name = call.context.name
+        if not call.recipe.quantized or (self.once and name in self._recipes):
+            return None
+        self._recipes[name] = call.recipe.name
+        probed = ProbedCall(self, call, x.detach())
+        probed.forward(y.detach())
+        return probed
+
+    def collect(self, names: list[str]) -> dict[str, LinearMeasurement]:
+        """The measurements of those of `names` that were measured, over all ranks. A collective, and a host sync.
+
+        All ranks must give the same names in the same order and have measured the same linears.
+        """
+        self.samples.flush()
+        for (name, operand), of in self._repeated.items():
+            if (name, of) in self._sums:
+                self._sums[name, operand], self._maxima[name, operand] = self._sums[name, of], self._maxima[name, of]
+        measured = [name for name in names if name in self._recipes]
+        if not measured:
+            return {}
+        device = next(iter(self._sums.values())).device
+        sums, maxima, parts = [], [], (*(slot.name for slot in SLOTS), *GEMMS)
+        for name in measured:
+            for part in parts:
+                width = len(PRODUCT_SUMS) if part in GEMMS else len(OPERAND_SUMS)
+                zeros = torch.zeros(width, dtype=torch.float64, device=device)
+                sums.append(self._sums.get((name, part), zeros))
+                if part not in GEMMS:
+                    none = torch.zeros(len(OPERAND_MAXIMA), dtype=torch.float64, device=device)
+                    maxima.append(self._maxima.get((name, part), none))
+        flat_sums, flat_maxima = torch.cat(sums), torch.cat(maxima)
+        dist.all_reduce(flat_sums)
+        dist.all_reduce(flat_maxima, op=dist.ReduceOp.MAX)
+        sum_values, maximum_values = iter(flat_sums.tolist()), iter(flat_maxima.tolist())
+        found = {}
+        for name in measured:
+            operands, errors, wgrad_sums = {}, {}, None
+            for part in parts:
+                if part not in GEMMS:
+                    totals = [next(sum_values) for _ in OPERAND_SUMS]
+                    largest = [next(maximum_values) for _ in OPERAND_MAXIMA]
+                    if (name, part) in self._sums:
+                        operands[part] = operand_statistics(totals, largest, (name, part) in self._transformed)
+                else:
+                    totals = [next(sum_values) for _ in PRODUCT_SUMS]
+                    if (name, part) in self._sums:
+                        errors[part] = relative_error(totals)
+                        wgrad_sums = (totals[0], totals[1]) if part == "wgrad" else wgrad_sums
+            found[name] = LinearMeasurement(self._recipes[name], operands, errors, wgrad_sums)
+        return found
+
+    def add(self, name: str, part: str, sums: Tensor, maxima: Tensor | None = None, transformed: bool = False) -> None:
+        """Take in the sums of one operand (with its maxima) or GEMM of one call of linear `name`."""
+        key = (name, part)
+        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+        if maxima is not None:
+            self._maxima[key] = torch.maximum(self._maxima[key], maxima) if key in self._maxima else maxima
+        if transformed:
+            self._transformed.add(key)
+
+    def repeat(self, name: str, slot: OperandSlot, of: OperandSlot) -> None:
+        """The operand at `slot` of linear `name` has the codes of the one at `of`, and so its sums."""
+        self._repeated[name, slot.name] = of.name
+
+
+class ProbedCall:
+    """One call of one linear under measurement; keeps x for the backward pass."""
+
+    def __init__(self, probe: Probe, call: LinearCall, x: Tensor) -> None:
+        self.probe, self.call = probe, call
+        self.x: Tensor | None = x
+
+    def forward(self, y: Tensor) -> None:
+        """Measure fprop and its operands, and the weight as dgrad will see it. y: [tokens, out], local."""
+        call, x = self.call, self.x
+        assert x is not None
+        weight = call.pad_rows(call.weight)
+        self._operand(FPROP_ACTIVATION, call.pad_tokens(x), x.numel())
+        self._operand(FPROP_WEIGHT, weight, call.weight.numel())
+        if call.recipe[DGRAD_WEIGHT].reuse_fprop or call.same_weight_codes:
+            self.probe.repeat(call.context.name, DGRAD_WEIGHT, of=FPROP_WEIGHT)
+        else:
+            source, unit = self._source(DGRAD_WEIGHT, weight)
+            self._operand(DGRAD_WEIGHT, source.t(), call.weight.numel(), unit)
+        self._product("fprop", x, call.weight, y, self._ranks_that_shard_weight(1))
+
+    def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
+        """Measure dgrad and wgrad. dy: [tokens, out], dx: [tokens, in], dw: [out, in], the local parts; then forget."""
+        call, x = self.call, self.x
+        assert x is not None, "a graph that is walked through twice cannot be measured"
+        padded = call.pad(dy)
+        if dx is not None:
+            self._operand(DGRAD_GRADIENT, padded, dy.numel())
+            self._product("dgrad", dy, call.weight.t(), dx, self._ranks_that_shard_weight(0))
+        if dw is not None:
+            self._operand(WGRAD_GRADIENT, padded.t(), dy.numel())
+            if call.recipe[WGRAD_ACTIVATION].reuse_fprop:
+                self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
+            else:
+                source, unit = self._source(WGRAD_ACTIVATION, call.pad_tokens(x))
+                self._operand(WGRAD_ACTIVATION, source.t(), x.numel(), unit)
+            self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
+        self.x = None
+
+    def _source(self, slot: OperandSlot, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the operand at `slot` is made of, and its unit, FP32 0-dim (None: 1): `x` [rows, cols], or what fprop's
+        codes of it stand for, which is `code * block scale` in units of fprop's tensor scale."""
+        call = self.call
+        if not call.requantizes(slot.tensor):
+            return x, None
+        # Of all tokens: x of a call is gathered, whether or not the linear quantizes slices. So are its draws.
+        of = SLOTS_OF[slot.tensor][0]
+        request = replace(call.request(of), key=call.draws(of), amax_group=call.context.amax_group(slot.tensor))
+        make, _ = call.backend.operands(x, request, None)
+        assert make is not None
+        made = make()
+        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `LinearCall.derived`
+
+    def _operand(self, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
+        """x: [rows, k] as the linear quantizes it, `count` elements no padding; in units of `unit`, as `_source`."""
+        call = self.call
+        operand, rht = call.recipe[slot], call.recipe.gemms[slot.gemm].rht
+        if not operand.quantized:
+            return
+        large = x.numel() > LARGE
+        raw_amax = amax = x.abs().amax().to(torch.float32)
+        seen, factor = x, 1.0
+        if rht:
+            fixed = call.recipe.rht_signs == "fixed"
+            signs = device_signs(rht, x.device) if fixed else call.signs(slot.gemm)
+            if large:
+                seen, factor = transformed(x, signs)
+            else:
+                seen = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
+            amax = seen.abs().amax().to(torch.float32) * factor
+        maxima = torch.stack((raw_amax, amax)).to(torch.float64)
+        maxima = maxima if unit is None else maxima * unit
+        group = call.context.amax_group(slot.tensor)
+        if group is not None and format_of(operand.format).tensor_scale:
+            amax = amax.clone()
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        key = call.draws(slot)
+
+        def add(sums: Tensor, raw_signal: Tensor | None = None) -> None:
+            # The transform is orthogonal: but for its rounding to BF16 it changes no sum of squares.
+            raw = sums[0] if raw_signal is None else raw_signal
+            raw_count = torch.full_like(raw, count * min(1.0, SAMPLE / x.numel()) if large else count)
+            sums = torch.cat((sums, torch.stack((raw, raw_count))))
+            sums = sums if unit is None else sums_in_units(sums, unit)
+            self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
+
+        if large:
+            part = sample_rows(seen).to(torch.float32)
+            self.probe.samples.put(part * factor if rht else part, operand, key, amax, add)
+        else:
+            part = seen.to(torch.float32)
+            values, limits = quantized_values(part, operand, key, amax)
+            add(operand_sums(part, values, limits), sum_of_squares(x) if rht else None)
+
+    def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
+        """a: [m, k], b: [n, k], result: [m, n]; group: ranks whose results and exact products add up, or None."""
+        if not self.call.recipe.gemms[name].quantized:
+            return
+        sums = torch.zeros(len(PRODUCT_SUMS), dtype=torch.float64, device=a.device)
+        for chunk in _chunks(result):
+            exact = gemm(GemmOperand(a[chunk]), GemmOperand(b), torch.float32)
+            actual = result[chunk]
+            if group is not None:
+                both = torch.stack((exact, actual.to(torch.float32)))
+                dist.all_reduce(both, group=group)
+                exact, actual = both.unbind()
+            sums += product_sums(actual, exact)
+        self.probe.add(self.call.context.name, name, sums)
+
+    def _ranks_that_shard_weight(self, dim: int) -> ProcessGroup | None:
+        spec = self.call.gradient_spec  # a gradient lies as its weight does
+        if spec is not None:
+            for axis, placement in enumerate(spec.placements):
+                if placement.is_shard(dim) and spec.mesh.size(axis) > 1:
+                    return spec.mesh.get_group(axis)
+        return None
+
+
+def _chunks(x: Tensor) -> Iterator[slice]:
+    """All rows of `x` [rows, cols], in slices of at most `_CHUNK_ELEMENTS` elements."""
+    size = max(1, _CHUNK_ELEMENTS // x.shape[1])
+    for start in range(0, x.shape[0], size):
+        yield slice(start, min(start + size, x.shape[0]))
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    tiles: Tensor
+    amax: Tensor
+    key: RoundingKey | None
+    then: Callable[[Tensor], None]
+
+
+class Samples:
+    """Samples that wait to be quantized, by operand."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Operand, list[_Waiting]] = {}
+
+    def put(
+        self, sample: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor, then: Callable[[Tensor], None]
+    ) -> None:
+        """Have `then` called with the sums (`operand_sums`) of a sample from `sample_rows`, at the latest by `flush`.
+
+        key: of the draws, for this or another sample of the same operand. amax: FP32 0-dim.
+        """
+        waiting = self._waiting.setdefault(operand, [])
+        waiting.append(_Waiting(_tiles(sample, operand.group), amax, key, then))
+        # Four-over-six compares errors under one maximum for all rows.
+        if len(waiting) >= (1 if operand.four_over_six else _TOGETHER):
+            self._measure(operand, waiting)
+
+    def flush(self) -> None:
+        """Measure everything that waits."""
+        for operand, waiting in self._waiting.items():
+            if waiting:
+                self._measure(operand, waiting)
+
+    def _measure(self, operand: Operand, waiting: list[_Waiting]) -> None:
+        count, rows = len(waiting), waiting[0].tiles.shape[0]
+        tiles = torch.stack([one.tiles for one in waiting]).to(torch.float32)
+        amax = torch.stack([one.amax for one in waiting]).repeat_interleave(rows)[:, None]
+        if count == 1:
+            amax = waiting[0].amax
+        values, limits = quantized_values(tiles.flatten(0, 1), operand, waiting[0].key, amax)
+        for i, one in enumerate(waiting):
+            here = slice(i * rows, (i + 1) * rows)
+            one.then(operand_sums(tiles[i], values[here], limits[here]))
+        waiting.clear()
+
+
+def quantized_values(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """What `operand` makes of FP32 `rows` [rows, k]: real values FP32 [rows, k], and the largest magnitude that each
+    block's scale can express, FP32 [rows, k / block].
+
+    key: of stochastic rounding, None rounds to nearest. amax: FP32, of the whole tensor, 0-dim, or [rows, 1] where rows
+    are of several tensors (nvfp4 without four-over-six).
+    """
+    encoded = encode_operand(rows, operand, key, amax=amax)
+    values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
+    if scale is not None:
+        values, limits = values.mul_(scale), limits * scale
+    return values, limits * format_of(operand.format).largest
+
+
+def sample_rows(x: Tensor) -> Tensor:
+    """Bands of rows of `x` [rows, cols] that lie evenly over it, at least `SAMPLE` elements (of at least as many)."""
+    band = math.gcd(x.shape[0], _BAND_ROWS)
+    num_bands = x.shape[0] // band
+    wanted = -(-SAMPLE // (band * x.shape[1]))
+    return x.unflatten(0, (-1, band))[:: num_bands // wanted][:wanted].flatten(0, 1)
+
+
+def transformed(x: Tensor, signs: Tensor) -> tuple[Tensor, float]:
+    """The Hadamard transform of `x` [rows, cols] as a BF16 tensor, and a factor to multiply it with.
+
+    A matrix product with entries of +-1, a fraction of the memory traffic of the exact butterflies, from which it may
+    differ in the last bit.
+    """
+    size = signs.shape[0]
+    matrix = _hadamard_matrix(size, x.device) * signs[:, None]
+    product = x.to(torch.bfloat16).unflatten(-1, (-1, size)) @ matrix.to(torch.bfloat16)
+    return product.flatten(-2), 1.0 / math.sqrt(size)
+
+
+@functools.cache
+def device_signs(size: int, device: torch.device) -> Tensor:
+    """`fixed_signs`, kept: made anew they would be copied from the host, which waits for the device."""
+    return fixed_signs(size, device)
+
+
+@functools.cache
+def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
+    return random_hadamard_transform(torch.eye(size), size, torch.ones(size)).sign().to(device)
+
+
+def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """The first `SAMPLE` elements of `x` [rows, cols], block (or group) by block: [SAMPLE / block columns, block
+    columns]."""
+    rows, columns = block
+    if rows > 1:
+        x = x.unflatten(0, (-1, rows)).unflatten(-1, (-1, columns)).transpose(1, 2)
+    return x.reshape(-1, columns)[: SAMPLE // columns]
+
+
+def operand_sums(x: Tensor, values: Tensor, limits: Tensor) -> Tensor:
+    """The first five of `OPERAND_SUMS`: FP64 [5]. (The other two are of the tensor before a transform.)
+
+    x: FP32 [rows, cols], what the quantizer saw. values: FP32 [rows, cols], what it made of it, dequantized.
+    limits: FP32 [rows, cols / block], the largest magnitude that each block's scale can express.
+    """
+    magnitude = x.abs().unflatten(-1, (limits.shape[-1], -1))
+    reach = torch.where(limits > 0, limits * _ON_THE_LIMIT, math.inf)
+    saturated = torch.count_nonzero(magnitude > reach[..., None])
+    counts = torch.stack((torch.count_nonzero(x), torch.count_nonzero(values), saturated)).to(torch.float64)
+    # Zeros stay zeros in every format, so a count of what is left is a count of what was lost.
+    counts[1] = counts[0] - counts[1]
+    return torch.cat((_sums_of_squares(x, values - x), counts))
+
+
+def sums_in_units(sums: Tensor, unit: Tensor) -> Tensor:
+    """`OPERAND_SUMS` of a tensor from those of the tensor in units of `unit`, 0-dim: FP64 [7]."""
+    signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums.unbind()
+    square = unit.to(torch.float64).square()
+    return torch.stack((signal * square, error * square, nonzero, zeroed, saturated, raw_signal * square, raw_count))
+
+
+def product_sums(result: Tensor, exact: Tensor) -> Tensor:
+    """`PRODUCT_SUMS` of a product [rows, cols] and of the same product unquantized, FP32: FP64 [2]."""
+    return _sums_of_squares(exact, result - exact)
+
+
+def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transformed: bool) -> dict[str, float]:
+    """The statistics at the top of this file from totals in the order of `OPERAND_SUMS` and `OPERAND_MAXIMA`.
+
+    transformed: whether a Hadamard transform stood before the quantizer; without one, the `*_rht` are left out.
+    A tensor without a nonzero element has an SNR of infinity and shares of 0.
+    """
+    signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums
+    raw_amax, amax = maxima
+    statistics = {
+        "snr_db": _decibels(signal, error),
+        "zeroed": zeroed / max(nonzero, 1.0),
+        "saturated": saturated / max(nonzero, 1.0),
+        "amax": raw_amax,
+        "rms": (rms := math.sqrt(raw_signal / raw_count)),
+        "crest": raw_amax / rms if rms > 0 else 0.0,
+    }
+    if transformed:
+        rms_rht = math.sqrt(signal / raw_count)
+        crest_rht = amax / rms_rht if rms_rht > 0 else 0.0
+        statistics |= {"amax_rht": amax, "rms_rht": rms_rht, "crest_rht": crest_rht}
+    return statistics
+
+
+def relative_error(sums: Sequence[float]) -> float:
+    """||result - exact|| / ||exact|| from totals in the order of `PRODUCT_SUMS`; 0 where both are 0."""
+    signal, error = sums
+    if signal == 0:
+        return 0.0 if error == 0 else math.inf
+    return math.sqrt(error / signal)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """FP64, 0-dim."""
+    return _sums_of_squares(x)[0]
+
+
+def _sums_of_squares(*tensors: Tensor) -> Tensor:
+    # FP32 norms (1e-4 exact, which is 0.001 dB) squared in FP64; FP64 copies would cost several times as much.
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in tensors]
+    return torch.stack(norms).to(torch.float64).square_()
+
+
+def _decibels(signal: float, error: float) -> float:
+    if signal > 0 and error > 0:
+        return 10 * (math.log10(signal) - math.log10(error))
+    if math.isnan(signal) or math.isnan(error):
+        return math.nan
+    return -math.inf if error > 0 else math.inf

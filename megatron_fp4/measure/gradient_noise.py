@@ -38,8 +38,8 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import Gemm, Recipe
 from megatron_fp4.precision.switch import PrecisionController
-from megatron_fp4.training.accumulate import MicroBatch, accumulate
-from megatron_fp4.training.gradients import holds_first_copy, sum_replicated_gradients
+from megatron_fp4.training.gradients import MicroBatch, holds_first_copy, sum_replicated_gradients
+from megatron_fp4.training.step import accumulate
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_fp4.measure.checksums import checksum
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearCall
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.errors import WrongNumbersError
-from megatron_fp4.training.accumulate import GlobalBatch, MicroBatch, accumulate, global_batch_of
+from megatron_fp4.training.gradients import GlobalBatch, MicroBatch
+from megatron_fp4.training.step import accumulate, global_batch_of
+
+_WIDTH = 4096
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplayError(WrongNumbersError):
@@ -245,3 +248,27 @@ def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, (tuple, list)):
         return [tensor for value in values for tensor in _tensors(value)]
     return []
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 [3] on the tensor's device, modulo 2**64: the sum of its bits as integers, and two sums in which each
+    counts by its place. One number that changes always shows in the first, two that are exchanged in the others.
+
+    Sums of integers are exact in any order. Large tensors are read twice and not copied.
+    """
+    bits = tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
+    whole = bits.numel() // _WIDTH * _WIDTH
+    rows, rest = bits[:whole].view(-1, _WIDTH), bits[whole:].to(torch.int64)
+    of_columns, of_rows = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+    return torch.stack(
+        (
+            of_rows.sum() + rest.sum(),
+            _weighted(of_columns) + _weighted(rest),
+            _weighted(of_rows) - rest.sum(),
+        )
+    )
+
+
+def _weighted(numbers: Tensor) -> Tensor:
+    """The sum of each number times its place, from 1."""
+    return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()

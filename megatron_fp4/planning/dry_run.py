@@ -124,9 +124,9 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
         ledger = Ledger(lambda: clock.micro_batch)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
-            optimizer = build_optimizer(model, config.optimizer).optimizer
+            optimizer = build_optimizer(model, config.optimizer)
             # The update works in place on a GPU; of fake tensors torch makes copies.
-            optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+            optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
             watch = _Watch(model, controller.linears, ledger, optimizer)
 
             def step(number: int, count: int) -> None:

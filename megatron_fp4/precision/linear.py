@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Measures the calls of linears that it is attached to (measure/probe.py has one)."""
+    """Measures the calls of linears that it is attached to (measure/diagnostics.py has one)."""
 
     def forward(self, call: Any, x: Tensor, y: Tensor) -> ObservedCall | None:
         """Sees a `LinearCall`, x [tokens, in] and the local result y [tokens, out]; returns who is to see the backward

@@ -234,7 +234,7 @@ def _seconds_of_a_sequence(config: Config, models: ModelProvider) -> float:
     try:
         mesh, clock = build_mesh(alone.parallel, torch.device("cpu")), StepState(seed=config.run.seed)
         model, _ = initialized_model(alone, models, mesh, clock)
-        optimizer = build_optimizer(model, config.optimizer).optimizer
+        optimizer = build_optimizer(model, config.optimizer)
         for step in range(2):  # the first makes moments and whatever else is made once
             began = time.perf_counter()
             train_step(model, optimizer, batch, mesh, clock, step=step, lr=1e-6, clip_norm=config.optimizer.clip_norm)

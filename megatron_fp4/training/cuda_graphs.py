@@ -44,7 +44,7 @@ from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.training.micro_batch import GlobalBatch, MicroBatch
+from megatron_fp4.training.gradients import GlobalBatch, MicroBatch
 
 EAGER_STEPS = 2
 

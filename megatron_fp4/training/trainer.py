@@ -65,7 +65,7 @@ from megatron_fp4.training.build import (
     initialized_model,
     is_refusal,
 )
-from megatron_fp4.training.micro_batch import MicroBatch
+from megatron_fp4.training.gradients import MicroBatch
 from megatron_fp4.training.optimizer import OPTIMIZER, build_optimizer
 from megatron_fp4.training.providers import DataProvider, ModelProvider
 from megatron_fp4.training.schedule import WSDSchedule
@@ -184,7 +184,7 @@ class Trainer:
         with configuration_errors():
             self.data = data.open_data(config, mesh, is_refusal)
             identity = run_identity(config, self.data.fingerprint)
-            self.optimizer = build_optimizer(self.model, config.optimizer).optimizer
+            self.optimizer = build_optimizer(self.model, config.optimizer)
         self.log = RunLog(config, active=mesh.rank == 0 and not quiet, memory_size=memory_size(mesh.device))
         self.checkpointer = Checkpointer(
             Path(config.run.dir) / "checkpoints",

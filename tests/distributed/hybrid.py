@@ -175,7 +175,7 @@ def train(
     mesh, clock = layout.mesh(), StepState(seed=11)
     model = sharded_model(layout, mesh, RECIPES[precision], clock)
     # A larger eps than usual: where a gradient is all rounding error, Adam would make a step of full length of it.
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     result = Result(mesh.tp_rank)
     names = {parameter: name for name, parameter in model.named_parameters()}
 

@@ -169,7 +169,7 @@ def _sharded(rank: int, tp_size: int, root: str, save: bool, replicate: int = 1)
     mesh = toy_mesh(tp_size, replicate=replicate)
     model = Sharded(mesh, fill=save)
     fully_shard(model, mesh=mesh.fsdp)
-    optimizer = build_optimizer(model, OptimizerConfig()).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig())
     checkpointer = Checkpointer(Path(root), mesh, keep=1, identity={})
     if save:
         for parameter in model.parameters():

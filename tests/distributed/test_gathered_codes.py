@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.measure.probe import Probe
+from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.gathered_codes import GatheredWeight
 from megatron_fp4.precision.emulated import codes_of
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.evaluate import evaluate
+from megatron_fp4.training.callbacks.validation import evaluate
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
@@ -65,7 +65,7 @@ def train(layout: Layout, dtype: torch.dtype) -> Seen:
     seen.num_linears = len(contexts)
     for name, context in contexts.items():
         context.name, context.recipe, context.clock = name, NVFP4, clock
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     count = 0
 
     def gathered(weight: GatheredWeight, mesh: Any) -> Any:
@@ -141,7 +141,7 @@ def through_formats(rank: int) -> list[list[float]]:
         layout = Layout(2)
         mesh, clock = layout.mesh(), StepState(seed=11)
         model = model_on(mesh, torch.bfloat16, reshard=False)
-        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
         losses.append([])
         with nullcontext() if codes else mock.patch.object(LinearContext, "gathers_codes", False):
             for step, recipe in enumerate((mxfp4, BF16, NVFP4, BF16, mxfp4)):

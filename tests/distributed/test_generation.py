@@ -92,7 +92,7 @@ def trained(rank: int, layout: Layout, writes: bool) -> tuple[list[float], dict[
     model = hybrid.sharded_model(layout, mesh, RECIPES["nvfp4"], clock)
     plan = build_plan(linear_shapes(MODEL), RECIPES["nvfp4"], Bf16BlocksConfig(), MODEL.num_blocks)
     controller = PrecisionController({name: module.context for name, module in model.linears()}, plan, clock)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
     config = ValidationConfig(prompts=["", "A", "HELLO"], prompt_tokens=6)
     sharded = [parameter.placements for parameter in model.parameters()]
     losses, written = [], []

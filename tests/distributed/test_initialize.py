@@ -30,7 +30,7 @@ def trained(rank: int, layout: Layout, root: str) -> dict[str, Tensor]:
     """Two checkpoints of a run of two steps; the last weights, whole."""
     mesh, clock = layout.mesh(), StepState(seed=0)
     model = sharded_model(layout, mesh, RECIPES["fp32"], clock)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3)).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity=IDENTITY)
     for step in range(2):
         train_step(model, optimizer, micro_batches(step, mesh), mesh, clock, step=step, lr=1e-3, clip_norm=1.0)
@@ -48,7 +48,7 @@ def initialized(rank: int, layout: Layout, given: str, root: str, harm: str) -> 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7.0)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3)).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity=IDENTITY)
     generator = torch.get_rng_state()
     if harm and rank == 1:

@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_fp4.measure.nonfinite import diagnose_nonfinite
-from megatron_fp4.measure.spike_diagnosis import diagnose_spike
+from megatron_fp4.measure.diagnosis import diagnose_nonfinite, diagnose_spike
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.accumulate import accumulate
-from megatron_fp4.training.evaluate import evaluate
-from megatron_fp4.training.step import StepResult
+from megatron_fp4.training.callbacks.validation import evaluate
+from megatron_fp4.training.step import StepResult, accumulate
 from tests.distributed.hybrid import (
     LAYOUTS,
     ONE,

@@ -26,7 +26,7 @@ def run(rank: int, layout: Layout, source: str | None, target: str, steps: int) 
     """Load `source`, train `steps` steps, save to `target`; logits of a fixed batch, and weights and moments whole."""
     mesh, clock = layout.mesh(), StepState(seed=0)
     model = sharded_model(layout, mesh, RECIPES["fp32"], clock)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3)).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
     checkpointer = Checkpointer(Path(target), mesh, keep=0, identity={})
     done = 0
     if source is not None:

@@ -56,7 +56,7 @@ def trained(mesh: ParallelMesh, graphs: bool, overrides: list[str]) -> tuple[lis
     config = configure([*SMALL, *overrides])
     clock = StepState(seed=1)
     model, controller = initialized_model(config, models, mesh, clock)
-    optimizer = build_optimizer(model, config.optimizer).optimizer
+    optimizer = build_optimizer(model, config.optimizer)
     captured = None
     if graphs:
         captured = MicroBatchGraphs(model, mesh, controller.linears, required=True, warn=print)

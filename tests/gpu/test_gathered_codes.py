@@ -121,7 +121,7 @@ def train(rank: int, world: int, layout: dict[str, int], codes: bool, folder: st
         model = model_on(mesh, torch.bfloat16, reshard=True)
         for name, linear in model.linears():
             linear.context.name, linear.context.recipe, linear.context.clock = name, NVFP4, clock
-        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
         losses = [
             train_step(
                 model, optimizer, micro_batches(step, mesh, 4 * world), mesh, clock,

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.training.autotuning import choices_in, live_autotuners, record_of
+from megatron_fp4.training.callbacks.kernels import choices_in, live_autotuners, record_of
 from scripts.fingerprint import state_digest
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -51,7 +51,7 @@ def trained(
     apply_data_parallel(
         model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=torch.float32, reshard=False
     )
-    optimizer, results = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer, []
+    optimizer, results = build_optimizer(model, OptimizerConfig(lr=1e-2)), []
     for step in range(5):
         batches = [ToyBatch(b.index, b.tokens.pin_memory(), b.targets.pin_memory()) for b in toy_batches(step, mesh)]
         poison = None

@@ -62,7 +62,7 @@ class Run:
             compute_dtype=torch.bfloat16,
             reshard=reshard,
         )
-        self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2)).optimizer
+        self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2))
 
     def batches(self, step: int) -> list[ToyBatch]:
         found = []

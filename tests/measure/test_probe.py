@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.measure import probe as probe_module
-from megatron_fp4.measure import samples
-from megatron_fp4.measure.probe import LinearMeasurement, Probe, ProbedCall
+from megatron_fp4.measure import diagnostics as probe_module
+from megatron_fp4.measure import diagnostics as samples
+from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe, ProbedCall
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear

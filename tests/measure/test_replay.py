@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 import pretrain
-from megatron_fp4.measure.checksums import checksum
-from megatron_fp4.measure.replay import Replay, Replayed
+from megatron_fp4.measure.replay import Replay, Replayed, checksum
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.fp32_gradients import local_part
 from models.attention import Attention

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp4.measure.samples import quantized_values
-from megatron_fp4.measure.statistics import (
+from megatron_fp4.measure.diagnostics import (
     operand_statistics,
     operand_sums,
     product_sums,
+    quantized_values,
     relative_error,
     sum_of_squares,
 )

@@ -56,7 +56,7 @@ def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, clock: 
 def trained(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tuple[list[Any], HybridModel]:
     clock = StepState(seed=3)
     model = built(mesh, apply, reshard, clock)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
     settings: dict[str, Any] = {"lr": 1e-2, "clip_norm": 1.0, "reshard": reshard}
     results = [train_step(model, optimizer, batches(s), mesh, clock, step=s, **settings) for s in range(3)]
     return [(result.loss, result.grad_norm) for result in results], model
@@ -95,7 +95,7 @@ def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], l
     mesh, clock, ran, without = toy_mesh(), StepState(seed=3), [0], [0]
     left_out = FSDPHooks.left_out
     model = built(mesh, apply_data_parallel, False, clock)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
 
     def count(*_: object) -> None:
         ran[0] += 1

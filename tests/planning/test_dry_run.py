@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections import Counter
 from dataclasses import replace
@@ -240,8 +241,9 @@ def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16(name, patt
 
 def test_the_command_prints_memory_messages_and_time():
     overrides = ["parallel.tensor=2", "train.sequence_length=64", "train.global_batch_size=64", "model.pattern=M*-M"]
-    command = [ROOT / "scripts" / "plan_run.py", "--world-size", "8", *overrides, "run.dry_mfu=0.5"]
-    done = run_program(command)
+    command = [ROOT / "pretrain.py", "run.dry=true", *overrides, "run.dry_mfu=0.5"]
+    environment = {**os.environ, "WORLD_SIZE": "8"}
+    done = run_program(command, environment)
     assert done.returncode == 0, done.stderr
     for words in (
         "Precision plan nvfp4",
@@ -251,7 +253,7 @@ def test_the_command_prints_memory_messages_and_time():
         "4 shards x 2 tensor-parallel",
     ):
         assert words in done.stdout
-    done = run_program([*command, "parallel.tensor=3"])
+    done = run_program([*command, "parallel.tensor=3"], environment)
     assert done.returncode == 2
     assert "parallel.tensor=3" in done.stderr
 

@@ -190,7 +190,7 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32, o
         replicate_over_tp(model, mesh)
     apply_data_parallel(model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=dtype, reshard=False)
     torch.manual_seed(seed + 100 + mesh.rank)
-    return model, build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
+    return model, build_optimizer(model, OptimizerConfig(lr=1e-2))
 
 
 def whole(tensor: Tensor) -> Tensor:

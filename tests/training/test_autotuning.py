@@ -15,8 +15,15 @@ import pytest
 
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training import autotuning
-from megatron_fp4.training.autotuning import choices_in, choices_of, live_autotuners, pin_kernels, put_back, record_of
+from megatron_fp4.training.callbacks import kernels as autotuning
+from megatron_fp4.training.callbacks.kernels import (
+    choices_in,
+    choices_of,
+    live_autotuners,
+    pin_kernels,
+    put_back,
+    record_of,
+)
 from tests.training.harness import RankFailedError, alone, launch, toy, toy_mesh
 from tests.training.kernels import Config, call, install
 

@@ -58,7 +58,7 @@ class Job:
         for name, context in self.linears.items():
             context.name, context.clock = name, self.clock
         self.follow(NVFP4)
-        self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2)).optimizer
+        self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2))
         self.said: list[str] = []
         self.graphs: MicroBatchGraphs | None = None
         if capture is not None:

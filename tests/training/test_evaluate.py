@@ -10,7 +10,7 @@ from data.token_source import TokenSource
 from data.validation import ValidationSet
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.evaluate import evaluate
+from megatron_fp4.training.callbacks.validation import evaluate
 from megatron_fp4.training.step import train_step
 from tests.training.harness import LENGTH, VOCAB_SIZE, ToyBatch, alone, launch, toy, toy_batches, toy_mesh
 

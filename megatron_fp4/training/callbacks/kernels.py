@@ -1,12 +1,57 @@
-"""Autotuned kernels use the same configurations on all ranks, after a resume, and in the next run (autotuning.py)."""
+"""The same configurations of autotuned Triton kernels on all ranks, after a resume, and in the next run.
+
+mamba-ssm's kernels are autotuned: the first call with a new key times every configuration (block sizes, warps) and
+keeps the fastest. Block sizes decide in which order sums are taken, so what a process chooses decides its last bits.
+Triton can keep choices on disk (TRITON_CACHE_AUTOTUNING), but not for configurations with a `pre_hook`, which the
+kernels of the backward pass have; and Inductor gives each device its own folder for them.
+
+So in every run the first rank alone tunes, before the first step, by one forward and backward pass of the scan; the
+others take over what it chose. (Also where no determinism is asked for: left to themselves, all ranks of all runs would
+spend their first step on it, minutes of it.) Configurations are compiled side by side and then timed one by one. The
+keys hold sizes of the model, not of the batch: validation needs nothing more. Choices come, in this order, from
+
+    the checkpoint      `autotuning` in trainer.json, also written to run.dir/autotuning.json
+    this machine        a file that earlier runs on such a GPU with these versions left behind: a run started twice
+                        from the beginning chooses once
+    measuring
+
+The first two count only for the same GPU and versions. A key that comes up later is not compared with others, which
+each rank would do for itself: it gets the smallest configuration, whatever rank or run meets it.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from megatron_fp4.training.autotuning import KernelChoices, rehearsal
+import torch
+import torch.distributed as dist
+
+from megatron_fp4.config.schema import Config
 from megatron_fp4.training.trainer import Callback
+
+log = logging.getLogger(__name__)
+
+RECORD_FILE = "autotuning.json"
+_COMPILERS = 16
+_PACKAGE = "mamba_ssm"
+_KERNELS = "mamba_ssm.ops.triton.ssd_combined"  # which imports all that the scan runs
+
+Key = tuple[Any, ...]
+Choices = dict[tuple[str, Key], dict[str, Any]]
+"""(kernel's qualified name, tuning key) -> Triton's arguments: block sizes, num_warps, num_stages, ..."""
 
 
 class Kernels(Callback):
@@ -43,3 +88,266 @@ class Kernels(Callback):
     def load_state_dict(self, state: Any) -> None:
         """Those of a checkpoint, for `start`."""
         self._choices.load_state_dict(state)
+
+
+class PinnedKernels:
+    """What the kernels of a run use; made by `pin_kernels`.
+
+    environment: what the choices are for. lines: where they came from, for the log of the first rank.
+    """
+
+    def __init__(self, environment: Mapping[str, str], lines: list[str]) -> None:
+        self.environment, self.lines = dict(environment), lines
+
+    def record(self) -> dict[str, Any]:
+        """This rank's choices so far, as JSON."""
+        return record_of(self.environment, choices_of(live_autotuners()))
+
+    def write(self, run_dir: Path) -> None:
+        """Replace `run_dir`/autotuning.json."""
+        write_record(run_dir / RECORD_FILE, self.record())
+
+
+class KernelChoices:
+    """The choices of one run from checkpoint to checkpoint: what one held, and what is pinned once `pin` was called."""
+
+    def __init__(self) -> None:
+        self._saved: Mapping[str, Any] | None = None
+        self._pinned: PinnedKernels | None = None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """For the checkpoint; None if nothing is pinned."""
+        return None if self._pinned is None else self._pinned.record()
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
+        """What a checkpoint held, for `pin`."""
+        self._saved = saved
+
+    def pin(self, rehearse: Callable[[], object], machine_folder: Path, resumed: bool) -> list[str]:
+        """See `pin_kernels`; returns lines for the log. resumed: whether the run goes on from a checkpoint."""
+        self._pinned = pin_kernels(rehearse, self._saved, machine_folder)
+        unknown = ["kernels: the checkpoint does not say which configurations it was made with"]
+        return [*(unknown if resumed and self._saved is None else []), *self._pinned.lines]
+
+    def write(self, run_dir: Path) -> None:
+        """Replace `run_dir`/autotuning.json, if anything is pinned. Checkpoints have it too, so a disk that refuses it
+        only gets a warning."""
+        if self._pinned is not None:
+            try:
+                self._pinned.write(run_dir)
+            except OSError as error:
+                log.warning("%s could not be written (%s)", run_dir / RECORD_FILE, error)
+
+
+def rehearsal(
+    mixers: Iterable[Any], config: Config, lengths: Iterable[int], device: torch.device
+) -> Callable[[], None]:
+    """What `pin` is to call: the autotuned kernels of `mixers`, once for each sequence length that occurs."""
+    train, dtype = config.train, getattr(torch, config.precision.compute_dtype)
+    different = tuple(dict.fromkeys(lengths))
+
+    def rehearse() -> None:
+        for mixer in mixers:
+            for length in different:
+                rows = train.micro_batch_size * train.sequence_length // length
+                mixer.rehearse(rows, length, dtype, device, config.data.documents == "masked")
+
+    return rehearse
+
+
+def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None, machine_folder: Path) -> PinnedKernels:
+    """Fix the configurations of mamba-ssm's kernels on all ranks; a collective, before the first kernel runs.
+
+    rehearse: runs every kernel of the model once, and so tunes it if its choice is not known; called on the first
+    rank. saved: a record from a checkpoint, if there is one. machine_folder: for the files of earlier runs.
+
+    Raises RuntimeError on a rank whose kernels do not have a configuration that the first rank chose.
+    """
+    importlib.import_module(_KERNELS)
+    autotuners = live_autotuners()
+    for autotuner in autotuners.values():
+        # What an earlier run of this process left; this one shall find what a new process finds.
+        autotuner.__dict__.pop("prune_configs", None)
+        autotuner.cache.clear()
+    environment = environment_here()
+    chosen: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        lines = _choose(rehearse, autotuners, environment, saved, machine_folder)
+        chosen = [record_of(environment, choices_of(autotuners)), lines]
+    dist.broadcast_object_list(chosen)
+    record, lines = chosen
+    refused = put_back(choices_in(record), autotuners)
+    if refused:
+        raise RuntimeError(f"rank {dist.get_rank()} has other kernels than the first rank: {'; '.join(refused)}")
+    for name, autotuner in autotuners.items():
+        autotuner.prune_configs = functools.partial(_smallest_instead, name, autotuner)
+    return PinnedKernels(environment, lines)
+
+
+def _choose(
+    rehearse: Callable[[], object],
+    autotuners: Mapping[str, Any],
+    environment: Mapping[str, str],
+    saved: Mapping[str, Any] | None,
+    machine_folder: Path,
+) -> list[str]:
+    """Put known choices into this process's `autotuners` and tune the others; lines that say what was done."""
+    lines = []
+    machine_file = machine_folder / f"{_digest(environment)}.json"
+    # The checkpoint's last: they win.
+    for place, record in ((str(machine_file), read_record(machine_file)), ("the checkpoint", saved)):
+        if record is None:
+            continue
+        if differing := environment_differences(record["environment"], environment):
+            lines.append(f"kernels: not as in {place}, which is of another environment: {'; '.join(differing)}")
+            continue
+        refused = put_back(choices_in(record), autotuners)
+        lines += [f"kernels: not as in {place}: {line}" for line in refused]
+    known, began = choices_of(autotuners).keys(), time.perf_counter()
+    for autotuner in autotuners.values():
+        # An attribute of the object, which Triton calls when it meets a key that it has no choice for.
+        autotuner.prune_configs = functools.partial(_compiled_at_once, autotuner)
+    rehearse()
+    tuned = {tuning: config for tuning, config in choices_of(autotuners).items() if tuning not in known}
+    if tuned:
+        # Another run may have finished tuning in the meantime: the first to write decides for both.
+        kept = choices_in(read_record(machine_file) or record_of(environment, {}))
+        put_back({tuning: config for tuning, config in kept.items() if tuning in tuned}, autotuners)
+        try:
+            machine_folder.mkdir(parents=True, exist_ok=True)
+            # No others: among those of a checkpoint are smallest ones, of keys that came late.
+            write_record(machine_file, record_of(environment, {**tuned, **kept}))
+        except OSError as error:
+            lines.append(f"kernels: a new run will tune again, {machine_file} cannot be written: {error}")
+    seconds = time.perf_counter() - began
+    lines.append(f"kernels: {len(known)} configurations known, {len(tuned)} tuned, {seconds:.0f} s")
+    return lines
+
+
+def environment_here() -> dict[str, str]:
+    """What decides which configurations there are and which is fastest: the GPU and the versions that compile."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    versions = {name: str(sys.modules[name].__version__) for name in ("torch", "triton", _PACKAGE)}
+    return {
+        "gpu": gpu.name,
+        "compute_capability": f"{gpu.major}.{gpu.minor}",
+        "multiprocessors": str(gpu.multi_processor_count),
+        **versions,
+    }
+
+
+def environment_differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """What differs, such as `gpu NVIDIA H100 instead of NVIDIA H200`; empty if nothing does."""
+    names = sorted(there.keys() | here.keys())
+    return [f"{n} {here.get(n)} instead of {there.get(n)}" for n in names if here.get(n) != there.get(n)]
+
+
+def live_autotuners() -> dict[str, Any]:
+    """mamba-ssm's autotuned kernels that this process has imported, by the qualified name of their function."""
+    triton = sys.modules.get("triton.runtime.autotuner")
+    if triton is None:
+        return {}
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] != _PACKAGE or not isinstance(module, ModuleType):
+            continue
+        for kernel in list(vars(module).values()):
+            while isinstance(kernel, triton.Heuristics):
+                kernel = kernel.fn
+            if isinstance(kernel, triton.Autotuner):
+                found[f"{kernel.base_fn.__module__}.{kernel.base_fn.__name__}"] = kernel
+    return found
+
+
+def choices_of(autotuners: Mapping[str, Any]) -> Choices:
+    """Every choice that the autotuners hold."""
+    return {
+        (name, key): config.all_kwargs()
+        for name, autotuner in autotuners.items()
+        for key, config in autotuner.cache.items()
+    }
+
+
+def put_back(choices: Choices, autotuners: Mapping[str, Any]) -> list[str]:
+    """Make the autotuners hold `choices`; those that they do not have a configuration for are left, a line each.
+
+    The configuration is one of the autotuner's own, and with it its `pre_hook`.
+    """
+    refused = []
+    for (name, key), wanted in choices.items():
+        configs = autotuners[name].configs if name in autotuners else ()
+        config = next((config for config in configs if config.all_kwargs() == wanted), None)
+        if config is None:
+            refused.append(f"{name} has no configuration {wanted}")
+        else:
+            autotuners[name].cache[key] = config
+    return refused
+
+
+def _compiled_at_once(autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """In place of `Autotuner.prune_configs`, where one tunes: the same configurations, after compiling all of them."""
+    configs: list[Any] = type(autotuner).prune_configs(autotuner, arguments)
+    mode = getattr(sys.modules.get("triton"), "AsyncCompileMode", None)
+    if mode is not None:  # else each is compiled when its turn to be timed has come
+        workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
+        # What cannot be compiled is found out once more, and told apart, where it is timed.
+        try:
+            with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
+                for config in configs:
+                    settings = {**arguments, **config.all_kwargs(), "warmup": True}
+                    autotuner.fn.run(*autotuner.nargs.values(), **settings)
+        except Exception as error:
+            log.warning("kernels are compiled one by one, because side by side they are not: %r", error)
+    return configs
+
+
+def _smallest_instead(name: str, autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """In place of `Autotuner.prune_configs`: the only configuration to try, by a rule that knows no clock."""
+    config = smallest(autotuner.configs)
+    log.warning("%s was not tuned in advance for these sizes; it uses its smallest configuration, %s", name, config)
+    return [config]
+
+
+def smallest(configs: Iterable[Any]) -> Any:
+    """The configuration with the smallest product of block sizes and stages, the first of equals; it fits any GPU."""
+
+    def cost(config: Any) -> int:
+        blocks = (size for name, size in config.kwargs.items() if name.startswith("BLOCK_SIZE"))
+        return math.prod(blocks) * (config.num_stages or 1)
+
+    return min(configs, key=cost)
+
+
+def record_of(environment: Mapping[str, str], choices: Choices) -> dict[str, Any]:
+    """Choices and what they are for, as JSON."""
+    listed = [{"kernel": name, "key": list(key), "config": config} for (name, key), config in choices.items()]
+    return {"environment": dict(environment), "choices": listed}
+
+
+def choices_in(record: Mapping[str, Any]) -> Choices:
+    """The inverse of `record_of`."""
+    return {(choice["kernel"], tuple(choice["key"])): choice["config"] for choice in record["choices"]}
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """A record that was written; None if there is none that can be read."""
+    try:
+        record = json.loads(path.read_text())
+        choices_in(record), record["environment"].items()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        log.warning("%s is left aside, it is no record of kernels: %r", path, error)
+        return None
+    return dict(record)
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record so that a reader finds the old one or the new one, never a part. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def _digest(environment: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(environment), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,46 +1,140 @@
-"""Spikes of the loss or the gradient norm: skipped, or answered by a rollback to the last checkpoint (spikes.py)."""
+"""Spikes: steps whose loss or gradient norm lies far above what the steps before it had.
+
+A step is a spike if its loss or its gradient norm exceeds, over the last `window` accepted steps,
+
+    median + threshold * max(1.4826 * MAD, floor * median)         MAD: the median distance from the median
+
+1.4826 MAD is the standard deviation of normally distributed numbers (Rousseeuw and Croux, "Alternatives to the Median
+Absolute Deviation", 1993) and, unlike that, is not moved by the spikes themselves. Skipping such steps is OLMo 2's
+method (arXiv:2501.00656; its SkipStepOptimizer: 6 standard deviations over 128 steps); going back to the last
+checkpoint and skipping the data of all steps since is PaLM's (arXiv:2204.02311, section 5.1).
+
+- One-sided: what falls is no spike. While the loss falls quickly the median lies above it and the MAD is wide.
+- The floors are for histories that are nearly flat, and for gradient norms, whose ordinary outliers reach twice the
+  median: with a threshold of 6 a loss must be 3% above its median, a norm 2.2 times its median.
+- A change that is meant (another data phase, another precision) starts a new history (`Spikes.before_step`).
+- Only finite numbers come here; the others are the non-finite guard's (skipped_steps.py), and neither counts as a
+  spike nor ends a row of them.
+
+Loss and norm are the step's all-reduced numbers, so all ranks decide alike, and the whole state is in the checkpoint,
+so a resumed run decides as the straight one.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.config.schema import SpikesConfig
-from megatron_fp4.measure.spike_diagnosis import diagnose_spike
-from megatron_fp4.training.spikes import Spike, SpikeGuard
+from megatron_fp4.measure.diagnosis import diagnose_spike
+from megatron_fp4.runtime.errors import DivergedError
+from megatron_fp4.training.step import StepResult
 from megatron_fp4.training.trainer import Callback, Step
+
+_LOSS_FLOOR, _NORM_FLOOR = 0.005, 0.2
+
+
+class SpikeError(DivergedError):
+    """Too many spikes in a row."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step that was refused. step: steps done, it included. in_row, total: spikes so far, with this one.
+
+    loss_limit, grad_norm_limit: what loss and norm were allowed to be; their medians in loss_median, grad_norm_median.
+    """
+
+    step: int
+    loss: float
+    loss_median: float
+    loss_limit: float
+    grad_norm: float
+    grad_norm_median: float
+    grad_norm_limit: float
+    in_row: int
+    total: int
+
+    def __str__(self) -> str:
+        parts = []
+        for name, value, limit, median in (
+            ("loss", self.loss, self.loss_limit, self.loss_median),
+            ("gradient norm", self.grad_norm, self.grad_norm_limit, self.grad_norm_median),
+        ):
+            above = "over" if value > limit else "within"
+            parts.append(f"{name} {value:.4g} ({above} {limit:.4g}, median {median:.4g})")
+        return ", ".join(parts)
 
 
 class Spikes(Callback):
-    """Refuses updates far beyond what came before, in the same data phase and precision."""
+    """Decides which steps are spikes, counts and answers them. config: action `none` accepts everything.
+
+    in_row: spikes without an accepted step between them; of rollbacks, those to one and the same checkpoint, because
+    accepted steps that are lost again are no progress. total: spikes since the run began.
+    """
 
     name = "spikes"
 
     def __init__(self, config: SpikesConfig) -> None:
-        self.guard = SpikeGuard(config)
-        self.accept = self.guard.accept
+        self.config = config
+        self.accept = None if config.action == "none" else self._accepts
+        self.in_row = self.total = 0
+        self._checkpoint: int | None = None  # where the last spike went back to
+        self._regime = ""
+        self._history: list[tuple[float, float]] = []  # loss and gradient norm of accepted steps, the oldest first
 
     def before_step(self, step: Step) -> None:
-        """Steps of another phase or precision are no measure."""
-        self.guard.enter(f"{self.trainer.phase(step.index)}, {self.trainer.plan_name}")
+        """Steps of another data phase or precision are no measure."""
+        regime = f"{self.trainer.phase(step.index)}, {self.trainer.plan_name}"
+        if self.config.action != "none" and regime != self._regime:
+            self._regime, self._history = regime, []
 
     def after_step(self, step: Step) -> None:
-        """Answer a spike. Raises SpikeError on all ranks if there were too many in a row."""
-        trainer, result = self.trainer, step.result
-        if spike := self.guard.observe(result, step.done, trainer.checkpointer.last_step):
-            self.answer(spike)
-            self.guard.give_up(spike, lambda: trainer.compute_again(diagnose_spike, step.batch, result))
+        """Answer a spike. Raises SpikeError on all ranks, with a diagnosis, if there were too many in a row."""
+        if (spike := self.observe(step.result, step.done)) is None:
+            return
+        self.answer(spike)
+        if spike.in_row >= self.config.max_in_row:
+            row = "in a row" if self._checkpoint is None else f"after the checkpoint of step {self._checkpoint}"
+            raise SpikeError(
+                f"{spike.in_row} spikes {row} (spikes.max_in_row={self.config.max_in_row}), the last in step "
+                f"{spike.step}: {spike}. {self.trainer.compute_again(diagnose_spike, step.batch, step.result)}"
+            )
+
+    def observe(self, result: StepResult, done: int) -> Spike | None:
+        """Take in the result of a step, after `done` steps; the spike, if it was one."""
+        if self.config.action == "none" or (result.skipped and not result.spike):
+            return None
+        if not result.spike:
+            self._history = [*self._history, (result.loss, result.grad_norm)][-self.config.window :]
+            if self._checkpoint is None:
+                self.in_row = 0
+            return None
+        target = self.last_checkpoint() if self.config.action == "rollback" else None
+        if target != self._checkpoint:
+            self._checkpoint, self.in_row = target, 0
+        self.in_row += 1
+        self.total += 1
+        loss, norm = self._limits()
+        return Spike(done, result.loss, *loss, result.grad_norm, *norm, self.in_row, self.total)
+
+    def last_checkpoint(self) -> int | None:
+        """The step of the checkpoint that a rollback goes back to, None without one."""
+        return self.trainer.checkpointer.last_step()
 
     def answer(self, spike: Spike) -> None:
         """Go back to the last checkpoint if the configuration says so and there is one, and record what was done."""
-        trainer, config = self.trainer, self.guard.config
+        trainer, config = self.trainer, self.config
         restored = None
         action: str = config.action
         if spike.in_row >= config.max_in_row:
             answer, action = "the run ends", "end"
         elif action == "skip":
             answer = "skipped"
-        elif trainer.checkpointer.last_step() is None:
+        elif self.last_checkpoint() is None:
             answer = "skipped, because there is no checkpoint yet to go back to"
         else:
             try:
@@ -50,27 +144,62 @@ class Spikes(Callback):
                 answer = f"skipped, because going back failed: {error}"
         first = spike.step - 1 if restored is None else restored
         samples = trainer.samples(first), trainer.samples(spike.step)
-        trainer.log.spike(
-            spike,
-            answer,
+        sources = trainer.data.phases.source_ranges(*samples)
+        trainer.log.metrics.event(
+            spike.step,
+            "spike",
+            **{key: value for key, value in asdict(spike).items() if key != "step"},
             action=action if restored is not None or action == "end" else "skip",
             checkpoint=restored,
             steps=[first + 1, spike.step],
             samples=[samples[0], samples[1] - 1],
             sources=[
                 {"phase": found.phase, "source": found.source, "first": found.start, "last": found.end - 1}
-                for found in trainer.data.phases.source_ranges(*samples)
+                for found in sources
             ],
         )
+        trainer.log.console.event(spike.step, f"spike: {spike}; {answer}")
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
-        """The measure is that of the checkpoint, the counts stay."""
-        self.guard.rolled_back(state)
+        """The measure is again what it was at the checkpoint, the counts stay."""
+        self._take_measure(state)
 
     def state_dict(self) -> Any:
         """Counts and history."""
-        return self.guard.state_dict()
+        return {
+            "in_row": self.in_row,
+            "total": self.total,
+            "checkpoint": self._checkpoint,
+            "regime": self._regime,
+            "history": [list(pair) for pair in self._history],
+        }
 
     def load_state_dict(self, state: Any) -> None:
-        """Those of a checkpoint."""
-        self.guard.load_state_dict(state)
+        """Those of a checkpoint; None: of a run that knew of no spikes."""
+        self._take_measure(state)
+        if state is not None:
+            self.in_row, self.total, self._checkpoint = state["in_row"], state["total"], state["checkpoint"]
+
+    def _take_measure(self, state: Any) -> None:
+        self._regime, self._history = "", []
+        # Steps that are not looked at leave no history, and what was before them is no measure of those after.
+        if state is not None and self.config.action != "none":
+            self._regime = state["regime"]
+            self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :]
+
+    def _accepts(self, loss: float, grad_norm: float) -> bool:
+        if len(self._history) < self.config.min_history:
+            return True
+        (_, loss_limit), (_, norm_limit) = self._limits()
+        return loss <= loss_limit and grad_norm <= norm_limit
+
+    def _limits(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(median, limit) of the loss and of the gradient norm, over the history."""
+        losses, norms = zip(*self._history, strict=True)
+        return _limit(losses, self.config.threshold, _LOSS_FLOOR), _limit(norms, self.config.threshold, _NORM_FLOOR)
+
+
+def _limit(values: Sequence[float], threshold: float, floor: float) -> tuple[float, float]:
+    median = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - median) for value in values)
+    return median, median + threshold * max(deviation, floor * abs(median))

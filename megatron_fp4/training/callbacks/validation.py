@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from megatron_fp4.training.evaluate import evaluate
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.training.gradients import MicroBatch
+from megatron_fp4.training.step import inputs_of
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 
 
@@ -42,3 +55,97 @@ def held_out_losses(trainer: Trainer) -> dict[str, float]:
     size = trainer.config.train.micro_batch_size
     batches = {held_out.name: held_out.batches(size, mesh.dp_rank, mesh.dp_size) for held_out in data.validation}
     return evaluate(trainer.model, batches, mesh, clock, trainer.progress)
+
+
+class MicroBatches(Protocol):
+    """A list, or what is read while it is iterated over, as often as one likes."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    sources: Mapping[str, MicroBatches],
+    mesh: ParallelMesh,
+    clock: StepState,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """Mean NLL per target that counts, in nats, of each source; the same numbers on all ranks.
+
+    model: as `step.inputs_of` feeds it. sources: the same names in the same order on all ranks, this data-parallel
+    rank's micro-batches of each, all with documents or all without. Ranks may have different numbers of
+    them, also none, and micro-batches different numbers of rows, but no more than a rank's first. They are read one at
+    a time, so a source may be larger than memory. Sums are FP64. Training is not disturbed: mode and
+    clock are as before afterwards, and parameters are sharded. progress: is told that this rank gets on.
+
+    Raises ValueError if a source has no targets that count on any rank.
+    """
+    counts, filler = _common_shape(sources, mesh)
+    sums = torch.zeros(len(sources), 2, dtype=torch.float64, device=mesh.device)  # NLL, targets
+
+    was_training, step, micro_batch = model.training, clock.step, clock.micro_batch
+    model.eval()
+    try:
+        for row, mine, count in zip(sums, sources.values(), counts, strict=True):
+            for batch in mine:
+                if progress is not None:
+                    progress.alive()
+                num_targets = batch.targets.numel() if batch.num_targets is None else batch.num_targets
+                row[0] += _loss(model, batch, mesh, clock).double() * num_targets
+                row[1] += num_targets
+            # FSDP gathers parameters in every forward, which all ranks must take part in.
+            for _ in range(count - len(mine)):
+                _loss(model, filler, mesh, clock)
+    finally:
+        model.train(was_training)
+        clock.step, clock.micro_batch = step, micro_batch
+    reshard(model)
+
+    dist.all_reduce(sums, group=mesh.dp_group)
+    losses: dict[str, float] = {}
+    for name, (nll, num_targets) in zip(sources, sums.tolist(), strict=True):
+        if num_targets == 0:
+            raise ValueError(f"validation source {name!r} has no tokens that count; give it data or leave it out")
+        losses[name] = nll / num_targets
+    return losses
+
+
+def _loss(model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, clock: StepState) -> torch.Tensor:
+    tokens, targets, options = inputs_of(batch, mesh, clock)
+    loss: torch.Tensor = model(tokens, targets, **options)
+    return loss
+
+
+@dataclass(frozen=True)
+class _Filler:
+    """A micro-batch that counts nothing."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None
+    num_documents: int | None
+    index: int = 0
+    num_targets: int | None = None
+
+
+def _common_shape(sources: Mapping[str, MicroBatches], mesh: ParallelMesh) -> tuple[list[int], _Filler]:
+    """How many forwards of each source every rank runs, and the micro-batch for those that count nothing: zeros in the
+    shape of the largest, with documents if others have them, since these run other kernels."""
+    firsts = [next(iter(mine)) for mine in sources.values() if len(mine)]
+    rows, length = (max((batch.tokens.shape[dim] for batch in firsts), default=0) for dim in (0, 1))
+    masked = any(batch.documents is not None for batch in firsts)
+    agreed = torch.tensor([rows, length, masked, *map(len, sources.values())], device=mesh.device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.dp_group)
+    rows, length, masked, *counts = agreed.tolist()
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return counts, _Filler(tokens, tokens, tokens.to(torch.int32) if masked else None, rows if masked else None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Without a backward nobody frees what the last forward gathered, and checkpoints want shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
