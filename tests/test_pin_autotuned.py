@@ -47,7 +47,7 @@ class Pinned:
 def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: bool = True) -> Any:
     with torch.device("meta"):
         model = build_model(MODEL, mesh, torch.bfloat16, Execution({"scan": fused_scan} if scan else {}))
-    train = TrainConfig(micro_batch_size=3, sequence_length=40)
+    train = TrainConfig(micro_batch_size=3, sequence_length=48)
     config = Config(run=RunConfig(dir=str(folder), deterministic=deterministic), train=train)
     phases = SimpleNamespace(spans=[SimpleNamespace(sequence_length=None)] * 2)
     kernels = Kernels(Path("/somewhere"))
@@ -104,11 +104,11 @@ def test_an_older_checkpoint_says_that_it_has_no_record(mesh: ParallelMesh, tmp_
 
 def test_phases_of_shorter_sequences_are_rehearsed_too(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
     run, shapes = run_of(mesh, tmp_path), []
-    run.trainer.data.phases.spans += [SimpleNamespace(sequence_length=length) for length in (10, 20, 10)]
+    run.trainer.data.phases.spans += [SimpleNamespace(sequence_length=length) for length in (12, 24, 12)]
     run.trainer.model.blocks[1].mixer.rehearse = lambda rows, length, *_: shapes.append((rows, length))
     said(run, 0, None)
     calls[-1][0]()
-    assert shapes == [(3, 40), (12, 10), (6, 20)]
+    assert shapes == [(3, 48), (12, 12), (6, 24)]
 
 
 def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
@@ -129,11 +129,11 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, c
         said(run, 0, None)
         calls[-1][0]()
         assert seen == {
-            "x_bshp": ((3, 40, 4, 32), dtype),
-            "dt_bsh": ((3, 40, 4), torch.bfloat16),
+            "x_bshp": ((3, 48, 4, 32), dtype),
+            "dt_bsh": ((3, 48, 4), torch.bfloat16),
             "a_h": ((4,), torch.float32),
-            "b_bsgn": ((3, 40, 2, 16), dtype),
-            "c_bsgn": ((3, 40, 2, 16), dtype),
+            "b_bsgn": ((3, 48, 2, 16), dtype),
+            "c_bsgn": ((3, 48, 2, 16), dtype),
             "d_h": ((4,), torch.float32),
             "dt_bias_h": ((4,), torch.float32),
         }
