@@ -77,7 +77,7 @@ STEPS = (
     tests("whole short runs", "test_runs"),
     tests("Transformer Engine", "test_transformer_engine", needs=("transformer_engine",)),
     tests("the backend torch", "test_torch_backend"),
-    tests("models", "test_model_kernels", "test_documents", needs=FUSED),
+    tests("models", "test_model_kernels", needs=FUSED),
     tests("deterministic attention", "test_tiled_attention"),
     tests("CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", needs=FUSED),
     tests("gathered codes", "test_gathered_codes"),

@@ -1,8 +1,12 @@
-"""The fused path against the PyTorch path, part by part and as a whole, on a GPU."""
+"""The fused path against the PyTorch path on a GPU, part by part and as a whole, with and without documents."""
+
+from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +26,8 @@ from models.initialization import initialize
 from models.mlp import _squared_relu, squared_relu
 from models.norm import _gated_rms_norm_in_fp32, _rms_norm_in_fp32
 from models.pattern import choose_execution
-from models.positions import rope_tables
-from models.sdpa import attend, attend_fused, attend_in_tiles
+from models.positions import Documents, rope_tables
+from models.sdpa import HEAD_DIMS, attend, attend_fused, attend_in_tiles
 from models.ssd import ScanInputs, fused_scan, plain_scan
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
@@ -61,8 +65,10 @@ def mesh() -> Iterator[ParallelMesh]:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded() -> Iterator[None]:
     torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -88,15 +94,19 @@ def compare(ours, reference, tensors: list[Tensor], tolerance: float = 1e-2) -> 
             assert a.grad is not None and relative_error(a.grad, b.grad) < tolerance, index
 
 
-def test_convolution() -> None:
-    x, weight, bias = randn(2, 96, 64), randn(64, 4, dtype=torch.float32), randn(64, dtype=torch.float32)
-    compare(fused_conv_silu, causal_conv_silu, [x, weight, bias])
+# Chunks of the scan are 128 tokens, tiles of attention 64 or 128; 384 and 257 are whole and odd numbers of them.
+LENGTHS = [[100, 28, 1, 1, 254], [384], [127, 1, 128, 128], [3] * 128]
+ODD = [[1, 128, 128], [127, 130], [256, 1]]
 
 
-@pytest.mark.parametrize("length", [256, 200])
-def test_scan(length: int) -> None:
-    batch, heads, groups, width, state = 2, 8, 2, 64, 128
-    tensors = [
+def numbers_of(lengths: list[list[int]]) -> Tensor:
+    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    return torch.stack(rows).to("cuda", torch.int32)
+
+
+def scan_tensors(batch: int, length: int) -> list[Tensor]:
+    heads, groups, width, state = 8, 2, 64, 128
+    return [
         randn(batch, length, heads, width),
         randn(batch, length, heads),
         (-torch.rand(heads, device="cuda") * 4 - 0.5).requires_grad_(),
@@ -105,24 +115,41 @@ def test_scan(length: int) -> None:
         randn(heads, dtype=torch.float32),
         randn(heads, dtype=torch.float32),
     ]
-    fused, plain = (lambda *t, scan=scan: scan(ScanInputs(*t), 128) for scan in (fused_scan, plain_scan))
-    compare(fused, plain, tensors, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("lengths", [[[96]] * 2, LENGTHS, ODD], ids=["rows", "documents", "odd"])
+def test_convolution(lengths: list[list[int]]) -> None:
+    numbers = numbers_of(lengths)
+    x, weight, bias = randn(*numbers.shape, 64), randn(64, 4, dtype=torch.float32), randn(64, dtype=torch.float32)
+    for documents in (None, numbers):
+        ours, plain = (lambda *t, f=f: f(*t, documents) for f in (fused_conv_silu, causal_conv_silu))  # noqa: B023
+        compare(ours, plain, [t.detach().requires_grad_() for t in (x, weight, bias)])
+
+
+@pytest.mark.parametrize("lengths", [[[200]] * 2, LENGTHS, ODD], ids=["rows", "documents", "odd"])
+def test_scan(lengths: list[list[int]]) -> None:
+    numbers = numbers_of(lengths)
+    for documents in (None, numbers):
+        ours, plain = (lambda *t, f=f: f(ScanInputs(*t), 128, documents) for f in (fused_scan, plain_scan))  # noqa: B023
+        compare(ours, plain, scan_tensors(*numbers.shape), tolerance=2e-2)
 
 
 @pytest.mark.parametrize("function", [attend, attend_fused, attend_in_tiles])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_attention(function, deterministic: bool) -> None:
+@pytest.mark.parametrize(("lengths", "dim"), [(None, 64), (LENGTHS, 64), (ODD, 128), (ODD, 36)])
+def test_attention(function: Any, deterministic: bool, lengths: list[list[int]] | None, dim: int) -> None:
+    if function is attend_in_tiles and dim not in HEAD_DIMS:
+        pytest.skip("other kernels take this head dimension")
+    documents = None if lengths is None else Documents(numbers_of(lengths))
+    shape = (2, 2048) if documents is None else documents.numbers.shape
+    tensors = [randn(*shape, heads, dim) for heads in (8, 2, 2)]
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    try:
-        compare(function, attend, [randn(2, 256, 8, 64), randn(2, 256, 2, 64), randn(2, 256, 2, 64)], 2e-2)
-        if deterministic:
-            assert torch.is_deterministic_algorithms_warn_only_enabled()
-            tensors = [randn(2, 2048, 8, 64), randn(2, 2048, 2, 64), randn(2, 2048, 2, 64)]
-            dy = torch.randn_like(tensors[0])
-            runs = [torch.autograd.grad(function(*tensors), tensors, dy) for _ in range(8)]
-            assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    compare(lambda *t: function(*t, documents), lambda *t: attend(*t, documents), tensors, 2e-2)
+    if deterministic:
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        dy = torch.randn_like(tensors[0])
+        runs = [torch.autograd.grad(function(*tensors, documents), tensors, dy) for _ in range(8)]
+        assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
 
 
 def test_compiled_functions() -> None:
@@ -229,3 +256,38 @@ def test_recomputation_changes_no_bit(mesh: ParallelMesh, recompute: str, reshar
         torch.use_deterministic_algorithms(False)
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
+
+
+def spans(lengths: list[list[int]]) -> list[tuple[int, slice]]:
+    return [(row, slice(sum(own[:i]), sum(own[: i + 1]))) for row, own in enumerate(lengths) for i in range(len(own))]
+
+
+def test_fused_logits_of_a_document_are_those_of_the_document_alone(mesh) -> None:
+    model, lengths = model_of(fused(), mesh), [[100, 156], [28, 228]]
+    tokens = text()[0][:2]
+    with torch.no_grad():
+        logits, joined = model(tokens, documents=numbers_of(lengths)), model(tokens)
+        for row, span in spans(lengths):
+            alone = model(tokens[row : row + 1, span])
+            assert relative_error(logits[row : row + 1, span], alone) < 2e-2
+            if span.start:  # what comes before changes it: far less in an untrained model than in a trained one
+                assert relative_error(joined[row : row + 1, span], alone) > 6e-2
+
+
+def test_told_their_number_the_host_never_waits(mesh) -> None:
+    model, (tokens, targets) = model_of(fused(), mesh), text()
+    numbers = numbers_of([[100, 28, 1, 127], [256], [128, 128], [1] * 256])
+    assert int((numbers[:, -1] + 1).sum()) == 4 + 1 + 2 + 256
+    waits = []
+    for options in ({}, {"documents": numbers, "num_documents": 263}, {"documents": numbers}):
+        model(tokens, targets, **options).backward()  # compiles, tunes
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                model(tokens, targets, **options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(warning.message) for warning in caught))
+    _, told, not_told = waits
+    assert told == 0 < not_told, waits

@@ -11,8 +11,7 @@ from torch import Tensor
 from models import sdpa
 from models.positions import Documents
 from models.sdpa import HEAD_DIMS, attend, attend_in_tiles
-from tests.gpu.test_documents import LENGTHS, ODD, numbers_of, spans
-from tests.gpu.test_model_kernels import randn, relative_error
+from tests.gpu.test_model_kernels import LENGTHS, ODD, numbers_of, randn, relative_error, spans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
