@@ -658,7 +658,9 @@ def child(what: str, case: list[str], environment: dict[str, str]) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
         command = [sys.executable, __file__, "memory", "--part", what, "--output", str(output), *case]
-        done = subprocess.run(command, env={**os.environ, **environment}, check=False)
+        paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(command, env=environment, check=False)
         found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
     return {"exit_code": done.returncode, **found}
 
