@@ -118,7 +118,7 @@ def _introduction(checkpoint: Path, config: Config, start: int, steps: int, conf
     rates = [WSDSchedule.of(config).lr(step) for step in (start, start + steps - 1)]
     span = f"steps {start + 1:,} to {start + steps:,} of {config.train.steps:,}"
     lines = [f"{checkpoint}: {span}, learning rate {rates[0]:.3g} to {rates[1]:.3g}"]
-    precision = config_from_saved(read_trainer(checkpoint)["config"], [], configs).precision
+    precision = config_from_saved(read_trainer(checkpoint)["config"], [], configs, opens_data=False).precision
     if recipe_from_config(precision).quantized:
         lines.append(
             f"its run trains in {precision.name}, to which its weights have come to fit: gaps of a checkpoint in BF16 "
@@ -232,7 +232,7 @@ def recipes_of(arguments: Sequence[str], checkpoint: Path, steps: int, configs: 
             f"{checkpoint} is from after the precision switch of its run (before step {switched + 1}), whose target "
             "every recipe would train in; take a checkpoint from before"
         )
-    before = config_from_saved(trainer["config"], [], configs).precision
+    before = config_from_saved(trainer["config"], [], configs, opens_data=False).precision
     kept = [
         f"precision.compute_dtype={before.compute_dtype}",
         f"precision.backend={before.backend}",

@@ -50,7 +50,7 @@ class Checkpoint:
                     raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
         self.trainer: dict[str, Any] = json.loads(self.file(files.TRAINER))
         self._metadata: Metadata = read_metadata(self.file(METADATA))
-        self.config: Config = config_from_saved(self.trainer["config"], [], config_dir)
+        self.config: Config = config_from_saved(self.trainer["config"], [], config_dir, opens_data=False)
         check_model(self.config.model)
         self.tensors: dict[str, torch.Size] = {
             name.removeprefix(_PREFIX): saved.size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from os.path import expanduser
@@ -68,10 +69,14 @@ def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
     return _whole(_compose("config", overrides, folders), overrides, folders)
 
 
-def config_from_saved(saved: Mapping[str, Any], overrides: Sequence[str], config_dir: str | Path) -> Config:
+def config_from_saved(
+    saved: Mapping[str, Any], overrides: Sequence[str], config_dir: str | Path, *, opens_data: bool = True
+) -> Config:
     """The configuration `saved` (`as_saved` of a run's `Config`, as JSON brings it back), changed by `overrides`.
 
-    What came from environment variables is looked up again, in those of now.
+    What came from environment variables is looked up again, in those of now. Whoever made the checkpoint chose these
+    values, so no other resolver runs, and URLs are refused unless `overrides` give their keys: a URL could take a
+    secret of this machine's environment to a stranger. opens_data: whether the data that it names will be opened.
 
     overrides: `key=value` with a full key, such as `parallel.tensor=1`; and `precision=<name>`, which replaces the
     whole precision config by the one under `config_dir`/precision before the other overrides apply; what that file
@@ -91,6 +96,7 @@ def config_from_saved(saved: Mapping[str, Any], overrides: Sequence[str], config
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
         _check_override(parsed, override, {})
         changes.append(override)
+    _refuse_resolvers(saved)
     keys = _written(saved)
     for name in recipes:
         config = _whole(_changed(keys, changes, folders), changes, folders)
@@ -98,7 +104,28 @@ def config_from_saved(saved: Mapping[str, Any], overrides: Sequence[str], config
         precision, texts = _precision("precision", name, config, folders, "precision", own)
         others = {key: text for key, text in config.from_environment.items() if not key.startswith("precision.")}
         keys = _written(as_saved(replace(config, precision=precision, from_environment={**others, **texts})))
-    return _whole(_changed(keys, changes, folders), changes, folders)
+    config = _whole(_changed(keys, changes, folders), changes, folders)
+    if opens_data:
+        _refuse_urls(config, [parse_override(override).key_or_group for override in changes])
+    return config
+
+
+def _refuse_resolvers(saved: Mapping[str, Any]) -> None:
+    for key, value in leaves(saved):
+        if "${" in re.sub(r"\$\{(oc\.env:[^${}]*|[\w.\[\]]+)\}", "", str(value)):
+            raise ConfigError(
+                f"the checkpoint's configuration has {key}={value}; of resolvers, only ${{oc.env:NAME}} is run in one"
+            )
+
+
+def _refuse_urls(config: Config, given: Sequence[str]) -> None:
+    written = dict(leaves(as_saved(config)))  # what variables hold is shown nowhere
+    for key, value in leaves(asdict(config)):
+        if "://" in str(value) and not any(f"{key}.".startswith(f"{one}.") for one in given):
+            raise ConfigError(
+                f"the checkpoint's configuration has {key}={written.get(key)}, and a URL in a checkpoint is not opened "
+                f"unasked; give {key}=... yourself if you trust it"
+            )
 
 
 def to_yaml(config: Config) -> str:
