@@ -4,6 +4,8 @@
     python scripts/prove_backend.py model=nemotron_h_8b parallel.tensor=8     the quantized linears of one rank of it
     python scripts/prove_backend.py precision.wgrad.rht=0 --precision nvfp4 --backend transformer_engine
 
+    python scripts/prove_backend.py model=hybrid_60m --transformer-engine     a model's linears beside `te.Linear`, too
+
 Arguments are overrides of pretrain.py, before the options. Each linear is computed by its own recipe in the plan; where
 no run is named, every shape by every recipe of the precision. Compared are: the reference quantizers with the formats'
 definition, by brute force; every operand's codes, scales and maxima with the reference; the fairness of stochastic
@@ -31,15 +33,15 @@ from megatron_fp4.precision.emulated import operand_rows
 from megatron_fp4.precision.fairness import Draws, fairness
 from megatron_fp4.precision.linear import LinearCall
 from megatron_fp4.precision.recipe import GEMMS, SLOTS_OF, Recipe, recipe_from_config
+from megatron_fp4.precision.transformer_engine import not_installed
 from megatron_fp4.precision.verify import Case, Finding, check, drawn_operands, sample_tensors
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.build import plans_of
 from megatron_fp4.training.check import check as check_config
 from models import provider as models
 from pretrain import CONFIGS
-from scripts.prove.environment import machine, switches, versions
+from scripts.prove.machine import linear_times, machine, switches, versions
 from scripts.prove.specification import properties
-from scripts.prove.times import linear_times
 
 # Tokens, inputs, outputs and groups of these where no model is named: whole blocks of every format, and outputs that
 # must be padded.
@@ -87,6 +89,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of pretrain.py, such as model=hybrid_60m")
     parser.add_argument("--precision", nargs="+", choices=known, default=default)
     parser.add_argument("--backend", nargs="+", choices=["all", *BACKENDS], default=["all"])
+    parser.add_argument(
+        "--transformer-engine",
+        action="store_true",
+        help="train the model for three steps and compare its linears with Transformer Engine's own, bit for bit",
+    )
     options, rest = parser.parse_known_intermixed_args(arguments)
     if unknown := [argument for argument in rest if argument.startswith("-")]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -97,6 +104,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Prove, print the Markdown block, and return the exit code."""
     options = parse(arguments)
+    if options.transformer_engine and (reason := not_installed()):
+        print(f"prove_backend.py: --transformer-engine: {reason}", file=sys.stderr)
+        return 2
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     names = list(BACKENDS) if "all" in options.backend else list(dict.fromkeys(options.backend))
     try:
@@ -127,6 +137,10 @@ def main(arguments: list[str]) -> int:
     times = [(shape, linear_times(shape, candidates, device)) for shape, candidates in able.items()]
     print(report(definition, proofs, times, device))
     agreed = all(holds for _, holds in definition) and not any(proof.faults for proof in proofs)
+    if options.transformer_engine:
+        from scripts.prove.transformer_engine import compare
+
+        agreed = compare(options.overrides, steps=3) and agreed
     return 0 if agreed else 1
 
 

@@ -91,7 +91,7 @@ STEPS = (
     ),
     Step(
         "linears of a model against Transformer Engine's own",
-        ("scripts/compare_transformer_engine.py", "model=transformer_60m"),
+        ("scripts/prove_backend.py", "model=transformer_60m", "--precision", "nvfp4", "--transformer-engine"),
         r".*agree.*",
         needs=("transformer_engine",),
     ),

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.backend_support import BACKENDS
 from megatron_fp4.precision.emulated import EmulatedBackend
-from megatron_fp4.quantization import mxfp8, nvfp4
-from megatron_fp4.quantization.elements import round_e2m1_stochastic, to_e4m3, to_ue8m0_up
+from megatron_fp4.quantization import nvfp4
+from megatron_fp4.quantization.elements import round_e2m1_stochastic
 from pretrain import CONFIGS
 from scripts import prove_backend
-from scripts.prove import environment
 from scripts.prove.specification import properties
 
 
@@ -89,45 +87,6 @@ def test_the_reference_is_judged_too(monkeypatch) -> None:
     assert [what for what, holds in properties(cpu) if not holds] == ["NVFP4: codes are the nearest of all 15"]
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "seen"),
-    [
-        ("to_ue8m0_up", lambda x: to_ue8m0_up(x) + 1, "MXFP8: scales are the least powers of two that clip nothing"),
-        ("to_ue8m0_up", lambda x: to_ue8m0_up(x) - 1, "MXFP8: scales are the least powers of two that clip nothing"),
-        ("to_e4m3", lambda x: to_e4m3(x * 1.03), "MXFP8: codes are the nearest E4M3 numbers"),
-    ],
-)
-def test_the_reference_of_mxfp8_is_judged_too(name, wrong, seen, monkeypatch) -> None:
-    monkeypatch.setattr(mxfp8, name, wrong)
-    failed = [what for what, holds in properties(torch.device("cpu")) if not holds]
-    assert seen in failed and all(what.startswith("MXFP8") for what in failed)
-
-
-@pytest.mark.parametrize("value", ["/home/someone/cache", "~/cache", "caches/triton"])
-def test_paths_stay_on_the_machine(value, monkeypatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", value)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    found = {name: shown for name, shown, _ in environment.switches()}
-    assert found["TRITON_CACHE_DIR"] == "set" and found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-def shapes_of(config: Config, device_type: str) -> set[prove_backend.Shape]:
-    cases = prove_backend.cases_of(config, True, device_type)
-    return {(case.tokens, case.inputs, case.outputs, case.num_groups) for case in cases}
-
-
-def test_the_shapes_of_a_model() -> None:
-    config = compose_config(["model=tiny", "parallel.tensor=2"], CONFIGS)
-    shapes = shapes_of(config, "cuda")
-    model = config.model
-    tokens = config.train.micro_batch_size * config.train.sequence_length
-    in_proj = 2 * model.mamba_inner_dim + 2 * model.mamba_num_groups * model.mamba_state_dim + model.mamba_num_heads
-    assert (tokens, model.hidden_dim, in_proj // 2, 1) in shapes
-    assert (tokens, model.ffn_dim // 2, model.hidden_dim, 1) in shapes
-    assert len(shapes) == 6  # two of each kind of block
-    assert {shape[0] for shape in shapes_of(config, "cpu")} == {256}
-
-
 def test_every_linear_has_the_recipe_that_the_plan_gives_it() -> None:
     """Mamba's output projection in MXFP8, attention in BF16, the rest in NVFP4."""
     config = compose_config(["precision=nvfp4_nemotron_3", "model=tiny"], CONFIGS)
@@ -144,24 +103,6 @@ def test_every_linear_has_the_recipe_that_the_plan_gives_it() -> None:
     assert without_a_model == {"nvfp4_nemotron_3", "mxfp8"}
 
 
-def test_an_exception_is_proven_and_timed_by_its_own_recipe(capsys) -> None:
-    assert prove_backend.main(["--precision", "nvfp4_nemotron_3", "--backend", "emulated"]) == 0
-    printed = capsys.readouterr().out
-    for label in ("nvfp4_nemotron_3, emulated", "nvfp4_nemotron_3: mxfp8, emulated"):
-        assert f"| 128 tokens, 128 -> 144 | {label} |" in " ".join(printed.split())
-
-
-def test_where_nothing_is_quantized_nothing_is_tested(capsys) -> None:
-    assert prove_backend.main(["--precision", "bf16", "--backend", "emulated"]) == 0
-    assert "not tested: it quantizes no linear" in capsys.readouterr().out
-
-
-def test_the_command_line() -> None:
-    options = prove_backend.parse(["model=tiny", "parallel.tensor=2", "--precision", "nvfp4", "mxfp4"])
-    assert options.overrides == ["model=tiny", "parallel.tensor=2"] and options.precision == ["nvfp4", "mxfp4"]
-    assert options.backend == ["all"]
-
-
 def test_misuse(capsys) -> None:
     assert prove_backend.main(["model.hidden_dims=3"]) == 2
     assert "did you mean" in capsys.readouterr().err
@@ -172,13 +113,3 @@ def test_misuse(capsys) -> None:
         with pytest.raises(SystemExit) as ended:
             prove_backend.main(wrong)
         assert ended.value.code == 2
-
-
-def test_flushed_denormals_are_seen() -> None:
-    assert not environment.flushes_denormals()
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot flush denormals")
-    try:
-        assert environment.flushes_denormals()
-    finally:
-        torch.set_flush_denormal(False)

@@ -26,11 +26,9 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, block_alignment
 from megatron_fp4.precision.backend_support import check_sizes
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
-from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.fp8 import quantize_fp8_fused
 from megatron_fp4.training.cuda_graphs import made_by_pytorch
@@ -176,49 +174,6 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
     assert met > 60
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-@pytest.mark.parametrize("model", MODELS)
-def test_what_divides_nowhere_is_refused_before_the_run(model: str, tensor: int) -> None:
-    """Input features are not padded, so whatever passes the configuration's check has to divide."""
-    layers = None
-    for precision in PRECISIONS:
-        config = composed(model, precision)
-        config = replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
-        if possible(config, tensor):
-            with fake_ranks(tensor):
-                layers = layers or linears(config.model, tensor)
-            alignment = block_alignment(recipe_from_config(config.precision))
-            for (_, inputs), _ in layers:
-                assert inputs % alignment.inputs == 0, (precision, inputs)
-    assert layers or tensor > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_native_gemms_get_whole_rows_of_codes(model: str) -> None:
-    """Every dot product of an FP4 GEMM is a multiple of 32 and both sizes of an operand of 16; of FP8 16 and 16."""
-    backend = te.TransformerEngineBackend.__new__(te.TransformerEngineBackend)
-    for tensor in (1, 2, 4, 8):
-        if not possible(composed(model), tensor):
-            continue
-        with fake_ranks(tensor):
-            layers = linears(composed(model).model, tensor)
-            for name, recipe in recipes(model).items():
-                formats = {operand.format for operand in recipe.operands.values()}
-                if "mxfp4" in formats or not formats & {"nvfp4", "fp8"}:
-                    continue
-                for (outputs, inputs), context in layers:
-                    context.recipe, context.backend = recipe, backend
-                    if inputs % te.alignment(recipe).inputs:
-                        continue
-                    for tokens in TOKENS:
-                        call = LinearCall(context, torch.empty(outputs, inputs, device="meta"), meta(tokens, inputs))
-                        sizes = (call.padded_tokens, inputs, call.padded_group_rows * context.num_groups)
-                        along = 32 if "nvfp4" in formats else 16
-                        assert all(size % along == 0 for size in sizes), (name, sizes)
-
-
 @contextmanager
 def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
     """The way of a GPU up to what PyTorch demands of the tensors of such a call on CUDA; types of codes and products
@@ -282,41 +237,6 @@ def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
                     context.recipe, context.backend, context.weight_cache = recipe, backend, None
                     computed(weight_shape, context)
     assert seen == {(codes, product) for codes in (FP4, E4M3) for product in (torch.bfloat16, torch.float32)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["nvfp4_nemotron_3", "nvfp4_best"])
-@pytest.mark.parametrize("model", MODELS)
-def test_scaled_mm_takes_the_plans_with_out_proj_in_mxfp8(model: str, precision: str) -> None:
-    config = composed(model, precision)
-    config = replace(config, precision=replace(config.precision, backend="torch"))
-    validate(config, 1, "cuda")
-    with fake_ranks(1):
-        mesh = build_mesh(config.parallel, torch.device("cpu"))
-        with torch.device("meta"):
-            modules = dict(build_model(config.model, mesh, torch.bfloat16).linears())
-        shapes = []
-        for name, module in modules.items():
-            block = int(name.split(".")[1])
-            kind = config.model.pattern[block]
-            shapes.append(LinearShape(name, block, module.in_features, module.out_features, kind))
-        recipe, blocks = recipe_from_config(config.precision), config.precision.bf16_blocks
-        plan = build_plan(shapes, recipe, blocks, config.model.num_blocks, config.precision.exceptions)
-        linears = {name: module.context for name, module in modules.items()}
-        PrecisionController(linears, plan, StepState(seed=1), backend=torch_scaled_mm.TorchBackend())
-        with scaled_mm_checked() as seen:
-            for row in plan.rows:
-                seen.clear()
-                computed((row.linear.out_features, row.linear.in_features), linears[row.linear.name])
-                mamba_out = row.linear.letter == "M" and row.linear.name.endswith(".out_proj")
-                codes = E4M3 if mamba_out else FP4
-                expected = {(codes, torch.bfloat16), (codes, torch.float32)} if row.recipe.quantized else set()
-                assert seen == expected, row
-    assert any(row.recipe.name == "mxfp8" for row in plan.rows) == ("M" in config.model.pattern)
-
-
-def meta(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
 
 NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8
@@ -393,15 +313,6 @@ def test_more_programs_than_cuda_starts_are_refused() -> None:
     with FakeTensorMode(), without_launches(), pytest.raises(ValueError, match="quantize_fp8_kernel: 65536 programs"):
         rows = torch.empty(65535 * 128 + 1, 128, dtype=torch.bfloat16)
         quantize_fp8_fused(rows, 1, along_rows=False, power_of_two_scales=False, keep=False)
-
-
-def test_a_million_tokens_and_more() -> None:
-    """Sixteen rows a program: along any axis but the first, CUDA's limit would be 2^20 tokens."""
-    with FakeTensorMode(), without_launches():
-        x = torch.empty(2**22, 64, dtype=torch.bfloat16, requires_grad=True)
-        weight = nn.Parameter(torch.empty(64, 64))
-        quantized_linear(x, weight, ref.context_of(NVFP4)).sum().backward()
-        assert x.grad is not None
 
 
 def test_a_transform_of_dgrad_does_not_mix_output_features_of_two_ranks() -> None:

@@ -120,20 +120,6 @@ def test_draws_are_a_function_of_the_coordinates_alone():
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_rows_and_columns_of_the_gradient_draw_independently():
-    up = (shown(gradient_between_codes(), PLAIN)[0] > 0.25).astype(float)
-    for distance in (1, 16):
-        rows, columns = (up[distance:], up[:-distance]), (up[:, distance:], up[:, :-distance])
-        for near, far in (rows, columns):
-            keep = (near < 2) & (far < 2)
-            # The 6s sit on every sixteenth diagonal and correlate with themselves.
-            index = np.arange(SIZE)
-            six = (index[:, None] + index) % 16 == 0
-            shape = near.shape
-            keep &= ~six[: shape[0], : shape[1]] & ~six[SIZE - shape[0] :, SIZE - shape[1] :]
-            assert abs(correlation(near[keep], far[keep])) < 4
-
-
 def test_tiny_gradients_do_not_vanish():
     """All-zero gradients are how one implementation failed: everything lies below half of the first code."""
     dy = gradient_between_codes(fraction=0.2) * 1e-9

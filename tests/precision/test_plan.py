@@ -9,7 +9,6 @@ from megatron_fp4.config.precision_schema import (
     Bf16BlocksConfig,
     ComposedException,
     DgradConfig,
-    ExceptionConfig,
     FpropConfig,
     RecipeConfig,
     SecondOperandConfig,
@@ -23,7 +22,6 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
 from tests.composing import composed, plans_of
 from tests.precision import reference as ref
-from tests.recipes import changed
 
 NUM_BLOCKS = 6
 RUNS = "the run's recipe"
@@ -134,27 +132,6 @@ def test_exceptions_have_recipes_of_their_own():
     assert "blocks.0.mixer.out_proj" not in written["bf16"] and "blocks.2.mixer.in_proj" in written["bf16"]
 
 
-def test_the_first_exception_counts_and_a_run_in_bf16_can_have_some():
-    both = [excepted(["*.out_proj"], "mxfp8"), excepted(["blocks.2.*"], "bf16")]
-    assert {name: recipe for name, (recipe, _) in given(plan_of(exceptions=both)).items()} == {
-        "0.out_proj": "mxfp8", "2.out_proj": "mxfp8", "4.out_proj": "mxfp8", "2.in_proj": "bf16"
-    }  # fmt: skip
-    plan = plan_of(Bf16BlocksConfig(first=1), BF16, [excepted(["*.out_proj"], "mxfp8")])
-    assert [row.linear.block for row in plan.rows if row.recipe.quantized] == [2, 4]
-    assert given(plan)["0.out_proj"] == ("bf16", "block 0 is the first")
-
-
-def test_exceptions_that_match_nothing_are_refused_unless_the_model_lacks_such_blocks():
-    assert plan_of(exceptions=[excepted(["*.experts"], "bf16", "E")]).num_quantized == 12
-    with pytest.raises(
-        ValueError, match=r"precision.exceptions\[1\].names has '\*.up_proj', which matches no"
-    ) as error:
-        plan_of(exceptions=[excepted(["*"], "bf16", "*"), excepted(["*.out_proj", "*.up_proj"], "mxfp8", "M")])
-    assert str(error.value).endswith("names are blocks.<0..5>.<one of mixer.in_proj, mixer.out_proj>")
-    with pytest.raises(AssertionError, match="without its recipe"):
-        plan_of(exceptions=[ExceptionConfig(["*"], "", "mxfp8")])
-
-
 def test_an_exception_behind_others_that_leave_it_nothing_is_refused():
     front, ffn, all_of_it = (excepted([names], "mxfp8") for names in ("blocks.[024].*", "*.mixer.*_proj", "*"))
     with pytest.raises(ValueError, match=r"precision.exceptions\[2\].names=\['\*'\] has no effect") as error:
@@ -164,19 +141,6 @@ def test_an_exception_behind_others_that_leave_it_nothing_is_refused():
     assert plan_of(exceptions=[excepted(["*"], "bf16", "E"), excepted(["*"], "mxfp8", "E")]).num_quantized == 12
     # BF16 blocks come before exceptions and may take all that one matches: they follow the model, not the exception.
     assert plan_of(Bf16BlocksConfig(first=1), exceptions=[excepted(["blocks.0.*"], "mxfp8")]).num_quantized == 10
-
-
-def test_recipes_of_one_name_are_written_apart():
-    six = changed(ref.NVFP4, fprop_activation=replace(ref.X, four_over_six=True))
-    plain = ComposedException(["*.out_proj"], "", "nvfp4", replace(RECIPES["mxfp8"], name="nvfp4"))
-    bf16 = ComposedException(["*.up_proj"], "", "bf16", RECIPES["bf16"])
-    written = plan_of(recipe=six, exceptions=[plain, bf16]).as_dict()
-    assert written["recipes"] == {"nvfp4": six.describe(), "bf16": BF16.describe(), "nvfp4 (2)": ref.MXFP8.describe()}
-    assert list(written["recipes"]) == ["nvfp4", "nvfp4 (2)", "bf16"]
-    recipes = {name: row["recipe"] for name, row in written["linears"].items()}
-    assert recipes["blocks.0.mixer.in_proj"] == "nvfp4"
-    assert recipes["blocks.0.mixer.out_proj"] == recipes["blocks.4.mixer.out_proj"] == "nvfp4 (2)"
-    assert recipes["blocks.1.mixer.up_proj"] == "bf16"
 
 
 @pytest.mark.parametrize("scope", ["both", "forward", "backward"])

@@ -3,8 +3,6 @@
 Transformer Engine is stood in for (te_stand_in.py); its signatures are those of its releases.
 """
 
-import contextlib
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -13,12 +11,10 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision import verify
-from megatron_fp4.precision.backend_support import needed_release
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.verify import Case, check
 from megatron_fp4.quantization.rounding import rounding_key
-from megatron_fp4.quantization.tensor import unswizzle_scales
 from tests.precision import reference as ref
 from tests.precision import te_stand_in as stand_in
 from tests.recipes import changed
@@ -129,11 +125,6 @@ def test_draws_are_a_function_of_the_key_and_the_generator_is_left_as_it_was():
     assert len({tuple(d) for d in drawn}) == 3
 
 
-def test_scales_come_back_out_of_cublas_order():
-    scales = torch.randint(0, 256, (256, 8), dtype=torch.uint8)
-    assert torch.equal(unswizzle_scales(stand_in.swizzle(scales).flatten(), 256, 8), scales)
-
-
 class Sharded(torch.nn.Module):
     """One linear under FSDP."""
 
@@ -188,87 +179,3 @@ def test_padded_gradients_are_added_up_outside_the_gemm():
             quantized_linear(x, w, context).backward(dy)
         assert not any(gemm["accumulate"] for gemm in stand_in.GEMMS)
     torch.testing.assert_close(w.grad, 2 * expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
-
-
-# ------------------------------------------------------------------------------------------------- releases
-
-# Arguments by name and order since each release, read from the sources of 2.9 to 2.20 (`*`: those after it by name
-# only; `=`: has a default).
-_NVFP4 = (
-    "fp4_dtype= rowwise= columnwise= with_amax_reduction= amax_reduction_group= with_rht= with_post_rht_amax= "
-    "with_2d_quantization= stochastic_rounding= {}with_random_sign_mask="
-)
-_FOUR_OVER_SIX = "row_scaled_nvfp4= nvfp4_use_4over6= nvfp4_e4m3_max= nvfp4_4over6_err_mode= "
-_FP8 = "fp8_dtype * rowwise columnwise amax_epsilon= force_pow_2_scales= block_scaling_dim={}"
-_GEMM = (
-    "A B {}out_dtype= quantization_params= gelu= gelu_in= alpha= beta= accumulate= layout= out= bias= "
-    "use_split_accumulator= grad= ub= ub_type= extra_output= bulk_overlap="
-)
-SIGNATURES = {
-    "NVFP4Quantizer": {
-        (2, 9): _NVFP4.format(""),
-        (2, 16): _NVFP4.format("row_scaled_nvfp4= "),
-        (2, 17): _NVFP4.format(_FOUR_OVER_SIX),
-    },
-    "Float8BlockQuantizer": {(2, 9): _FP8.format(" all_gather_usage="), (2, 12): _FP8.format("")},
-    "general_gemm": {(2, 9): _GEMM.format("workspace "), (2, 10): _GEMM.format("")},
-}
-RELEASES = [(2, minor) for minor in range(9, 21)]
-
-
-def signature(name: str, release: tuple[int, int]) -> inspect.Signature:
-    text = SIGNATURES[name][max(since for since in SIGNATURES[name] if since <= release)]
-    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
-    for word in text.split():
-        if word == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
-            continue
-        default = None if word.endswith("=") else inspect.Parameter.empty
-        parameters.append(inspect.Parameter(word.rstrip("="), kind, default=default))
-    return inspect.Signature(parameters)
-
-
-def calls(recipe: Recipe) -> list[tuple[str, tuple, dict]]:
-    """What the backend passes to the three, under `recipe`."""
-    made: list[tuple[str, tuple, dict]] = []
-
-    def recording(name, function):
-        def call(*arguments, **named):
-            made.append((name, arguments, named))
-            return function(*arguments, **named)
-
-        return call
-
-    with stand_in.installed():
-        library = te._library()
-        for name in SIGNATURES:
-            setattr(library, name, recording(name, getattr(library, name)))
-        x, w, dy = (t.bfloat16() for t in ref.tensors(128, 128, 128))
-        ref.run(x, w, dy, ref.context_of(recipe, backend=te.TransformerEngineBackend()))
-    assert made
-    return made
-
-
-@pytest.mark.parametrize("recipe", [NVFP4, NO_TRANSFORM, FOUR_OVER_SIX, FP8], ids=lambda recipe: recipe.name)
-def test_calls_fit_every_release_that_is_not_refused(recipe):
-    made = calls(recipe)
-    first = needed_release(recipe, (10, 0))
-    assert first in RELEASES[1:]
-    for release in RELEASES:
-        expectation = contextlib.nullcontext()
-        if release == (2, 9) or (recipe is FOUR_OVER_SIX and release < first):
-            expectation = pytest.raises(TypeError)
-        elif release < first:
-            continue  # refused for its numbers, not its arguments
-        with expectation:
-            for name, arguments, named in made:
-                signature(name, release).bind(*arguments, **named)
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_the_stand_in_has_the_newest_signatures(name):
-    theirs = signature(name, RELEASES[-1]).parameters
-    mine = inspect.signature(getattr(stand_in, name)).parameters
-    assert list(mine) == list(theirs)
-    for parameter, other in zip(mine.values(), theirs.values(), strict=True):
-        assert (parameter.kind, parameter.default is parameter.empty) == (other.kind, other.default is other.empty)

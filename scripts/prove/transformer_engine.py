@@ -1,6 +1,4 @@
-"""Compare the linears of a real model with Transformer Engine's own, on one GPU of compute capability 9.0 or 10.x.
-
-    python scripts/compare_transformer_engine.py [--steps 3] [overrides of pretrain.py, such as model=hybrid_60m]
+"""The linears of a real model against Transformer Engine's own, on one GPU of compute capability 9.0 or 10.x.
 
 Trains the model for a few steps in emulated NVFP4 and keeps x, W and dy of every linear's last call. Then, per linear:
 
@@ -14,19 +12,13 @@ The two Hadamard transforms add up 16 products in different orders, and where th
 to BF16 differently. Such elements are counted; they must be one BF16 number apart, or where the 16 nearly cancel no
 farther than FP32 sums of them can be, and fewer than one in 10^4. Codes of the transformed tensors are compared on the
 *same* transform, Transformer Engine's.
-
-Exit code 0 if everything agrees, else 1.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -42,11 +34,10 @@ from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import SLOTS_OF, Recipe, rounded_to_nearest
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, not_installed
+from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import RECIPES, difference, operand_fault
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.build import device_type_of, set_determinism
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 from models import provider as models
@@ -251,41 +242,22 @@ def captured(overrides: list[str], num_steps: int) -> dict[str, tuple[Tensor, Te
     return capture.tensors
 
 
-def main(arguments: list[str]) -> int:
-    """See the top of the file; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Compare linears of a real model with Transformer Engine's.")
-    parser.add_argument("--steps", type=int, default=3, help="steps to train before x, W and dy are taken")
-    parser.add_argument("--output", type=Path, help="JSON file for the results")
-    options, overrides = parser.parse_known_args(arguments)
-    # Before anything loads cuDNN: where several versions are installed, Transformer Engine picks its own.
-    if reason := not_installed():
-        parser.error(reason)
+def compare(overrides: list[str], steps: int) -> bool:
+    """See the top of the file; prints what is compared. Returns whether everything agrees."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    results: dict[str, dict[str, Comparison]] = {}
-    for name, tensors in captured(overrides, options.steps).items():
-        results[name] = {"FP8 2^k": compare_fp8(*tensors), "NVFP4": compare_nvfp4(*tensors)}
+    comparisons: list[Comparison] = []
+    for name, tensors in captured(overrides, steps).items():
+        peers = {"FP8 2^k": compare_fp8(*tensors), "NVFP4": compare_nvfp4(*tensors)}
         if hopper:
-            results[name]["FP8 FP32 scales"] = compare_fp8(*tensors, power_of_two=False)
-        for peer, found in results[name].items():
+            peers["FP8 FP32 scales"] = compare_fp8(*tensors, power_of_two=False)
+        for peer, found in peers.items():
+            comparisons.append(found)
             errors = ", ".join(f"{k} {v:.1e}" for k, v in found.errors.items())
             errors += f", {found.moved} of {found.transformed} transformed elements moved" if found.transformed else ""
             shape = f"{tensors[0].shape[0]} x {tensors[0].shape[1]} -> {tensors[1].shape[0]}"
             print(f"{name} ({shape}), {peer}: {'agrees' if found.agrees else 'DIFFERS'} {errors}")
             for what, fault in found.differences.items():
                 print(f"    {what}: {fault}")
-    agreeing = [found.agrees for peers in results.values() for found in peers.values()]
-    linears = [found for peers in results.values() for found in peers.values() if found.transformed]
-    moved, transformed = sum(found.moved for found in linears), sum(found.transformed for found in linears)
-    print(f"{moved} of {transformed} transformed elements rounded to a neighbouring BF16 number")
-    print(f"{sum(agreeing)} of {len(agreeing)} comparisons agree, over {len(results)} linears")
-    if options.output:
-        record = {
-            k: {p: [c.agrees, c.differences, c.errors, c.moved] for p, c in v.items()} for k, v in results.items()
-        }
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if all(agreeing) else 1
-
-
-if __name__ == "__main__":
-    end_without_reader()
-    sys.exit(main(sys.argv[1:]))
+    agreeing = sum(found.agrees for found in comparisons)
+    print(f"{agreeing} of {len(comparisons)} comparisons agree")
+    return agreeing == len(comparisons)
