@@ -29,8 +29,6 @@ from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
-from megatron_fp4.quantization import cuda
-from megatron_fp4.quantization.fp8 import quantize_fp8_fused
 from megatron_fp4.training.cuda_graphs import made_by_pytorch
 from models.hybrid import build_model
 from tests.composing import validate
@@ -300,19 +298,6 @@ def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe)
     for mine, theirs in zip((y, dx, dw), (expected[0][:40, :24], expected[1][:40], expected[2][:24]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
     assert not expected[0][40:].any() and not expected[2][24:].any()
-
-
-def test_more_programs_than_cuda_starts_are_refused() -> None:
-    with mock.patch.object(cuda, "gpu") as gpu:
-        cuda.launch(cuda.Kernel("fp4.unpack_kernel"), (2**31 - 1,), (), {})
-        assert gpu.start.called
-        with pytest.raises(ValueError, match="CUDA starts at most 2147483647"):
-            cuda.launch(cuda.Kernel("fp4.unpack_kernel"), (2**31,), (), {})
-        with pytest.raises(ValueError, match="at most 65535"):
-            cuda.launch(cuda.Kernel("fp4.measure_kernel"), (1, 65536), (), {})
-    with FakeTensorMode(), without_launches(), pytest.raises(ValueError, match="quantize_fp8_kernel: 65536 programs"):
-        rows = torch.empty(65535 * 128 + 1, 128, dtype=torch.bfloat16)
-        quantize_fp8_fused(rows, 1, along_rows=False, power_of_two_scales=False, keep=False)
 
 
 def test_a_transform_of_dgrad_does_not_mix_output_features_of_two_ranks() -> None:

@@ -15,14 +15,10 @@ from megatron_fp4.config.precision_schema import (
 from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_GRADIENT,
-    GEMMS,
     SLOTS,
-    Gemm,
     Operand,
     recipe_from_config,
     switched_recipe,
-    uses_amax,
-    uses_signs,
 )
 from tests.precision import reference as ref
 from tests.quantization import oracle
@@ -107,22 +103,6 @@ def test_bf16_operands_forget_their_other_fields_and_transforms_that_would_cance
     assert not recipe_from_config(PrecisionConfig()).quantized
 
 
-def test_descriptions_name_every_deviation():
-    lines = ref.NVFP4.describe()
-    assert lines == [
-        "fprop x|W: nvfp4 1x16 | nvfp4 16x16",
-        "dgrad dy|W: nvfp4 1x16 SR | nvfp4 16x16",
-        "wgrad dy|x: nvfp4 1x16 SR | nvfp4 1x16, RHT 16 (fixed signs)",
-    ]
-    assert BF16.describe()[0] == "fprop x|W: bf16 | bf16"
-    marked = Operand("fp8", (1, 128), "stochastic", True, True, True)
-    assert str(marked) == "fp8 1x128 SR 4/6 2^k as fprop"
-
-
-def test_a_switch_of_both_is_the_target():
-    assert switched_recipe(ref.NVFP4, ref.FP8, "both") == ref.FP8
-
-
 def test_a_switch_of_the_forward_pass_leaves_the_backward_pass():
     recipe = switched_recipe(ref.NVFP4, BF16, "forward")
     expected = changed(ref.NVFP4, name=recipe.name, fprop_activation=Operand(), fprop_weight=Operand())
@@ -171,22 +151,6 @@ def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, tak
     assert f"precision.{option}={before} goes on in {kept} " in message
     assert f"precision.switch.scope={scope}, but other has {after} for {taken}" in message
     assert message.endswith("make them equal, or set precision.switch.scope=both")
-
-
-def test_each_transform_and_each_nvfp4_operand_uses_its_option():
-    assert not any(uses(BF16.gemms.values()) for uses in (uses_signs, uses_amax))
-    for gemm in GEMMS:
-        transformed = replace(BF16, **{gemm: Gemm(rht=16)})
-        assert [g for g in GEMMS if uses_signs([transformed.gemms[g]])] == [gemm]
-        for one_sided in (Gemm(ref.X), Gemm(right=ref.X)):
-            recipe = replace(BF16, **{gemm: one_sided})
-            assert [g for g in GEMMS if uses_amax([recipe.gemms[g]])] == [gemm]
-    assert not uses_amax(ref.MXFP4.gemms.values()) and not uses_amax(ref.FP8.gemms.values())
-
-
-def test_an_unknown_scope_is_refused():
-    with pytest.raises(ValueError, match=r"scope='sideways' is not one of both, forward, backward"):
-        switched_recipe(ref.NVFP4, BF16, "sideways")
 
 
 def test_a_switch_of_one_pass_leaves_the_other_quantized_by_itself():
