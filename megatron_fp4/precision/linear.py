@@ -167,6 +167,7 @@ def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tenso
     x: [tokens, in], the compute dtype. weight: parameter [out, in] (local part of a DTensor, or a plain tensor).
     Returns [tokens, out] in x's dtype, with `context.keep_padding` perhaps more; the weight's gradient is FP32.
     """
+    assert context.in_tokens is None and context.out_tokens is None, "slices of the tokens are for overlapped_linear"
     return applied(_QuantizedLinear, x, weight, context)
 
 

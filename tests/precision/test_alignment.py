@@ -27,9 +27,9 @@ from megatron_fp4.precision.backend import Alignment, block_alignment
 from megatron_fp4.precision.backend_support import check_sizes
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.overlapped import overlapped_linear
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
-from megatron_fp4.training.cuda_graphs import made_by_pytorch
 from models.hybrid import build_model
 from tests.composing import validate
 from tests.planning.gpu_path import without_launches
@@ -39,7 +39,6 @@ from tests.recipes import changed
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 PRECISIONS = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
-SCOPES = ("both", "forward", "backward")
 # The fewest of a micro-batch, and what a validation's last one may leave: no multiple of 32 or 128.
 TOKENS = (2064, 16)
 
@@ -51,59 +50,12 @@ def composed(model: str, precision: str = "nvfp4") -> Config:
 
 @functools.cache
 def recipes(model: str) -> dict[str, Recipe]:
-    """Every shipped recipe, and what every switch between two of them leaves, equal ones once, that has kernels."""
-    shipped = {name: recipe_from_config(composed(model, name).precision) for name in PRECISIONS}
-    found = dict(shipped)
-    for name, current in shipped.items():
-        for target_name, target in shipped.items():
-            if name != target_name and current.quantized:
-                for scope in SCOPES:
-                    found[f"{name} {scope} {target_name}"] = switched_recipe(current, target, scope)
-    by_content = {content_of(recipe): name for name, recipe in found.items()}
-    by_pytorch = {name for name in by_content.values() if made_by_pytorch(found[name]) is not None}
-    # Four over six along the other dimension than fprop's, which no recipe asks for by itself.
-    assert by_pytorch == {"nvfp4_quartet2 backward nvfp4_all_the_way"}
-    return {name: found[name] for name in by_content.values() if name not in by_pytorch}
-
-
-@functools.cache
-def shipped(model: str) -> frozenset[Recipe]:
-    """The recipes that are no switch between two."""
-    return frozenset(content_of(recipe_from_config(composed(model, name).precision)) for name in PRECISIONS)
-
-
-def content_of(recipe: Recipe) -> Recipe:
-    """The same for recipes whose sizes and kernels are the same."""
-    return replace(recipe, name="")
-
-
-def shape_class(weight: tuple[int, int], context: LinearContext) -> tuple[Any, ...]:
-    """What of a linear the demands of kernels, multiples of at most 128, can tell apart."""
-    rows, inputs = weight[0] // context.num_groups, weight[1]
-    ranks = (context.in_tokens, context.out_tokens, context.in_shards, context.out_shards)
-    sizes = tuple(1 if group is None else group.size() for group in ranks)
-    return inputs % 128, rows % 128, context.num_groups > 1, context.keep_padding, context.keeps_input, sizes
-
-
-class Classes:
-    """What linears have met: every shipped recipe meets every linear of every model, those of the same sizes and
-    context once (each_model: once for each model), and every switch between two every class of linears once."""
-
-    def __init__(self, each_model: bool) -> None:
-        self._each_model = each_model
-        self._met: set[tuple[Any, ...]] = set()
-
-    def met(self, model: str, recipe: Recipe, weight: tuple[int, int], context: LinearContext) -> bool:
-        """Whether this need not be computed again; if not, it is from now on."""
-        content = content_of(recipe)
-        exactly = (weight, model if self._each_model else None) if content in shipped(model) else None
-        key = shape_class(weight, context), content, exactly
-        again = key in self._met
-        self._met.add(key)
-        return again
-
-
-BY_KERNELS, BY_SCALED_MM = Classes(each_model=False), Classes(each_model=True)
+    """Every shipped recipe, and what switches of one pass between some leave."""
+    found = {name: recipe_from_config(composed(model, name).precision) for name in PRECISIONS}
+    for current, target in (("nvfp4", "mxfp8"), ("nvfp4", "bf16"), ("mxfp4", "nvfp4"), ("nvfp4_quartet2", "fp8_block")):
+        for scope in ("forward", "backward"):
+            found[f"{current} {scope} {target}"] = switched_recipe(found[current], found[target], scope)
+    return found
 
 
 def one_of_each_block(model: ModelConfig) -> ModelConfig:
@@ -127,49 +79,23 @@ def possible(config: Config, tensor: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) -> None:
     """Forward and backward on the way of a GPU, whose launches check what they are given, and none goes to PyTorch."""
     config = composed(model)
     if not possible(config, tensor):
-        assert tensor > 1
         pytest.skip(f"{model} does not run on {tensor} tensor-parallel ranks")
-    met = 0
+    slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
     with fake_ranks(tensor):
         layers = linears(config.model, tensor)
-        slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
-        with (
-            FakeTensorMode(),
-            without_launches(),
-            mock.patch.object(emulated, "encode_operand", slow),
-        ):
-            for recipe_name, recipe in recipes(model).items():
-                narrow = block_alignment(recipe).inputs
-                for (outputs, inputs), context in layers:
-                    if inputs % narrow:
-                        continue  # refused: see the test of refusals below
-                    met += 1
-                    if BY_KERNELS.met(model, recipe, (outputs, inputs), context):
-                        continue
-                    context.recipe, context.weight_cache = recipe, None
-                    for tokens in TOKENS:
-                        x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
-                        weight = nn.Parameter(torch.empty(outputs, inputs))
-                        try:
-                            y = quantized_linear(x, weight, context)
-                            y.backward(torch.empty_like(y))
-                        except Exception as error:
-                            raise AssertionError(f"{recipe_name}: {tokens} tokens, {inputs} -> {outputs}") from error
-                        padding = y.shape[1] - outputs
-                        gathered, scattered = (
-                            1 if ranks is None else ranks.size() for ranks in (context.in_tokens, context.out_tokens)
-                        )
-                        assert y.shape[0] * scattered == tokens * gathered
-                        assert padding >= 0 and (context.keep_padding or padding == 0)
-                        assert x.grad is not None and x.grad.shape == x.shape
-                        assert weight.grad is not None and weight.grad.shape == weight.shape
-    assert met > 60
+        with FakeTensorMode(), without_launches(), mock.patch.object(emulated, "encode_operand", slow):
+            for name, recipe in recipes(model).items():
+                for weight_shape, context in layers:
+                    if weight_shape[1] % block_alignment(recipe).inputs == 0:  # else it is refused
+                        context.recipe, context.weight_cache = recipe, None
+                        for tokens in TOKENS:
+                            computed(weight_shape, context, tokens, name)
 
 
 @contextmanager
@@ -199,14 +125,22 @@ def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
         yield seen
 
 
-def computed(weight_shape: tuple[int, int], context: LinearContext) -> None:
-    """Forward and backward of a linear."""
+def computed(weight_shape: tuple[int, int], context: LinearContext, tokens: int, what: str) -> None:
+    """Forward and backward of a linear, with the shapes that its caller expects."""
     outputs, inputs = weight_shape
-    x = torch.empty(TOKENS[0], inputs, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.empty(outputs, inputs))
-    y = quantized_linear(x, weight, context)
-    y.backward(torch.empty_like(y))
-    assert weight.grad is not None and weight.grad.shape == weight.shape, context.recipe.name
+    linear = quantized_linear if context.in_tokens is context.out_tokens is None else overlapped_linear
+    try:
+        y = linear(x, weight, context)
+        y.backward(torch.empty_like(y))
+    except Exception as error:
+        raise AssertionError(f"{what}: {tokens} tokens, {inputs} -> {outputs}") from error
+    gathered, scattered = (1 if ranks is None else ranks.size() for ranks in (context.in_tokens, context.out_tokens))
+    assert y.shape[0] * scattered == tokens * gathered
+    assert y.shape[1] == outputs or (context.keep_padding and y.shape[1] > outputs)
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert weight.grad is not None and weight.grad.shape == weight.shape
 
 
 FP4, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
@@ -228,12 +162,9 @@ def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
                 if formats - torch_scaled_mm.FORMATS.keys():
                     continue
                 for weight_shape, context in layers:
-                    if weight_shape[1] % block_alignment(recipe).inputs:
-                        continue  # refused
-                    if BY_SCALED_MM.met(model, recipe, weight_shape, context):
-                        continue
-                    context.recipe, context.backend, context.weight_cache = recipe, backend, None
-                    computed(weight_shape, context)
+                    if weight_shape[1] % block_alignment(recipe).inputs == 0:
+                        context.recipe, context.backend, context.weight_cache = recipe, backend, None
+                        computed(weight_shape, context, TOKENS[0], recipe.name)
     assert seen == {(codes, product) for codes in (FP4, E4M3) for product in (torch.bfloat16, torch.float32)}
 
 
