@@ -21,9 +21,11 @@ from exchange.checkpoint import Checkpoint, check_tensors
 from exchange.nvfp4 import Layout, TrainedPlan, reordered, trained_weight
 from exchange.tokenizer import tokenizer_files
 from exchange.weights_only import new_folder
+from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.files import TRAINER
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.quantization.tensor import NVFP4Tensor
+from megatron_fp4.runtime.revision import revision
 from models.pattern import parameter_count
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
@@ -305,19 +307,15 @@ print(tokenizer.decode(model.generate(**tokenizer("The", return_tensors="pt"), m
 def model_card(checkpoint: Checkpoint, encoder: PlainEncoder) -> str:
     """The README.md: what the model is, how it was trained, in which precision, what it scored."""
     config, trainer, model = checkpoint.config, checkpoint.trainer, checkpoint.config.model
+    code = f"megatron_fp4 {trainer['version']} ({trainer.get('commit', 'commit unknown')})"
     if checkpoint.weights_only:
         source = trainer["imported"].get("from", "elsewhere")
-        origin, made = f"imported by megatron_fp4 {trainer['version']} from {source}.", "made for"
+        origin, made = f"imported by {code} from {source}.", "made for"
     else:
         begun = trainer.get("initialized_from")
         weights = f", from the weights of {Path(begun['path']).name}" if begun else ""
-        origin, made = (
-            (
-                f"trained by megatron_fp4 {trainer['version']} on {checkpoint.tokens:,} tokens in {checkpoint.step:,} "
-                f"steps of {config.train.steps:,}{weights}."
-            ),
-            "trained on",
-        )
+        steps = f"{checkpoint.step:,} steps of {config.train.steps:,}{weights}"
+        origin, made = f"trained by {code} on {checkpoint.tokens:,} tokens in {steps}.", "trained on"
     lines = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- megatron_fp4",
         f"- {architecture_of(model)}\n---\n",
@@ -329,6 +327,7 @@ def model_card(checkpoint: Checkpoint, encoder: PlainEncoder) -> str:
         f"| vocabulary | {model.vocab_size:,} |",
         f"| sequences it was {made} | {sequence_length(checkpoint):,} tokens |",
         f"| weights in this folder | {encoder.description} |",
+        f"| exported by | megatron_fp4 {__version__} ({revision()}) |",
         "\n## Precision in training\n",
     ]
     if "plan" in trainer:

@@ -54,6 +54,7 @@ from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig
+from megatron_fp4.runtime.revision import revision
 from models.pattern import check_model
 
 TOKENIZER = "tokenizer"
@@ -164,7 +165,8 @@ def _readme(checkpoint: Checkpoint, name: str, dtype: torch.dtype, tokenizer: bo
     theirs = "GPTModel" if model_class(model) == "gpt" else "MambaModel"
     return f"""# {model.name}, for Megatron-LM
 
-Weights after step {checkpoint.step} ({checkpoint.tokens:,} tokens) of a run of megatron_fp4 {__version__}, as a
+Weights after step {checkpoint.step} ({checkpoint.tokens:,} tokens) of a run of megatron_fp4
+({checkpoint.trainer.get("commit", "commit unknown")}), exported by megatron_fp4 {__version__} ({revision()}), as a
 distributed checkpoint (`torch_dist`) of Megatron-core's {theirs}, in {str(dtype).removeprefix("torch.")}; no optimizer
 state is in it. `iter_{checkpoint.step:07d}/common.pt` has the model as arguments of Megatron-LM
 (`--use-checkpoint-args`), `megatron_args.sh` as flags (core_v0.16):

@@ -26,6 +26,7 @@ from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
 from megatron_fp4.checkpoint.shards import OwnPiece, write_shard
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
+from megatron_fp4.runtime.revision import revision
 
 _FILE_BYTES = 1 << 30
 _LOCK = ".being_written"
@@ -124,7 +125,7 @@ def write_weights_only(
             wholes.append(Whole(("model", new.name), torch.float32, tuple(values.shape)))
         if waiting:
             flush()
-        trainer = {"version": __version__, "config": as_saved(config), "imported": dict(imported)}
+        trainer = {"version": __version__, "commit": revision(), "config": as_saved(config), "imported": dict(imported)}
         content: dict[str, str | bytes] = {
             **(extra_files or {}),
             files.TRAINER: json.dumps(trainer, indent=1),

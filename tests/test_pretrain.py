@@ -239,7 +239,7 @@ def test_signal_saves_and_resumes(straight: Any, small: list[str], tmp_path: Pat
         assert process.returncode == (75 if processes == 1 or ours else 1), output  # torchrun makes 1 of it
         if ours:
             assert "Traceback" not in output and "exitcode" not in output
-            assert output.endswith(f": saved step {stopped_at}; the same command goes on\n")
+            assert output.endswith(f": saved step {stopped_at}; the same command resumes\n")
 
     run(processes, overrides)
     assert losses(tmp_path / "run") == losses(folder)

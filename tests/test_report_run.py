@@ -16,6 +16,7 @@ from megatron_fp4.config.schema import Config, RunConfig
 from megatron_fp4.logging.files import REPORT_FILE
 from megatron_fp4.logging.goodput import goodput_of
 from megatron_fp4.logging.run_folder import open_run, read_records
+from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.callbacks.summary import report as write_page
 from scripts import report
 from tests.programs import ROOT, Program
@@ -80,6 +81,8 @@ def test_a_killed_run_goes_on_and_its_page_tells(
     baseline = f'logging.baseline="BF16={other}"'
     going_on = [*overrides, f"run.dir={run_dir}", f"train.steps={last}", "logging.report=true", baseline]
     assert pretrain.main(going_on) == 0
+    saved = json.loads((run_dir / "checkpoints" / f"step_{last:08d}" / "trainer.json").read_text())
+    assert saved["commit"] == open_run(run_dir).facts["commit"] == revision()
     found = goodput_of(read_records(run_dir))
     assert found is not None and found.starts == 2 and 0 < found.share < 1
     assert found.seconds["start-up"] > 0 and found.seconds["saves"] > 0

@@ -20,6 +20,7 @@ from exchange.nvfp4 import LAYOUTS, multiplied_weight, trained_plan
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
+from megatron_fp4.runtime.revision import revision
 from pretrain import CONFIGS
 from scripts import convert
 from tests.composing import plans_of
@@ -320,6 +321,7 @@ def test_refusals_are_one_line_and_leave_nothing(checkpoints, tmp_path, capsys):
     code, table = compared(capsys, tmp_path / "out", step_1.with_name("step_00000002"), "--plan", "before")
     assert code == 0, table
     card = (tmp_path / "out/README.md").read_text()
+    assert card.count(f"({revision()})") == 2  # of the run, and of the export
     assert "by the plan before the run's precision switch" in card
     said = export(capsys, step_1, tmp_path / "out", "--format", "nvfp4", "--activations", "calibrated", code=2)
     assert "exists already; name another folder" in said
