@@ -256,6 +256,6 @@ def test_spikes_and_steps_that_are_not_finite(
         assert compare.main(["try", checkpoint, "bf16", "nvfp4", *settings]) == 0
     assert [call.args[1:] for call in roll_back.call_args_list] == [(5,)]
     printed = capsys.readouterr().out
-    assert "bf16: step 5 was a spike" in printed and "bf16: 1 step made no update" in printed
+    assert "bf16: step 5 was a spike" in printed and "all recipes: 1 step made no update" in printed
     assert "nvfp4: ended after step 5: 2 steps in a row were not finite" in printed
     assert "| nvfp4 | - | - | - | - |" in printed

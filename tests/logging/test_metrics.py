@@ -277,12 +277,12 @@ def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
     log.open(0, world_size=1)
     with log:
         for step in (1, 2, 3):
-            log.step(metrics(step, loss=math.inf, skipped=step == 3), {"in_row": 1})
+            log.step(metrics(step))
         log.stop(3, "SIGTERM")
     assert "not everything was sent within 0 s" in caplog.text and (tmp_path / "summary.json.1").exists()
     records = read_metrics(tmp_path / METRICS_FILE)
     kinds = [record.get("event", record["kind"]) for record in records]
-    assert kinds == ["run", "time", "damaged", "step", "step", "time", "step", "skip", "stop", "time"]
+    assert kinds == ["run", "time", "damaged", "step", "step", "time", "step", "stop", "time"]
     assert records[-1]["step"] == 3 and records[-1]["seconds"]["start-up"] > 0
     assert json.loads(json.dumps(log.state_dict())) == log.metrics.wandb_run_id
     fake.back.set()
