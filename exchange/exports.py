@@ -57,7 +57,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "nvfp4-compressed-tensors": ("--format", "nvfp4-compressed-tensors"),
 }
 """`checkpoint.export_format` -> what scripts/convert.py is told."""
-_PATIENCE = 5.0
 # What a launcher tells a rank, which the export is not.
 _OF_RANKS = re.compile(
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+)"
@@ -342,12 +341,9 @@ class _Process:
 
     def kill(self) -> None:
         """End it, and what it has started."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_PATIENCE)
-                break
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._output.close()
 
 

@@ -132,23 +132,6 @@ def test_what_is_piped_in_is_a_prompt(run: Path, said, monkeypatch: pytest.Monke
     assert (code, out) == (2, "") and "there is no prompt" in err[0]
 
 
-def test_in_turn_on_a_terminal(run: Path, said, monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = iter([PROMPT, "  ", "return"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-
-    def line(_: str) -> str:
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", line)
-    code, out, _ = said(run, "--max-tokens", 6)
-    texts = [expected(run, prompt, Sampling(0.8, 0.95), 6).removeprefix(prompt) for prompt in (PROMPT, "return")]
-    assert (code, out) == (0, "".join(f"{text}\n" for text in texts) + "\n")
-
-
 def test_ids_in_and_out(run: Path, said) -> None:
     code, out, _ = said(run, "--raw", "--prompt", "5, 6 7", "--max-tokens", 4, "--temperature", 0)
     ids = [int(word) for word in out.split()]

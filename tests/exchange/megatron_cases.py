@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
+from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.megatron_model import Parameter, parameters
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
@@ -47,11 +47,6 @@ def config_of(case: str, *overrides: str) -> Config:
     return compose_config(["model=tiny", *texts, *overrides], CONFIGS)
 
 
-def some_tokens() -> Tensor:
-    """[2, 40]."""
-    return torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
-
-
 def write_checkpoint(folder: Path, config: Config) -> Path:
     """Of drawn weights, none of them near its initial value."""
     generator = torch.Generator().manual_seed(0)
@@ -85,10 +80,3 @@ def read_by_torch(folder: Path) -> dict[str, Tensor]:
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
-
-
-def our_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """FP32."""
-    model = load_model(open_checkpoint(folder, CONFIGS))
-    with torch.no_grad():
-        return model(tokens)

@@ -19,7 +19,7 @@ from torch import Tensor
 from data.builtin import CODE, PROSE
 from exchange.checkpoint import Checkpoint, load_model
 from inference import tasks
-from inference.models import OpenedFolder, Row, Scorer, open_folder
+from inference.models import OpenedFolder, open_folder
 from inference.tasks import _manager as manager
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
@@ -173,23 +173,6 @@ def test_generation_in_a_padded_batch_is_that_of_single_rows(name: str, opened: 
     assert len(set(together)) > 1
 
 
-def test_logits_that_are_scaled_behind_the_head_are_seen(opened: dict[str, OpenedFolder]) -> None:
-    """Granite divides them; a head alone would say something else."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    granite = GraniteForCausalLM(GraniteConfig(vocab_size=50, logits_scaling=4.0, **sizes)).eval()
-    for model in (granite, opened["hybrid"].model):
-        row = Row(range(2, 14), range(12), range(3, 15))
-        (scored,) = Scorer(model).score([row])
-        with torch.no_grad():
-            log_probs = model(torch.tensor([[*row.tokens]])).logits[0].double().log_softmax(-1)
-        expected = log_probs[torch.arange(12), torch.arange(3, 15)]
-        assert scored.log_probs == pytest.approx(expected, abs=1e-5)
-        assert (scored.greedy == (log_probs.argmax(-1) == torch.arange(3, 15))).all()
-
-
 @pytest.fixture(scope="module")
 def examined(folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_files: Path) -> dict[str, Any]:
     """Three tasks on two models, one of them a checkpoint; the record."""
@@ -268,17 +251,6 @@ def test_a_model_that_cannot_be_examined_takes_no_scores_with_it(
     assert set(json.loads(record.read_text())["models"]) == {"hybrid"}
 
 
-def test_all_models_are_shown_the_same_examples(folders: dict[str, Path], task_files: Path, tmp_path: Path) -> None:
-    """Documents whose prompts differ would not be paired."""
-    models = [f"a={folders['hybrid']}", f"b={folders['transformer']}"]
-    tasks = ["--tasks", "fox_choice", "--include-path", str(task_files), "--num-fewshot", "2"]
-    record = tmp_path / "scores.json"
-    assert evaluate.main([*models, *tasks, "--json", str(record)]) == 0
-    found = json.loads(record.read_text())
-    assert found["tasks"]["fox_choice"]["num_fewshot"] == 2
-    assert result(found, "fox_choice", "acc")["differences_to_first"]["b"]["paired"]
-
-
 def test_shipped_tasks_run(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,20 +277,6 @@ def without_weight(folder: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def without_tokenizer(folder: Path) -> None:
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-
-
-def without_eos(folder: Path) -> None:
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
-
-
-def of_another_kind(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-
-
 def in_another_layout(folder: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "modelopt"}}))
@@ -329,9 +287,6 @@ def in_another_layout(folder: Path) -> None:
     [
         (in_another_layout, r"is in the layout of modelopt, .* --format nvfp4-compressed-tensors, or without"),
         (without_weight, r"is not a whole model: missing keys .*up_proj.weight; export it again"),
-        (without_tokenizer, r"has no tokenizer, which tasks of text need"),
-        (without_eos, r"has no eos_token"),
-        (of_another_kind, r"cannot be loaded by transformers: .*no_such_model"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(
@@ -357,7 +312,6 @@ def test_a_folder_that_is_not_whole_is_refused(
         (["{folder}", "{folder}", "--tasks", "fox_text"], "two models are called hybrid; name them"),
         (["{folder}", "--tasks", "fox_gone"], "task fox_gone cannot be loaded .*gone.jsonl"),
         (["{folder}", "--tasks", "fox_text", "--device", "cuda:77"], "--device cuda:77 is not here"),
-        (["{folder}", "--tasks", "fox_text", "--device", "meta"], "--device meta is not here"),
         (["{folder}", "--tasks", "fox_write", "--max-length", "4"], "lm-eval refuses hybrid: .*must be less than"),
         (["{folder}", "--tasks", "fox_text", "--tokenizer", "x"], "--tokenizer x is for checkpoints, and folders have"),
         (["{checkpoint}", "--tasks", "fox_text"], "its run knew of no tokenizer; give the one of its data"),
@@ -390,11 +344,8 @@ def test_what_a_user_gets_wrong_is_one_line(
     ("arguments", "message"),
     [
         ([], "name a MODEL"),
-        (["x", "--limit", "0"], "'0' is not a whole number of 1 or more"),
-        (["x", "--as-trained"], "--as-trained does nothing without --validation"),
         (["--validation", "x", "--tasks", "builtin"], "--tasks does nothing with --validation"),
         (["x", "--json", "/nowhere/scores.json"], "there is no folder /nowhere"),
-        (["x", "--json", "/"], "--json / is a folder; name a file"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(
