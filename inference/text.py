@@ -177,3 +177,17 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2
 
     rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+class ProgressLine:
+    """How far it is, on a terminal's stderr once a second; elsewhere nothing."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._last = what, 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty() and (done == total or time.monotonic() - self._last > 1.0):
+            self._last = time.monotonic()
+            end = "\r" if done < total else "\033[K\r"
+            text = f"{self._what}: {done:,} of {total:,}" if done < total else ""
+            print(f"\r{text}", end=end, file=sys.stderr, flush=True)

@@ -32,6 +32,7 @@ if __name__ == "__main__" and "--beside" in sys.argv[1:-1]:
     os.nice(19)
 
 import argparse
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -51,6 +52,7 @@ from exchange.megatron import export_megatron, import_megatron, start_command
 from exchange.nvfp4 import LAYOUTS, PLANS, trained_plan
 from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
+from inference.text import ProgressLine
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.runtime.closed_pipe import end_without_reader
@@ -82,7 +84,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(run: Callable[[Any], int], name: str) -> argparse.ArgumentParser:
-        text = run.__doc__ or ""
+        text = inspect.getdoc(run) or ""
         added = commands.add_parser(
             name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -169,7 +171,7 @@ def export_hf_command(options: argparse.Namespace) -> int:
                 "or leave it out"
             )
         checkpoint.verify()
-        export_again(checkpoint, options.output, progress=Progress())
+        export_again(checkpoint, options.output, progress=ProgressLine("bytes written"))
     else:
         tokenizer = _tokenizer(options, checkpoint)
         encoder = PlainEncoder(getattr(torch, options.dtype or "bfloat16"))
@@ -182,7 +184,7 @@ def export_hf_command(options: argparse.Namespace) -> int:
             encoder=encoder,
             tokenizer=tokenizer,
             shard_bytes=shard_bytes,
-            progress=Progress(),
+            progress=ProgressLine("bytes written"),
         )
     _say_written(options.output, checkpoint, began)
     return 0
@@ -236,7 +238,12 @@ def export_megatron_command(options: argparse.Namespace) -> int:
     checkpoint.verify()
     dtype = getattr(torch, options.dtype)
     export_megatron(
-        checkpoint, options.output, dtype=dtype, layers=options.layers, tokenizer=tokenizer, progress=Progress()
+        checkpoint,
+        options.output,
+        dtype=dtype,
+        layers=options.layers,
+        tokenizer=tokenizer,
+        progress=ProgressLine("bytes written"),
     )
     _say_written(options.output, checkpoint, began)
     if dtype != torch.float32:
@@ -333,18 +340,6 @@ def _say_written(output: Path, checkpoint: Checkpoint, began: float) -> None:
         f"{output}: {checkpoint.config.model.name} after step {checkpoint.step}, {size / 2**20:,.1f} MiB in "
         f"{time.monotonic() - began:.1f} s"
     )
-
-
-class Progress:
-    """A line on a terminal."""
-
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._shown:
-            end = "\n" if done >= total else "\r"
-            print(f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import gc
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +55,7 @@ from inference.models import (
     tokenizers_of,
 )
 from inference.tasks import load_tasks, prepare_environment, task_names
+from inference.text import ProgressLine
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_file
@@ -262,20 +262,6 @@ def _free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-class ProgressLine:
-    """How far it is, on a terminal's stderr once a second; elsewhere nothing."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._last = what, 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        if sys.stderr.isatty() and (done == total or time.monotonic() - self._last > 1.0):
-            self._last = time.monotonic()
-            end = "\r" if done < total else "\033[K\r"
-            text = f"{self._what}: {done:,} of {total:,}" if done < total else ""
-            print(f"\r{text}", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ plain PyTorch on any device, in one process.
 
 --raw takes and prints token ids, needs no tokenizer, and no token ends a text.
 
-Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the model's numbers are; 130 Ctrl-C; 141
-whoever read has enough.
+Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the model's numbers are; 130 Ctrl-C; 141 its
+output was closed.
 """
 
 from __future__ import annotations
