@@ -20,7 +20,7 @@ from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
-from megatron_fp4.precision.backend import block_alignment
+from megatron_fp4.precision.backend import OperandRequest, block_alignment
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.precision.rng import StepState
@@ -212,12 +212,12 @@ def test_amax_per_shard_quantizes_every_shard_on_its_own(one):
     ranks = launch(run, 2, 2, "nvfp4_shard", True)
     x, w, _ = tensors("row")
     for rank, found in enumerate(ranks):
-        expected = quantize_operand(x.chunk(2, 1)[rank], NVFP4.fprop.left)
+        expected = quantize_operand(x.chunk(2, 1)[rank], OperandRequest(NVFP4.fprop.left, dtype=torch.float32))
         values, scale = found["row"]["fprop"][0]
         assert torch.equal(values, expected.values)
         assert torch.equal(scale, expected.scale)
         values, scale = found["row"]["fprop"][1]
-        expected = quantize_operand(w.chunk(2, 1)[rank], NVFP4.fprop.right)
+        expected = quantize_operand(w.chunk(2, 1)[rank], OperandRequest(NVFP4.fprop.right, dtype=torch.float32))
         assert torch.equal(values, expected.values)
         assert torch.equal(scale, expected.scale)
     for name, gemm, which in (("row", "fprop", 0), ("row", "wgrad", 1), ("column", "fprop", 1), ("column", "dgrad", 0)):
