@@ -1,19 +1,15 @@
-"""What each backend cannot compute: anywhere, on a chip, or with what is installed. The emulation can all.
+"""What each backend cannot compute: anywhere, on a chip, or with what is installed; and which one a run computes with.
 
-`first_refusal` is for configurations: a problem and its remedy, both with the configuration's keys. `refused_here` is
-about this machine. What releases of Transformer Engine lack was read from its sources (2.9 to 2.20): one that lacks
-something computes other numbers than the reference, or none, and is refused by name before the self-test would find it.
+`emulated` can all, on any device. `transformer_engine` and `torch` are refused, with the reason, where they cannot run.
+`auto` is transformer_engine where the run's recipes, the GPU and the installation all allow it, and else emulated;
+either way the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, which no
+chip has run yet: who has one names it, and the self-test says whether it computes what it should.
 
-Refuses linears whose input features are no multiple of what their recipe demands (precision/backend.py).
+What releases of Transformer Engine lack was read from its sources (2.9 to 2.20): one that lacks something computes
+other numbers than the reference, or none, and is refused by name before the self-test would find it.
 
-Tokens and output features never appear here: the linear layer pads them. Input features are what the user chose.
-
-Which backend a run computes with, decided once from configuration and machine.
-
-`emulated` runs anywhere. `transformer_engine` and `torch` are refused, with the reason, where they cannot run. `auto`
-is transformer_engine where the run's recipes, the GPU and the installation all allow it, and else emulated; either way
-the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, which no chip has run
-yet: who has one names it, and the self-test says whether it computes what it should.
+Sizes: input features are what a user chose and must be multiples of what blocks and GEMMs demand (`backend.Alignment`);
+tokens and output features never appear here, because the linear layer pads them.
 """
 
 from __future__ import annotations
@@ -171,56 +167,25 @@ def transformer_engine_unsupported(recipe: Recipe, capability: tuple[int, int]) 
 
 # ------------------------------------------------------------------------------------- releases of Transformer Engine
 
-Release = tuple[int, int]
 
-
-@dataclass(frozen=True)
-class _Need:
-    """release: the first that has it. before: what earlier ones do. of: whether it matters to a recipe on a chip."""
-
-    release: Release
-    before: str
-    of: Callable[[Recipe, tuple[int, int]], bool]
-
-
-def _stochastic(recipe: Recipe) -> bool:
-    return any(operand.rounding == "stochastic" for operand in recipe.operands.values())
-
-
-_NEEDS = (
-    _Need((2, 10), "GEMMs want a workspace from their caller", lambda recipe, _: recipe.quantized),
-    _Need(
-        (2, 12),
-        "dgrad's and wgrad's copies of a gradient are rounded by the same draws",
-        lambda recipe, _: _stochastic(recipe) and recipe.wgrad.rht > 0,
-    ),
-    _Need((2, 14), "NVFP4 block scales are rounded in another order", lambda recipe, _: "nvfp4" in recipe.formats),
-    _Need(
-        (2, 16),
-        "the Hadamard transform takes a kernel that 12.x cannot run",
-        lambda recipe, capability: capability[0] == 12 and recipe.wgrad.rht > 0,
-    ),
-    _Need(
-        (2, 17),
-        "there is no four-over-six",
-        lambda recipe, _: any(operand.four_over_six for operand in recipe.operands.values()),
-    ),
-    _Need(
-        (2, 20),
-        "square MXFP8 blocks were not seen in the sources",
-        lambda recipe, _: any(op.format == "mxfp8" and op.block[0] > 1 for op in recipe.operands.values()),
-    ),
-    _Need(
-        (2, 19),
-        "stochastic rounding makes every gradient zero on 12.x",
-        lambda recipe, capability: capability[0] == 12 and _stochastic(recipe),
-    ),
-)
-
-
-def needed_release(recipe: Recipe, capability: tuple[int, int]) -> Release:
-    """The first release that computes `recipe` on a GPU of this compute capability as the reference does."""
-    return max((need.release for need in _NEEDS if need.of(recipe, capability)), default=(0, 0))
+def _lacking(recipe: Recipe, capability: tuple[int, int]) -> Iterator[tuple[tuple[int, int], str]]:
+    """Releases from which on something is there that `recipe` needs on such a GPU, and what earlier ones do."""
+    operands = recipe.operands.values()
+    drawn, of_12 = any(operand.rounding == "stochastic" for operand in operands), capability[0] == 12
+    if recipe.quantized:
+        yield (2, 10), "GEMMs want a workspace from their caller"
+    if drawn and recipe.wgrad.rht:
+        yield (2, 12), "dgrad's and wgrad's copies of a gradient are rounded by the same draws"
+    if "nvfp4" in recipe.formats:
+        yield (2, 14), "NVFP4 block scales are rounded in another order"
+    if of_12 and recipe.wgrad.rht:
+        yield (2, 16), "the Hadamard transform takes a kernel that 12.x cannot run"
+    if any(operand.four_over_six for operand in operands):
+        yield (2, 17), "there is no four-over-six"
+    if any(operand.format == "mxfp8" and operand.block[0] > 1 for operand in operands):
+        yield (2, 20), "square MXFP8 blocks were not seen in the sources"
+    if of_12 and drawn:
+        yield (2, 19), "stochastic rounding makes every gradient zero on 12.x"
 
 
 def outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
@@ -230,12 +195,12 @@ def outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
     if numbers is None:
         return None
     release = (int(numbers[1]), int(numbers[2]))
-    missing = [need for need in _NEEDS if release < need.release and need.of(recipe, capability)]
-    if not missing:
+    lacking = [(needed, before) for needed, before in _lacking(recipe, capability) if release < needed]
+    if not lacking:
         return None
-    reasons = ", ".join(f"before {_text(need.release)} {need.before}" for need in missing)
-    needed = _text(needed_release(recipe, capability))
-    return f"Transformer Engine {installed} is installed and precision={recipe.name} needs {needed} or newer: {reasons}"
+    reasons = ", ".join(f"before {major}.{minor} {before}" for (major, minor), before in lacking)
+    newest = ".".join(map(str, max(lacking)[0]))
+    return f"Transformer Engine {installed} is installed and precision={recipe.name} needs {newest} or newer: {reasons}"
 
 
 def installed_version() -> str | None:
@@ -246,8 +211,7 @@ def installed_version() -> str | None:
         return None
 
 
-def _text(release: Release) -> str:
-    return f"{release[0]}.{release[1]}"
+# --------------------------------------------------------------------------------------------------------------- sizes
 
 
 def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
@@ -255,27 +219,37 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
 
     tensor: ranks that share the input features of some linears. backend: as `precision.backend` has it.
     """
+
+    def fewer_ranks(size: int, multiple: int, shards: int) -> str:
+        fewer = [str(n) for n in range(1, shards) if shards % n == 0 and size % (n * multiple) == 0]
+        return f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
+
     if found := _misfit(plan, tensor, block_alignment):
         row, multiple = found
         size, shards = row.linear.in_features, tensor if row.linear.input_sharded else 1
         below = size // (shards * multiple) * shards * multiple
         working = f"{below} or {below + shards * multiple}" if below else str(shards * multiple)
-        fewer = [str(n) for n in range(1, shards) if shards % n == 0 and size % (n * multiple) == 0]
-        ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
+        by_format = (
+            f"{slot.key}.format={operand.format}"
+            for slot, operand in row.recipe.operands.items()
+            if operand.quantized and format_of(operand.format).tile == multiple
+        )
         raise ConfigError(
             f"{_inputs(row, tensor)} is the input of {row.linear.title} and not a multiple of {multiple}, as "
-            f"{_what_demands(row, multiple)} needs; {working} work{ranks}, or choose another format"
+            f"{row.key}.{next(by_format, f'fprop.rht={row.recipe.fprop.rht}')} needs; {working} work"
+            f"{fewer_ranks(size, multiple, shards)}, or choose another format"
         )
-    if split := _split_tile(plan, tensor):
-        row = split
+    for row in plan.rows:
+        # Ranks share output features so that one transform would mix those of two. Groups (KV heads, state groups) are
+        # padded one by one and never lie on two ranks.
         multiple, size = block_alignment(row.recipe).group_outputs, row.linear.out_features
-        fewer = [str(n) for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
-        ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
-        raise ConfigError(
-            f"{size} output features of {row.linear.title} / parallel.tensor={tensor} are not a multiple of "
-            f"{multiple}, as {row.key}.dgrad.rht={row.recipe.dgrad.rht} needs, which mixes as many; use a multiple of "
-            f"{tensor * multiple}{ranks}, or a smaller transform"
-        )
+        shared = tensor > 1 and not row.linear.input_sharded and row.linear.groups == 1
+        if row.recipe.dgrad.rht and shared and size % (tensor * multiple):
+            raise ConfigError(
+                f"{size} output features of {row.linear.title} / parallel.tensor={tensor} are not a multiple of "
+                f"{multiple}, as {row.key}.dgrad.rht={row.recipe.dgrad.rht} needs, which mixes as many; use a multiple "
+                f"of {tensor * multiple}{fewer_ranks(size, multiple, tensor)}, or a smaller transform"
+            )
     if refusal := size_refusal([plan], tensor, backend):
         raise ConfigError(f"{refusal.problem} does not go with precision.backend={backend}; {refusal.remedy}")
 
@@ -287,19 +261,6 @@ def size_refusal(plans: Iterable[Plan | None], tensor: int, backend: str) -> Ref
             row, multiple = found
             problem = f"{_inputs(row, tensor)}, the input of {row.linear.title},"
             return Refusal(problem, f"use a multiple of {multiple}, or precision.backend=emulated")
-    return None
-
-
-def _split_tile(plan: Plan, tensor: int) -> PlannedLinear | None:
-    """The first quantized linear whose output features ranks share so that one transform would mix those of two.
-
-    Groups (KV heads, state groups) are padded one by one and never lie on two ranks.
-    """
-    for row in plan.rows:
-        multiple, outputs = block_alignment(row.recipe).group_outputs, row.linear.out_features
-        shared = tensor > 1 and not row.linear.input_sharded and row.linear.groups == 1
-        if row.recipe.dgrad.rht and shared and outputs % (tensor * multiple):
-            return row
     return None
 
 
@@ -317,13 +278,7 @@ def _inputs(row: PlannedLinear, tensor: int) -> str:
     return f"{row.linear.input_key}={row.linear.in_features}{each}"
 
 
-def _what_demands(row: PlannedLinear, multiple: int) -> str:
-    """The key of the first operand or transform that wants input features to be a multiple of `multiple`."""
-    for slot, operand in row.recipe.operands.items():
-        if operand.quantized and format_of(operand.format).tile == multiple:
-            return f"{row.key}.{slot.key}.format={operand.format}"
-    return f"{row.key}.fprop.rht={row.recipe.fprop.rht}"
-
+# -------------------------------------------------------------------------------------------------------------- choice
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "emulated": lambda: EMULATED,

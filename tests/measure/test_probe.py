@@ -14,6 +14,7 @@ from megatron_fp4.measure import diagnostics as probe_module
 from megatron_fp4.measure import diagnostics as samples
 from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe, ProbedCall
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
+from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import SLOTS, Gemm, Operand, OperandSlot, Recipe
@@ -102,7 +103,7 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         if operand.reuse_fprop or (rht and recipe.rht_signs == "fresh"):
             continue
         seen = random_hadamard_transform(tensors[name], rht) if rht else tensors[name]
-        made = quantize_operand(seen, operand, key=context.key(5, 0, name, 0, 0))
+        made = quantize_operand(seen, OperandRequest(operand, key=context.key(5, 0, name, 0, 0)))
         values, exact = made.values.double() * (1.0 if made.scale is None else made.scale.double()), seen.double()
         snr = 10 * torch.log10(exact.square().sum() / (values - exact).square().sum()).item()
         assert statistics["snr_db"] == pytest.approx(snr, abs=0.01)

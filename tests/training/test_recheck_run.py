@@ -73,7 +73,9 @@ def test_a_rechecked_run_is_the_same_run_and_has_no_fault(world: int, tp_size: i
         assert same
         assert [rechecked.linear for rechecked in found] == [*LINEARS, LINEARS[0]]
         assert [rechecked.faults for rechecked in found] == [[]] * NUM_STEPS
-        assert all(rechecked.comparisons == (8 if recipe is NVFP4 else 9) for rechecked in found)
+        # One more where a rank's second micro-batch adds to the gradient.
+        alone = 8 if recipe is NVFP4 else 9
+        assert all(rechecked.comparisons in (alone, alone + 1) for rechecked in found)
 
 
 def _spoiled_on_one_rank(rank: int, tp_size: int) -> Any:
