@@ -303,16 +303,11 @@ def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int, n
     axes = [counted(size, name) for name, size in spread if size > 1]
     mesh = [*axes, *([f"{parallel.tensor} tensor-parallel"] if parallel.tensor > 1 else [])]
     table.add_row("ranks", f"{world_size:,}", " x ".join(mesh) or "one process has the whole model")
-    table.add_row(
-        "data-parallel ranks", f"{ranks:,}", " x ".join(axes) or ("all see the same batch" if world_size > 1 else "")
-    )
-    table.add_row(
-        "micro-batches per step and rank",
-        f"{accumulation:,}",
-        f"{counted(train.global_batch_size, 'sequence')} / ({train.micro_batch_size} x {counted(ranks, 'rank')})",
-    )
-    how = f"{counted(train.global_batch_size, 'sequence')} x {train.sequence_length:,}"
-    table.add_row("tokens per step", f"{tokens:,}", how)
+    table.add_row("data-parallel ranks", f"{ranks:,}", " x ".join(axes))
+    sequences = counted(train.global_batch_size, "sequence")
+    how = f"{sequences} / ({train.micro_batch_size} x {counted(ranks, 'rank')})"
+    table.add_row("micro-batches per step and rank", f"{accumulation:,}", how)
+    table.add_row("tokens per step", f"{tokens:,}", f"{sequences} x {train.sequence_length:,}")
     table.add_row("tokens of the run", f"{num_tokens:,}", counted(train.steps, "step"))
     return table
 
@@ -345,7 +340,8 @@ def facts_table(title: str, facts: Mapping[str, object]) -> Table:
     _columns(table, "what", "value")
     for name, value in facts.items():
         if value is not None:
-            table.add_row(name, f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+            form = ".4f" if isinstance(value, float) else "," if type(value) is int else ""
+            table.add_row(name, format(value, form))
     return table
 
 

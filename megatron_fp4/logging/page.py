@@ -22,8 +22,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_fp4 import __version__
+from megatron_fp4.checkpoint.config_diff import flatten
 from megatron_fp4.logging.files import REPORT_FILE, replace_text
-from megatron_fp4.logging.goodput import ORDER, goodput_of
+from megatron_fp4.logging.goodput import ORDER, Goodput, goodput_of
 from megatron_fp4.logging.pictures import (
     QUANTITIES,
     draw_gaps,
@@ -144,7 +145,7 @@ def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFo
         _section("Phases", parts=_each(runs, phases, ["phase", "length", "blend", "steps so far"])),
         _section("Precision plan", parts=_each(runs, plan, ["recipe", "linears", "why these", "operands"])),
         _section("Diagnostics", [figure for run in runs for figure in _heatmaps(run)]),
-        _section("Goodput", parts=[_part(goodput(runs), [*head[:1], *head[1:]])]),
+        _section("Goodput", parts=[_part(goodput(runs), head)]),
         _section("Events", parts=_each(runs, events, ["step", "what", ""])),
         _section("What the model writes", parts=[_texts(run) for run in runs if _texts(run)["texts"]]),
         _section("Configuration", parts=[_part(differences(runs, defaults), ["key", "default", *head[1:]])]),
@@ -222,8 +223,8 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
             yield f"{field.replace('_', ' ')}, median", form(float(np.nanmedian(values)))
     waits, times = np.nansum(run.series("data_wait")[1]), np.nansum(run.series("step_time")[1])
     yield "of the steps waiting for data", f"{waits / times:.2%}" if times > 0 else UNKNOWN
-    skipped, spikes = (sum(bool(record.get("skipped")) for record in run.steps), _count(run, "spike"))
-    yield "steps skipped", f"{skipped:,}" + (f" ({spikes:,} spikes)" if spikes else "")
+    spikes = sum(event["event"] == "spike" for event in run.events)
+    yield "steps skipped", f"{sum(bool(record.get('skipped')) for record in run.steps):,} ({spikes:,} spikes)"
     losses = run.last_losses
     yield "training loss, last 2% of the steps", f"{losses.mean():.4f} nats per token" if losses.size else UNKNOWN
     bits = (run.of("validation") or [{}])[-1].get("bits_per_byte") or {}
@@ -231,10 +232,6 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
         extra = f", {bits[source]:.4f} bits per byte" if bits.get(source) is not None else ""
         step = max(points)
         yield f"validation loss, {source}", f"{points[step]:.4f} nats per token{extra} (step {step:,})"
-
-
-def _count(run: RunFolder, event: str) -> int:
-    return sum(record["event"] == event for record in run.events)
 
 
 def phases(run: RunFolder) -> list[Row]:
@@ -267,17 +264,13 @@ def plan(run: RunFolder) -> list[Row]:
 def goodput(runs: Sequence[RunFolder]) -> list[Row]:
     """Rows of (kind of time, its share and length in each run)."""
     found = [goodput_of(run.records) for run in runs]
-    rows: list[Row] = []
-    for kind in ORDER:
-        cells = [
-            "-"
-            if of is None or kind not in of.seconds
-            else f"{of.seconds[kind] / of.wall:.1%} ({short_time(of.seconds[kind])})"
-            for of in found
-        ]
-        if any(cell != "-" for cell in cells):
-            rows.append([kind, *cells])
-    return rows
+    kinds = [kind for kind in ORDER if any(of is not None and kind in of.seconds for of in found)]
+    return [[kind, *(_share(of, kind) for of in found)] for kind in kinds]
+
+
+def _share(of: Goodput | None, kind: str) -> str:
+    seconds = 0.0 if of is None else of.seconds.get(kind, 0.0)
+    return f"{seconds / of.wall:.1%} ({short_time(seconds)})" if of is not None and seconds else "-"
 
 
 def events(run: RunFolder) -> list[Row]:
@@ -313,24 +306,13 @@ def _texts(run: RunFolder) -> dict[str, Any]:
 
 def differences(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
     """Rows of (key, value by default and in each run) of the settings that a run has otherwise than the default."""
-    flat = [dict(_flat(settings)) for settings in (defaults, *(run.config for run in runs))]
+    flat = [flatten(settings) for settings in (defaults, *(run.config for run in runs))]
     rows: list[Row] = []
     for key in dict.fromkeys(key for settings in flat for key in settings):
-        values = [settings.get(key, "-") for settings in flat]
+        values = [str(settings.get(key, "-")) for settings in flat]
         if any(value not in ("-", values[0]) for value in values[1:]):  # an older run may not have the key
             rows.append([key, *values])
     return rows
-
-
-def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from _flat(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, list) and any(isinstance(item, dict) for item in node):
-        for index, value in enumerate(node):
-            yield from _flat(value, f"{path}[{index}]")
-    else:
-        yield path, "null" if node is None else str(node).lower() if isinstance(node, bool) else str(node)
 
 
 # Figures.
