@@ -131,7 +131,7 @@ def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
 
 def test_a_switched_run_that_shall_not_switch(check: Check, trained: Path) -> None:
     line = refused(check, trained, "train.steps=12", "precision.switch.when=never")
-    assert "starts from step 4: the checkpoint is from behind the precision switch" in line
+    assert "starts from step 4: the checkpoint is from after the precision switch" in line
 
 
 @pytest.mark.usefixtures("no_plan")

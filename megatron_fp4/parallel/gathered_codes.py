@@ -48,7 +48,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.layers import QuantizedLinear
-from megatron_fp4.precision.emulated import CodesOfWeight, hang_codes
+from megatron_fp4.precision.emulated import CodesOfWeight, attach_codes
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, local_part
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.elements import E4M3_MAX
@@ -252,7 +252,7 @@ class GatheredWeight:
         """Rows of all ranks, one after another."""
         codes, scales = (part[: self.num_rows] for part in outputs)
         assert self._gathered is not None and out is self._gathered
-        hang_codes(self._gathered, CodesOfWeight(codes, scales, self.all_blocks, self.scale))
+        attach_codes(self._gathered, CodesOfWeight(codes, scales, self.all_blocks, self.scale))
 
     def _placeholder(self) -> nn.Parameter:
         """Shape, dtype and place of the weight, and NaN wherever one looks."""

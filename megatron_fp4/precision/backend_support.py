@@ -3,7 +3,7 @@
 `emulated` can all, on any device. `transformer_engine` and `torch` are refused, with the reason, where they cannot run.
 `auto` is transformer_engine where the run's recipes, the GPU and the installation all allow it, and else emulated;
 either way the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, which no
-chip has run yet: who has one names it, and the self-test says whether it computes what it should.
+chip has run yet: it has to be named, and the self-test says whether it computes what it should.
 
 What releases of Transformer Engine lack was read from its sources (2.9 to 2.20): one that lacks something computes
 other numbers than the reference, or none, and is refused by name before the self-test would find it.

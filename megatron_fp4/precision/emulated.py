@@ -124,7 +124,7 @@ class GemmOperand:
 
 
 def _gathered(part: Tensor, gather: Gather, turned: bool) -> Callable[[], Tensor]:
-    """What waits for all ranks' `part`, one behind the other along its first dimension, or `turned` its second."""
+    """What waits for all ranks' `part`, one after the other along its first dimension, or `turned` its second."""
     message = gather(part.t() if turned else part)
     return lambda: message.wait().t() if turned else message.wait()
 
@@ -170,13 +170,13 @@ class CodesOfWeight:
     scale: Tensor | None
 
 
-def hang_codes(weight: Tensor, codes: CodesOfWeight) -> None:
-    """Let `weight`, which has no values, be known by its codes."""
+def attach_codes(weight: Tensor, codes: CodesOfWeight) -> None:
+    """Attach gathered codes to `weight`, which has no values."""
     _local(weight)._codes_of_weight = codes  # type: ignore[attr-defined]
 
 
 def codes_of(weight: Tensor) -> CodesOfWeight | None:
-    """What `hang_codes` hung on `weight`; None: it has values."""
+    """What `attach_codes` attached to `weight`; None: it has values."""
     return getattr(_local(weight), "_codes_of_weight", None)
 
 

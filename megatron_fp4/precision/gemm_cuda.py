@@ -42,7 +42,7 @@ _COMPUTE_32F, _GEMM_DEFAULT = 68, -1
 
 
 def computed_alone(rows: RowGroups) -> bool:
-    """Whether the rows of groups that count are multiplied without the padding behind them."""
+    """Whether the rows of groups that count are multiplied without the padding after them."""
     return rows.kept % 8 == 0
 
 

@@ -139,7 +139,7 @@ class OverlappedCall(LinearCall):
 class Pending:
     """A message under way; `wait` gives its result, once. work: None if it has been waited for already.
 
-    On a GPU a message that was started runs on a stream of its own beside whatever is launched after it. This holds
+    On a GPU a message that was started runs on a stream of its own beside what is launched after it. This holds
     what it reads and writes until then: the allocator must not give it away.
     """
 

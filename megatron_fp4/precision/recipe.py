@@ -184,7 +184,7 @@ class Recipe:
 
     @cached_property
     def operands(self) -> dict[OperandSlot, Operand]:
-        """The six operands by their places."""
+        """The six operands by their slots."""
         return {slot: self[slot] for slot in SLOTS}
 
     @cached_property
@@ -256,7 +256,7 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
         keeps, takes = uses(current.gemms[name] for name in kept), uses(other.gemms[name] for name in taken)
         if keeps and takes and before != after:
             raise ValueError(
-                f"precision.{option}={before} goes on in {' and '.join(kept)} after a switch of "
+                f"precision.{option}={before} stays in {' and '.join(kept)} after a switch of "
                 f"precision.switch.scope={scope}, but {other.name} has {after} for {' and '.join(taken)}, and a linear "
                 f"has one {option} for all GEMMs; make them equal, or set precision.switch.scope=both"
             )

@@ -71,7 +71,7 @@ def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Key
 
 
 def _transformed(rows: Tensor, gemm: str, recipe: Recipe, keys: Keys) -> Tensor:
-    """`rows` [rows, k] behind the transform of a GEMM, in BF16; themselves where it has none."""
+    """`rows` [rows, k] after the transform of a GEMM, in BF16; themselves where it has none."""
     rht = recipe.gemms[gemm].rht
     if not rht:
         return rows

@@ -168,7 +168,7 @@ class PrecisionController:
         """
         if state["switched_at"] is not None and len(self.plans) == 1:
             raise ValueError(
-                "the checkpoint is from behind the precision switch of its run, and precision.switch.when=never says "
+                "the checkpoint is from after the precision switch of its run, and precision.switch.when=never says "
                 "no recipe for that; give precision.switch.when and precision.switch.target as that "
                 "run had them, or take a checkpoint from before"
             )

@@ -27,7 +27,7 @@ code; nothing that they return shows it. So the tensor is read once more, right 
 it makes its maximum (FP8: its scales) NaN.
 
 Quantizers may write NVFP4 scales in the order that cuBLAS reads (`optimize_for_gemm`), where their kernels can; GEMMs
-would otherwise reorder them at every call. `NativeOperand.decoded` puts them back for whoever reads them.
+would otherwise reorder them at every call. `NativeOperand.decoded` puts them back for all others.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_exceptions_have_recipes_of_their_own():
     assert "blocks.0.mixer.out_proj" not in written["bf16"] and "blocks.2.mixer.in_proj" in written["bf16"]
 
 
-def test_an_exception_behind_others_that_leave_it_nothing_is_refused():
+def test_an_exception_after_others_that_leave_it_nothing_is_refused():
     front, ffn, all_of_it = (excepted([names], "mxfp8") for names in ("blocks.[024].*", "*.mixer.*_proj", "*"))
     with pytest.raises(ValueError, match=r"precision.exceptions\[2\].names=\['\*'\] has no effect") as error:
         plan_of(exceptions=[front, ffn, all_of_it])

@@ -148,7 +148,7 @@ def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, tak
     with pytest.raises(ValueError) as error:
         switched_recipe(nvfp4, replace(nvfp4, name="other", **{option: after}), scope)
     message = str(error.value)
-    assert f"precision.{option}={before} goes on in {kept} " in message
+    assert f"precision.{option}={before} stays in {kept} " in message
     assert f"precision.switch.scope={scope}, but other has {after} for {taken}" in message
     assert message.endswith("make them equal, or set precision.switch.scope=both")
 

@@ -143,7 +143,7 @@ def test_the_same_from_the_kernels_bytes(name, shape, kernels):
 
 
 def inputs_for(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """With input features, which nobody pads, that the recipe takes."""
+    """With input features, which are not padded, that the recipe takes."""
     inputs = EMULATED.alignment(recipe).inputs
     return shape[0], -(-shape[1] // inputs) * inputs, shape[2]
 
