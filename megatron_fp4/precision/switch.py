@@ -1,4 +1,4 @@
-"""When the plan changes during a run.
+"""Which plan the linears of a model follow, and when another one takes over during a run.
 
 The paper switches to higher precision shortly before the learning rate decays (appendix D); "FP4 all the way"
 switches when the gradient drowns in quantization noise (its section 4): when
@@ -8,8 +8,6 @@ switches when the gradient drowns in quantization noise (its section 4): when
 with sigma_q the standard deviation of the gradient's quantization noise per coordinate and d their number, so that the
 denominator is the norm of the noise. The switch takes effect between two optimizer steps, on all ranks alike: it is a
 function of the step number, or of a measurement that all ranks share.
-
-Which plan the linears of a model follow, and when another one takes over.
 
 The controller writes a plan into the linears and shares with them the clock that the training step advances. Before
 each step it decides whether the precision switch happens; when it does, every linear has its new recipe from the next

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-import megatron_fp4.precision.emulated as emulated
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from tests.precision import reference as ref
 from tests.quantization import oracle
@@ -131,37 +129,3 @@ def test_fresh_signs_change_with_the_call_and_fixed_ones_do_not(operands):
         assert torch.equal(results[0], results[1]) == same
         assert torch.equal(results[0], results[2]) == same
         assert torch.equal(results[1], results[2]) == same
-
-
-def test_a_transform_on_one_quantized_operand_covers_both(operands):
-    recipe = changed(ref.nearest(ref.NVFP4), wgrad_activation=Operand())
-    x, w, dy = operands
-    dw = ref.double(ref.run(x, w, dy, ref.context_of(recipe))[2])
-    expected = oracle.gemm(ref.decoded(ref.double(dy).T, NEAREST_DY, 16), ref.decoded(ref.double(x).T, Operand(), 16))
-    assert np.abs(dw - expected).max() < 2e-6 * np.abs(expected).max()
-
-
-def test_each_quantized_operand_is_quantized_once(operands, monkeypatch):
-    """What runs, counted at the one door that all operands pass."""
-    passed: list[Operand] = []
-    original = emulated.quantize_operand
-
-    def counting(x, request, **settings):
-        operand = request.operand
-        if operand.quantized:
-            passed.append(operand)
-        return original(x, request, **settings)
-
-    monkeypatch.setattr(emulated, "quantize_operand", counting)
-    context = ref.context_of(ref.NVFP4)
-    ref.run(*operands, context)
-    assert sorted(passed, key=str) == sorted([ref.X, ref.X, ref.W2, ref.DY, ref.DY], key=str)
-    passed.clear()
-    ref.run(*operands, context)  # the next micro-batch finds the weight's codes
-    assert sorted(passed, key=str) == sorted([ref.X, ref.X, ref.DY, ref.DY], key=str)
-    passed.clear()
-    ref.run(*operands, ref.context_of(FLAT))
-    assert passed.count(ref.W) == 4  # x twice, and W once along each of its dimensions
-    passed.clear()
-    ref.run(*operands, ref.context_of(BF16))
-    assert passed == []

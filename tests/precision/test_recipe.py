@@ -90,19 +90,6 @@ def test_every_field_of_a_config_arrives():
     assert recipe_from_config(codes).dgrad.right == replace(ref.X, reuse_fprop=True)
 
 
-def test_bf16_operands_forget_their_other_fields_and_transforms_that_would_cancel():
-    config = PrecisionConfig(
-        fprop=FpropConfig(OperandConfig("bf16", "16x16", "stochastic"), OperandConfig(), 16),
-        dgrad=DgradConfig(OperandConfig("nvfp4"), SecondOperandConfig(), 16),
-    )
-    recipe = recipe_from_config(config)
-    assert recipe.fprop.left == Operand()
-    assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (0, 16, 0)
-    assert recipe.quantized
-    assert not BF16.quantized
-    assert not recipe_from_config(PrecisionConfig()).quantized
-
-
 def test_a_switch_of_the_forward_pass_leaves_the_backward_pass():
     recipe = switched_recipe(ref.NVFP4, BF16, "forward")
     expected = changed(ref.NVFP4, name=recipe.name, fprop_activation=Operand(), fprop_weight=Operand())

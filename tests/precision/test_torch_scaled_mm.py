@@ -148,20 +148,6 @@ def inputs_for(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[int, int, i
     return shape[0], -(-shape[1] // inputs) * inputs, shape[2]
 
 
-def test_the_papers_recipe_runs_on_the_kernels_alone(kernels, monkeypatch):
-    def never(*_):
-        raise AssertionError("an operand was quantized in PyTorch")
-
-    monkeypatch.setattr(backend, "_plain", never)
-    x, w, dy = (t.bfloat16() for t in ref.tensors(64, 96, 128))
-    ref.run(x, w.float(), dy, ref.context_of(NVFP4, backend=TorchBackend()))
-    # W once for both of its GEMMs; x and dy along both dimensions.
-    assert sorted(kernels) == ["columns"] * 3 + ["rows"] * 2
-    kernels.clear()
-    ref.run(x, w.float(), dy, ref.context_of(RECIPES["mxfp8, square weights"], backend=TorchBackend()))
-    assert sorted(kernels) == [(1, 32)] * 2 + [(32, 1)] * 2 + [(32, 32)]
-
-
 def test_padded_groups_and_shards_have_the_emulations_draws():
     compare(NVFP4, (48, 80, 3 * 40), num_groups=3)
     whole = compare(NVFP4, (48, 80, 4 * 40), num_groups=4)
@@ -208,21 +194,6 @@ def test_what_the_emulation_poisons_is_poisoned(recipe, bad, which):
         assert torch.equal(mine.isfinite(), theirs.isfinite())
         assert torch.equal(mine.isnan(), theirs.isnan())
     assert sum(not t.isfinite().all() for t in found) == 2
-
-
-def test_operands_survive_being_saved_and_weights_are_kept_for_a_step():
-    for made_for in (ref.X, ref.MX8):
-        request = OperandRequest(made_for, dtype=torch.float32)
-        operand = TorchBackend().operands(torch.randn(16, 96), request, None)[0]()
-        again = TorchBackend().operand_from_saved(operand.tensors(), operand.layout)
-        assert again == operand
-    plain = TorchBackend().operands(torch.randn(16, 48), OperandRequest(Operand(), dtype=torch.bfloat16), None)[0]()
-    assert TorchBackend().operand_from_saved(plain.tensors(), plain.layout).values is plain.values
-    context = ref.context_of(NVFP4, backend=TorchBackend())
-    x, w, dy = ref.tensors(32, 32, 32)
-    ref.run(x, w, dy, context)
-    assert isinstance(context.weight_cache[1], PackedOperand)
-    assert isinstance(context.weight_cache[2], PackedOperand)
 
 
 # ----------------------------------------------------------------------------------------------------------- self-test

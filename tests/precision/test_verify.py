@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import Alignment, OperandRequest
-from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, quantize_operand
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
 from megatron_fp4.precision.fairness import Draws, _Grid, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
@@ -347,20 +347,6 @@ def test_a_recomputed_forward_is_no_second_comparison():
     assert found is not None and found.comparisons == 8 and found.faults == []
 
 
-def test_whose_turn_it_is():
-    names = [f"blocks.{i}.mixer.up_proj" for i in range(4)]
-    linears = {name: LinearContext(name, BF16 if name == names[1] else ref.NVFP4) for name in names}
-    recheck = Recheck(10, linears, CPU)
-    due = [recheck.due(step) for step in range(0, 50, 10)]
-    assert due == [(names[0], 0), (names[2], 0), (names[3], 0), (names[0], 1), (names[2], 1)]
-    assert recheck.due(11) is None and Recheck(0, linears, CPU).due(0) is None
-    for context in linears.values():
-        context.recipe = BF16
-    with recheck.watching(0):
-        assert all(context.watcher is None for context in linears.values())
-    assert recheck.collect() is None
-
-
 # ------------------------------------------------------------------- operands whose draws and transforms are their own
 
 ROW, DRAWN = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
@@ -435,18 +421,6 @@ def test_the_hardware_s_negative_zero_is_no_fault():
     signed = made.data | (exact[:, 0::2] * 8).to(torch.uint8) | (exact[:, 1::2] * 128).to(torch.uint8)
     assert not torch.equal(signed, made.data)
     assert operand_fault(replace(made, data=signed), x, request_of(ROW, 0)) == ""
-
-
-def test_large_operands_are_compared_in_pieces(monkeypatch):
-    monkeypatch.setattr(verify, "_CHUNK_ELEMENTS", 1)
-    rows = rows_of(384)
-    for operand in (ROW, DRAWN):
-        request = request_of(operand, 0)
-        made = quantize_operand(rows, request)
-        assert operand_fault(made, rows, request) == ""
-        wrong = made.unpacked().clone()
-        wrong[300, 0] *= -1
-        assert "first at [300, 0]" in operand_fault(replace(made, values=wrong), rows, request)
 
 
 def test_difference_says_where_and_what():
