@@ -77,6 +77,7 @@ def test_a_strangers_checkpoint_is_not_replayed(tmp_path: Path, capsys: pytest.C
     strange = saved(kind="indexed", sources={"code": "ftp://127.0.0.1/${oc.env:CANARY}/x"})
     record = files.write_file(folder / "trainer.json", json.dumps({"config": strange, "version": "0"}))
     files.write_manifest(folder, files.Manifest(1, 2, 0, 0, 1, {}, {"trainer.json": record}, "2"))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 3, "loss": 1.0}) + "\n")
     assert replay.main([str(folder), "--steps", "1"]) == 2
     printed = capsys.readouterr()
     assert "not opened unasked" in printed.err and SECRET not in printed.err + printed.out
