@@ -12,6 +12,7 @@
 #                           train on CPUs it has to be given
 #     OMP_NUM_THREADS       default: the cores of this node shared out, 8 at most
 #     PYTHON                default: .venv/bin/python, python or python3, the first that is there
+#     WANDB_API_KEY_FILE, HF_TOKEN_FILE    files with these secrets, which other users could read among arguments
 #
 # TERM, USR1 and USR2 ask the workers, once, to save a checkpoint and end. torchrun hears of none of them: it would die
 # of USR1 and USR2, and after TERM it gives its workers 30 seconds, too few for a large checkpoint. Some schedulers
@@ -32,6 +33,13 @@ for candidate in "$PWD/.venv/bin/python" python python3; do
 done
 [ -n "$python" ] || fail "there is no Python: run make setup here, or set PYTHON"
 [ -f pretrain.py ] || fail "there is no pretrain.py in $PWD: start in the root of this project"
+
+for name in WANDB_API_KEY HF_TOKEN; do
+    file="${name}_FILE"
+    [ -n "${!file:-}" ] || continue
+    [ -r "${!file}" ] || fail "$file=${!file} cannot be read"
+    export "$name=$(<"${!file}")"
+done
 
 nodes="${NNODES:-${SLURM_NNODES:-1}}"
 # In a job step SLURM_GPUS_ON_NODE is what was asked for; in the batch script of a job with --exclusive it is all GPUs.

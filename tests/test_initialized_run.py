@@ -177,18 +177,18 @@ REFUSED: list[tuple[Callable[[Path], object], list[str], list[str]]] = [
     (
         lambda folder: None,
         ["model.ffn_dim=256", "model.rope=true"],
-        ["model.ffn_dim: 128 there, 256 here; model.rope: False there, True here. Set model.ffn_dim=128 model.rope="],
+        ["model.ffn_dim: 128 in the checkpoint, 256 now; model.rope: False in the checkpoint, True now"],
     ),
-    (lambda folder: None, ["model.vocab_size=600"], ["model.vocab_size: 512 there, 600 here"]),
+    (lambda folder: None, ["model.vocab_size=600"], ["model.vocab_size: 512 in the checkpoint, 600 now"]),
     (
         lambda folder: None,
         ["model.ffn_dim=256", "checkpoint.allow_mismatch=true"],
-        ["up_proj.weight is float32 [128, 64] in the checkpoint, float32 [256, 64] in this model"],
+        ["up_proj.weight is torch.float32 [128, 64] in the checkpoint, torch.float32 [256, 64] in this model"],
     ),
     (
         lambda folder: rewrite(folder, identity={"data.tokenizer": "0123456789abcdef"}),
         [],
-        ["another tokenizer: 0123456789ab there, not known here", "data.tokenizer", "checkpoint.allow_mismatch=true"],
+        ["data.tokenizer: '0123456789abcdef' in the checkpoint", "checkpoint.allow_mismatch=true"],
     ),
     (lambda folder: None, ["checkpoint.resume={}"], ["takes weights alone and checkpoint.resume=", "give one of them"]),
     (

@@ -246,10 +246,13 @@ def test_what_a_container_is_given(cluster: dict[str, str]) -> None:
     srun.write_text(
         srun.read_text().replace("\n", '\n[ "$1" = --help ] && echo "  --container-image=..." && exit\n', 1)
     )
-    submit(inside).communicate(timeout=60)
+    output, _ = submit(inside).communicate(timeout=60)
+    assert re.search(rf"commit \S+ of {ROOT} in /images/a.sqsh", output)
     (step,) = (one for one in Path(cluster["FAKE"], "calls").read_text().splitlines() if one.startswith("srun --nodes"))
-    assert "--container-image=/images/a.sqsh --container-workdir=/workspace/megatron_fp4" in step
-    assert f"--container-mounts={cluster['RUN']}:{cluster['RUN']},/corpus:/corpus " in step
+    assert (
+        f"--container-image=/images/a.sqsh --container-workdir={ROOT} " in step
+    )  # the checkout's code, not the image's
+    assert f"--container-mounts={ROOT}:{ROOT},{cluster['RUN']}:{cluster['RUN']},/corpus:/corpus " in step
     output, _ = submit(inside, "run.dir=runs/a").communicate(timeout=60)
     assert "run.dir=runs/a: in a container it has to begin with /" in output
 
@@ -274,6 +277,7 @@ def test_what_cannot_be_submitted(cluster: dict[str, str], overrides: list[str],
         ({"SLURM_GPUS_ON_NODE": ""}, "this job has no GPU on .*set PROCESSES_PER_NODE to train on CPUs"),
         ({"PROCESSES_PER_NODE": "two"}, "PROCESSES_PER_NODE=two is not a number"),
         ({"PYTHON": "", "PATH": "/nowhere"}, "there is no Python"),
+        ({"HF_TOKEN_FILE": "/nowhere/token"}, "HF_TOKEN_FILE=/nowhere/token cannot be read"),
     ],
 )
 def test_a_node_that_cannot_train(
@@ -286,6 +290,18 @@ def test_a_node_that_cannot_train(
         command, env={**cluster, **changes}, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+
+
+def test_secrets_come_from_files(cluster: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "pretrain.py").touch()
+    (tmp_path / "key").write_text("canary\n")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$WANDB_API_KEY $*"\n')
+    python.chmod(0o755)
+    environment = {**cluster, "PYTHON": str(python), "WANDB_API_KEY_FILE": str(tmp_path / "key")}
+    command = ["/bin/bash", ROOT / "scripts" / "launch_node.sh", "check", "run.dir=/tmp/a"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "canary pretrain.py --check run.dir=/tmp/a\n"
 
 
 def test_a_fresh_clones_scripts_are_sound() -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.config_diff import run_identity
+from megatron_fp4.checkpoint.config_diff import identity_differences, run_identity
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin
 from megatron_fp4.checkpoint.find import confirm
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 KEY = "checkpoint.initialize_from"
 # What weights that are there do not depend on: how others would be drawn, and in what pieces the scan is computed.
 _FREE = {"model.init_std", "model.mamba_chunk_size"}
-_TOKENIZER = "data.tokenizer"
+_OF_WEIGHTS = ("model.", "data.tokenizer")
 
 
 class Source(NamedTuple):
@@ -64,7 +64,7 @@ def check_initialization(config: Config) -> None:
         sources, _ = find_sources(Path(given))
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-    if problem := model_problem(sources[0], run_identity(config, {}), settings.allow_mismatch):
+    if not settings.allow_mismatch and (problem := mismatch(sources[0], run_identity(config, {}), "model.")):
         raise ConfigError(problem)
 
 
@@ -104,34 +104,19 @@ def find_sources(given: Path) -> tuple[list[Source], list[str]]:
     return sorted(found, key=lambda source: source.manifest.save_index, reverse=True), problems
 
 
-def model_problem(source: Source, identity: Mapping[str, Any], allow_mismatch: bool) -> str | None:
-    """Why the model of `source` is not the run's of this `identity`, with every key that differs; None if it is."""
-    saved = source.manifest.identity
-    names = sorted(
-        name for name in {*saved, *identity} - _FREE if name.startswith("model.") and not _same(saved, identity, name)
-    )
-    if not names or allow_mismatch:
+def mismatch(source: Source, identity: Mapping[str, Any], key: str = "") -> str | None:
+    """Why the weights of `source` are not for the run of this `identity`, with every key that differs; None if they
+    are. key: compare only those that begin so."""
+    relevant = [
+        {name: value for name, value in facts.items() if name not in _FREE and name.startswith(key or _OF_WEIGHTS)}
+        for facts in (source.manifest.identity, identity)
+    ]
+    differences = identity_differences(*relevant)
+    if not differences:
         return None
-    listing = "; ".join(f"{name}: {_value(saved, name)} there, {_value(identity, name)} here" for name in names)
-    remedy = " ".join(f"{name}={saved[name]}" for name in names if name in saved)
     return (
-        f"{KEY}={source.folder} is of another model: {listing}. Set {remedy or 'these keys back'}, or give another "
-        "checkpoint"
-    )
-
-
-def tokenizer_problem(source: Source, identity: Mapping[str, Any], allow_mismatch: bool) -> str | None:
-    """Why the tokenizer of `source` cannot be taken for the run's; None if it is the same one or that is waived."""
-    if _same(source.manifest.identity, identity, _TOKENIZER) or allow_mismatch:
-        return None
-    there, here = (facts.get(_TOKENIZER) for facts in (source.manifest.identity, identity))
-    remedy = "give data that was made with that one" if here else "name that one as data.tokenizer"
-    if there is None:
-        remedy = "see that ids mean the same to both"
-    words = [f"{str(value)[:12]}" if value is not None else "not known" for value in (there, here)]
-    return (
-        f"{KEY}={source.folder} is of another tokenizer: {words[0]} there, {words[1]} here; {remedy}, or begin all "
-        "the same with checkpoint.allow_mismatch=true"
+        f"{KEY}={source.folder} is of another model or tokenizer: {'; '.join(differences)}. Set these keys back, give "
+        "another checkpoint, or begin all the same with checkpoint.allow_mismatch=true"
     )
 
 
@@ -145,8 +130,8 @@ def initialize_weights(
 ) -> Origin:
     """Load the weights that `given` names into `model`; a collective. Returns where they are from.
 
-    identity: the run's (identity.py). Raises ValueError on all ranks, in one line, for what the user has to decide: no
-    checkpoint, another model or tokenizer, damage; CheckpointError if reading fails otherwise.
+    identity: the run's (config_diff.py). Raises ValueError on all ranks, in one line, for what the user has to decide:
+    no checkpoint, another model or tokenizer, damage; CheckpointError if reading fails otherwise.
     """
 
     def look() -> tuple[list[Source], str | None]:
@@ -162,7 +147,8 @@ def initialize_weights(
     _refuse(refusal)
     damaged: list[str] = []
     for source in sources:
-        _check(source, identity, sync, allow_mismatch)
+        if not allow_mismatch:
+            _refuse(_of_any_rank(source, identity, sync))
         try:
             _load(source, model, sync)
             return source.origin
@@ -176,13 +162,9 @@ def initialize_weights(
     raise ValueError(f"{KEY}={given} is damaged: {'; '.join(damaged)}; give another checkpoint")
 
 
-def _check(source: Source, identity: Mapping[str, Any], sync: RankSync, allow_mismatch: bool) -> None:
-    """Raise ValueError on all ranks if any finds another model or tokenizer than the run's."""
-    of_ranks = sync.gather(
-        "compare",
-        lambda: model_problem(source, identity, allow_mismatch) or tokenizer_problem(source, identity, allow_mismatch),
-    )
-    _refuse(sync.on_rank0("compare", lambda: next(filter(None, of_ranks), None)))
+def _of_any_rank(source: Source, identity: Mapping[str, Any], sync: RankSync) -> str | None:
+    problems = sync.gather("compare", lambda: mismatch(source, identity))
+    return sync.on_rank0("compare", lambda: next(filter(None, problems), None))
 
 
 def _load(source: Source, model: nn.Module, sync: RankSync) -> None:
@@ -197,17 +179,14 @@ def _load(source: Source, model: nn.Module, sync: RankSync) -> None:
 
 def _tensor_problem(folder: Path, metadata: Metadata, state: dict[str, Any]) -> str | None:
     """The first tensor of the model that the checkpoint does not have as it is here, or the other way round."""
-    expected = {whole.name: (tuple(whole.shape), whole.dtype) for whole in wholes_of(state)}
+    expected = {whole.name: f"{whole.dtype} {list(whole.shape)}" for whole in wholes_of(state)}
     saved = {
-        name: (tuple(tensor.size), tensor.properties.dtype)
+        name: f"{tensor.properties.dtype} {list(tensor.size)}"
         for name, tensor in metadata.state_dict_metadata.items()
         if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)
     }
     for name in (*expected, *saved):
-        there, here = (
-            "not there" if pair is None else f"{str(pair[1]).removeprefix('torch.')} {list(pair[0])}"
-            for pair in (saved.get(name), expected.get(name))
-        )
+        there, here = saved.get(name, "not there"), expected.get(name, "not there")
         if there != here:
             return (
                 f"{KEY}={folder}: tensor {name.removeprefix('model.')} is {there} in the checkpoint, {here} in this "
@@ -244,11 +223,3 @@ def check_begun_from(begun: Origin | None, given: str, root: Path, sync: RankSyn
 def _refuse(problem: str | None) -> None:
     if problem is not None:
         raise ValueError(problem)
-
-
-def _same(saved: Mapping[str, Any], identity: Mapping[str, Any], name: str) -> bool:
-    return bool(saved.get(name) == identity.get(name))
-
-
-def _value(facts: Mapping[str, Any], name: str) -> str:
-    return str(facts[name]) if name in facts else "not known"

@@ -196,6 +196,51 @@ def test_no_end_waits_for_its_group(small: list[str], tmp_path: Path, how: str, 
     assert state(tmp_path / "run")["state"] == states[how]
 
 
+# The program on a disk of one rank that hangs at one place: a call that the kernel never answers.
+_HANGING = """
+import os, sys
+import pretrain
+from megatron_fp4.checkpoint import files, shards
+from megatron_fp4.runtime import progress
+from megatron_fp4.runtime.errors import run_program
+from megatron_fp4.runtime.signals import StopRequest
+
+what, rank, pipe = sys.argv[1:4]
+progress._WITHOUT_LIFE = 1.0
+
+def hang(*_, **__):
+    os.close(os.open(pipe, os.O_WRONLY))
+
+if os.environ["RANK"] == rank:
+    if what == "write":
+        shards._HashingFile.save = hang
+    elif what == "fsync":
+        shards._HashingFile.finish = hang
+    elif what == "rename":
+        files.publish = hang
+    else:
+        files.open_plain = hang
+run_program(lambda: pretrain.main(sys.argv[4:], StopRequest().listen()))
+"""
+
+
+@pytest.mark.parametrize(("what", "rank"), [("write", 1), ("fsync", 0), ("rename", 0), ("read", 1)])
+def test_a_disk_that_hangs_ends_the_run(small: list[str], tmp_path: Path, what: str, rank: int) -> None:
+    """In a save in the background, where no collective would ever fail, and in the load of a resume."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "program.py").write_text(_HANGING)
+    run_dir, more = tmp_path / "run", ["parallel.timeout_seconds=15", "checkpoint.interval=2", "train.steps=100000"]
+    if what == "read":
+        assert start(2, [*small, f"run.dir={run_dir}", "train.steps=2", "checkpoint.interval=2"]).wait(240) == 0
+    command = ["-m", "megatron_fp4.launch", "--standalone", "--nproc-per-node", "2", tmp_path / "program.py"]
+    done = run_program([*command, what, str(rank), tmp_path / "pipe", *small, f"run.dir={run_dir}", *more], timeout=240)
+    assert done.returncode == 5, done.stderr
+    found = state(run_dir)
+    assert found["state"] == "hung" and f"rank {rank} on " in found["reason"]
+    assert "stands in the system call `openat`" in found["reason"] and "hang in program.py" in found["reason"]
+    assert found["reason"] in done.stderr and ("load" in found["reason"]) == (what == "read")
+
+
 @pytest.fixture
 def here(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs pretrain.py in this process."""
