@@ -90,9 +90,10 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
     amax = amax.to(torch.float32)
     amax = shared_amax(amax, request.amax_group) if format_of(request.operand.format).tensor_scale else amax
     if not amax.isfinite():
-        poisoned = any(part is not None and not bool(part.isfinite().all()) for part in (made.scale, made.unpacked()))
+        poisoned = any(part is not None and not part.isfinite().all() for part in (made.scale, made.unpacked()))
         return "" if poisoned else "is finite although it was made of NaN or inf"
     decoded = None if made.decoded is None else made.decoded()
+    values, scale = made.unpacked() if decoded is None else None, made.scale
     for chunk in chunks:
         rows = operand_rows(x[chunk], request)
         # Codes with an amax are Transformer Engine's.
@@ -101,7 +102,9 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
         else:
             key = _from_row(request.key, chunk.start)
             right = quantized(rows, request.operand, key, amax)
-            fault = _parts_fault(_parts_of(made, decoded, chunk), _reference_parts(right, decoded), chunk.start)
+            fault = _parts_fault(
+                _parts_of(decoded, values, scale, chunk), _reference_parts(right, decoded), chunk.start
+            )
         if fault:
             return fault
     return ""
@@ -118,16 +121,19 @@ def _from_row(key: RoundingKey | None, rows: int) -> RoundingKey | None:
     return None if key is None else replace(key, row_offset=key.row_offset + rows)
 
 
-def _parts_of(made: BackendOperand, decoded: QuantizedTensor | None, rows: slice) -> dict[str, Tensor]:
+def _parts_of(
+    decoded: QuantizedTensor | None, values: Tensor | None, scale: Tensor | None, rows: slice
+) -> dict[str, Tensor]:
     """Rows of an operand in comparable parts: codes and scales where it has them (`decoded`), else values."""
     if decoded is None:
-        parts = {"values": made.unpacked()[rows].to(torch.float32) + 0.0}
+        assert values is not None
+        parts = {"values": values[rows].to(torch.float32) + 0.0}
     else:
         parts = _code_parts(QuantizedTensor(decoded.codes[rows], decoded.scales[rows], decoded.block))
     if isinstance(decoded, NVFP4Tensor):
         parts["amax"] = decoded.amax
-    elif made.scale is not None:
-        parts["tensor scale"] = made.scale
+    elif scale is not None:
+        parts["tensor scale"] = scale
     return parts
 
 

