@@ -62,16 +62,33 @@ class Step:
     needs: tuple[str, ...] = ()
 
 
-def tests(name: str, *files: str, gpus: int = 1, needs: tuple[str, ...] = ()) -> Step:
-    """Files under tests/gpu."""
-    paths = [f"tests/gpu/{file}.py" for file in files]
-    return Step(f"GPU tests: {name}", ("-m", "pytest", "-m", "gpu", *paths), r"^\d+ passed.*", gpus=gpus, needs=needs)
+def tests(name: str, *files: str, only: str = "", gpus: int = 1, needs: tuple[str, ...] = ()) -> Step:
+    """Files under tests/gpu. only: those of their tests whose names contain this word."""
+    command = (
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        *(("-k", only) if only else ()),
+        *(f"tests/gpu/{file}.py" for file in files),
+    )
+    return Step(f"GPU tests: {name}", command, r"^\d+ passed.*", gpus=gpus, needs=needs)
 
 
 FUSED = ("mamba_ssm", "causal_conv1d")
 # The longest first.
 STEPS = (
-    tests("runs repeated, killed and resumed", "test_repeatable", needs=FUSED),
+    *(
+        tests(f"{name}: repeated, killed and resumed", "test_repeatable", only=word, gpus=gpus, needs=FUSED)
+        for name, word, gpus in (
+            ("a run", "NVFP4", 1),
+            ("a switch", "backward", 1),
+            ("QAF", "qaf", 1),
+            ("data parallel", "data", 2),
+            ("tensor parallel", "tensor", 2),
+        )
+    ),
+    tests("tuned kernels in a checkpoint", "test_repeatable", only="checkpoint", needs=FUSED),
     Step("bits of every kind of short run", ("scripts/fingerprint.py", "--jobs", "4"), r"^nvfp4 .*"),
     tests("quantizers and linears", "test_quantizers", "test_ms_eden", "test_linear_cuda"),
     tests("whole short runs", "test_runs"),

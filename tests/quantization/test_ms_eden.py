@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.elements import E4M3_MAX, round_e4m3_stochastic
+from megatron_fp4.quantization.elements import round_e4m3_stochastic
 from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
 from megatron_fp4.quantization.ms_eden import encode_ms_eden, quantize_ms_eden
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_draws, rounding_key
 from megatron_fp4.quantization.tensor import NVFP4Tensor
+from tests.quantization.oracle import E2M1, E4M3, nearest
 
 KEY = rounding_key("draws")
 INF, NAN = float("inf"), float("nan")
@@ -35,16 +36,9 @@ def turned_back(z: Tensor, signs: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------ numbers
 
-E4M3 = np.unique([2.0**-9 * m for m in range(8)] + [2.0**e * (1 + m / 8) for e in range(-6, 9) for m in range(8)])
-E4M3 = E4M3[E4M3 <= E4M3_MAX]
-E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
 
 def nearest_even(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """Of two equally near grid points the one at an even index."""
-    high = np.clip(np.searchsorted(grid, values), 1, len(grid) - 1)
-    below, above = values - grid[high - 1], grid[high] - values
-    return grid[np.where((above < below) | ((above == below) & (high % 2 == 0)), high, high - 1)]
+    return grid[nearest(values, grid)]
 
 
 def restated(z: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
@@ -54,7 +48,7 @@ def restated(z: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray
     blocks = z.reshape(len(z), -1, 8, 16)
     scales = nearest_even(np.abs(blocks).max(-1) / (largest * g), E4M3)
     u = np.divide(blocks, (scales * g)[..., None], where=(scales > 0)[..., None], out=np.zeros_like(blocks))
-    codes = np.copysign(nearest_even(np.minimum(np.abs(u), 6), E2M1), u)
+    codes = np.copysign(nearest_even(np.minimum(np.abs(u), 6), E2M1[:8]), u)
     divisor = (u * codes).sum((-1, -2))
     c = np.where(divisor == 0, 1, (u * u).sum((-1, -2)) / np.where(divisor == 0, 1, divisor))
     corrected = scales * c[..., None]
@@ -98,7 +92,10 @@ def test_scales_take_their_draws_by_row_and_block():
 def test_scales_are_rounded_stochastically_to_their_neighbours(value):
     draws = (torch.arange(2**15) * 2 + 1) * 2.0**-16
     rounded = round_e4m3_stochastic(torch.full_like(draws, value), draws)
-    low, high = E4M3[np.searchsorted(E4M3, value, "right") - 1], E4M3[np.searchsorted(E4M3, value)]
+    low, high = (
+        E4M3[np.searchsorted(E4M3, value, "right") - 1],
+        E4M3[np.searchsorted(E4M3, value)],
+    )
     assert set(rounded.unique().tolist()) == {low, high}
     assert rounded.double().mean().item() == pytest.approx(value, abs=2.0**-15 * (high - low))
     assert torch.equal(rounded.to(torch.float8_e4m3fn).float(), rounded)
