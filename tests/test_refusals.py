@@ -181,7 +181,7 @@ RECIPES = [
     ),
     ("precision.wgrad.activation.source=codes", "precision.wgrad.rht=16"),
     (["precision.dgrad.weight.source=codes", "precision.dgrad.weight.block=1x16"], "block=1x16 differs from precision"),
-    (["precision.dgrad.weight.source=forward", "precision.fprop.weight.format=bf16"], "format=bf16 makes no codes"),
+    (["precision.wgrad.activation.source=forward", "precision.fprop.activation.format=bf16"], "bf16 makes no codes"),
     (["precision.wgrad.activation.source=forward", "precision.fprop.rht=16"], "precision.fprop.rht=16"),
     ([*EDEN, "precision.rht_signs=fixed"], "precision.rht_signs=fixed"),
     ([*EDEN, "precision.wgrad.rht=64"], "set precision.wgrad.rht=128"),
