@@ -92,12 +92,3 @@ def test_a_conversion_that_changes_ids_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match=r"tiktoken:mine encodes .Hello.* otherwise .*--no-tokenizer") as caught:
         tokenizer_files(ranks(), 128)
     assert "\n" not in str(caught.value) and isinstance(other, HuggingFaceTokenizer)
-
-
-def test_a_converter_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> str:
-        raise RuntimeError("two\nlines")
-
-    monkeypatch.setattr("exchange.tokenizer._from_sentence_piece", fails)
-    with pytest.raises(ValueError, match=r"cannot be converted .*\(two lines\); export with --no-tokenizer"):
-        tokenizer_files(pieces("bpe", True, "identity"), 128)
