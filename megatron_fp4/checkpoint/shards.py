@@ -124,7 +124,7 @@ def write_shards(
     abandoned: asked between pieces; when true, an error ends the writing. Raises OSError.
     """
     parts = split(pieces)
-    with ThreadPoolExecutor(max(len(parts), 1)) as pool:
+    with ThreadPoolExecutor(max(len(parts), 1), thread_name_prefix="checkpoint") as pool:
         files_of_parts = [
             (name := f"__{rank}_{number}.distcp", pool.submit(write_shard, folder / name, part, abandoned))
             for number, part in enumerate(parts)
@@ -268,7 +268,7 @@ class CheckedReader(FileSystemReader):
                 raise DamagedCheckpointError(f"{METADATA}: {item.storage_index.fqn} is not a plain tensor")
             of_file = wanted.setdefault(place.relative_path, {})
             of_file.setdefault(place.offset, []).append((place.length, item))
-        with ThreadPoolExecutor(_MAX_FILES) as pool:
+        with ThreadPoolExecutor(_MAX_FILES, thread_name_prefix="checkpoint") as pool:
             read = {name: pool.submit(self._read_file, name, of_file, planner) for name, of_file in wanted.items()}
         self.read |= {name for name in sorted(read) if read[name].result()}
         done: Future[None] = Future()

@@ -233,7 +233,14 @@ def test_a_disk_that_hangs_ends_the_run(small: list[str], tmp_path: Path, what: 
     if what == "read":
         assert start(2, [*small, f"run.dir={run_dir}", "train.steps=2", "checkpoint.interval=2"]).wait(240) == 0
     command = ["-m", "megatron_fp4.launch", "--standalone", "--nproc-per-node", "2", tmp_path / "program.py"]
-    done = run_program([*command, what, str(rank), tmp_path / "pipe", *small, f"run.dir={run_dir}", *more], timeout=240)
+    done = subprocess.run(
+        [sys.executable, *command, what, str(rank), tmp_path / "pipe", *small, f"run.dir={run_dir}", *more],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 5, done.stderr
     found = state(run_dir)
     assert found["state"] == "hung" and f"rank {rank} on " in found["reason"]
