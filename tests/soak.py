@@ -116,8 +116,8 @@ _RECORDS = "megatron_fp4.logging.files"
 PLACES: dict[str, Place] = {
     # A save, in its order.
     "save: begins": Place(f"{_SAVES}:Saves", "begin"),
-    "save: staging": Place("megatron_fp4.checkpoint.staging:Staging", "copy", background=True),
-    "save: staged": Place("megatron_fp4.checkpoint.staging:Staging", "copy", after=True, background=True),
+    "save: staging": Place("megatron_fp4.checkpoint.saves:Staging", "copy", background=True),
+    "save: staged": Place("megatron_fp4.checkpoint.saves:Staging", "copy", after=True, background=True),
     "save: folder": Place(_SAVES, "_make_folder", ranks="first"),
     "save: folder made": Place(_SAVES, "_make_folder", after=True, ranks="first"),
     "save: shard": Place(f"{_SAVES}:Saves", "_write_own"),

@@ -28,7 +28,7 @@ from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
 from megatron_fp4.checkpoint.files import Manifest, Origin
 from megatron_fp4.checkpoint.find import Damage, Finder, refuse_weights_only
 from megatron_fp4.checkpoint.initialize import check_begun_from, initialize_weights
-from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot
+from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot, Staging, host_memory_error
 from megatron_fp4.checkpoint.shards import (
     capture_random_state,
     check_files,
@@ -37,7 +37,6 @@ from megatron_fp4.checkpoint.shards import (
     state_of,
     wholes_of,
 )
-from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.sync import CheckpointError, RankSync
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh

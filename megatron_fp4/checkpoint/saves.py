@@ -9,16 +9,19 @@ that is whole (files.py says how one tells).
     3. rank 0 writes generators, trainer state, .metadata and the manifest, renames the folder, replaces the pointer,
        and removes old checkpoints
 
-In the background the tensors are copies of one instant (staging.py), and the stages run in a thread. One save is on its
+In the background the tensors are copies of one instant (`Staging`), and the stages run in a thread. One save is on its
 way at a time. An attempt that fails is made once more; then the save is given up, and training goes on: the report says
 so. Where `max_failed` saves in a row came to nothing, the run ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import mmap
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -32,10 +35,10 @@ import torch.distributed as dist
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, check_complete, metadata_of
 from megatron_fp4.checkpoint.shards import OwnPiece, pack, write_shards
-from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.checkpoint.sync import CheckpointError, RankSync
 
 logger = logging.getLogger(__name__)
+_ALIGNMENT = 4096
 _PAUSES = (2.0,)
 _LAST_PAUSES = (2.0, 10.0, 30.0)
 """Seconds between two attempts; the last save of a run is worth more of them."""
@@ -284,3 +287,111 @@ def _make_folder(folder: Path, tensors: Sequence[Whole]) -> None:
     if needed > free:
         text = f"a checkpoint needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free; make room, or lower"
         raise OSError(errno.ENOSPC, f"{text} checkpoint.keep", str(folder))
+
+
+# The tensors of one instant, copied to the host while training continues. On a GPU the copies run on a stream of their
+# own, into page-locked memory that is taken once, for the life of the run. Weights and moments do not change before the
+# next update: so the next forward and backward pass run beside the copies, and only the optimizer waits for them.
+
+
+class Staging:
+    """Host memory for the pieces of one rank, and the copies into it.
+
+    pieces: of the run; later ones are some or all of them, with the same sizes and types. device: where they are.
+    stall: seconds that the last copies kept training waiting so far, on the host and on the device.
+    """
+
+    def __init__(self, pieces: Sequence[OwnPiece], device: torch.device) -> None:
+        self._device = device
+        starts, total = [], 0
+        for piece in pieces:
+            starts.append(total)
+            total += -(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # Shared, not private: the loader's processes are forked from this one, and what a device writes into must not
+        # be copied on that occasion.
+        self._memory = mmap.mmap(-1, max(total, 1))
+        self._staged = {
+            (piece.tensor, piece.offsets): torch.frombuffer(
+                self._memory, dtype=piece.values.dtype, count=piece.values.numel(), offset=start
+            ).view(piece.values.shape)
+            for piece, start in zip(pieces, starts, strict=True)
+        }
+        self.num_bytes = total
+        self.stall = 0.0
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            if total > 0:
+                _lock_pages(self._memory, total, device)
+
+    def copy(self, pieces: Sequence[OwnPiece]) -> list[OwnPiece]:
+        """Begin to copy; returns the pieces with the host's tensors, which hold the values after `wait`."""
+        began = time.perf_counter()
+        staged = [piece._replace(values=self._staged[piece.tensor, piece.offsets]) for piece in pieces]
+        if self._stream is None:
+            for target, piece in zip(staged, pieces, strict=True):
+                target.values.copy_(piece.values)
+        else:
+            self._waits.clear()
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for target, piece in zip(staged, pieces, strict=True):
+                    target.values.copy_(piece.values, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        self.stall = time.perf_counter() - began
+        return staged
+
+    def before_update(self) -> None:
+        """Let the device wait for the copies before it changes what they copy."""
+        if self._copied is None or self._copied.query():
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        before.record(stream)
+        stream.wait_event(self._copied)
+        after.record(stream)
+        self._waits.append((before, after))
+
+    def wait(self) -> None:
+        """Wait, from any thread, until the copies are done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def total_stall(self) -> float:
+        """`stall` with the device's waiting."""
+        waited = 0.0
+        for before, after in self._waits:
+            after.synchronize()
+            waited += before.elapsed_time(after) / 1e3
+        return self.stall + waited
+
+
+def host_memory_error(num_bytes: int) -> str | None:
+    """Why this machine cannot hold `num_bytes` more; None if it can, or does not say what it has."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        (available,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, ValueError):
+        return None
+    if num_bytes <= available:
+        return None
+    return (
+        f"checkpoint.asynchronous=true keeps a copy of weights and moments in host memory: {num_bytes / 1e9:.1f} GB on "
+        f"{socket.gethostname()}, which has {available / 1e9:.1f} GB left; set checkpoint.asynchronous=false, or use "
+        "more nodes"
+    )
+
+
+def _lock_pages(memory: mmap.mmap, size: int, device: torch.device) -> None:
+    """Page-lock host memory, so that copies run beside the host and at full speed."""
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    whole.zero_()  # the pages come into being here, instead of one by one in the driver
+    result = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 0)
+    if int(result) != 0:
+        logger.warning("host memory for checkpoints could not be page-locked (%s); copies will be slow", result)
+        # CUDA keeps the error for the next one who asks, which would be some kernel's launch.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device).add_(1)
