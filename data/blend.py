@@ -12,8 +12,12 @@ floor(w b) - ceil(w a) whole windows of a source, over all sources at most b - a
 Tijdeman 1980; P-fair scheduling, Baruah et al. 1996.)
 
 Weights are whole numbers here: those of the decimals as they were written, over their greatest common divisor. Their
-sum is the period after which the sequence repeats. A short period is a table; in a long one the sequence is walked, one
-slot after the other, from the nearest position where the counts are known (`Blend.remember`).
+sum is the period after which the sequence repeats. A short period is a table. In a long one the sequence is walked,
+one slot after the other, from one period of the rarest source before (1 / w slots), from any counts within one of each
+share. That gives the same counts: of units with deadlines up to D, earliest deadline first has served before slot t as
+many as the least of released(s) + t - s over all s <= t, where released(s) is the number of them whose windows begin
+before slot s. For an s that lies 1 / w before D that is sum(ceil(w s)) >= s, which limits nothing; so what came before
+does not matter.
 """
 
 from __future__ import annotations
@@ -28,8 +32,6 @@ import numpy as np
 
 # A table of a longer period would take more than a tenth of a second to make.
 TABLE_SLOTS = 1 << 16
-# Positions that are remembered: of checkpoints, for whoever goes back to one.
-_KNOWN = 8
 
 
 class Blend:
@@ -45,11 +47,9 @@ class Blend:
         self.shares = list(shares.values())
         """Whole numbers in the proportion of the weights, by source; one slot in `period` each."""
         self.period = sum(self.shares)
-        self._index = {name: d for d, name in enumerate(self.names)}
         self._table = _Table(self.shares) if self.period <= TABLE_SLOTS else None
         self._walk = _Walk(self.shares, 0, [0] * len(self.shares))
-        self._known: dict[int, list[int]] = {}  # counts by slot, the latest last
-        self._before = 0, [0] * len(self.shares)  # where the last `advance` began
+        self._reach = -(-self.period // min(self.shares)) + 2
 
     @property
     def weights(self) -> dict[str, float]:
@@ -65,8 +65,8 @@ class Blend:
     def source(self, index: int) -> tuple[str, int]:
         """(name, ordinal): the source of sample `index` and how many of its samples came before.
 
-        O(1) for a period up to TABLE_SLOTS; else O(log sources) for every slot since the last call, or since the next
-        known position before `index`.
+        O(1) for a period up to TABLE_SLOTS; else O(log sources) for every slot since the last call, or for one period
+        of the rarest source.
         """
         if index < 0:
             raise IndexError(f"sample {index} of a blend is negative")
@@ -87,46 +87,21 @@ class Blend:
         within = self._table.counts(slot) if self._table is not None else self._walk_to(slot).counts
         return [periods * share + count for share, count in zip(self.shares, within, strict=True)]
 
-    def count(self, name: str, end: int) -> int:
-        """How many of the samples [0, end) come from source `name`."""
-        return self.counts(end)[self._index[name]] if name in self._index else 0
-
-    def advance(self, index: int) -> None:
-        """Walk up to sample `index`, if the sequence is walked, and remember where that began."""
-        if self._table is None:
-            self._before = self._walk.slot, list(self._walk.counts)
-            self._walk_to(index % self.period)
-
-    def keep(self, index: int) -> None:
-        """Remember the counts of sample `index`, where the walk stands."""
-        if self._table is None:
-            self._learn(index % self.period, self._walk_to(index % self.period).counts)
-
-    def remember(self, index: int, counts: Sequence[int]) -> None:
-        """Take it from the caller that `counts(index)` is this, so that nothing before has to be walked any more."""
-        if self._table is None:
-            periods, slot = divmod(index, self.period)
-            within = [count - periods * share for count, share in zip(counts, self.shares, strict=True)]
-            for share, count in zip(self.shares, within, strict=True):
-                assert share * slot // self.period <= count <= -(-share * slot // self.period), (index, counts)
-            assert sum(within) == slot
-            self._learn(slot, within)
-
-    def _learn(self, slot: int, counts: Sequence[int]) -> None:
-        self._known.pop(slot, None)
-        self._known[slot] = list(counts)
-        if len(self._known) > _KNOWN:
-            del self._known[next(iter(self._known))]
-
     def _walk_to(self, slot: int) -> _Walk:
         """The walk, standing before `slot` of the period."""
-        starts = {0: [0] * len(self.shares), **self._known, self._before[0]: self._before[1]}
-        nearest = max(known for known in starts if known <= slot)
-        if not nearest <= self._walk.slot <= slot:
-            self._walk = _Walk(self.shares, nearest, starts[nearest])
+        if not self._walk.slot <= slot <= self._walk.slot + self._reach:
+            self._walk = _Walk(self.shares, *self._near(max(0, slot - self._reach)))
         while self._walk.slot < slot:
             self._walk.advance()
         return self._walk
+
+    def _near(self, slot: int) -> tuple[int, list[int]]:
+        """`slot`, and counts that could be: each is its share, rounded down or up."""
+        counts = [share * slot // self.period for share in self.shares]
+        rests = [share * slot % self.period for share in self.shares]
+        for d in sorted(range(len(counts)), key=lambda d: -rests[d])[: slot - sum(counts)]:
+            counts[d] += 1
+        return slot, counts
 
 
 class _Walk:

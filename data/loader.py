@@ -21,7 +21,7 @@ import torch
 
 from data.order import Samples
 from data.prefetch import DeliveryTimeout, Prefetcher, WorkerDiedError
-from data.resume import OtherDataError, data_fingerprint, go_on
+from data.resume import OtherDataError, data_fingerprint, resume_data
 from data.schedule import PhaseSchedule
 from data.worker_process import RankMicroBatches, SlotContent
 
@@ -202,7 +202,6 @@ class MicroBatchLoader:
                     batch = [reader.next(self.timeout_seconds) for _ in range(self.num_micro_batches(step))]
                 self.consumed_samples = self.schedule.samples_before(step + 1)
                 self.data_wait = time.perf_counter() - began
-                self.schedule.advance(self.consumed_samples)
                 yield batch
 
     def _reader(self, micro_batches: RankMicroBatches) -> Prefetcher[MicroBatch] | _InTurn:
@@ -239,7 +238,7 @@ class MicroBatchLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint stood; go on with the step that begins behind consumed_samples.
+        """Take up where a checkpoint stood; resume with the step that begins after consumed_samples.
 
         Where this run lays out its phases otherwise, or a source has got more files, what was consumed stays as it was,
         and the rest holds from there on; `changes` then says so.
@@ -248,14 +247,14 @@ class MicroBatchLoader:
         checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
         """
         try:
-            going_on = go_on(state, self.schedule, self.sources, self.allow_other_data)
+            resumed = resume_data(state, self.schedule, self.sources, self.allow_other_data)
         except OtherDataError as error:
             raise ValueError(
                 f"this run's data is not the data of the checkpoint: {error}. Restore those settings and files, or "
-                "go on with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
+                "resume with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
             ) from error
-        self.schedule, self.sources = going_on.schedule, going_on.sources
-        self.consumed_samples, self.changes = going_on.consumed, going_on.changes
+        self.schedule, self.sources = resumed.schedule, resumed.sources
+        self.consumed_samples, self.changes = resumed.consumed, resumed.changes
         self.__dict__.pop("fingerprint", None)  # it is of schedule and sources
 
 

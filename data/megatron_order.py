@@ -474,10 +474,7 @@ class MegatronSchedule(PhaseSchedule):
     def stand_at(self, global_sample: int, position: Mapping[str, Mapping[str, int]]) -> None:
         """Nothing has to be walked."""
 
-    def advance(self, global_sample: int) -> None:
-        """Nothing has to be walked."""
-
-    def behind(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
+    def after(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
         """Raises ValueError: what Megatron laid out for a run is of that run."""
         raise ValueError(
             f"with data.order=megatron the {consumed} samples that were consumed keep their phases and batches; "

@@ -1,30 +1,20 @@
-"""A shuffle that needs no memory: a keyed permutation of [0, size), evaluated one index at a time.
+"""The samples of one source: sample k, for any k, is a pure function of (seed, source name, order, k).
 
-A stored shuffle of N samples costs 8 N bytes in every process and has to be built before the first step and
-again at each restart. A Feistel network is a bijection on an even number of bits whatever its round function
-is; when size is not a power of four, an output outside [0, size) is fed in again until it falls inside
-("cycle walking": following a cycle of a bijection from a point inside must come back inside; Black and
-Rogaway 2002, section 4). The domain is less than 4 * size, so that takes fewer than four steps on average.
-
-In which order a stream of documents becomes samples: windows of seq_length + 1 tokens, shuffled.
-
-Both orders are functions of (stream, key, epoch, position) and need no index on disk. Each window shares its last token
-with the first of the next, so that every token but an epoch's first is a target exactly once an epoch, but for what is
-left behind the last whole window (Megatron's cut).
+A sample is a window of seq_length + 1 tokens, which shares its last token with the first of the next, so that every
+token but an epoch's first is a target exactly once an epoch, but for what is left after the last whole window
+(Megatron's cut). An epoch visits every window of the source once; k beyond it is of the next epoch, which has another
+order. Both orders are functions of (stream, key, epoch, position) and need no index on disk. Unlike Megatron's they do
+not depend on how long the run is.
 
 `WindowOrder` cuts the stream as it lies: one read a sample, but a window's documents are neighbours in the corpus,
 in every epoch.
 
 `DocumentOrder` shuffles the documents first, so that an epoch has other neighbours and other cuts than the one before.
-Shuffling 10^9 documents at once would need an index of 8 GB for every epoch. So it is done in two steps: runs of
-neighbouring documents are shuffled over the whole corpus, and the documents of some of these runs among themselves,
-which makes a group; at most 32,768 runs, at least 16 in a group. A corpus of up to 16,384 documents is one group. The
-epoch's stream is the groups' one after the other, and its windows are shuffled within the group where they begin.
-
-The samples of one source: sample k, for any k, is a pure function of (seed, source name, order, k).
-
-An epoch visits every window of the source once, in one of the orders of `orders.py`; k beyond it goes on to the next
-epoch, which has another order. Unlike Megatron's order this one does not depend on how long the run is.
+A corpus of up to 16,384 documents is shuffled at once. Of a larger one that would need an index of 8 bytes a document
+for every epoch. So it is cut into runs of some thousand documents, all of as many tokens (a document that lies across a
+border is two); 16 runs, drawn over the whole corpus, make a group, and the documents of a group are shuffled. The
+epoch's stream is the groups' one after the other, and its windows are shuffled within the group where they begin. Where
+a group begins is arithmetic: nothing of the index is read but what a group has.
 
 A source may get more files while a run is under way. Then what its present epoch has left and the windows of the new
 files, evenly mixed, are one epoch: nothing of it comes twice and nothing is left out. After that come epochs over all.
@@ -34,6 +24,7 @@ The checkpoint keeps when how many files there were (`Growth`).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
@@ -41,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from data.token_source import Concatenation, TokenSource, check_ids, document_numbers
+from data.token_source import Concatenation, TokenSource, check_ids, document_numbers, side_by_side
 
 _NUM_ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -99,11 +90,14 @@ def shuffled(size: int, key: str) -> np.ndarray:
 
 
 _GROUP_DOCUMENTS = 1 << 14
-_MAX_RUNS = 1 << 15
-_MIN_RUN = 64
-_MIN_RUNS_IN_GROUP = 16
-# Of all sources of a process: 24 bytes each.
-_KEPT_DOCUMENTS = 1 << 20
+_RUN_DOCUMENTS = 1 << 10
+_RUNS_IN_GROUP = 16
+_SHUFFLE = 2
+"""Of sources above _GROUP_DOCUMENTS: checkpoints keep it, since an earlier version shuffled them otherwise."""
+# Of all sources of a process: 16 bytes each. Every source of a blend has a group under way.
+_KEPT_DOCUMENTS = 1 << 23
+# Documents whose places are read at once when one is looked for.
+_SEARCHED_DOCUMENTS = 1 << 11
 
 
 class Window(NamedTuple):
@@ -160,15 +154,6 @@ class _Group(NamedTuple):
     ends: np.ndarray
 
 
-class _Epoch(NamedTuple):
-    """runs: the runs of documents in the order of the epoch. group_starts: tokens, [groups + 1]. first_windows: the
-    first window that begins in each group, [groups + 1]."""
-
-    runs: np.ndarray
-    group_starts: np.ndarray
-    first_windows: np.ndarray
-
-
 class _Kept:
     """The latest results of a function of this process, as long as their documents together are not too many."""
 
@@ -192,40 +177,46 @@ _GROUPS = _Kept(_KEPT_DOCUMENTS)
 
 
 class DocumentOrder:
-    """The documents of the stream, shuffled, and the windows of what comes of it, shuffled; see above.
-
-    The first window of an epoch reads where each run of documents begins; each group, its documents' lengths.
-    """
+    """The documents of the stream, shuffled, and the windows of what comes of it, shuffled; see above."""
 
     def __init__(self, stream: TokenSource, seq_length: int, key: str) -> None:
         self.num_windows = num_windows(stream.num_tokens, seq_length)
         self._stream, self._seq_length, self._key = stream, seq_length, key
-        documents = stream.num_documents
-        if documents <= _GROUP_DOCUMENTS:
-            self._run, self._runs_in_group = documents, 1
-        else:
-            self._run = max(_MIN_RUN, -(-documents // _MAX_RUNS))
-            self._runs_in_group = max(_MIN_RUNS_IN_GROUP, _GROUP_DOCUMENTS // self._run)
-        self._num_runs = -(-documents // self._run)
-        self._run_starts: np.ndarray | None = None
-        self._epoch: tuple[int, _Epoch] | None = None
+        self._run = stream.num_tokens  # tokens
+        if stream.num_documents > _GROUP_DOCUMENTS:
+            self._run = -(-stream.num_tokens * _RUN_DOCUMENTS // stream.num_documents)
+        self._num_runs = max(1, stream.num_tokens // self._run)  # whole ones; what is left goes to the last group
+        self._num_groups = max(1, self._num_runs // _RUNS_IN_GROUP)
         self._token = object()  # tells this order's groups from others' in _GROUPS; a copy gets its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run_starts": None, "_epoch": None, "_token": None}
+        return {**self.__dict__, "_token": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _token=object())
 
     def window(self, epoch: int, position: int, documents: bool = False) -> Window:
-        layout = self._layout(epoch)
-        group = int(np.searchsorted(layout.first_windows, position, side="right")) - 1
-        first, end = layout.first_windows[group : group + 2].tolist()
+        group = min(position * self._seq_length // (self._run * _RUNS_IN_GROUP), self._num_groups - 1)
+        while position < self._first_window(group):
+            group -= 1
+        while position >= self._first_window(group + 1):
+            group += 1
+        first, end = self._first_window(group), self._first_window(group + 1)
         window = first + _permutation(end - first, f"{self._key}/{epoch}/windows {group}")(position - first)
-        offset = window * self._seq_length - int(layout.group_starts[group])
+        offset = window * self._seq_length - self._group_start(group)
         tokens, lengths = self._cut(epoch, group, offset, self._seq_length + 1)
         numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths) if documents else None
         return Window(tokens, numbers)
+
+    def _group_start(self, group: int) -> int:
+        """The token of the epoch's stream with which a group begins."""
+        return self._stream.num_tokens if group == self._num_groups else group * _RUNS_IN_GROUP * self._run
+
+    def _first_window(self, group: int) -> int:
+        """The first window that begins in a group."""
+        if group == self._num_groups:
+            return self.num_windows
+        return min(-(-self._group_start(group) // self._seq_length), self.num_windows)
 
     def _cut(self, epoch: int, group: int, offset: int, length: int) -> tuple[np.ndarray, list[int]]:
         """`length` tokens from `offset` of a group on, into the groups behind it if need be; and how many tokens each
@@ -247,40 +238,57 @@ class DocumentOrder:
             group, offset = group + 1, 0
         return tokens, lengths
 
-    def _layout(self, epoch: int) -> _Epoch:
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, self._lay_out(epoch)
-        return self._epoch[1]
-
-    def _lay_out(self, epoch: int) -> _Epoch:
-        stream, every = self._stream, self._runs_in_group
-        if self._run_starts is None:
-            firsts = range(0, stream.num_documents, self._run)
-            starts = [int(stream.document_offsets(first, first)[0]) for first in firsts]
-            self._run_starts = np.array([*starts, stream.num_tokens], dtype=np.int64)
-        runs = shuffled(self._num_runs, f"{self._key}/{epoch}/runs")
-        run_ends = np.cumsum(np.diff(self._run_starts)[runs])
-        group_starts = np.concatenate(([0], run_ends[every - 1 :: every]))
-        if group_starts[-1] != stream.num_tokens or len(group_starts) == 1:
-            group_starts = np.append(group_starts, stream.num_tokens)
-        first_windows = np.minimum(-(-group_starts // self._seq_length), self.num_windows)
-        first_windows[-1] = self.num_windows
-        return _Epoch(runs, group_starts, first_windows)
-
     def _group(self, epoch: int, group: int) -> _Group:
         return _GROUPS.get((self._token, epoch, group), lambda: self._shuffle_group(epoch, group))
 
     def _shuffle_group(self, epoch: int, group: int) -> _Group:
-        first = group * self._runs_in_group
-        starts, lengths = [], []
-        for run in self._layout(epoch).runs[first : first + self._runs_in_group].tolist():
-            begin = run * self._run
-            offsets = self._stream.document_offsets(begin, min(begin + self._run, self._stream.num_documents))
-            starts.append(offsets[:-1])
-            lengths.append(np.diff(offsets))
-        all_starts = np.concatenate(starts)
-        order = shuffled(len(all_starts), f"{self._key}/{epoch}/documents {group}")
-        return _Group(all_starts[order], np.cumsum(np.concatenate(lengths)[order]))
+        begin, last = group * _RUNS_IN_GROUP, group + 1 == self._num_groups
+        end = self._num_runs if last else begin + _RUNS_IN_GROUP
+        runs = [_permutation(self._num_runs, f"{self._key}/{epoch}/runs")(place) for place in range(begin, end)]
+        spans = [(run * self._run, (run + 1) * self._run) for run in runs]
+        if last and self._num_runs * self._run < self._stream.num_tokens:
+            spans.append((self._num_runs * self._run, self._stream.num_tokens))
+        # Reads that wait for a disk or a store wait together.
+        offsets = side_by_side(lambda span: _documents_within(self._stream, *span), spans)
+        starts = np.concatenate([of[:-1] for of in offsets])
+        lengths = np.concatenate([np.diff(of) for of in offsets])
+        order = shuffled(len(starts), f"{self._key}/{epoch}/documents {group}")
+        return _Group(starts[order], np.cumsum(lengths[order]))
+
+
+def _documents_within(stream: TokenSource, first: int, end: int) -> np.ndarray:
+    """Where the documents begin that lie in the tokens [first, end), the first one cut there, and the end: int64."""
+    documents = stream.num_documents
+    if (first, end) == (0, stream.num_tokens):
+        return stream.document_offsets(0, documents)
+    found = [np.array([first])]
+    document = _document_at(stream, first) + 1  # that begins after `first`
+    while document < documents:
+        offsets = stream.document_offsets(document, min(document + _SEARCHED_DOCUMENTS, documents))
+        found.append(offsets[:-1][offsets[:-1] < end])
+        if offsets[-1] >= end:
+            break
+        document += _SEARCHED_DOCUMENTS
+    return np.append(np.concatenate(found), end)
+
+
+def _document_at(stream: TokenSource, token: int) -> int:
+    """The last document that begins at or before a token, looked for where it would lie if all were equally long."""
+    low, high, start, end = 0, stream.num_documents, 0, stream.num_tokens
+    turn = 0
+    while high - low > _SEARCHED_DOCUMENTS:
+        margin = _SEARCHED_DOCUMENTS // 4 + 4 * math.isqrt(high - low)
+        guess = low + (token - start) * (high - low) // max(1, end - start)
+        turn += 1
+        # Where they are not, every third probe halves what is left.
+        for probe in (guess - margin, guess + margin) if turn % 3 else ((low + high) // 2,):
+            if low < probe < high:
+                offset = int(stream.document_offsets(probe, probe)[0])
+                if offset <= token:
+                    low, start = probe, offset
+                else:
+                    high, end = probe, offset
+    return low + int(np.searchsorted(stream.document_offsets(low, high)[:-1], token, side="right")) - 1
 
 
 ORDERS: dict[str, type[DocumentOrder | WindowOrder]] = {"documents": DocumentOrder, "windows": WindowOrder}
@@ -484,14 +492,22 @@ class SampleSource:
     def description(self) -> dict[str, Any]:
         """What a checkpoint keeps to recognise this source: tokens and identity of each file, wherever it lies, and
         from which sample on it had how many of them."""
-        return described(self.stream.parts, self.growth)
+        found = described(self.stream.parts, self.growth)
+        return {**found, "shuffle": _SHUFFLE} if self._is_large(len(self.stream.parts)) else found
+
+    def _is_large(self, files: int) -> bool:
+        return self.order == "documents" and sum(p.num_documents for p in self.stream.parts[:files]) > _GROUP_DOCUMENTS
 
     def replaces(self, saved: Mapping[str, Any]) -> str | None:
         """What of a checkpoint's `description` this source does not have any more, in words.
 
-        More files behind those that it had replace nothing.
+        More files after those that it had replace nothing.
         """
-        return replaced_file(self.stream.parts, saved["files"])
+        if problem := replaced_file(self.stream.parts, saved["files"]):
+            return problem
+        if self._is_large(len(saved["files"])) and saved.get("shuffle") != _SHUFFLE:
+            return f"has more than {_GROUP_DOCUMENTS:,} documents, which the checkpoint's version shuffled otherwise"
+        return None
 
 
 def described(parts: Sequence[TokenSource], growth: Sequence[Growth]) -> dict[str, Any]:

@@ -49,7 +49,9 @@ class RunData:
 
     def summary(self, num_samples: int | None) -> list[str]:
         """Lines that say what was opened. num_samples: held-out windows that were asked for."""
-        return [self.bundle.summary(), *fewer_windows(self.validation, num_samples)]
+        unused = [name for name in self.bundle.train if name not in self.loader.sources]
+        told = [f"warning: no phase draws from data.sources.{', '.join(unused[:8])}"] if unused else []
+        return [self.bundle.summary(), *told, *fewer_windows(self.validation, num_samples)]
 
     def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:
         """Held-out losses in nats per token, by set, as bits per byte of text, where its bytes are known."""

@@ -135,8 +135,8 @@ def _changed_phase(
 
 
 @dataclass(frozen=True)
-class GoingOn:
-    """How a run goes on behind `consumed` samples. changes: what is other than the checkpoint had it, in words."""
+class ResumedData:
+    """How a run resumes after `consumed` samples. changes: what is other than the checkpoint had it, in words."""
 
     consumed: int
     schedule: PhaseSchedule
@@ -148,12 +148,12 @@ class OtherDataError(ValueError):
     """The run's data would not have given the samples that the checkpoint has seen."""
 
 
-def go_on(
+def resume_data(
     state: Mapping[str, Any], schedule: PhaseSchedule, sources: Mapping[str, Samples], allow_other_data: bool = False
-) -> GoingOn:
-    """The schedule and sources of a configuration, behind what a checkpoint's `state` has consumed.
+) -> ResumedData:
+    """The schedule and sources of a configuration, after what a checkpoint's `state` has consumed.
 
-    state: the loader's `state_dict`. allow_other_data: go on behind it although its samples were of other data; then
+    state: the loader's `state_dict`. allow_other_data: resume after it although its samples were of other data; then
     steps and counts go on, and what comes is of these sources.
 
     Raises OtherDataError with what differs, ValueError for a position that begins no step.
@@ -168,16 +168,22 @@ def go_on(
         changes.append(f"the data is other than the checkpoint's: {'; '.join(found)}")
     phases = schedule.description()
     if served(saved["phases"], consumed) != served(phases, consumed):
-        schedule = schedule.behind(saved["phases"], consumed)
+        past, said = (spelled(of, end=consumed) for of in (saved["phases"], phases))
+        # Weights by tokens are those of the files of then.
+        if past != said and not any(phase["by_tokens"] for phase in saved["phases"]):
+            changes.append(f"phases before sample {consumed} stay as they were: {past}; data.phases says {said}")
+        schedule = schedule.after(saved["phases"], consumed)
         phases = schedule.description()
     before, now = to_come(saved["phases"], consumed), to_come(phases, consumed)
     if before != now:
-        changes.append(f"phases behind sample {consumed}: were {spelled(before)}; are {spelled(now)}")
+        changes.append(f"phases after sample {consumed}: were {spelled(before)}; are {spelled(now)}")
     check_position(schedule, consumed)
     schedule.stand_at(consumed, state["position"])
     grown = {}
     for name, source in sources.items():
         given, kept = counts.get(name, 0), saved["sources"].get(name)
+        if not given and kept is not None and (problem := source.replaces(kept)):
+            changes.append(f"source {name!r}, of which nothing was consumed yet, {problem}")
         if given and kept is not None and source.replaces(kept) is None:
             growth, files = [Growth(*entry) for entry in kept["growth"]], len(source.stream.parts)
             if files > growth[-1].files:
@@ -190,7 +196,7 @@ def go_on(
                 growth.append(Growth(given, files))
             source = source.grown(growth)
         grown[name] = source
-    return GoingOn(consumed, schedule, grown, changes)
+    return ResumedData(consumed, schedule, grown, changes)
 
 
 def check_position(schedule: PhaseSchedule, consumed: int) -> None:

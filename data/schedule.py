@@ -11,7 +11,7 @@ A sample always has the run's sequence length. A phase of a shorter one cuts eac
 as it divides into, so neither the clock nor what was consumed depends on it.
 
 A run that goes on with another number of steps, or with other phases to come, has a past that the new phases would
-not have laid out so. `PhaseSchedule.behind` then keeps the spans that were consumed, as history, and lets the new
+not have laid out so. `PhaseSchedule.after` then keeps the spans that were consumed, as history, and lets the new
 layout begin behind them; counting goes on.
 
 What a run takes from each source in each phase, in samples and epochs, before it has begun.
@@ -217,7 +217,7 @@ class PhaseSchedule:
         self._offsets: dict[int, Mapping[str, int]] = {0: {}}
         self._anchor: tuple[int, Mapping[str, Mapping[str, int]]] | None = None  # of `stand_at`
 
-    def behind(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
+    def after(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
         """This schedule from sample `consumed` on, with the samples before it as `past` has them.
 
         past: the `description` of the schedule that served them. A phase that is under way in both keeps its blend's
@@ -284,12 +284,6 @@ class PhaseSchedule:
         source, ordinal = span.blend.source(global_sample - span.blend_start)
         return Location(span.name, source, self._offset(span).get(source, 0) + ordinal)
 
-    def advance(self, global_sample: int) -> None:
-        """Walk a blend of long period up to a global sample, so that its counts are there when they are asked for."""
-        if global_sample < self.num_samples:
-            span = self.span_at(global_sample)
-            span.blend.advance(global_sample - span.blend_start)
-
     def counts(self, global_sample: int) -> dict[str, int]:
         """How many of the global samples [0, global_sample) come from each source that gives any."""
         return self.position(global_sample)["counts"]
@@ -319,25 +313,13 @@ class PhaseSchedule:
         if self._anchor is not None and self._anchor[0] == global_sample:
             return {key: dict(counts) for key, counts in self._anchor[1].items()}
         served = self.span_at(max(0, global_sample - 1))
-        counts = self._counts(served, global_sample)
-        # Whoever goes back to a checkpoint looks from here on again.
-        served.blend.keep(global_sample - served.blend_start)
-        return {"counts": counts, "blend_counts": dict(self._offset(served))}
+        return {"counts": self._counts(served, global_sample), "blend_counts": dict(self._offset(served))}
 
     def stand_at(self, global_sample: int, position: Mapping[str, Mapping[str, int]]) -> None:
-        """Take the counts of `position`, so that nothing before global_sample has to be walked (see blend.py).
-
-        If a blend begins there, the counts hold whatever served the samples before.
-        """
+        """Take the counts of `position`, whatever served the samples before."""
         self._anchor = global_sample, position
-        span, counts = self.span_at(global_sample), position["counts"]
-        if span.blend_start == global_sample:
-            self._offsets[global_sample] = dict(counts)
-            return
-        began = position["blend_counts"]
-        self._offsets[span.blend_start] = dict(began)
-        within = [counts.get(name, 0) - began.get(name, 0) for name in span.blend.names]
-        span.blend.remember(global_sample - span.blend_start, within)
+        start = self.span_at(global_sample).blend_start
+        self._offsets[start] = dict(position["counts" if start == global_sample else "blend_counts"])
 
     def span_at(self, global_sample: int) -> PhaseSpan:
         """The span that serves a global sample, the last one at the end of the run."""

@@ -1,25 +1,18 @@
-"""Build a folder once, although several processes want it at the same time.
+"""Byte ranges of files and of a store's objects, and folders that are built once.
 
-All processes that see one disk queue at a lock file; the first builds under a temporary name and renames, the
-others find the folder. A crash leaves no folder under the final name. Processes on other disks have other
-lock files and build their own.
+Local: a read is one `pread`. It touches the disk blocks that it needs and no more (a memory-mapped file is read ahead,
+some hundred times as much for a sample), and has no file position that forked processes would share. Files are opened
+when they are first read; only so many stay open at a time.
 
-Objects of a store (`s3://bucket/key`, `gs://`, whatever fsspec opens), read by ranges and kept on this machine.
-
-A sample is some kilobytes, and asking a store for them takes as long as for a megabyte. So what is read comes in blocks
-of 1 MiB, and each is kept as a file of its own under the cache folder: an epoch fetches each block of a corpus once a
-node. A block is written under another name, synced and renamed. So ranks and workers share a folder without locks,
-the worst being a block that two of them fetch, and a process may be killed at any time. Blocks of an object that was
-replaced are not found again: their folder is named after the object's size and version, too.
+Objects (`s3://bucket/key`, `gs://`, whatever fsspec opens): a sample is some kilobytes, and asking a store for them
+takes as long as for a megabyte. So what is read comes in blocks of 1 MiB, and each is kept as a file of its own under
+the cache folder: an epoch fetches each block of a corpus once a node. A block is written under another name, synced
+and renamed. So ranks and workers share a folder without locks, the worst being a block that two of them fetch, and a
+process may be killed at any time. Blocks of an object that was replaced are not found again: their folder is named
+after the object's size and version, too.
 
 Nothing is ever thrown out: every block is needed once an epoch, in no order, and of those that do not fit all are
 equally good to have. On a disk that is nearly full no more are kept, and reads fetch what they need and no more.
-
-Reading byte ranges of files: thousands of them, each of any size, by several threads and processes at once.
-
-A read is one `pread`: it touches the disk blocks that it needs and no more (a memory-mapped file is read ahead, some
-hundred times as much for a sample), counts as nobody's memory, and has no file position that forked processes would
-share. Files are opened when they are first read; only so many stay open at a time.
 """
 
 from __future__ import annotations
@@ -93,7 +86,11 @@ _FREE_SHARE = 0.05
 # Requests of one large read at a time.
 _THREADS = 8
 _ABANDONED_SECONDS = 3600.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Of a kept block: how much of it a hash is of, and the hash's size.
+_HASHED_BYTES, _DIGEST_BYTES = 1 << 14, 8
+_KEPT_FORMAT = 2
+# The stores' own errors where no credentials are found; another attempt would not change them.
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 # What another attempt would not change.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 # What stores call the version of an object.
@@ -137,9 +134,12 @@ def list_objects(pattern: str) -> list[str]:
 
 
 class RemoteFile:
-    """A `ByteFile` (byte_file.py) that lies in a store. cache: the folder that keeps its blocks.
+    """A `ByteFile` that lies in a store. cache: the folder that keeps its blocks.
 
-    Raises FileNotFoundError, IsADirectoryError, PermissionError, and ConnectionError after the last attempt.
+    A block is fetched, then the object's version is asked for again: of one that was replaced nothing is read any more.
+
+    Raises FileNotFoundError, IsADirectoryError, PermissionError, ValueError for an object that was replaced, and
+    ConnectionError after the last attempt.
     """
 
     def __init__(self, url: str, cache: Path | None = None) -> None:
@@ -150,8 +150,8 @@ class RemoteFile:
         if info.get("size") is None:
             raise ValueError(f"{url}: its server does not say how long it is; copy it to a disk or another store")
         self.size = int(info["size"])
-        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-        key = hashlib.sha256(f"{url}\n{self.size}\n{version}\n{BLOCK_BYTES}".encode()).hexdigest()[:32]
+        self._version = _version_of(info)
+        key = hashlib.sha256(f"{url}\n{self._version}\n{BLOCK_BYTES}\n{_KEPT_FORMAT}".encode()).hexdigest()[:32]
         cache = cache or default_remote_cache()
         self._folder, self._unfinished = cache / key[:2] / key, cache / "unfinished"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -187,17 +187,19 @@ class RemoteFile:
         if first >= last:
             return b""
         with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                # Of another size: cut off when the machine lost its power.
-                if os.fstat(descriptor).st_size == end - start:
-                    return os.pread(descriptor, last - first, first - start)
-            finally:
-                os.close(descriptor)
-        if not self._has_room():
-            return attempted(self.name, lambda: _range(self.name, first, last))
+            if (found := _read_kept(kept, end - start, first - start, last - start)) is not None:
+                return found
+            log.warning("%s: a block of %s is damaged; fetched again", kept, self.name)
+        has_room = self._has_room()
+        if not has_room:
+            start, end = first, last
         content = attempted(self.name, lambda: _range(self.name, start, end))
-        self._keep(kept, content)
+        if _version_of(attempted(self.name, lambda: _info(self.name))) != self._version:
+            raise ValueError(
+                f"{self.name} is not the object any more that this run opened; put it back, or start the run again"
+            )
+        if has_room:
+            self._keep(kept, content)
         return content[first - start : last - start]
 
     def _has_room(self) -> bool:
@@ -211,17 +213,44 @@ class RemoteFile:
                 folder.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:
                 file.write(content)
+                for at in range(0, len(content), _HASHED_BYTES):
+                    file.write(_digest(content[at : at + _HASHED_BYTES]))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except OSError as error:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
-            if error.errno not in _FULL:
+            if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             log.warning("%s: no room to keep a block of %s", path.parent, self.name)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+
+
+def _read_kept(path: Path, size: int, first: int, last: int) -> bytes | None:
+    """Bytes [first, last) of a kept block of so many; None if it is damaged.
+
+    A block is followed by a hash of each _HASHED_BYTES of it, so that a sample's read does not hash all of it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_size != size + _DIGEST_BYTES * -(-size // _HASHED_BYTES):
+            return None  # cut off when the machine lost its power
+        begin, end = first // _HASHED_BYTES, -(-last // _HASHED_BYTES)
+        start = begin * _HASHED_BYTES
+        content = os.pread(descriptor, min(end * _HASHED_BYTES, size) - start, start)
+        hashes = os.pread(descriptor, (end - begin) * _DIGEST_BYTES, size + begin * _DIGEST_BYTES)
+    finally:
+        os.close(descriptor)
+    found = b"".join(_digest(content[at : at + _HASHED_BYTES]) for at in range(0, len(content), _HASHED_BYTES))
+    return content[first - start : last - start] if found == hashes else None
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _version_of(info: dict[str, Any]) -> str:
+    """Size and version of an object, as its store tells them."""
+    return f"{info.get('size')} {next((info[name] for name in _VERSIONS if info.get(name)), '')}"
 
 
 @lru_cache
@@ -246,6 +275,8 @@ def attempted(url: str, ask: Callable[[], Found]) -> Found:
         except _FINAL as error:
             raise type(error)(_one_line(url, error)) from error
         except Exception as error:  # each kind of store has its own
+            if type(error).__name__ in _NO_CREDENTIALS:
+                raise PermissionError(f"{_one_line(url, error)}; log in to the store on every host") from error
             if seconds is None:
                 spent = f"{len(RETRY_SECONDS) + 1} attempts in {time.monotonic() - began:.0f} s"
                 raise ConnectionError(f"{_one_line(url, error)} ({spent})") from error
@@ -262,6 +293,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 def _info(url: str) -> dict[str, Any]:
     file_system, path = _file_system(url)
+    file_system.invalidate_cache(path)
     return file_system.info(path)
 
 

@@ -1,13 +1,7 @@
-"""What every kind of data gives a run: streams of tokens by source name, and the tokenizer that made them.
-
-Which document each token of a sample belongs to, and which targets count.
+"""Streams of tokens, of which samples are cut: what every kind of data gives a run.
 
 A sample is a piece of a stream of documents laid end to end. Its documents are numbered from 0, in the order in which
 they come, a document of which the sample holds only a part included. Empty documents have no number.
-
-Several datasets in a row as one stream of tokens: a corpus of a thousand shards needs no merging.
-
-A stretch of a source as a source.
 """
 
 from __future__ import annotations
@@ -19,15 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from data.tokenizer import TextTokenizer
+if TYPE_CHECKING:  # loader workers do without
+    from data.tokenizer import TextTokenizer
 
 
 class TokenSource(Protocol):
-    """One stream of tokens: documents laid end to end, from which samples are cut (`samples.py`).
+    """One stream of tokens: documents laid end to end, from which samples are cut (order.py).
 
     Loader workers get it by pickling, so what is large should be opened again rather than copied. `str()` of it says in
     error messages where the tokens come from, such as the path of a file.
@@ -85,7 +80,8 @@ class DataBundle:
     tokenizer: TextTokenizer | None
 
     def summary(self) -> str:
-        """A line for each source of each split, of more than 24 for the first ones: documents and tokens."""
+        """A line for each source of each split, of more than 24 for the first ones: documents and tokens; and for each
+        file that is there twice."""
         splits = {"train": self.train, "validation": self.validation}
         lines = [
             f"{split:<10} {name:<12} {source.num_documents:>10,} documents {source.num_tokens:>14,} tokens"
@@ -94,7 +90,23 @@ class DataBundle:
             for name, source in list(sources.items())[:24]
         ]
         more = {split: len(sources) - 24 for split, sources in splits.items() if len(sources) > 24}
-        return "\n".join([*lines, *(f"{split:<10} and {count:,} more" for split, count in more.items())])
+        lines += [f"{split:<10} and {count:,} more" for split, count in more.items()]
+        return "\n".join([*lines, *self.repeated()])
+
+    def repeated(self) -> list[str]:
+        """A line for each file that two sources have, or training and validation, wherever its copies lie."""
+        users: dict[str, dict[str, str]] = {}
+        for key, sources in (("data.sources", self.train), ("data.validation", self.validation)):
+            for name, source in sources.items():
+                for part in source.parts:
+                    users.setdefault(part.identity(), {})[f"{key}.{name}"] = str(part)
+        found = []
+        for of in (of for of in users.values() if len(of) > 1):
+            is_held_out = len({user.split(".")[1] for user in of}) > 1
+            why = "its loss is of text that is trained on" if is_held_out else "its epochs are counted for each"
+            named = " and ".join(f"{user} ({path})" for user, path in list(of.items())[:3])
+            found.append(f"warning: {named} read the same tokens; {why}")
+        return found[:8] + ([f"warning: and {len(found) - 8} more files are read twice"] if len(found) > 8 else [])
 
 
 def document_numbers(source: TokenSource, start: int, length: int) -> np.ndarray:

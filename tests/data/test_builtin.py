@@ -63,19 +63,6 @@ def test_collects_code_and_prose_by_origin(library: Path) -> None:
     assert collect_documents(library) == collect_documents(library)
 
 
-def test_compiled_modules_give_their_help_texts(tmp_path: Path) -> None:
-    documents = collect_documents(tmp_path)
-    assert {document.source for document in documents} == {PROSE}
-    texts = [document.text for document in documents if document.origin == "builtin:builtins"]
-    assert any(text.startswith("Return a list of the substrings") for text in texts)  # str.split
-    assert len(texts) == len(set(texts))
-
-
-def test_a_stripped_python_is_refused(library: Path) -> None:
-    with pytest.raises(ValueError, match=r"characters of code, fewer than .* data=indexed"):
-        check_enough(collect_documents(library), library)
-
-
 def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> None:
     documents = collect_documents(library)
     folder = tmp_path / "corpus"

@@ -4,7 +4,6 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -56,16 +55,6 @@ def test_thousands_of_files_do_not_stay_open(tmp_path: Path, few_open: int) -> N
     assert open_in(tmp_path) == few_open
 
 
-def test_a_file_that_is_read_all_the_time_stays_open(tmp_path: Path, few_open: int) -> None:
-    first, *others = write_files(tmp_path, 100)
-    first.read(0, 4)
-    descriptor = first._descriptor
-    for file in others:
-        first.read(0, 4)
-        file.read(0, 4)
-    assert first._descriptor is descriptor
-
-
 def test_threads_share_few_descriptors(tmp_path: Path, few_open: int) -> None:
     """A descriptor that goes while another thread reads from it would give the bytes of another file."""
     files = write_files(tmp_path, 40)
@@ -86,16 +75,6 @@ def test_threads_share_few_descriptors(tmp_path: Path, few_open: int) -> None:
 
 def read_all(files: list[LocalFile]) -> bool:
     return all(file.read(8, 4) == np.uint32(i).tobytes() for i, file in enumerate(files))
-
-
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_worker_processes_read_the_same(tmp_path: Path, method: str) -> None:
-    files = write_files(tmp_path, 20)
-    assert read_all(files)
-    with get_context(method).Pool(2) as pool:
-        found = pool.map(read_all, [files] * 8)
-    assert found == [True] * 8
-    assert len(pickle.dumps(files[0])) < 300
 
 
 def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
@@ -133,19 +112,6 @@ def test_what_a_disk_fails_at_keeps_its_number_and_names_the_file(
     with pytest.raises(OSError) as failure:
         file.read(0, 1)
     assert failure.value.errno == 5 and failure.value.filename == str(tmp_path / "f")
-
-
-def test_a_cold_sample_reads_little_more_than_itself(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(os.urandom(1 << 24))
-    with open(path, "rb") as written:
-        os.fsync(written.fileno())
-        os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file, before = LocalFile(path), read_bytes()
-    for start in range(0, 1 << 24, 1 << 20):
-        assert len(file.read(start + 12345, 16384)) == 16384
-    # 16 KiB lie on up to five pages; the file's own description may come from the disk, too.
-    assert read_bytes() - before <= 16 * 5 * 4096 + (1 << 16)
 
 
 def read_bytes() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.storage import build_once, default_cache_dir
+from data.storage import build_once
 
 
 def slow_build(folder: Path) -> None:
@@ -47,10 +47,3 @@ def test_a_failed_or_killed_build_leaves_nothing_that_looks_whole(tmp_path: Path
     (tmp_path / "corpus.tmp" / "stale").touch()
     build_once(tmp_path / "corpus", slow_build)
     assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == ["half", "whole"]
-
-
-def test_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert default_cache_dir() == Path("/somewhere/megatron_fp4")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache_dir() == Path.home() / ".cache" / "megatron_fp4"

@@ -4,10 +4,9 @@ import pickle
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from data.indexed import IndexedDataset
-from data.token_source import Concatenation, side_by_side
+from data.token_source import Concatenation
 
 MakeDataset = Callable[..., IndexedDataset]
 
@@ -30,18 +29,6 @@ def test_tokens_and_documents_across_all_borders(make_dataset: MakeDataset) -> N
             assert source.document_offsets(first, last).tolist() == offsets[first : last + 1]
 
 
-def test_outside_is_an_error(make_dataset: MakeDataset) -> None:
-    source = Concatenation([make_dataset("a", 70), make_dataset("b", 30)])
-    for start, length in ((-1, 2), (0, 101), (101, 0), (5, -1)):
-        with pytest.raises(IndexError, match="a and 1 more"):
-            source.tokens(start, length)
-    for first, last in ((-1, 0), (1, 0), (0, source.num_documents + 1)):
-        with pytest.raises(IndexError, match="a and 1 more"):
-            source.document_offsets(first, last)
-    with pytest.raises(ValueError, match="no files"):
-        Concatenation([])
-
-
 def test_identity_is_of_the_parts_in_order(make_dataset: MakeDataset) -> None:
     a, b = make_dataset("a", 70), make_dataset("b", 30)
     source = Concatenation([a, b, a])
@@ -57,10 +44,3 @@ def test_pickles_without_its_tokens(make_dataset: MakeDataset) -> None:
     pickled = pickle.dumps(source)
     assert len(pickled) < 2000
     assert np.array_equal(pickle.loads(pickled).tokens(4990, 20), source.tokens(4990, 20))
-
-
-def test_side_by_side_keeps_the_order_and_raises_the_first_error() -> None:
-    assert side_by_side(lambda item: item * 2, range(100)) == list(range(0, 200, 2))
-    with pytest.raises(ZeroDivisionError):
-        side_by_side(lambda item: 1 // (item - 7), range(100))
-    assert side_by_side(str, []) == []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.indexed import IndexedDataset
 from data.loader import UNCOUNTED, MicroBatch, MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
@@ -49,32 +48,6 @@ def test_every_window_at_every_place(make_dataset: MakeDataset) -> None:
         for start in range(300 - length + 1):
             numbers = document_numbers(dataset, start, length)
             assert numbers.dtype == np.int32 and numbers.tolist() == expected(dataset, start, length)
-
-
-def test_many_documents_in_a_window(tmp_path: Path) -> None:
-    lengths = [1 + d % 3 // 2 for d in range(400)]
-    with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:
-        for length in lengths:
-            writer.add_document(np.arange(length))
-    dataset = IndexedDataset(tmp_path / "web")
-    for start, length in ((0, sum(lengths)), (3, 200), (400, 133), (7, 17), (8, 16)):
-        assert document_numbers(dataset, start, length).tolist() == expected(dataset, start, length)
-
-
-def test_documents_of_one_token_and_of_several_sequences(tmp_path: Path) -> None:
-    """Megatron's files may have both, and empty documents too."""
-    with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:
-        for length in (1, 1, 4, 1, 2, 3):
-            writer.add_document(np.arange(length))
-    index = bytearray((tmp_path / "web.idx").read_bytes())
-    documents = np.array([0, 1, 1, 3, 5, 6, 6], dtype="<i8")  # 1 | empty | 1 + 4 | 1 + 2 | 3 | empty
-    index[-8 * 7 :] = documents.tobytes()
-    (tmp_path / "web.idx").write_bytes(index)
-    dataset = IndexedDataset(tmp_path / "web")
-    assert dataset.document_offsets(0, 6).tolist() == [0, 1, 1, 6, 9, 12, 12]
-    assert document_numbers(dataset, 0, 12).tolist() == [0, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert document_numbers(dataset, 1, 5).tolist() == [0] * 5
-    assert document_numbers(dataset, 5, 5).tolist() == [0, 1, 1, 1, 2]
 
 
 def test_a_sample_and_its_documents(make_dataset: MakeDataset) -> None:
@@ -129,26 +102,6 @@ def test_workers_send_documents_too(make_dataset: MakeDataset) -> None:
                 assert (a.index, a.num_documents, a.num_targets) == (b.index, b.num_documents, b.num_targets)
                 assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
                 assert torch.equal(a.documents, b.documents)
-
-
-@pytest.mark.parametrize("numbers", [[1, 1, 2], [0, 2, 2], [0, 1, 0]])
-def test_other_numbers_are_a_mistake_of_ours(numbers: list[int]) -> None:
-    """Kernels are told how many documents there are, and would read beyond them."""
-    with pytest.raises(AssertionError, match="in each row"):
-        MicroBatch.of(0, torch.zeros(1, 3, dtype=torch.int64), torch.tensor([numbers], dtype=torch.int32))
-
-
-def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch, make_dataset: MakeDataset) -> None:
-    pinned: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor.clone())[1])
-    dataset = make_dataset("code", 900)
-    batch = batches(dataset, masked=True, boundary_loss=False)[0]
-    again = batch.pin_memory()
-    assert len(pinned) == 3 and torch.equal(again.documents, batch.documents)
-    numbers = [(b.index, b.num_documents, b.num_targets) for b in (batch, again)]
-    assert numbers[0] == numbers[1]
-    pinned.clear()
-    assert batches(dataset)[0].pin_memory().documents is None and len(pinned) == 2
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 8])

@@ -24,6 +24,7 @@ def test_opens_ones_own_data(make_dataset: MakeDataset, tmp_path: Path) -> None:
         validation={"web": str(held_out.prefix)},
         tokenizer=tmp_path / "tokenizer.json",
         eod_token=None,
+        cache_dir=None,
     )
     bundle = KINDS["indexed"].open(configured, 1000)
     assert bundle.train["web"].num_tokens == 500 and bundle.validation["web"].num_tokens == 100
@@ -32,15 +33,6 @@ def test_opens_ones_own_data(make_dataset: MakeDataset, tmp_path: Path) -> None:
     assert "500 tokens" in bundle.summary()
     bare = open_indexed(1000, {"web": web.prefix})
     assert bare.tokenizer is None and bare.validation == {}
-
-
-def test_misuse_is_explained(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    prefix = make_dataset("web").prefix
-    train_tokenizer(["some text"] * 3, 260).save(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"model.vocab_size to 2"):
-        open_indexed(100, {"web": prefix}, tokenizer=tmp_path / "tokenizer.json")
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        open_indexed(1000, {"web": tmp_path / "missing"})
 
 
 def test_another_tokenizer_than_made_the_files_is_refused(make_dataset: MakeDataset, tmp_path: Path) -> None:
@@ -57,7 +49,17 @@ def test_another_tokenizer_than_made_the_files_is_refused(make_dataset: MakeData
     assert open_indexed(1000, {"web": prefix}).tokenizer is None
 
 
-def test_held_out_files_are_recognised_by_other_names(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    prefix = Path(make_dataset("web").prefix)
-    with pytest.raises(ValueError, match=r"which data\.validation\.web reads; narrow the pattern"):
-        open_indexed(1000, {"web": f"{prefix.parent}/*"}, {"web": f"{prefix.parent}/../{prefix.parent.name}/web"})
+def test_tokens_that_are_read_twice_are_named(make_dataset: Callable[..., IndexedDataset], tmp_path: Path) -> None:
+    """By whatever name: another path, a copy, a part of a list."""
+    for name in ("web", "more", "held_out"):
+        make_dataset(name, 400)
+    for ending in ("idx", "bin"):
+        (tmp_path / f"copy.{ending}").write_bytes((tmp_path / f"web.{ending}").read_bytes())
+    alone = open_indexed(1000, {"web": f"{tmp_path}/web"}, {"held_out": f"{tmp_path}/held_out"})
+    assert alone.repeated() == []
+    sources = {"web": f"{tmp_path}/web", "mixed": [f"{tmp_path}/more", f"{tmp_path}/copy"]}
+    bundle = open_indexed(1000, sources, {"other": f"{tmp_path}/more"})
+    twice, validating = bundle.repeated()
+    assert f"data.sources.web ({tmp_path}/web) and data.sources.mixed ({tmp_path}/copy) read the same" in twice
+    assert "data.sources.mixed" in validating and "data.validation.other" in validating
+    assert "its loss is of text that is trained on" in validating and twice in bundle.summary()

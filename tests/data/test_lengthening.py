@@ -37,12 +37,6 @@ def laid_out(name: str, steps: int) -> PhaseSchedule:
     return phase_schedule(changed(composed(), {"train.steps": steps, "data.phases": PHASES[name]}), {})
 
 
-def test_the_default_runs_phases_are_fractions() -> None:
-    phases = composed().data.phases
-    assert [phase.fraction for phase in phases] == [0.7, 0.2, 0.1] and composed().train.steps == STEPS
-    assert [dict(phase.blend) for phase in phases if isinstance(phase.blend, dict)] == BLENDS
-
-
 @pytest.mark.parametrize("name", PHASES)
 @pytest.mark.parametrize("stopped", [1, 150, 210, 211, 280, STEPS])
 @pytest.mark.parametrize("steps", [301, 400, 1000])
@@ -50,7 +44,7 @@ def test_lengthening_keeps_what_was_done(name: str, stopped: int, steps: int) ->
     before, fresh = laid_out(name, STEPS), laid_out(name, steps)
     consumed = before.samples_before(stopped)
     position = json.loads(json.dumps(before.position(consumed)))
-    after = fresh.behind(json.loads(json.dumps(before.description())), consumed)
+    after = fresh.after(json.loads(json.dumps(before.description())), consumed)
 
     # What was consumed is where it was, step by step, sample by sample.
     assert [after.samples_before(step) for step in range(stopped + 1)] == [
@@ -75,24 +69,12 @@ def test_lengthening_keeps_what_was_done(name: str, stopped: int, steps: int) ->
 def test_lengthening_again_and_again() -> None:
     """From 300 to 400 and, in the middle of what that added, to 1000."""
     first = laid_out("fractions", STEPS)
-    second = laid_out("fractions", 400).behind(first.description(), first.samples_before(STEPS))
+    second = laid_out("fractions", 400).after(first.description(), first.samples_before(STEPS))
     consumed = second.samples_before(370)
-    third = laid_out("fractions", 1000).behind(second.description(), consumed)
+    third = laid_out("fractions", 1000).after(second.description(), consumed)
     assert [third.locate(i) for i in range(consumed)] == [second.locate(i) for i in range(consumed)]
     names = [(span.name, span.end_step) for span in third.spans if span.num_samples]
     assert names == [
         ("broad", 210), ("balanced", 270), (LAST, 300), ("balanced", 360), (LAST, 370),
         ("broad", 700), ("balanced", 900), (LAST, 1000),
     ]  # fmt: skip
-
-
-def test_phases_of_a_given_length_say_how_to_lengthen_them() -> None:
-    PHASES["steps alone"] = of_lengths({"steps": 210}, {"steps": 60}, {"steps": 30})
-    laid_out("steps alone", STEPS)
-    with pytest.raises(
-        ValueError, match=r"set train\.steps=300, or leave out the length of one phase, which then gets"
-    ):
-        laid_out("steps alone", 400)
-    # That remedy on the run as it stands: the last phase goes on.
-    behind = laid_out("steps and the rest", 400).behind(laid_out("steps alone", STEPS).description(), STEPS * 8)
-    assert [(span.name, span.end_step) for span in behind.spans] == [("broad", 210), ("balanced", 270), ("prose", 400)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,12 +87,6 @@ def test_order_is_the_same_at_any_data_parallel_size(sources: Sources, dp_size: 
     assert step_hashes(sources, dp_size) == step_hashes(sources)
 
 
-def test_ranks_take_turns(sources: Sources) -> None:
-    for rank in range(2):
-        step = next(iter(loader(sources, rank, 2).steps(3, 4)))
-        assert [batch.index for batch in step] == [rank, rank + 2]
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_order_is_the_same_at_any_number_of_workers(sources: Sources, num_workers: int) -> None:
     assert step_hashes(sources, num_workers=num_workers) == step_hashes(sources)
@@ -122,22 +115,6 @@ def test_state_is_the_number_of_consumed_samples(sources: Sources, make_dataset:
     assert hashes == step_hashes(sources)
 
 
-def test_the_global_random_state_is_left_alone(sources: Sources) -> None:
-    before = torch.get_rng_state()
-    for num_workers in (0, 1):
-        list(loader(sources, num_workers=num_workers).steps(0, 2))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_hash_sees_order_and_content() -> None:
-    one = MicroBatch(0, torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))
-    two = MicroBatch(1, torch.tensor([[4, 5]]), torch.tensor([[5, 6]]))
-    assert batch_hash([one, two]) == batch_hash([two, one])
-    swapped = [MicroBatch(1, one.tokens, one.targets), MicroBatch(0, two.tokens, two.targets)]
-    assert batch_hash(swapped) != batch_hash([one, two])
-    assert batch_hash([MicroBatch(0, torch.tensor([[1, 7]]), one.targets), two]) != batch_hash([one, two])
-
-
 def resume(state: dict[str, object], sources: Sources, plan: PhaseSchedule | None = None) -> MicroBatchLoader:
     resumed = MicroBatchLoader(plan or schedule(), sources, MICRO_BATCH, 0, 1, num_workers=0)
     resumed.load_state_dict(state)
@@ -163,22 +140,6 @@ def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset:
     changed = MicroBatchLoader(schedule(), other_seed, MICRO_BATCH, 0, 1, allow_other_data=True)
     changed.load_state_dict(state)
     assert changed.consumed_samples == 15 * GLOBAL_BATCH
-
-
-def test_a_run_may_change_what_it_has_not_reached(sources: Sources, make_dataset: MakeDataset) -> None:
-    before = loader(sources)
-    before.consumed_samples = 15 * GLOBAL_BATCH
-    state = before.state_dict()
-    sources = {
-        **sources,
-        "new": SampleSource("new", make_dataset("new", 300), SEQ_LENGTH, 5, vocab_size=1000),
-    }
-    phases = [*PHASES[:2], Phase("late", 0.1, {"new": 1.0})]
-    assert resume(state, sources, PhaseSchedule(phases, NUM_STEPS, GLOBAL_BATCH)).consumed_samples == 15 * GLOBAL_BATCH
-    with pytest.raises(ValueError, match="phase 'broad' has served samples, so it must stay"):
-        resume(state, sources, PhaseSchedule([replace(PHASES[0], blend={"code": 1.0}), *PHASES[1:]], 20, GLOBAL_BATCH))
-    before.consumed_samples = 14 * GLOBAL_BATCH
-    assert resume(before.state_dict(), sources, schedule(num_steps=40)).consumed_samples == 14 * GLOBAL_BATCH
 
 
 def samples(steps: Iterable[list[MicroBatch]]) -> list[str]:
@@ -218,42 +179,6 @@ def test_a_lengthened_run_resumes_as_if_it_had_not_stopped(sources: Sources, aga
     assert samples(resumed.steps(again, 40)) == straight[again - 18 :]
     much_longer = resume(state, sources, schedule(60))  # and once more
     assert samples(much_longer.steps(18, again)) == straight[: again - 18]
-
-
-def test_a_run_may_be_shortened_behind_where_it_stands(sources: Sources) -> None:
-    before = loader(sources)
-    list(before.steps(0, 10))
-    shorter = resume(before.state_dict(), sources, schedule(12))  # whose phases would have ended behind 8 and 11
-    assert [(span.name, span.start // 8, span.end // 8) for span in shorter.schedule.spans] == [
-        ("broad", 0, 10),
-        ("balanced", 10, 11),
-        ("late", 11, 12),
-    ]
-
-
-def test_a_position_that_this_run_does_not_have_is_refused(sources: Sources) -> None:
-    state = loader(sources).state_dict()
-    for consumed in (12, 21 * GLOBAL_BATCH, -GLOBAL_BATCH):
-        with pytest.raises(ValueError, match=r"no whole number of this run's batches|train\.steps="):
-            resume({**state, "consumed_samples": consumed}, sources)
-
-
-def test_misuse_is_explained(sources: Sources, make_dataset: MakeDataset) -> None:
-    with pytest.raises(ValueError, match="global batch of 8 samples in phase 'broad' is not a multiple"):
-        MicroBatchLoader(schedule(), sources, 3, 0, 1)
-    with pytest.raises(ValueError, match=r"2 \* 8"):
-        MicroBatchLoader(schedule(), sources, 2, 0, 8)
-    with pytest.raises(ValueError, match="not a rank of dp_size 2"):
-        MicroBatchLoader(schedule(), sources, 2, 2, 2)
-    with pytest.raises(ValueError, match="num_workers is -1"):
-        MicroBatchLoader(schedule(), sources, 2, 0, 1, num_workers=-1)
-    with pytest.raises(ValueError, match="draw from prose, but the data has the sources code"):
-        MicroBatchLoader(schedule(), {"code": sources["code"]}, 2, 0, 1)
-    with pytest.raises(ValueError, match="outside the run of 20 steps"):
-        loader(sources).steps(0, 21)
-    mixed = {"code": sources["code"], "prose": open_sources(make_dataset, seed=6)["prose"]}
-    with pytest.raises(ValueError, match="make them agree"):
-        MicroBatchLoader(schedule(), mixed, 2, 0, 1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

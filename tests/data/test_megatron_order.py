@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data.indexed import IndexedDataset
-from data.megatron_indices import DatasetIndices, blending_indices, dataset_indices, num_epochs, split_range
+from data.megatron_indices import DatasetIndices, blending_indices, num_epochs, split_range
 from data.megatron_order import MegatronOrder, MegatronRun, lay_out, order_differences
 from tests.data.megatron_cases import CASES, VOCAB_SIZE, Case, digest, lengths_of, write_datasets, write_pair
 
@@ -83,18 +83,6 @@ def by_hand(weights: list[float], size: int) -> tuple[list[int], list[int]]:
     return datasets, samples
 
 
-def test_blends_by_hand() -> None:
-    rng = np.random.default_rng(0)
-    for case in range(20):
-        count, size = int(rng.integers(1, 30)), int(rng.integers(1, 1500))
-        weights = [rng.random(count), rng.integers(1, 9, count), np.ones(count), np.exp(rng.normal(0, 3, count))][
-            case % 4
-        ]
-        datasets, samples = blending_indices(weights.tolist(), size)
-        assert (datasets.tolist(), samples.tolist()) == by_hand(weights.tolist(), size), (case, count, size)
-    assert blending_indices([0.5, 0.3, 0.2], 10)[0].tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
-
-
 def test_stretches_that_began_wrong_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """However bad the guess of where a stretch begins."""
     weights = [0.31, 0.0015, 0.2, 0.11, 0.3785]
@@ -104,11 +92,6 @@ def test_stretches_that_began_wrong_run_again(monkeypatch: pytest.MonkeyPatch) -
     )
     datasets, samples = blending_indices(weights, 4000)
     assert (datasets.tolist(), samples.tolist()) == expected
-
-
-def test_sample_index_widens_for_a_long_sequence() -> None:
-    assert dataset_indices(np.array([5, 9], np.int32), (0, 2), 4, 3, 0).sample_index.dtype == np.int32
-    assert dataset_indices(np.array([5, 9], np.int32), (0, 2), 4, 3, 0).shuffle_index.dtype == np.uint32
 
 
 @pytest.mark.parametrize(
@@ -123,12 +106,6 @@ def test_sample_index_widens_for_a_long_sequence() -> None:
 )
 def test_splits(split: list[float] | None, shares: list[tuple[int, int]]) -> None:
     assert [split_range(split, share, 1000) for share in range(3)] == shares
-
-
-@pytest.mark.parametrize("split", [[], [1, 2, 3, 4], [-1, 2], [0, 0, 0]])
-def test_splits_that_are_none(split: list[float]) -> None:
-    with pytest.raises(ValueError, match="split="):
-        split_range(split, 0, 10)
 
 
 @pytest.mark.parametrize("name", ["uneven", "epochs_360"])
@@ -209,16 +186,6 @@ def test_ranges_count_what_locate_finds(tmp_path: Path, monkeypatch: pytest.Monk
         order.locate(180)
 
 
-def test_indices_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in CASES if case.name == "percent")
-    first = order_of(case, tmp_path)
-    monkeypatch.setattr("data.megatron_order.dataset_indices", None)
-    monkeypatch.setattr("data.megatron_order.blending_indices", None)
-    again = order_of(case, tmp_path)
-    assert [again.locate(i) for i in range(50)] == [first.locate(i) for i in range(50)]
-    assert len(list((tmp_path / "cache" / "megatron").glob("*-*[!k]"))) == 4  # three datasets and their blend
-
-
 def test_what_would_not_be_the_same_run(tmp_path: Path) -> None:
     def description(**settings: Any) -> dict[str, Any]:
         run = MegatronRun(**{"train_samples": 200, **settings})
@@ -235,29 +202,3 @@ def test_what_would_not_be_the_same_run(tmp_path: Path) -> None:
     assert "from sample 60 were built for 140 samples and would be for 240" in sentence
     assert "split was None and is now [9.0, 1.0]" in order_differences(saved, description(split=[9, 1]), 10)[0]
     assert "began at sample 0" in order_differences(saved, description(consumed_samples=5), 10)[0]
-
-
-def test_misuse_is_explained(tmp_path: Path) -> None:
-    streams = streams_of(tmp_path)
-
-    def open_it(
-        blend: dict[str, float], seq_length: int = 16, samples: int = 50, vocab_size: int = 60000, **k: Any
-    ) -> Any:
-        run = MegatronRun(**k)
-        layouts = lay_out([(0, samples, blend)], run)
-        return MegatronOrder(layouts, streams, run, seq_length, 7, vocab_size, tmp_path / "cache")
-
-    with pytest.raises(ValueError, match="train_samples=10 is less than the 50 samples"):
-        open_it({"a": 1}, train_samples=10)
-    with pytest.raises(ValueError, match=r"train_samples=60 is less than the 70 samples.*consumed_samples=20"):
-        open_it({"a": 1}, train_samples=60, consumed_samples=20)
-    with pytest.raises(ValueError, match=r"source 'a'.*fewer than one sample of seq_length"):
-        open_it({"a": 1}, seq_length=100_000)
-    with pytest.raises(ValueError, match=r"training share of data.megatron.split=.0, 1, 0."):
-        open_it({"a": 1}, split=[0, 1, 0])
-    with pytest.raises(ValueError, match="give all of them the weight 1"):
-        open_it({"a": 1, "b": 2}, weighted=False)
-    with pytest.raises(ValueError, match=r"have \d+ samples in one epoch.*needs 5000"):
-        open_it({"a": 1, "b": 1}, weighted=False, samples=5000)
-    with pytest.raises(ValueError, match=r"'a'.*vocabulary of 3"):
-        open_it({"a": 1}, vocab_size=3).sources["a"].sample(0)

@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, models
 
 import pretrain
 from data import opening
-from data.indexed import IndexedDataset, IndexedDatasetWriter, index_path
+from data.indexed import IndexedDataset, index_path
 from data.loader import MicroBatchLoader
 from data.megatron_order import MegatronSource
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.training.build import is_refusal
+from megatron_fp4.config.schema import Config
 from tests.data.megatron_cases import CASES, Case, digest, write_datasets
-from tests.training.harness import alone, launch, toy_mesh
+from tests.training.harness import alone
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("megatron_golden.json").read_text())
 UNEVEN = next(case for case in CASES if case.name == "uneven")
@@ -83,9 +81,9 @@ def test_a_run_from_the_beginning_and_one_that_takes_it_up(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_workers_serve_the_same(tmp_path: Path) -> None:
-    fim = with_fim(tmp_path, "data.fim={code: {}}", "data.order=megatron", f"data.cache_dir={tmp_path / 'cache'}")
-    alone, workers = (samples(opened([*fim, f"data.num_workers={count}"], 64)[1], 2, 8) for count in (0, 2))
-    assert np.array_equal(alone, workers) and alone.max() == 23
+    arguments = overrides(UNEVEN, tmp_path)
+    alone, workers = (samples(opened([*arguments, f"data.num_workers={count}"], 24)[1], 2, 8) for count in (0, 2))
+    assert np.array_equal(alone, workers)
 
 
 def test_phases_in_a_row_with_one_blend_are_one(tmp_path: Path) -> None:
@@ -143,108 +141,4 @@ def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
     assert [held_out.name for held_out in opened(overrides(SPLIT, tmp_path, *named), 32)[2]] == ["web"]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            ["data.order=documents", "data.megatron.split=[9,1]"],
-            "data.megatron has no effect with data.order=documents",
-        ),
-        (["data.order=windows", "data.cache_dir=/tmp", "data=indexed"], "only data.order=megatron keeps indices"),
-        (["data.order=megatron", "data.megatron.split=[0]"], "data.megatron.split=[0.0] is not up to three shares"),
-        (["data.order=megatron", "data.megatron.train_samples=4"], "less than the 2400 samples up to this run's end"),
-        (["data.order=megatron", "data.megatron.phases=both"], "data.megatron.phases=both"),
-        (
-            ["data.order=megatron", "data.megatron.phases=relaunched", "data.phases=[{name: a, blend: {code: 1}}]"],
-            "relaunched has no effect with one phase",
-        ),
-        (["data.fim={web: {}}"], "the tokenizer of the built-in corpus has no tokens for it"),
-        (["data=indexed", "data.fim={web: {}}"], "data.fim.web has no effect: no phase draws from web, only from a"),
-        (["data=indexed", "data.fim={a: {}}"], "data.fim.a names its tokens, and there is no tokenizer"),
-        (["data.fim={code: {rate: 2}}"], "data.fim"),
-        (["data.fim={code: {rat: 0.5}}"], "data.fim"),
-    ],
-)
-def test_misuse_is_refused_before_anything_is_opened(given: list[str], message: str) -> None:
-    if "data=indexed" in given:
-        given = [*given, "data.sources={a: /nowhere}", "data.phases=[{name: a, blend: {a: 1}}]"]
-    with pytest.raises(ConfigError) as error:
-        pretrain.configure(given)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 FIM = ("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
-
-
-def with_fim(folder: Path, *more: str) -> list[str]:
-    """A run on one source whose tokenizer has the tokens of fill-in-the-middle."""
-    made = Tokenizer(models.BPE(vocab={chr(97 + i): i for i in range(20)}, merges=[]))
-    made.add_special_tokens([AddedToken(name, special=True) for name in FIM])
-    made.save(str(folder / "tokenizer.json"))
-    if not (folder / "code.idx").exists():
-        rng = np.random.default_rng(0)
-        with IndexedDatasetWriter(folder / "code", np.uint16) as writer:
-            for _ in range(200):
-                writer.add_document(np.append(rng.integers(0, 20, rng.integers(5, 90)), 20))
-    return [
-        "data=indexed",
-        f"data.sources={{code: {folder / 'code'}}}",
-        "data.phases=[{name: main, blend: {code: 1}}]",
-        f"data.tokenizer={folder / 'tokenizer.json'}",
-        "data.num_workers=0",
-        "train.steps=10",
-        "train.sequence_length=64",
-        "model.vocab_size=64",
-        *more,
-    ]
-
-
-def test_fill_in_the_middle_in_a_run(tmp_path: Path) -> None:
-    plain = opened(with_fim(tmp_path), 64)[1]
-    some = opened(with_fim(tmp_path, "data.fim={code: {}}", "data.documents=masked"), 64)[1]
-    rearranged = samples(some, 0, 10)
-    assert {21, 22, 23} <= set(rearranged.flatten().tolist()) and samples(plain, 0, 10).max() == 20
-    for step in some.steps(0, 10):
-        for batch in step:
-            assert batch.documents is not None
-            # A document ends with its end, rearranged or not.
-            ends = (batch.documents[:, 1:] != batch.documents[:, :-1]).nonzero().tolist()
-            assert ends and all(batch.tokens[row, place] == 20 for row, place in ends)
-    state = json.loads(json.dumps(some.state_dict()))
-    with pytest.raises(ValueError, match=r"'code' had data\.fim and has none now"):
-        plain.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"rate 0\.5, .* and now has data\.fim rate 0\.25"):
-        opened(with_fim(tmp_path, "data.fim={code: {rate: 0.25}}"), 64)[1].load_state_dict(state)
-    with pytest.raises(ConfigError, match=r"data\.fim\.code\.rate=0 is out of range; give a number above 0"):
-        opened(with_fim(tmp_path, "data.fim={code: {rate: 0}}"), 64)
-    with pytest.raises(ValueError, match=r"data\.fim\.code\.prefix=<pre> is no token of"):
-        opened(with_fim(tmp_path, 'data.fim={code: {prefix: "<pre>"}}'), 64)
-
-
-def yardsticks(rank: int, runs: list[list[str]]) -> list[Any]:
-    """Of each run, or why there are none."""
-    found: list[Any] = []
-    for arguments in runs:
-        config, mesh = compose_config(arguments, pretrain.CONFIGS), toy_mesh()
-        bundle, _, validation = opening.open_run_data(config, mesh)
-        try:
-            found.append(opening.yardsticks(validation, bundle, mesh, is_refusal))
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-@pytest.mark.slow
-def test_ranks_count_validation_together(tmp_path: Path) -> None:
-    arguments = with_fim(tmp_path, f"data.validation={{all: {tmp_path / 'code'}}}", "validation.num_samples=null")
-    bundle, _, validation = opened(arguments, 64)
-    with IndexedDatasetWriter(tmp_path / "wrong", np.uint16) as writer:
-        writer.add_document([*range(60), *[60] * 64 * 64, 999, *[3] * 80])
-    wrong = [*arguments, f"data.validation={{wrong: {tmp_path / 'wrong'}}}"]
-    both = launch(yardsticks, 2, [arguments, wrong])
-    with alone() as mesh:
-        one = opening.yardsticks(validation, bundle, mesh, is_refusal)
-    assert [found[0] for found in both] == [one, one]
-    assert one["all"].targets == (IndexedDataset(tmp_path / "code").num_tokens - 1) // 64 * 64
-    # A rank that meets an id beyond the vocabulary does not leave the others waiting.
-    assert both[0][1] == both[1][1] and "'wrong'" in both[0][1] and "vocabulary of 64" in both[0][1]

@@ -36,11 +36,3 @@ def test_looks_shuffled() -> None:
     firsts = np.array([Permutation(10, f"{k}")(3) for k in range(4000)])
     counts = np.bincount(firsts, minlength=10)
     assert ((counts - 400) ** 2 / 400).sum() < 27.9  # chi-squared, 9 degrees of freedom, p = 0.001
-
-
-def test_misuse_is_explained() -> None:
-    with pytest.raises(ValueError, match="positive size"):
-        Permutation(0, "key")
-    for index in (-1, 5):
-        with pytest.raises(IndexError, match="outside"):
-            Permutation(5, "key")(index)

@@ -14,10 +14,6 @@ from tests.data.streams import CountingStream
 MakeDataset = Callable[..., IndexedDataset]
 
 
-def test_windows_overlap_by_one_and_cover_every_target() -> None:
-    assert [num_windows(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_epoch_is_every_window_once_and_the_next_differs(make_dataset: MakeDataset, order: str) -> None:
     dataset = make_dataset("code", num_tokens=403)
@@ -31,16 +27,6 @@ def test_an_epoch_is_every_window_once_and_the_next_differs(make_dataset: MakeDa
         assert targets.total() == 400 and not targets - everything
     assert source.sample(0).dtype == np.int64
     assert [source.epochs(k) for k in (0, 50, 100, 250)] == [0.0, 0.5, 1.0, 2.5]
-
-
-def test_windows_are_those_of_version_0_2(make_dataset: MakeDataset) -> None:
-    """So that a run of that version goes on with data.order=windows."""
-    dataset = make_dataset("code", num_tokens=403)
-    source = SampleSource("code", dataset, seq_length=4, seed=1, vocab_size=1000, order="windows")
-    found = [source.place(k).order.place(*source.place(k)[1:]) for k in (0, 1, 2, 99, 100, 101)]
-    assert found == [67, 8, 0, 41, 28, 72]
-    for k, window in zip((0, 1, 2), found, strict=False):
-        assert np.array_equal(source.sample(k), dataset.tokens(window * 4, 5))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -95,34 +81,3 @@ def test_a_source_that_grows_in_the_middle_of_an_epoch(order: str) -> None:
     assert third.place(end)[1:] == (2, 0)
     everything = [third.sample(k) for k in range(end, end + third.num_samples)]
     assert len({tuple(sample) for sample in everything}) == third.num_samples
-
-
-def test_descriptions_tell_files_apart() -> None:
-    parts = [CountingStream([50], "a"), CountingStream([60], "b")]
-    saved = grown(parts, [], "documents").description()
-    assert saved == {"files": [[50, "a:50"], [60, "b:60"]], "growth": [[0, 2]]}
-
-    def problem(parts: list[CountingStream]) -> str | None:
-        return grown(parts, [], "documents").replaces(saved)
-
-    assert problem(parts) is None
-    assert problem([*parts, CountingStream([9], "c")]) is None
-    assert problem(parts[:1]) == "had 2 files and now has 1; files may only be added, at the end"
-    assert "file 1 of 2, had 50 tokens (identity 50) and now has 60" in (problem(parts[::-1]) or "")
-
-
-def test_misuse_is_explained(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset("code", num_tokens=10)
-    with pytest.raises(ValueError, match=r"10 tokens, fewer than one sample of seq_length \+ 1 = 11"):
-        SampleSource("code", dataset, seq_length=10, seed=0, vocab_size=1000)
-    with pytest.raises(ValueError, match="seq_length must be positive"):
-        SampleSource("code", dataset, seq_length=0, seed=0, vocab_size=1000)
-    with pytest.raises(ValueError, match=r"data\.order=sorted is not known; choose one of documents, windows"):
-        SampleSource("code", dataset, seq_length=1, seed=0, vocab_size=1000, order="sorted")
-    with pytest.raises(ValueError, match="has 1 files, and the history"):
-        SampleSource("code", dataset, seq_length=1, seed=0, vocab_size=1000, growth=[Growth(0, 2)])
-    source = SampleSource("code", dataset, seq_length=9, seed=0, vocab_size=3)
-    with pytest.raises(ValueError, match=r"'code'.*vocabulary of 3"):
-        source.sample(0)
-    with pytest.raises(IndexError, match="negative"):
-        source.sample(-1)

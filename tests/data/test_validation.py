@@ -12,7 +12,7 @@ from data.indexed import IndexedDataset, IndexedDatasetWriter
 from data.sources import bytes_per_token
 from data.token_source import Concatenation, TokenRange
 from data.tokenizer import train_tokenizer
-from data.validation import ValidationSet, Yardstick, fewer_windows, unigram_entropy
+from data.validation import ValidationSet, Yardstick, unigram_entropy
 
 MakeDataset = Callable[..., IndexedDataset]
 
@@ -53,19 +53,6 @@ def test_windows_are_spread_and_never_overlap(make_dataset: MakeDataset) -> None
         assert batch.targets.flatten().tolist() == dataset.tokens(1, 62 * 8).tolist()
 
 
-def test_a_set_with_fewer_windows_than_others_is_named(make_dataset: MakeDataset) -> None:
-    def sets(num_samples: int | None) -> list[ValidationSet]:
-        sizes = {"code": 503, "prose": 60}  # 62 windows of 8 tokens, and 7
-        return [ValidationSet(name, make_dataset(name, size), 8, num_samples, 1000) for name, size in sizes.items()]
-
-    [line] = fewer_windows(sets(11), 11)
-    assert line.startswith("validation prose: 7 windows of 8 tokens, fewer than validation.num_samples=11; its losses")
-    [line] = fewer_windows(sets(1000), 1000)  # which neither has
-    assert line.startswith("validation prose: 7 windows")
-    assert fewer_windows(sets(7), 7) == fewer_windows(sets(None), None) == fewer_windows(sets(11)[1:], 11) == []
-    assert fewer_windows([], 11) == []
-
-
 def test_counts_are_of_the_targets(make_dataset: MakeDataset) -> None:
     validation = ValidationSet("code", make_dataset("code", 503), 8, num_samples=11, vocab_size=1000)
     [batch] = validation.batches(11, 0, 1)
@@ -78,61 +65,6 @@ def test_unigram_entropy_in_nats() -> None:
     assert unigram_entropy(torch.tensor([5, 5, 5, 5])) == pytest.approx(math.log(4))
     assert unigram_entropy(torch.tensor([7, 0, 0])) == 0.0
     assert unigram_entropy(torch.tensor([3, 1])) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
-
-
-def test_no_fixed_distribution_beats_the_unigram_entropy(make_dataset: MakeDataset) -> None:
-    counts = ValidationSet("code", make_dataset("code", 503), 8, num_samples=11, vocab_size=1000).target_counts()
-    frequencies = counts / counts.sum()
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        guess = torch.softmax(torch.log(frequencies + 1e-3) + 0.1 * torch.randn(1000, generator=generator), dim=0)
-        assert -(frequencies * torch.log(guess)).sum() > unigram_entropy(counts)
-
-
-def test_misuse_is_explained(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset("code", 20)
-    with pytest.raises(ValueError, match="fewer than one window"):
-        ValidationSet("code", dataset, 20, 1, 1000)
-    with pytest.raises(ValueError, match="0 of length 4"):
-        ValidationSet("code", dataset, 4, 0, 1000)
-    small = ValidationSet("code", dataset, 4, 3, 2)
-    with pytest.raises(ValueError, match="vocabulary of 2"):
-        next(iter(small.batches(1, 0, 1)))
-    with pytest.raises(ValueError, match="vocabulary of 2"):
-        small.target_counts()
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        ValidationSet("code", dataset, 4, 3, 1000).batches(1, 2, 2)
-    with pytest.raises(ValueError, match="no tokens were counted"):
-        unigram_entropy(torch.zeros(4, dtype=torch.int64))
-
-
-def test_ranks_count_their_shares(make_dataset: MakeDataset) -> None:
-    validation = ValidationSet("code", make_dataset("code", 5003), 8, None, vocab_size=1000)
-    whole = validation.target_counts()
-    assert whole.sum() == 625 * 8
-    for dp_size in (2, 3, 16):
-        assert torch.equal(sum(validation.target_counts(rank, dp_size) for rank in range(dp_size)), whole)
-
-
-class Watched:
-    """A stream that knows how much of it is asked for at a time."""
-
-    def __init__(self, dataset: IndexedDataset) -> None:
-        self.dataset, self.num_tokens, self.asked = dataset, dataset.num_tokens, 0
-
-    def tokens(self, start: int, length: int) -> np.ndarray:
-        self.asked += length
-        return self.dataset.tokens(start, length)
-
-
-def test_nothing_is_kept_in_memory(make_dataset: MakeDataset) -> None:
-    stream = Watched(make_dataset("code", 50_003))
-    batches = ValidationSet("code", stream, 8, None, 1000).batches(4, 0, 1)  # type: ignore[arg-type]
-    assert len(batches) == 1563 and stream.asked == 0
-    for turn in range(1, 3):  # it can be iterated over again
-        for number, batch in enumerate(batches):
-            assert batch.index == number
-            assert stream.asked - (turn - 1) * 6250 * 9 == min(number + 1, 1562.5) * 4 * 9
 
 
 @pytest.mark.parametrize("text", ["def f(x):\n    return x + 1\n", "naïve façade, 数据 🙂\n"])

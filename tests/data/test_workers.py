@@ -127,35 +127,6 @@ def test_workers_die_with_a_killed_rank(tmp_path: Path, stopped: bool) -> None:
     rank.communicate(timeout=30)
 
 
-def test_a_failing_rank_exits_promptly(tmp_path: Path) -> None:
-    rank, workers = start_rank(tmp_path, "raise")
-    _, errors = rank.communicate(timeout=60)
-    assert rank.returncode == 1
-    assert "the run fails" in errors
-    wait_until_gone(workers)
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (
-            signal.SIGSTOP,
-            "for 3 s (data-parallel rank 0, host {host}, data.num_workers=2): "
-            "worker 1 (process {pid}) is stopped, `kill -CONT {pid}`",
-        ),
-        (signal.SIGKILL, "worker 1 (process {pid}) is dead: killed by signal 9, SIGKILL"),
-    ],
-)
-def test_a_worker_that_delivers_nothing_is_named(tmp_path: Path, number: signal.Signals, words: str) -> None:
-    """Instead of waiting for it for ever."""
-    rank, workers = start_rank(tmp_path, "go on")
-    os.kill(workers[1], number)
-    _, errors = rank.communicate("go\n", timeout=60)
-    assert rank.returncode == 1
-    assert words.format(pid=workers[1], host=os.uname().nodename) in errors, errors
-    wait_until_gone(workers)
-
-
 def a_loader(stream: Counted, num_workers: int = 1, micro_batches: int = 2, prefetch: int = 2) -> MicroBatchLoader:
     """Of 50 steps."""
     source = SampleSource("code", stream, seq_length=4, seed=0, vocab_size=1000)
@@ -189,19 +160,6 @@ def test_a_dead_worker_is_named_whenever_it_dies(tmp_path: Path, when: str) -> N
     wait_until_gone(pids)
 
 
-def test_what_a_dead_worker_has_delivered_still_counts() -> None:
-    loader = a_loader(Counted(), prefetch=3)
-    steps = loader.steps(0, 50)
-    first = next(steps)
-    os.kill(loader.worker_pids[0], signal.SIGKILL)
-    seen = [first]
-    with pytest.raises(LoaderError, match="killed by signal 9"):
-        seen += list(steps)
-    assert [batch.tokens.tolist() for step in seen for batch in step] == [
-        batch.tokens.tolist() for step in a_loader(Counted(), num_workers=0).steps(0, len(seen)) for batch in step
-    ]
-
-
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
@@ -219,12 +177,6 @@ def test_what_a_worker_meets_is_raised_in_its_rank(error: Exception | None, rais
     assert "in worker 0 (process" in str(at.value.__cause__) and "raise self.error" in str(at.value.__cause__)
 
 
-def test_a_worker_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(LoaderError, match=r"worker 0 \(process \d+\) ended with exit code 1"):
-        next(a_loader(Counted()).steps(0, 50))
-
-
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(1, 1), (1, 3), (2, 2)])
 def test_workers_are_whole_steps_ahead_and_no_further(tmp_path: Path, num_workers: int, prefetch: int) -> None:
     """`prefetch` steps in shared memory, and one more that the rank has made tensors of."""
@@ -236,21 +188,6 @@ def test_workers_are_whole_steps_ahead_and_no_further(tmp_path: Path, num_worker
         wait_until(lambda: stream.readings() == ahead, f"not {ahead} but {stream.readings()} samples were read")  # noqa: B023
         time.sleep(0.1)
         assert stream.readings() == ahead
-    steps.close()
-
-
-def test_the_wait_is_measured_and_nothing_is_exposed_by_64_micro_batches(tmp_path: Path) -> None:
-    stream = Counted(log=tmp_path / "log", seconds=0.005)
-    loader = a_loader(stream, micro_batches=64, prefetch=2)
-    steps = loader.steps(0, 50)
-    next(steps)
-    assert loader.data_wait >= 64 * 0.005  # nothing was there
-    wait_until(lambda: stream.readings() == 64 * 4, "the workers are slow")
-    next(steps)
-    # Twice: what is slower than a step is not hidden, only put off.
-    assert loader.data_wait < 0.16, "reading this step takes 0.32 s, but was ahead"
-    next(steps)
-    assert loader.data_wait < 0.16
     steps.close()
 
 

@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from data.tokenizer import (
-    HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TextTokenizer,
     TiktokenTokenizer,
@@ -46,19 +44,7 @@ def sentence_piece() -> TextTokenizer:
     return SentencePieceTokenizer(model.getvalue(), "pieces")
 
 
-def byte_fallback() -> TextTokenizer:
-    """As Llama 2's tokenizer.json has it."""
-    tokens = {"<unk>": 0, "<|endoftext|>": 1, **{f"<0x{i:02X}>": 2 + i for i in range(256)}}
-    tokens |= {token: 258 + i for i, token in enumerate(["\u2581", "a", "f", "c", "t", "h", "e", "th"])}
-    made = Tokenizer(models.BPE(tokens, [("t", "h")], unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Replace(" ", "\u2581")
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    made.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
-    made.add_tokens([AddedToken("café")])
-    return HuggingFaceTokenizer(made.to_str(), "fallback")
-
-
-@pytest.mark.parametrize("make", [byte_level, ranks, sentence_piece, byte_fallback])
+@pytest.mark.parametrize("make", [byte_level, ranks, sentence_piece])
 def test_sums_to_the_text(make: Callable[[], TextTokenizer]) -> None:
     tokenizer = make()
     lengths = tokenizer.byte_lengths()
@@ -67,15 +53,3 @@ def test_sums_to_the_text(make: Callable[[], TextTokenizer]) -> None:
     for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
         assert lengths[ids].sum() == len(text.encode()), text
         assert tokenizer.decode(ids) == text
-
-
-def test_added_tokens_are_their_text() -> None:
-    made = byte_fallback()
-    lengths = made.byte_lengths()
-    assert lengths is not None and lengths[made.id_of("café")] == 5
-
-
-def test_unknown_where_a_token_does_not_say() -> None:
-    made = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "<|endoftext|>": 3}, unk_token="[UNK]"))
-    made.decoder = decoders.WordPiece()
-    assert HuggingFaceTokenizer(made.to_str(), "words").byte_lengths() is None

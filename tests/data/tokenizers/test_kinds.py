@@ -13,11 +13,7 @@ import pytest
 import sentencepiece
 import tiktoken
 
-import pretrain
-from data.indexed import IndexedDatasetWriter, dtype_for_vocabulary
-from data.sources import open_indexed
-from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, load_tokenizer, train_tokenizer
-from megatron_fp4.config.compose import compose_config
+from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = [f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(200)]
 PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
@@ -86,23 +82,6 @@ def test_every_kind_does_the_same(kind: str, tmp_path: Path) -> None:
         load_tokenizer(make(tmp_path), "no such")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_opens_every_kind(kind: str, tmp_path: Path) -> None:
-    path = KINDS[kind][0](tmp_path)
-    tokenizer = load_tokenizer(path)
-    with IndexedDatasetWriter(tmp_path / "web", dtype_for_vocabulary(tokenizer.vocab_size)) as writer:
-        for _ in range(8):
-            writer.add_document([*tokenizer.encode_batch(TEXTS[:1])[0], tokenizer.eod_id])
-    settings = [f"data.sources={{web: {tmp_path}/web}}", "data.phases=[{name: main, blend: {web: 1.0}}]"]
-    settings += ["data=indexed", f"data.tokenizer={path}", "train.sequence_length=16", "model.vocab_size=512"]
-    assert pretrain.main(["--check", *settings]) == 0
-    config = compose_config(settings, pretrain.CONFIGS)
-    opened = open_indexed(512, {"web": str(tmp_path / "web")}, tokenizer=config.data.tokenizer).tokenizer
-    assert opened is not None and opened.fingerprint() == tokenizer.fingerprint()
-    with pytest.raises(ValueError, match=f"has {tokenizer.vocab_size} ids and the model only 64"):
-        open_indexed(64, {"web": str(tmp_path / "web")}, tokenizer=config.data.tokenizer)
-
-
 def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sentence_piece(tmp_path)))
     assert load_tokenizer(tmp_path / "m.model").encode_batch(TEXTS) == [processor.encode(text) for text in TEXTS]
@@ -137,31 +116,6 @@ def test_named_encodings_come_from_tiktoken(monkeypatch: pytest.MonkeyPatch) -> 
         load_tokenizer("tiktoken:cl100k_base")
 
 
-def test_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
-    settings = json.loads(hugging_face_file(tmp_path).read_text())
-    plain = load_tokenizer(tmp_path / "tokenizer.json")
-    settings["truncation"] = {"direction": "Right", "max_length": 6, "strategy": "LongestFirst", "stride": 0}
-    settings["padding"] = {
-        "strategy": {"Fixed": 64},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "<|endoftext|>",
-    }
-    cut = HuggingFaceTokenizer(json.dumps(settings), "a test")
-    assert cut.encode_batch(TEXTS[:2]) == plain.encode_batch(TEXTS[:2])
-    assert cut.encode_arrays(TEXTS[:1])[0].tolist() == plain.encode_batch(TEXTS[:1])[0]
-    long = "def function " * 4000
-    assert len(cut.encode_batch([long])[0]) == len(plain.encode_batch([long])[0]) > 4000
-
-
-def test_ids_that_only_the_configuration_has_count(tmp_path: Path) -> None:
-    hugging_face_folder(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"511": {"content": "<extra>"}}}')
-    assert load_tokenizer(tmp_path).vocab_size == 512
-
-
 WRONG: dict[str, tuple[str, bytes, str]] = {
     "no JSON": (
         "tokenizer.json",
@@ -175,51 +129,3 @@ WRONG: dict[str, tuple[str, bytes, str]] = {
     "no rank": ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is no token in base64 and its rank"),
     "no settings": ("r.tiktoken", b"IQ== 0\n", r"r\.tiktoken says neither pattern nor special tokens: write .*r\.json"),
 }
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_bad_file_is_one_line(case: str, tmp_path: Path) -> None:
-    name, content, expected = WRONG[case]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=expected) as error:
-        load_tokenizer(tmp_path / name)
-    assert len(str(error.value).splitlines()) == 1
-
-
-def test_bad_settings_of_ranks_are_explained(tmp_path: Path) -> None:
-    path = ranks(tmp_path)
-    for settings, expected in (
-        ("{}", r"r\.json does not hold .*; correct it"),
-        ('{"pattern": "x", "special_tokens": {"<|endoftext|>": "1"}}', r"r\.json does not hold"),
-        ('{"pattern": "x", "special_tokens": {"<|endoftext|>": 258}}', "a special token the id 258, which r.tiktoken"),
-        (
-            '{"pattern": "(", "special_tokens": {"<|endoftext|>": 300}}',
-            r"cannot be read by tiktoken \(.*\); correct its",
-        ),
-    ):
-        (tmp_path / "r.json").write_text(settings)
-        with pytest.raises(ValueError, match=expected):
-            load_tokenizer(path)
-    ranks(tmp_path)
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
-    with pytest.raises(
-        ValueError, match="is no whole rank file: a rank comes twice, or one of the 256 bytes is missing"
-    ):
-        load_tokenizer(path)
-
-
-def test_a_folder_or_file_without_a_tokenizer_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no tokenizer.json and no tokenizer.model; write one with transf"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(
-        FileNotFoundError, match=r"there is no tokenizer at .*; give a tokenizer.json, a folder with one"
-    ):
-        load_tokenizer(tmp_path / "none")
-    hugging_face_folder(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is no JSON object \(.*\); save the tokenizer again"):
-        load_tokenizer(tmp_path)
-    settings = json.loads(hugging_face_file(tmp_path).read_text())
-    settings["model"]["dropout"] = 0.1
-    with pytest.raises(ValueError, match=r"has dropout 0\.1, which encodes a text differently each time"):
-        HuggingFaceTokenizer(json.dumps(settings), "a test")

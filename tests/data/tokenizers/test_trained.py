@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer
 
 TEXTS = [f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(200)]
@@ -29,12 +27,6 @@ def test_text_cannot_spell_the_end_of_a_document() -> None:
     assert tokenizer.eod_id not in tokenizer.encode_batch([f"x{END_OF_DOCUMENT}y"])[0]
 
 
-def test_vocabulary_is_the_requested_size_or_what_the_text_yields() -> None:
-    assert train_tokenizer(TEXTS, 280).vocab_size == 280
-    assert 257 <= train_tokenizer(["ab", "ab", "cd"], 5000).vocab_size < 300
-    assert train_tokenizer(TEXTS, 257).vocab_size == 257
-
-
 def test_training_is_deterministic_and_the_fingerprint_survives_a_file(tmp_path: Path) -> None:
     first, second = train_tokenizer(TEXTS, 320), train_tokenizer(TEXTS, 320)
     assert first.fingerprint() == second.fingerprint()
@@ -44,13 +36,3 @@ def test_training_is_deterministic_and_the_fingerprint_survives_a_file(tmp_path:
     assert loaded.fingerprint() == first.fingerprint()
     assert loaded.eod_id == first.eod_id
     assert loaded.encode_batch(TEXTS) == first.encode_batch(TEXTS)
-
-
-def test_misuse_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 257"):
-        train_tokenizer(TEXTS, 256)
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json"):
-        load_tokenizer(tmp_path / "none.json")
-    train_tokenizer(TEXTS, 257).save(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match="</s>"):
-        load_tokenizer(tmp_path / "tokenizer.json", eod_token="</s>")

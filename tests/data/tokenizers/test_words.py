@@ -106,28 +106,3 @@ def test_a_token_that_is_looked_for_first_is_found() -> None:
     encoded = [ids.tolist() for ids in subject.encode_arrays(texts)]
     assert encoded == subject.encode_batch(texts)
     assert [400 in ids for ids in encoded] == [True, False, True]
-
-
-def test_the_memo_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_MEMO_WORDS", 50)
-    subject = tokenizer(words._GPT2)
-    for i in range(300):
-        subject.encode_arrays([f" word{i} {'x' * i}"])
-    assert subject._words is not None and len(subject._words._ids) < 60
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"normalizer": {"type": "Lowercase"}},
-        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
-        {"pre_tokenizer": {"type": "Whitespace"}},
-        {"pre_tokenizer": None},
-    ],
-)
-def test_other_tokenizers_are_left_to_the_library(change: dict[str, Any]) -> None:
-    settings = {**json.loads(CONTENT), **change}
-    assert words.word_expression(settings) is None
-    subject = HuggingFaceTokenizer(json.dumps(settings), "a test")
-    texts = random_texts(4, 200)
-    assert [ids.tolist() for ids in subject.encode_arrays(texts)] == subject.encode_batch(texts)
