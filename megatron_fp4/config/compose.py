@@ -111,10 +111,14 @@ def config_from_saved(
 
 
 def _refuse_resolvers(saved: Mapping[str, Any]) -> None:
+    harmless = re.compile(r"\$\{(oc\.(env|decode):[^${}]*|[\w.\[\]]+)\}")
     for key, value in leaves(saved):
-        if "${" in re.sub(r"\$\{(oc\.env:[^${}]*|[\w.\[\]]+)\}", "", str(value)):
+        text, replaced = str(value), 1
+        while replaced:  # from the innermost out
+            text, replaced = harmless.subn("", text)
+        if "${" in text:
             raise ConfigError(
-                f"the checkpoint's configuration has {key}={value}; of resolvers, only ${{oc.env:NAME}} is run in one"
+                f"the checkpoint's configuration has {key}={value}; of resolvers, only oc.env and oc.decode run in one"
             )
 
 

@@ -248,8 +248,3 @@ def _no_noise(rank: int) -> Any:
 def test_without_quantized_backward_there_is_no_noise() -> None:
     noise = launch(_no_noise, 1)[0]
     assert noise.noise_norm == 0 and noise.ratio == math.inf and noise.reference_norm > 0
-
-
-def test_an_interval_below_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1 is negative"):
-        Diagnostics(-1, {})
