@@ -73,7 +73,7 @@ from megatron_fp4.training.build import (
     sharded_model,
     world_size,
 )
-from megatron_fp4.training.callbacks.kernels import KernelChoices, rehearsal
+from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import StepResult, train_step
@@ -219,7 +219,7 @@ class RandomRun:
         model, controller = initialized_model(config, model_provider, mesh, clock)
         optimizer = build_optimizer(model, config.optimizer)
         graphs = graphs_for(config, model_provider, mesh, model, controller, print) if with_graphs else None
-        pin_kernels(model, config, device)
+        pin_model(model, config, device)
         return cls(config, mesh, clock, model, controller, optimizer, graphs)
 
     def step(self, number: int, batches: Sequence[RandomMicroBatch]) -> StepResult:
@@ -237,11 +237,11 @@ class RandomRun:
         return self.config.train.global_batch_size * self.config.train.sequence_length
 
 
-def pin_kernels(model: HybridModel, config: Config, device: torch.device) -> None:
+def pin_model(model: HybridModel, config: Config, device: torch.device) -> None:
     """Choose the model's tuned kernels as a run does."""
     if mixers := model.autotuned_mixers():
         rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
-        KernelChoices().pin(rehearse, default_cache_dir() / "autotuning", resumed=False)
+        pin_kernels(rehearse, None, default_cache_dir() / "autotuning")
 
 
 # linear
@@ -443,7 +443,7 @@ def model_row(config: Config, mesh: ParallelMesh, iterations: int) -> dict[str, 
     """Time, memory and kernels of one model in one precision."""
     rows, length, clock = config.train.micro_batch_size, config.train.sequence_length, StepState(seed=0)
     model, controller = initialized_model(config, model_provider, mesh, clock)
-    pin_kernels(model, config, mesh.device)
+    pin_model(model, config, mesh.device)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator).to(mesh.device)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()

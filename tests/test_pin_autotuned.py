@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConf
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.callbacks import kernels as autotuning
-from megatron_fp4.training.callbacks.kernels import Kernels
+from megatron_fp4.training.callbacks.kernels import RECORD_FILE, Kernels
 from models.conv import fused_conv_silu
 from models.execution import Execution
 from models.hybrid import build_model
@@ -36,12 +37,6 @@ class Lines(list[str]):
 class Pinned:
     lines = ("first line", "second line")
     record = staticmethod(lambda: {"choices": ["late ones, too"]})
-
-    def __init__(self) -> None:
-        self.written: list[Path] = []
-
-    def write(self, run_dir: Path) -> None:
-        self.written.append(run_dir)
 
 
 def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: bool = True) -> Any:
@@ -81,25 +76,21 @@ def said(run: Any, start: int, saved: Any) -> list[str]:
     return list(run.trainer.log.console)
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_run_with_autotuned_kernels(
-    mesh: ParallelMesh, tmp_path: Path, calls: list[Any], deterministic: bool
-) -> None:
-    run, saved = run_of(mesh, tmp_path, deterministic), {"choices": []}
-    assert said(run, 4, saved) == ["first line", "second line"]
+def test_a_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
+    run, saved = run_of(mesh, tmp_path), {"choices": []}
+    assert run.state_dict() is None and said(run, 4, saved) == ["first line", "second line"]
     ((_, given, folder),) = calls
     assert given is saved and folder == Path("/somewhere")
-    assert run._choices._pinned.written == [tmp_path]
+    (tmp_path / RECORD_FILE).unlink()
+    run.on_checkpoint(2)
+    assert run.state_dict() == json.loads((tmp_path / RECORD_FILE).read_text()) == {"choices": ["late ones, too"]}
+    assert "does not say" in said(run_of(mesh, tmp_path), 4, None)[0]  # an older checkpoint
+    assert said(run_of(mesh, tmp_path), 0, None) == ["first line", "second line"]
 
 
 def test_other_runs_have_nothing_of_this(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
     run = run_of(mesh, tmp_path, scan=False)
     assert said(run, 4, None) == [] and calls == [] and run.state_dict() is None
-
-
-def test_an_older_checkpoint_says_that_it_has_no_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
-    assert "does not say" in said(run_of(mesh, tmp_path), 4, None)[0]
-    assert said(run_of(mesh, tmp_path), 0, None) == ["first line", "second line"], "a run that begins has no checkpoint"
 
 
 def test_phases_of_shorter_sequences_are_rehearsed_too(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
@@ -139,16 +130,6 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, c
         }
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in mamba.parameters())
-
-
-def test_a_checkpoint_holds_the_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
-    """As it is when the checkpoint is made; the run's folder gets it at the same time."""
-    run = run_of(mesh, tmp_path)
-    assert run.state_dict() is None
-    said(run, 0, None)
-    run.on_checkpoint(2)
-    assert run.state_dict() == {"choices": ["late ones, too"]}
-    assert run._choices._pinned.written == [tmp_path, tmp_path]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.logging.console import plan_shares
 from megatron_fp4.logging.words import counted, rounded_time
 from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
-from megatron_fp4.planning.step_time import PlannedPhase, step_time
 from megatron_fp4.precision.plan import recipes_in
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
@@ -47,6 +46,9 @@ from megatron_fp4.training.providers import DataProvider, ModelProvider
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.step import train_step
 from megatron_fp4.training.trainer import check_samples
+
+if TYPE_CHECKING:
+    from megatron_fp4.planning.tables import PlannedPhase
 
 _GIB = 2**30
 # Model FLOPs that a CPU is asked to compute twice for an estimate: seconds, not minutes.
@@ -108,7 +110,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
 
 def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> None:
     """Print what the run would need on WORLD_SIZE ranks, without running it."""
-    from megatron_fp4.planning.tables import print_plan  # loads much that no run needs
+    from megatron_fp4.planning.tables import print_plan  # imports much that no run needs
 
     def build(*parts: Any) -> tuple[torch.nn.Module, PrecisionController]:
         return sharded_model(config, models, *parts)
@@ -119,6 +121,8 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
 
 def _planned_phases(config: Config, phases: Any, start: int) -> list[PlannedPhase]:
     """What is left of the phases after `start` steps."""
+    from megatron_fp4.planning.tables import PlannedPhase
+
     length = config.train.sequence_length
     return [
         PlannedPhase(span.name, steps, span.batch_size, span.sequence_length or length)
@@ -180,7 +184,8 @@ def _needs(
     config: Config, models: ModelProvider, ranks: int, phases: Any, found: Chosen | None, start: int
 ) -> tuple[int, str, str]:
     """By a dry run: bytes of a rank's memory at its peak, how long the steps after `start` take, what both assume."""
-    from megatron_fp4.planning.dry_run import dry_run  # loads much that no run needs
+    from megatron_fp4.planning.dry_run import dry_run  # imports much that no run needs
+    from megatron_fp4.planning.tables import step_time
 
     def build(*parts: Any) -> tuple[torch.nn.Module, PrecisionController]:
         model, controller = sharded_model(config, models, *parts)

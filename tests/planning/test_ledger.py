@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_fp4.planning.dry_run import fake_ranks
-from megatron_fp4.planning.ledger import Ledger, Message
+from megatron_fp4.planning.dry_run import Ledger, Message, fake_ranks
 from megatron_fp4.precision.overlapped import start_all_gather
 
 KIB = 1024

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_fp4.planning.ledger import Ledger
+from megatron_fp4.planning.dry_run import Ledger
 from models import planned as stand_ins
 from models.attention import split_heads
 from models.execution import Execution

@@ -11,7 +11,7 @@ spend their first step on it, minutes of it.) Configurations are compiled side b
 keys hold sizes of the model, not of the batch: validation needs nothing more. Choices come, in this order, from
 
     the checkpoint      `autotuning` in trainer.json, also written to run.dir/autotuning.json
-    this machine        a file that earlier runs on such a GPU with these versions left behind: a run started twice
+    this machine        a file that earlier runs on such a GPU with these versions made: a run started twice
                         from the beginning chooses once
     measuring
 
@@ -61,7 +61,9 @@ class Kernels(Callback):
     name = "autotuning"
 
     def __init__(self, folder: Path, write: bool = True) -> None:
-        self._choices, self._folder, self._write = KernelChoices(), folder, write
+        self._folder, self._write = folder, write
+        self._saved: Mapping[str, Any] | None = None
+        self._pinned: PinnedKernels | None = None
 
     def start(self, done: int) -> None:
         """Tune what is not known yet, on the first rank."""
@@ -72,22 +74,29 @@ class Kernels(Callback):
         whole = trainer.config.train.sequence_length
         lengths = (span.sequence_length or whole for span in trainer.data.phases.spans)
         rehearse = rehearsal(mixers, trainer.config, lengths, trainer.mesh.device)
-        for line in self._choices.pin(rehearse, self._folder, resumed=done > 0):
+        self._pinned = pin_kernels(rehearse, self._saved, self._folder)
+        if done and self._saved is None:
+            trainer.log.console.text("kernels: the checkpoint does not say which configurations it was made with")
+        for line in self._pinned.lines:
             trainer.log.console.text(line)
         self.on_checkpoint(done)
 
     def on_checkpoint(self, done: int) -> None:
-        """Replace run.dir/autotuning.json."""
-        if self._write and self.trainer.mesh.rank == 0:
-            self._choices.write(Path(self.trainer.config.run.dir))
+        """Replace run.dir/autotuning.json. Checkpoints have it too, so a disk that refuses it only gets a warning."""
+        if self._pinned is not None and self._write and self.trainer.mesh.rank == 0:
+            path = Path(self.trainer.config.run.dir) / RECORD_FILE
+            try:
+                write_record(path, self._pinned.record())
+            except OSError as error:
+                log.warning("%s could not be written (%s)", path, error)
 
     def state_dict(self) -> Any:
-        """The choices."""
-        return self._choices.state_dict()
+        """The choices; None if nothing is pinned."""
+        return None if self._pinned is None else self._pinned.record()
 
     def load_state_dict(self, state: Any) -> None:
         """Those of a checkpoint, for `start`."""
-        self._choices.load_state_dict(state)
+        self._saved = state
 
 
 class PinnedKernels:
@@ -103,46 +112,11 @@ class PinnedKernels:
         """This rank's choices so far, as JSON."""
         return record_of(self.environment, choices_of(live_autotuners()))
 
-    def write(self, run_dir: Path) -> None:
-        """Replace `run_dir`/autotuning.json."""
-        write_record(run_dir / RECORD_FILE, self.record())
-
-
-class KernelChoices:
-    """The choices of one run from checkpoint to checkpoint: what one held, and what is pinned once `pin` was called."""
-
-    def __init__(self) -> None:
-        self._saved: Mapping[str, Any] | None = None
-        self._pinned: PinnedKernels | None = None
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """For the checkpoint; None if nothing is pinned."""
-        return None if self._pinned is None else self._pinned.record()
-
-    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """What a checkpoint held, for `pin`."""
-        self._saved = saved
-
-    def pin(self, rehearse: Callable[[], object], machine_folder: Path, resumed: bool) -> list[str]:
-        """See `pin_kernels`; returns lines for the log. resumed: whether the run goes on from a checkpoint."""
-        self._pinned = pin_kernels(rehearse, self._saved, machine_folder)
-        unknown = ["kernels: the checkpoint does not say which configurations it was made with"]
-        return [*(unknown if resumed and self._saved is None else []), *self._pinned.lines]
-
-    def write(self, run_dir: Path) -> None:
-        """Replace `run_dir`/autotuning.json, if anything is pinned. Checkpoints have it too, so a disk that refuses it
-        only gets a warning."""
-        if self._pinned is not None:
-            try:
-                self._pinned.write(run_dir)
-            except OSError as error:
-                log.warning("%s could not be written (%s)", run_dir / RECORD_FILE, error)
-
 
 def rehearsal(
     mixers: Iterable[Any], config: Config, lengths: Iterable[int], device: torch.device
 ) -> Callable[[], None]:
-    """What `pin` is to call: the autotuned kernels of `mixers`, once for each sequence length that occurs."""
+    """What `pin_kernels` is to call: the autotuned kernels of `mixers`, once for each sequence length that occurs."""
     train, dtype = config.train, getattr(torch, config.precision.compute_dtype)
     different = tuple(dict.fromkeys(lengths))
 

@@ -1,0 +1,107 @@
+"""A new ability of a run is one callback and one row in the list: nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pretrain
+from megatron_fp4.config.schema import Config
+from megatron_fp4.training.trainer import Callback, Step
+from tests.spiked_run import FAST, small_corpus
+from tests.test_pretrain import SMALL, losses
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+
+
+class Toy(Callback):
+    """Counts its steps, wants a checkpoint after the third, and notes what it is called with."""
+
+    name = "toy"
+
+    def __init__(self) -> None:
+        self.count, self.seen = 0, list[Any]()
+
+    def start(self, done: int) -> None:
+        self.seen.append(("start", done, self.count))
+
+    def before_step(self, step: Step) -> None:
+        self.seen.append(("before", step.index))
+
+    @contextmanager
+    def around_step(self, step: Step) -> Iterator[None]:
+        self.seen.append("in")
+        yield
+        self.seen.append("out")
+
+    def after_step(self, step: Step) -> None:
+        self.count += 1
+        self.seen.append(("after", step.done, step.result.loss > 0))
+        step.save = step.save or step.done == 3
+
+    def on_checkpoint(self, done: int) -> None:
+        self.seen.append(("save", done))
+
+    def finish(self, done: int, stop: Any) -> bool:
+        self.seen.append(("finish", done, stop()))
+        return True
+
+    def close(self) -> None:
+        self.seen.append("close")
+
+    def conclude(self) -> None:
+        self.seen.append("conclude")
+
+    def state_dict(self) -> int:
+        return self.count
+
+    def load_state_dict(self, state: int | None) -> None:
+        self.count = state or 0
+
+
+def of_step(index: int) -> list[Any]:
+    return [("before", index), "in", "out", ("after", index + 1, True)]
+
+
+def test_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed, toys = pretrain.callbacks_of, list[Toy]()
+
+    def with_toy(config: Config) -> list[Callback]:
+        toys.append(Toy())
+        return [*composed(config), toys[-1]]
+
+    settings = [*SMALL, *FAST, *small_corpus(tmp_path), "train.global_batch_size=2", "checkpoint.interval=0"]
+    plain = [*settings, "precision.switch.when=never", "train.steps=4"]
+    assert pretrain.main([*plain, f"run.dir={tmp_path}/plain"]) == 0
+    monkeypatch.setattr(pretrain, "callbacks_of", with_toy)
+    assert pretrain.main([*plain, f"run.dir={tmp_path}/run"]) == 0
+    end = [("save", 4), ("finish", 4, False), "close", "conclude"]
+    steps = [of_step(index) for index in range(4)]
+    assert toys[0].seen == [("start", 0, 0), *steps[0], *steps[1], *steps[2], ("save", 3), *steps[3], *end]
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+
+    resumed = f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000003"
+    assert pretrain.main([*plain, resumed, f"run.dir={tmp_path}/branch"]) == 0
+    assert toys[1].seen == [("start", 3, 3), *steps[3], *end]
+    # Of a run that had no such callback.
+    other = f"checkpoint.resume={tmp_path}/plain/checkpoints/step_00000004"
+    assert (
+        pretrain.main([*settings, other, "precision.switch.when=never", "train.steps=5", f"run.dir={tmp_path}/b"]) == 0
+    )
+    assert toys[2].seen[0] == ("start", 4, 0)
+
+
+def test_it_closes_where_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Toy):
+        def start(self, done: int) -> None:
+            raise ZeroDivisionError
+
+    composed, toys = pretrain.callbacks_of, [Toy(), Failing()]
+    monkeypatch.setattr(pretrain, "callbacks_of", lambda config: [*composed(config), *toys])
+    with pytest.raises(ZeroDivisionError):
+        pretrain.main([*SMALL, *FAST, *small_corpus(tmp_path), f"run.dir={tmp_path}/run"])
+    assert toys[0].seen == [("start", 0, 0), "close"] and toys[1].seen == ["close"]
