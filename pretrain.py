@@ -104,18 +104,22 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
             finally:
                 leave_distributed()
     overrides = [argument for argument in arguments if argument != "--check"]
-    run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
+    run_dir = None
     try:
-        config = configure(overrides)
-        if overrides != arguments or config.run.dry:
+        if checks := overrides != arguments:
             signals.decline()
-            (print_dry_run if overrides == arguments else print_check)(config, models, data)
+        else:
+            run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
+        config = configure(overrides)
+        if checks or config.run.dry:
+            signals.decline()
+            (print_check if checks else print_dry_run)(config, models, data)
             return ExitCode.FINISHED
         check_launch()
         return train(config, signals)
     except (ConfigError, DivergedError, WrongNumbersError, SelfTestError) as error:
         signals.hush()
-        return explain(error, None if overrides != arguments else run_dir, lambda: signals.requested)
+        return explain(error, run_dir, lambda: signals.requested)
 
 
 def configure(overrides: list[str]) -> Config:

@@ -159,6 +159,7 @@ class Exports(Callback):
             for step in self._waiting:
                 self._failed(step, "left out, because exports take longer than checkpoint.export_interval gives them")
             self._waiting = [report.step]
+            self._poll()  # two reports may come at once
         self._poll()
 
     def finish(self, done: int, stop: Callable[[], bool]) -> bool:
