@@ -68,13 +68,13 @@ def test_another_run_is_named_by_each_field_with_both_values() -> None:
 def test_every_kind_of_value() -> None:
     phases = [PHASES[0], replace(PHASES[1], blend={"web": 1.0})]
     now = config(
-        optimizer__lr=0.5, parallel__sequence=True, data__phases=phases, data__sources={"web": "/w", "new": "/n"}
+        optimizer__lr=0.5, parallel__sequence=False, data__phases=phases, data__sources={"web": "/w", "new": "/n"}
     )
     assert configuration_changes(saved(), now) == [
         Change("data.sources", {"web": "/w"}, {"web": "/w", "new": "/n"}),
         Change("data.phases[1].blend", {"web": 2.0, "code": 1.0}, {"web": 1.0}),
         Change("optimizer.lr", 0.002, 0.5),
-        Change("parallel.sequence", None, True),
+        Change("parallel.sequence", None, False),
     ]
     assert change_lines([Change("optimizer.lr", 0.002, 0.5)]) == [
         "changed since the checkpoint: optimizer.lr 0.002 -> 0.5"
@@ -114,10 +114,10 @@ def test_values_of_the_environment_are_compared_as_they_are_written() -> None:
 
 def test_a_key_that_is_gone_is_told_if_it_had_another_value() -> None:
     before = saved()
-    before["checkpoint"]["local_dir"] = None
+    before["checkpoint"]["local_interval"] = 0
     assert configuration_changes(before, config()) == []
-    before["checkpoint"]["local_dir"] = "/scratch"
-    assert configuration_changes(before, config()) == [Change("checkpoint.local_dir", "/scratch", None)]
+    before["checkpoint"]["local_interval"] = 50
+    assert configuration_changes(before, config()) == [Change("checkpoint.local_interval", 50, 0)]
 
 
 def test_a_recipe_of_which_no_step_is_left_before_the_switch() -> None:

@@ -14,8 +14,8 @@ from models import provider as models
 from models.pattern import training_flops_per_token
 
 GB = 10**9
-TOKENS = Message("all-gather", "tp", 2, 100 * GB)  # each rank sends half: 0.2 s at 250 GB/s
-HIDDEN_TOKENS = Message("reduce-scatter", "tp", 2, 100 * GB, is_async=True)
+TOKENS = Message("all-gather", "tp", 2, 120 * GB)  # each rank sends half: 0.2 s at 300 GB/s
+HIDDEN_TOKENS = Message("reduce-scatter", "tp", 2, 120 * GB, is_async=True)
 WEIGHTS = Message("all-gather", "dp", 2, 60 * GB)  # 0.1 s
 EMPTY = DryRun(None, 4, {}, {}, {}, {})  # type: ignore[arg-type]
 MODEL = ModelConfig(pattern="*-")  # four linears
