@@ -102,7 +102,7 @@ STEPS = (
     tests("generation", "test_generation"),
     Step(
         "a round of faults, each run finished afterwards and equal",
-        ("tests/fault_round.py", "--device", "cuda", "--steps", "40", "--kills", "2", "--jobs", "8", *VERY_SMALL),
+        ("-m", "tests.fault_round", "--device", "cuda", "--steps", "40", "--kills", "2", "--jobs", "8", *VERY_SMALL),
         r"^\| torchrun killed.*equal.*",
         gpus=2,
     ),

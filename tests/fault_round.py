@@ -1,4 +1,4 @@
-"""A round of faults in real runs under torchrun, on GPUs or a CPU: `python tests/fault_round.py --device cuda`.
+"""A round of faults in real runs under torchrun, on GPUs or a CPU: `python -m tests.fault_round --device cuda`.
 
 Each fault is done to a run of its own, which is then started again by the same command until it is finished, and has to
 equal an undisturbed run bit for bit: losses, gradient norms, weights and moments; every step is in metrics.jsonl once.
@@ -22,10 +22,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from scripts.fingerprint import state_digest
 
-from scripts.fingerprint import state_digest  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 LOST = "LOST"
 SECONDS = 300.0

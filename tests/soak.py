@@ -1,6 +1,6 @@
 """Soak test: runs that are killed, cut off and damaged at every place, and must come out as if nothing had been.
 
-    python tests/soak.py --kills 500 --seed 1 --mode both --processes 2
+    python -m tests.soak --kills 500 --seed 1 --mode both --processes 2
 
 A round is one run of a very small model, started by the same command until it is finished. Each start is killed: one
 rank or all, at one of `PLACES` or at any moment; now and then the newest checkpoint is damaged before
@@ -38,14 +38,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from data.indexed import IndexedDatasetWriter
+
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from data.indexed import IndexedDatasetWriter  # noqa: E402
 
 STEPS, INTERVAL, KEEP = 24, 2, 2
 RUN = [

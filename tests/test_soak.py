@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.programs import run_program
-from tests.soak import PLACES, Kill, arm, differences
+from tests.soak import PLACES, ROOT, Kill, arm, differences
 
 
 @pytest.mark.slow
 def test_a_short_soak() -> None:
-    """Six kills of one process, each mode of saving; `python tests/soak.py` is the long one."""
-    done = run_program(["tests/soak.py", "--kills", "6", "--processes", "1", "--seed", "3"], timeout=500)
+    """Six kills of one process, each mode of saving; `python -m tests.soak` is the long one."""
+    command = [sys.executable, "-m", "tests.soak", "--kills", "6", "--processes", "1", "--seed", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all equal" in done.stdout
     kills = re.search(r"^all kills +(\d+) +(\d+)$", done.stdout, re.MULTILINE)
