@@ -135,7 +135,7 @@ def test_the_same_command_goes_on_with_what_is_missing(
         drawn = ["--output", str(output), "--picture", str(tmp_path / "gaps.png")]
         assert compare.main(["try", str(checkpoint), *more, "--steps", "2", *drawn]) == 0
         assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
-    assert trained == ["bf16", "mxfp8", "mxfp8"]
+    assert trained == ["bf16", "mxfp8", "mxfp8 with bf16_blocks.last=1"]
     unlike = [line for line in capsys.readouterr().out.splitlines() if "recipe alone" in line]
     assert unlike == ["not the recipe alone: fewer differs from bf16 in optimizer.lr (0.0001, not 0.002), too"]
     then = json.loads(output.read_text())
