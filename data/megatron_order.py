@@ -244,7 +244,7 @@ def lay_out(spans: Sequence[tuple[int, int, Mapping[str, float]]], run: Megatron
         if run.phases == "relaunched":
             layouts.append(Layout(start, end, run.consumed_samples + start, samples, weights))
             continue
-        # The first phase began before this run, and the last one may go on behind it.
+        # The first phase began before this run, and the last one may go on after it.
         before = run.consumed_samples if index == 0 else 0
         behind = samples - total if index == len(spans) - 1 else 0
         layouts.append(Layout(start, end, before, before + end - start + behind, weights))

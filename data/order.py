@@ -219,7 +219,7 @@ class DocumentOrder:
         return min(-(-self._group_start(group) // self._seq_length), self.num_windows)
 
     def _cut(self, epoch: int, group: int, offset: int, length: int) -> tuple[np.ndarray, list[int]]:
-        """`length` tokens from `offset` of a group on, into the groups behind it if need be; and how many tokens each
+        """`length` tokens from `offset` of a group on, into the groups after it if need be; and how many tokens each
         document gives of them."""
         tokens, lengths = np.empty(length, dtype=np.int64), []
         filled = 0
@@ -528,7 +528,7 @@ def replaced_file(parts: Sequence[TokenSource], files: Sequence[Sequence[Any]]) 
             which = f", file {number + 1} of {len(files)}," if len(files) > 1 else ""
             return (
                 f"({part}){which} had {num_tokens} tokens (identity {_short(identity)}) and now has "
-                f"{part.num_tokens} (identity {_short(part.identity())}); new files go behind those that it had"
+                f"{part.num_tokens} (identity {_short(part.identity())}); new files go after those that it had"
             )
     return None
 

@@ -2,7 +2,7 @@
 
 A fingerprint is plain JSON: seed, seq_length, the order of samples, the files of each source, the phases. On resume
 only what shaped the samples already consumed must agree. What is to come may change: where phases begin and end, their
-blends, batches and sequence lengths, and a source may have got more files behind those that it had. A phase that has
+blends, batches and sequence lengths, and a source may have got more files after those that it had. A phase that has
 served samples must keep its blend, and a source that has given some must keep their files: anything else would replace
 the past, and is refused.
 
@@ -97,7 +97,7 @@ def served(phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> list[t
 
 
 def to_come(phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> list[dict[str, Any]]:
-    """What is left of the phases behind consumed_samples."""
+    """What is left of the phases after consumed_samples."""
     return [
         {**phase, "start": max(phase["start"], consumed_samples), "blend_start": 0, "first_step": 0}
         for phase in phases
@@ -191,7 +191,7 @@ def resume_data(
                 tokens = sum(part.num_tokens for part in more)
                 changes.append(
                     f"source {name!r} has {len(more)} new files of {tokens:,} tokens, mixed with what its epoch has "
-                    f"left behind its sample {given}"
+                    f"left after its sample {given}"
                 )
                 growth.append(Growth(given, files))
             source = source.grown(growth)
@@ -200,7 +200,7 @@ def resume_data(
 
 
 def check_position(schedule: PhaseSchedule, consumed: int) -> None:
-    """Raise ValueError if no step of the schedule begins behind `consumed` samples."""
+    """Raise ValueError if no step of the schedule begins after `consumed` samples."""
     try:
         steps = schedule.steps_before(consumed)
     except ValueError as error:

@@ -12,7 +12,7 @@ as it divides into, so neither the clock nor what was consumed depends on it.
 
 A run that goes on with another number of steps, or with other phases to come, has a past that the new phases would
 not have laid out so. `PhaseSchedule.after` then keeps the spans that were consumed, as history, and lets the new
-layout begin behind them; counting goes on.
+layout begin after them; counting goes on.
 
 What a run takes from each source in each phase, in samples and epochs, before it has begun.
 """
@@ -51,7 +51,7 @@ class Phase:
 def phase_boundaries(
     phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int
 ) -> list[int]:
-    """The step behind each phase, in a run of num_steps.
+    """The step after each phase, in a run of num_steps.
 
     A boundary is the step nearest to the sum of the lengths, so in a run of very few steps a short phase may get none.
     global_batch_size, sequence_length: in samples and tokens, the run's.
@@ -142,7 +142,7 @@ class PhaseSpan:
 
     @property
     def end(self) -> int:
-        """The global sample behind its last."""
+        """The global sample after its last."""
         return self.start + self.num_samples
 
 
@@ -254,7 +254,7 @@ class PhaseSchedule:
             )
 
     def span(self, step: int) -> PhaseSpan:
-        """The phase of `step`, from 0; the run's last behind its end."""
+        """The phase of `step`, from 0; the run's last after its end."""
         # Of phases that start together all but the last are empty, and bisect_right finds the last.
         return self.spans[bisect_right(self._first_steps, step) - 1]
 
@@ -342,7 +342,7 @@ class PhaseSchedule:
         return self._offsets[span.blend_start]
 
     def description(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps to recognise the phases, and to lay out new ones behind them.
+        """What a checkpoint keeps to recognise the phases, and to lay out new ones after them.
 
         Name, samples [start, end) in batches of batch_size, sequence length if it is not the run's, the blend and the
         sample where it began. Its weights are pairs in a list, because the order of the sources breaks ties.

@@ -385,7 +385,7 @@ class _Descriptor:
     def __init__(self, path: str) -> None:
         self.number = -1
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # A read shall not bring what lies behind it.
+        # A read shall not bring what lies after it.
         os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self) -> None:

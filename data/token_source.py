@@ -119,7 +119,7 @@ def document_numbers(source: TokenSource, start: int, length: int) -> np.ndarray
         return int(source.document_offsets(document, document)[0])
 
     begins = np.zeros(length, dtype=np.int32)
-    # Documents that begin behind the first token, in blocks, up to one that begins behind the last.
+    # Documents that begin after the first token, in blocks, up to one that begins after the last.
     block, end = 16, source.num_documents
     document = bisect_right(range(end + 1), start, key=offset)
     while document < end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,15 @@ def overrides(case: Case, folder: Path, *more: str, steps: int | None = None) ->
         f"train.steps={steps or case.num_samples // 50}",
         "train.global_batch_size=50",
         "train.micro_batch_size=10",
-        f"train.sequence_length={case.seq_length}",
         "model.vocab_size=60000",
         *more,
     ]
 
 
 def opened(arguments: list[str], length: int) -> tuple[Any, MicroBatchLoader, Any]:
-    """The data of a configuration. length: of its sequences; quantization would want a multiple of 16."""
+    """The data of a configuration. length: of its sequences, for which a configuration wants a multiple of 16."""
     config: Config = compose_config(arguments, pretrain.CONFIGS)
-    assert config.train.sequence_length == length
+    config = replace(config, train=replace(config.train, sequence_length=length))
     with alone() as mesh:
         return opening.open_run_data(config, mesh)
 
