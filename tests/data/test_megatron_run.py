@@ -121,7 +121,7 @@ def test_a_checkpoint_is_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
-    split = ["data.megatron.split=[949,51,0]", "validation.num_samples=null"]
+    split = ["data.megatron.split=[949,51,0]", "validation.num_samples=null", "train.sequence_length=32"]
     bundle, loader, [held_out] = opened(overrides(SPLIT, tmp_path, *split), 32)
     assert digest(samples(loader, 0, 30)) == GOLDEN["single_split"]["samples"]
     [prefix] = [path.with_suffix("") for path in tmp_path.glob("*.idx")]
