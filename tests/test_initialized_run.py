@@ -217,24 +217,6 @@ def test_what_is_refused_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_an_import_among_a_runs_checkpoints_is_no_damage(imported: Path, start: Start, tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints" / "step_00000000"
-    shutil.copytree(imported, folder)
-    assert "which holds weights alone: nothing to resume" in start(tmp_path / "run", code=2)
-    assert folder.is_dir()
-
-
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
-    parent: Path, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    mine = Path(shutil.copytree(parent, tmp_path / "parent"))
-    _flip(checkpoint(mine, 4))
-    printed = start(tmp_path / "run", f"checkpoint.initialize_from={mine}")
-    assert f"CHECKPOINT DAMAGED: {checkpoint(mine, 4)}: " in caplog.text
-    assert f"begins with the weights of {checkpoint(mine, 2)} (its step 2)" in printed
-    assert checkpoint(mine, 4).is_dir()  # it is another run's: nothing is moved
-
-
 def test_another_tokenizer_can_be_allowed_and_a_check_looks_first(imported: Path, start: Start, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(imported, tmp_path / "model"))
     rewrite(folder, identity={"data.tokenizer": "0123456789abcdef"})

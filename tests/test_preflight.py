@@ -16,7 +16,6 @@ from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.logging.words import rounded_time
 from megatron_fp4.training import check as preflight
 from models import provider as models
 from pretrain import CONFIGS, configure
@@ -94,21 +93,6 @@ def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("no_plan")
-def test_how_much_is_in_which_precision(check: Check, tmp_path: Path) -> None:
-    def said(*overrides: str) -> list[str]:
-        return [line for line in check(tmp_path / "run", *overrides) if line.startswith("precision")]
-
-    # In the last block 2 x 128 x 64; in the others 324 x 64, 4 x 128 x 64 and 64 x 64.
-    bf16 = 16_384 / (16_384 + 57_600)
-    assert said("precision.switch.when=never", "precision.bf16_blocks.last=1") == [
-        f"precision: 6 of 8 linears in nvfp4 ({1 - bf16:.1%} of their weights), "
-        f"2 of 8 linears in bf16 ({bf16:.1%} of their weights)"
-    ]
-    assert len(said("precision.switch.when=3")) == 2
-    assert len(said("precision.switch.when=4")) == 1  # which is the end of the run
-
-
 def test_under_torchrun_one_rank_says_it(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -127,11 +111,6 @@ def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
     assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
     assert any(line.startswith("data: phases behind sample 32: were none; are") for line in lines)
     assert lines[-1] == "ok: 1 rank, 6,144 tokens, 1.0 GiB a rank, about 1 minute for the 8 steps that are left"
-
-
-def test_a_switched_run_that_shall_not_switch(check: Check, trained: Path) -> None:
-    line = refused(check, trained, "train.steps=12", "precision.switch.when=never")
-    assert "starts from step 4: the checkpoint is from after the precision switch" in line
 
 
 @pytest.mark.usefixtures("no_plan")
@@ -179,29 +158,3 @@ def test_branches(check: Check, trained: Path, tmp_path: Path) -> None:
     assert "of a run that did not begin from it" in refused(check, tmp_path / "other", f"checkpoint.resume={start}")
     lines = check(tmp_path / "new", f"checkpoint.initialize_from={trained}")
     assert f"checkpoint: none yet; begins at step 0 with the weights of {trained}" in lines
-
-
-def test_on_a_gpu_the_time_is_the_plans(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "device_type_of", lambda _: "cuda")
-    *lines, last = check(tmp_path / "run", "train.steps=2M", "run.dry_mfu=0.25")
-    assert "time: at run.dry_mfu=0.25 of run.dry_peak_tflops=989, without validation and saves" in lines[-1]
-    assert last.startswith("ok: 1 rank, 1,024,000,000 tokens, ") and last.endswith(" hours")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.2, "1 second"), (80, "80 seconds"), (240, "4 minutes"), (7200, "2 hours"), (86400 * 40, "40 days")],
-)
-def test_durations(seconds: float, words: str) -> None:
-    assert rounded_time(seconds) == words
-
-
-def test_every_json_file_of_a_run_is_json(trained: Path) -> None:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    files = [path for path in trained.rglob("*") if path.suffix in (".json", ".jsonl")]
-    assert len(files) >= 4
-    for path in files:
-        for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
-            json.loads(text, parse_constant=refuse)

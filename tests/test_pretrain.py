@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,10 +17,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import pretrain
 from megatron_fp4.precision import verify as kernel_tests
 from megatron_fp4.runtime.errors import ExitCode
 from megatron_fp4.training.callbacks.verify import Verify
@@ -177,20 +174,6 @@ def test_resume_is_bitwise(straight: Any, small: list[str], tmp_path: Path, at: 
 
 
 @pytest.mark.slow
-def test_a_run_with_exceptions_resumes_behind_its_switch(small: list[str], tmp_path: Path) -> None:
-    one, again = tmp_path / "one", tmp_path / "again"
-    mixed = [*small, "precision=nvfp4_nemotron_3", "precision.switch.target=mxfp8"]
-    run(1, [*mixed, f"run.dir={one}"])
-    linears = yaml.safe_load((one / "plan.yaml").read_text())["linears"]
-    assert linears["blocks.0.mixer.out_proj"] == {"recipe": "mxfp8", "why": "its name matches *.out_proj in blocks M"}
-    assert linears["blocks.0.mixer.in_proj"]["recipe"] == "nvfp4_nemotron_3"
-    run(1, [*mixed, f"run.dir={again}", f"checkpoint.resume={one}/checkpoints/step_00000007", "checkpoint.interval=0"])
-    assert losses(again) == {STEPS: losses(one)[STEPS]}
-    last = Path("checkpoints", f"step_{STEPS:08d}")
-    assert_same_checkpoint(one / last, again / last, tmp_path)
-
-
-@pytest.mark.slow
 def test_switch_by_gradient_noise(straight: Any, small: list[str], tmp_path: Path) -> None:
     """Measured every second step; the third measurement in a row below an (absurd) threshold switches. Until then the
     run is the one that measures nothing."""
@@ -247,19 +230,6 @@ def test_signal_saves_and_resumes(straight: Any, small: list[str], tmp_path: Pat
     assert_same_checkpoint(folder / last, tmp_path / "run" / last, tmp_path)
 
 
-def test_wrong_configuration_is_one_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for override, expected in (
-        ("train.stepz=3", "did you mean train.steps"),
-        ("train.global_batch_size=7", "global batch sizes that work"),
-        ("model.pattern=M-X", "'X' at position 2"),
-        ("train.sequence_length=250", "multiple of 16"),
-    ):
-        assert pretrain.main([override, f"run.dir={tmp_path / 'run'}"]) == 2
-        printed = capfd.readouterr()
-        assert printed.out == "" and len(printed.err.splitlines()) == 1 and expected in printed.err
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -> None:
     processes, folder, _ = straight
@@ -291,13 +261,6 @@ def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch
     verify.trainer = MagicMock(precision=MagicMock(linears={"linear": MagicMock(backend=backend)}))
     verify.start(0)
     assert required == ([] if name == "emulated" else [name])
-
-
-def test_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain.main(["--check"]) == 0
-    assert re.fullmatch(
-        r"ok: 1 rank, 614,400 tokens, .* GiB a rank, about .*", capsys.readouterr().out.splitlines()[-1]
-    )
 
 
 # pretrain.py up to its end, which is a refusal here: what has been imported, and whether garbage is collected.

@@ -19,7 +19,7 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
-from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer
@@ -170,18 +170,6 @@ def test_numbers_hardly_depend_on_the_mesh() -> None:
     assert ratio_2 == pytest.approx(ratio, rel=1e-2) and ratio_tp == pytest.approx(ratio, rel=0.1)
 
 
-def _bf16_linears(rank: int) -> Any:
-    mesh = toy_mesh()
-    some = Run(mesh, NVFP4, bf16=("blocks.1.*",))
-    none = Run(mesh, BF16)
-    return _train(some, 1, 1)[1][0], _train(none, 1, 1)[1][0]
-
-
-def test_bf16_linears_report_nothing() -> None:
-    some, none = launch(_bf16_linears, 1)[0]
-    assert list(some["linears"]) == LINEARS[:2] and none is None
-
-
 def _noise_between_steps(rank: int, tp_size: int, reshard: bool) -> Any:
     mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
     plain, measured = Run(mesh, NVFP4, reshard), Run(mesh, NVFP4, reshard)
@@ -238,13 +226,3 @@ def test_noise_is_the_difference_of_two_gradients() -> None:
     assert noise.reference_norm == pytest.approx(norm, rel=1e-4)
     assert noise.ratio == pytest.approx(norm / expected, rel=1e-4)
     assert noise.num_coordinates == sum(r.numel() for r in reference)
-
-
-def _no_noise(rank: int) -> Any:
-    run = Run(toy_mesh(), bf16_backward(NVFP4))
-    return run.noise(0)
-
-
-def test_without_quantized_backward_there_is_no_noise() -> None:
-    noise = launch(_no_noise, 1)[0]
-    assert noise.noise_norm == 0 and noise.ratio == math.inf and noise.reference_norm > 0

@@ -19,7 +19,7 @@ from models.attention import Attention
 from tests.measure.test_diagnostics_run import ALL_THE_WAY, NVFP4, Run, _same
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL
-from tests.training.harness import alone, launch, toy_mesh
+from tests.training.harness import launch, toy_mesh
 
 NUM_STEPS = 4
 
@@ -174,16 +174,6 @@ def test_the_rank_and_the_place_are_named(tp_size: int) -> None:
             assert others == ([0] if spreads else []), kind
 
 
-def test_one_process_alone_is_named_too() -> None:
-    with alone() as mesh:
-        run = Run(mesh, NVFP4)
-        next(iter(run.linears.values())).backend = Flipping(5)
-        found = Replay(1, run.model, mesh, run.controller).before_step(6, run.batches(6))
-        assert found is not None and [one.rank for one in found.differences] == [0]
-        assert found.as_event()["ranks"] == [0] and "dgrad" in found.as_event()["first"]
-        json.dumps(found.as_event(), allow_nan=False)
-
-
 @pytest.fixture
 def erring(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one product in one of the two computations of step 3 is wrong."""
@@ -220,15 +210,3 @@ def test_a_difference_ends_the_run_before_the_update(erring: None, tmp_path: Pat
     (event,) = [record for record in _records(tmp_path) if record.get("event") == "replay"]
     assert event["step"] == 3 and event["ranks"] == [0] and event["first"] in line
     assert [record["step"] for record in _records(tmp_path) if record["kind"] == "step"] == [1, 2]
-
-
-@pytest.mark.slow
-def test_a_run_that_replays_has_the_bits_of_any_other(tmp_path: Path) -> None:
-    assert _pretrain(tmp_path) == 0
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    assert _pretrain(plain, "run.replay_interval=0") == 0
-    numbers = [
-        [(r["loss"], r["grad_norm"]) for r in _records(folder) if r["kind"] == "step"] for folder in (tmp_path, plain)
-    ]
-    assert len(numbers[0]) == 4 and numbers[0] == numbers[1]

@@ -172,12 +172,6 @@ def test_codes_are_gathered_once_a_step_and_stay(dp4):
     assert sent(plain) - sent(dp4) == (2 - 9 / 16) * linears
 
 
-def test_replicas_reduce_among_each_other():
-    dry = run(8, replicate=2)
-    assert counted(dry, "all-reduce", "replicate") == 6
-    assert {m.ranks for m in dry.messages if m.group == "dp"} == {4}
-
-
 def test_reducing_each_micro_batch_sends_more_and_holds_less(dp4):
     # The largest batch of a phase counts, not train.global_batch_size alone.
     phases = "[{name: a, steps: 1, blend: {code: 1.0}, global_batch_size: 32}, {name: b, blend: {code: 1.0}}]"
@@ -192,15 +186,6 @@ def test_reducing_each_micro_batch_sends_more_and_holds_less(dp4):
     assert each.memory.parameters == dp4.memory.parameters
     # Instead of the whole slice it holds the sums of its shard, a quarter, and one unit at a time.
     assert each.memory.peak < dp4.memory.peak - 0.3 * dp4.memory.unreduced_gradients
-
-
-def test_one_micro_batch_a_step(dp4):
-    dry = run(4, sequences=4)
-    assert dry.micro_batches == 1
-    assert dry.memory.unreduced_gradients == 0
-    assert dry.memory.activations == pytest.approx(dp4.memory.activations, rel=0.02)
-    assert dry.messages == dp4.messages_of(1)  # as a phase with a smaller batch has them
-    assert sorted(m.operation for m in dry.ends) == ["all-gather", "reduce-scatter"]
 
 
 @pytest.fixture(scope="module")

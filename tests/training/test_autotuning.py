@@ -25,7 +25,7 @@ from megatron_fp4.training.callbacks.kernels import (
     record_of,
 )
 from tests.training.harness import RankFailedError, alone, launch, toy, toy_mesh
-from tests.training.kernels import Config, call, install
+from tests.training.kernels import call, install
 
 HERE = {"gpu": "H200", "triton": "3.6.0"}
 SCAN, NORM = "mamba_ssm.ops.triton.ssd_combined.scan", "mamba_ssm.ops.triton.ssd_combined.norm"
@@ -141,53 +141,6 @@ def test_what_is_timed_is_compiled_side_by_side_before(
     assert len(entered) == 2
 
 
-def test_the_machine_keeps_only_what_was_measured(tmp_path: Path) -> None:
-    """Not a checkpoint's smallest configuration of a key that came late."""
-    install(fastest=64)
-    with alone():
-        pinned = pin_kernels(lambda: call(128), None, tmp_path / "first")
-    call(256)
-    saved = pinned.record()
-    install(fastest=128)
-    with alone():
-        pin_kernels(lambda: call(512), saved, tmp_path / "second")
-    (written,) = (tmp_path / "second").iterdir()
-    assert sizes(json.loads(written.read_text())) == {(SCAN, (512,)): 128, (NORM, (512,)): 128}
-
-
-def test_smallest_counts_all_blocks_and_stages() -> None:
-    configs = [
-        Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 32}, num_stages=2),
-        Config({"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 32}, num_stages=4),
-        Config({"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 16}, num_stages=1),
-    ]
-    assert autotuning.smallest(configs) is configs[2]
-    assert autotuning.smallest(configs[:2]) is configs[0], "of equals, the first"
-
-
-def test_what_does_not_fit_is_left_and_named() -> None:
-    install(fastest=32)
-    call(128)
-    choices = choices_of(live_autotuners())
-    unknown = {(SCAN, (128,)): {**choices[SCAN, (128,)], "num_warps": 8}, ("mamba_ssm.gone", (1,)): {}}
-    lines = put_back(unknown, live_autotuners())
-    assert len(lines) == 2 and SCAN in lines[0] and "mamba_ssm.gone" in lines[1]
-    assert choices_of(live_autotuners()) == choices
-
-
-def test_without_triton_there_is_nothing() -> None:
-    assert live_autotuners() == {}
-
-
-def test_a_second_run_on_the_machine_chooses_as_the_first(tmp_path: Path) -> None:
-    first = start(tmp_path, fastest=32)
-    assert first.lines == ["kernels: 0 configurations known, 2 tuned, 0 s"]
-    again = start(tmp_path, fastest=128)
-    assert again.lines == ["kernels: 2 configurations known, 0 tuned, 0 s"]
-    assert again.record == first.record and (first.benchmarks, again.benchmarks) == (6, 0)
-    assert start(tmp_path / "another machine", fastest=128).record != first.record
-
-
 def test_who_writes_first_decides(tmp_path: Path) -> None:
     """Two runs begin at the same time: the one that tuned later takes over what the other wrote."""
     other = start(tmp_path / "other", fastest=64)
@@ -216,41 +169,6 @@ def test_another_chip_or_version_is_tuned_anew_and_said(tmp_path: Path) -> None:
     assert set(sizes(resumed.record).values()) == {128} and resumed.record["environment"] == HERE
     assert "the checkpoint" in resumed.lines[0]
     assert "gpu H200 instead of H100; triton 3.6.0 instead of 3.5.0" in resumed.lines[0]
-
-
-def test_only_what_is_missing_is_tuned(tmp_path: Path) -> None:
-    saved = start(tmp_path / "elsewhere", fastest=64).record
-    saved["choices"] = [choice for choice in saved["choices"] if choice["kernel"] == SCAN]
-    resumed = start(tmp_path / "here", fastest=128, saved=saved)
-    assert sizes(resumed.record) == {(SCAN, (128,)): 64, (NORM, (128,)): 128}
-    assert resumed.benchmarks == 3
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"environment": {}, "choices": [{}]}', '{"choices": []}'])
-def test_a_damaged_file_is_left_aside(tmp_path: Path, text: str) -> None:
-    start(tmp_path, fastest=32)
-    (path,) = tmp_path.iterdir()
-    path.write_text(text)
-    again = start(tmp_path, fastest=64)
-    assert set(sizes(again.record).values()) == {64} and again.record == json.loads(path.read_text())
-
-
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    begun = start(tmp_path / "file" / "folder", fastest=32)
-    assert any("cannot be written" in line for line in begun.lines) and set(sizes(begun.record).values()) == {32}
-
-
-def test_the_run_folder_gets_the_record(tmp_path: Path) -> None:
-    install(fastest=32)
-    with alone():
-        pinned = pin_kernels(lambda: call(128), None, tmp_path / "machine")
-    pinned.write(tmp_path)
-    call(256)
-    pinned.write(tmp_path)
-    record = json.loads((tmp_path / "autotuning.json").read_text())
-    assert record == pinned.record() and len(record["choices"]) == 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["autotuning.json", "machine"]
 
 
 def _ranks(

@@ -35,21 +35,6 @@ def test_boundaries() -> None:
     assert (wsd.warmup_steps, wsd.decay_start_step) == (12, 510)
 
 
-@pytest.mark.parametrize(
-    ("decay", "middle"),
-    [("linear", 0.505), ("cosine", 0.505), ("exponential", 0.1), ("1-sqrt", 0.01 + 0.99 * (1 - 0.5**0.5))],
-)
-def test_shape_in_the_middle(decay: str, middle: float) -> None:
-    wsd = schedule(100, warmup_fraction=0.0, decay_fraction=1.0, decay=decay)
-    assert wsd.lr(49) == pytest.approx(PEAK * middle)
-
-
-def test_no_decay_and_no_warmup() -> None:
-    wsd = schedule(10, warmup_fraction=0.0, decay_fraction=0.0)
-    assert wsd.decay_start_step == 10
-    assert {wsd.lr(step) for step in range(10)} == {PEAK}
-
-
 def test_rewarm_climbs_to_the_schedule_again() -> None:
     wsd = schedule(100, decay_fraction=0.2)
     assert wsd.lr(49, switched_at=50, rewarm_steps=4) == PEAK
