@@ -146,7 +146,7 @@ def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Pat
     flip(checkpoint(run_dir, 2) / "trainer.json")
     assert "none is whole" in refused(check, run_dir)
     shutil.rmtree(run_dir / "checkpoints")
-    assert "there is no checkpoint to go on from" in refused(check, run_dir)
+    assert "is of an earlier run" in refused(check, run_dir)
 
 
 @pytest.mark.usefixtures("no_plan")
@@ -155,6 +155,6 @@ def test_branches(check: Check, trained: Path, tmp_path: Path) -> None:
     lines = check(tmp_path / "branch", f"checkpoint.resume={start}")
     assert f"checkpoint: {start}, step 2 of 4" in lines
     shutil.copytree(trained, tmp_path / "other")
-    assert "of a run that did not begin from it" in refused(check, tmp_path / "other", f"checkpoint.resume={start}")
+    assert "choose another run.dir to begin from" in refused(check, tmp_path / "other", f"checkpoint.resume={start}")
     lines = check(tmp_path / "new", f"checkpoint.initialize_from={trained}")
     assert f"checkpoint: none yet; begins at step 0 with the weights of {trained}" in lines
