@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def overrides(case: Case, folder: Path, *more: str, steps: int | None = None) ->
 def opened(arguments: list[str], length: int) -> tuple[Any, MicroBatchLoader, Any]:
     """The data of a configuration. length: of its sequences, for which a configuration wants a multiple of 16."""
     config: Config = compose_config(arguments, pretrain.CONFIGS)
-    config = replace(config, train=replace(config.train, sequence_length=length))
+    object.__setattr__(config.train, "sequence_length", length)
     with alone() as mesh:
         return opening.open_run_data(config, mesh)
 
