@@ -186,7 +186,7 @@ def begin_as_then(trainer: Trainer, checkpoint: Path) -> None:
     if (begun := Origin.of(read_trainer(checkpoint), "initialized_from")) is not None:
         parts = trainer.model, trainer.precision.clock
         found = trainer.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
-        if found is None or not found.equals(begun):
+        if found is None or not begun.is_in(Path(found.path)):
             raise ConfigError(f"{begun.path} is not the checkpoint any more whose weights the run began with")
     trainer.begin(0)
 

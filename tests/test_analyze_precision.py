@@ -93,7 +93,7 @@ def test_another_recipe_and_budget(run_dir: Path) -> None:
         (["precision=bf16"], "quantizes nothing"),
         (["precision=nvfp5"], "did you mean nvfp4"),
         (["precision.fprop.rth=16"], "did you mean precision.fprop.rht"),
-        (["nonsense"], "give key=value"),
+        (["nonsense"], "write key=value"),
         (["--micro-batches", "0"], "at least 1"),
         (["--budget", "2"], "--budget 2.0 is not a share"),
         (["--budget", "0.01"], "of 6 linears keeps none in BF16; the smallest is 0.1667"),
@@ -129,7 +129,11 @@ def test_a_saved_configuration_comes_back(run_dir: Path) -> None:
     config = config_from_saved(saved, [], ROOT / "configs")
     assert config.model.pattern == "*-M" and config.data.phases[0].blend == {"a": 1.0}
     changed = config_from_saved(saved, ["precision=mxfp4", "precision.wgrad.rht=0", "train.steps=9"], ROOT / "configs")
-    assert changed.precision.name == "mxfp4" and changed.precision.wgrad.rht == 0 and changed.train.steps == 9
+    assert (
+        changed.precision.name == "mxfp4 with wgrad.rht=0"
+        and changed.precision.wgrad.rht == 0
+        and changed.train.steps == 9
+    )
     assert changed.model == config.model
     both = config_from_saved(saved, ["precision=nvfp4", "precision.fprop.weight.block=1x16"], ROOT / "configs")
     assert both.precision.dgrad.weight.block == "1x16"  # which the file takes from fprop's

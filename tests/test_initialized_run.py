@@ -225,5 +225,5 @@ def test_another_tokenizer_can_be_allowed_and_a_check_looks_first(imported: Path
     other = [f"checkpoint.initialize_from={imported}", "model.hidden_dim=128"]
     for mode in ("--check", "run.dry=true"):
         start(tmp_path / "none", given, mode)
-        assert "model.hidden_dim: 64 there, 128 here" in start(tmp_path / "none", *other, mode, code=2)
+        assert "model.hidden_dim: 64 in the checkpoint, 128 now" in start(tmp_path / "none", *other, mode, code=2)
     assert not (tmp_path / "none").exists()

@@ -109,7 +109,7 @@ def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
     assert check(trained)[-1] == "ok: 1 rank, 2,048 tokens, 1.0 GiB a rank, nothing left to do: the run is finished"
     lines = check(trained, "train.steps=12")
     assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
-    assert any(line.startswith("data: phases behind sample 32: were none; are") for line in lines)
+    assert any(line.startswith("data: phases after sample 32: were none; are") for line in lines)
     assert lines[-1] == "ok: 1 rank, 6,144 tokens, 1.0 GiB a rank, about 1 minute for the 8 steps that are left"
 
 

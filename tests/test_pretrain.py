@@ -266,7 +266,7 @@ def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch
 # pretrain.py up to its end, which is a refusal here: what has been imported, and whether garbage is collected.
 _AT_THE_END = """
 import gc, runpy, sys
-from megatron_fp4.runtime import ending
+from megatron_fp4.runtime import errors as ending
 
 def end(code):
     print("matplotlib" in sys.modules, gc.isenabled(), gc.get_freeze_count() > 100_000, flush=True)

@@ -250,7 +250,7 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
         ("model.rope=true", "model.rope: False in the checkpoint, True now", "checkpoint.allow_mismatch=true"),
         ("train.sequence_length=32", "train.sequence_length: 64 in the", "checkpoint.allow_mismatch=true"),
         ("data.phases=[{name: all, fraction: 1, blend: {code: 1}}]", "'broad'", "checkpoint.allow_mismatch=true"),
-        ("precision.switch.when=never", "behind the precision switch", "precision.switch.target"),
+        ("precision.switch.when=never", "after the precision switch", "precision.switch.target"),
         ("train.steps=4", "stands after 64 samples", "train.steps=8 or more"),
     ],
 )
@@ -298,7 +298,7 @@ def test_files_are_added_and_phases_to_come_replaced(
     ]
     printed = start(copy, *change)
     assert (
-        "source 'code' has 1 new files of 50,000 tokens" in printed and "phases behind sample 64: were none" in printed
+        "source 'code' has 1 new files of 50,000 tokens" in printed and "phases after sample 64: were none" in printed
     )
     (event,) = events(copy, "data")
     assert event["step"] == STEPS and len(event["changes"]) == 2

@@ -71,7 +71,7 @@ def test_new_files_join_where_the_run_stands() -> None:
     rows = seen(first, 0, 5)
     second = resumed(state_after(loader(phases, FILES[:1]), 5), phases, FILES[:2])
     assert second.changes == [
-        "source 'code' has 1 new files of 300 tokens, mixed with what its epoch has left behind its sample 30"
+        "source 'code' has 1 new files of 300 tokens, mixed with what its epoch has left after its sample 30"
     ]
     rows += seen(second, 5, 8)
     third = resumed(state_after(second, 8, start=5), phases, FILES[:4])

@@ -138,6 +138,3 @@ def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
     # Those that are named are the ones.
     named = [*split, f"data.validation={{web: {prefix}}}"]
     assert [held_out.name for held_out in opened(overrides(SPLIT, tmp_path, *named), 32)[2]] == ["web"]
-
-
-FIM = ("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")

@@ -52,7 +52,7 @@ def test_off_by_default_on_other_ranks_and_after_the_window(tmp_path):
 
 @pytest.mark.parametrize("window", ["[0,3]", "[3,2]", "[4]", "[1,9999]"])
 def test_impossible_windows(window):
-    with pytest.raises(ConfigError, match="is no window of this run's"):
+    with pytest.raises(ConfigError, match="is no window"):
         validate(compose_config([f"logging.profile_steps={window}"], CONFIGS), 1, "cpu")
 
 
