@@ -1,9 +1,9 @@
 """Training data: from text to the tokens of any global sample index.
 
-From the ground up: `byte_file` and `remote` (ranges of files and of a store's objects), `index_file` and
-`indexed_dataset` (the file format), `concatenation` and `source_lists` (many files as one source), `tokenizer`,
-`permutation` and `samples` (a source's shuffled samples), `blend` and `phases` (which source serves global sample i),
-`loader` (micro-batches, workers, state), `validation` (fixed held-out windows), `bundle` (what every kind of data gives
-a run), `builtin` (the corpus every Python carries), `indexed` (one's own), `kinds` (their table), `prepare` (text to
+From the ground up: `storage` (ranges of files and of a store's objects), `indexed` (the file format), `token_source`
+and `sources` (many files as one source), `tokenizer`, `order` (a source's shuffled samples), `blend` and `schedule`
+(which source serves global sample i), `prefetch` and `loader` (workers, micro-batches, state), `resume` (what a
+checkpoint knows of the data), `validation` (fixed held-out windows), `builtin` (the corpus every Python carries),
+`opening` (the table of kinds, and the data of a run), `megatron_order` (Megatron-core's samples), `prepare` (text to
 tokens).
 """

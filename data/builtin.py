@@ -3,7 +3,7 @@
 Code is the `*.py` files. Prose is the language reference that `help()` prints (`pydoc_data`), the docstrings
 of modules, classes and functions (of the modules compiled into the interpreter too), the licence and the
 other text files. Each document knows its origin, the file or help topic it comes from: what shares an origin
-must fall on the same side of the split between training and validation (`held_out.py`).
+must fall on the same side of the split between training and validation.
 
 The split of documents into training and validation, such that no validation text was seen in training.
 
@@ -14,7 +14,7 @@ goes to training.
 
 The built-in corpus: real text on every machine, tokenized once and cached.
 
-Two sources, `code` and `prose` (`stdlib_text.py`), each with a held-out validation split (`held_out.py`), and
+Two sources, `code` and `prose`, each with a held-out validation split, and
 a BPE tokenizer trained on the training splits. Some three million tokens: enough to train the tiny model and
 see its loss fall below what token frequencies alone allow, without a network and without an account.
 """

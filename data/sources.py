@@ -154,8 +154,8 @@ def open_indexed(
 ) -> DataBundle:
     """Open one's own data for a model with vocab_size ids.
 
-    sources, validation: by source name which files it is made of (see source_lists.py). tokenizer: the tokenizer.json
-    that made them, if it is known; a document ends with its `eod_token`, "<|endoftext|>" if None. remote_cache: where
+    sources, validation: by source name which files it is made of (see above). tokenizer: the tokenizer.json that
+    made them, if it is known; a document ends with its `eod_token`, "<|endoftext|>" if None. remote_cache: where
     parts of the objects of a store are kept; None: the user's cache folder.
 
     Raises FileNotFoundError for a missing file; ValueError for a damaged one, a pattern that matches nothing or what

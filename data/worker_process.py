@@ -6,7 +6,7 @@ the rank, so that a quarter of the bytes travel.
 
 The program of a loader worker: reads micro-batches ahead of its rank into memory that both see.
 
-The rank (`workers.py`) starts it as a process of its own, by exec: it shares no lock, handler or GPU context with the
+The rank (`prefetch.py`) starts it as a process of its own, by exec: it shares no lock, handler or GPU context with the
 rank, whatever multiprocessing's start method is, and imports neither torch nor the rank's main program. Worker w of W
 reads the micro-batches w, w + W, w + 2W, ... of the rank, each into the next of its slots.
 

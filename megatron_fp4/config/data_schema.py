@@ -81,8 +81,8 @@ class MegatronConfig:
 class DataConfig:
     """Where tokens come from.
 
-    kind: a row of data/kinds.py: `builtin` (the interpreter's own standard library), `indexed` (Megatron `.bin`/`.idx`
-        files).
+    kind: a row of `KINDS` in data/opening.py: `builtin` (Python's standard library), `indexed` (files in
+        Megatron's format).
     cache_dir: where the built-in corpus, indices of `data.order=megatron` and (in `remote`) blocks of URLs are kept;
         null means the user's cache directory.
     sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the

@@ -122,7 +122,7 @@ class TrainConfig:
         compiled norms and activations) or `auto` (fused on CUDA as far as its packages are installed, else torch).
     activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
         or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
-        In BF16, gradients have the same bits in all three (models/recompute.py has the exception in FP32).
+        In BF16, gradients have the same bits in all three (models/execution.py has the exception in FP32).
     cuda_graphs: whether forward and backward of a micro-batch are captured once and replayed, with the same bits and
         hardly any of the host's time (training/cuda_graphs.py): `true`, `false`, or `auto`: where they can be.
     """

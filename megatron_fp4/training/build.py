@@ -183,7 +183,7 @@ def set_determinism(deterministic: bool) -> None:
     """Deterministic kernels where torch has them (it warns where not)."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # mamba-ssm then has its kernels tuned (training/autotuning.py pins them), instead of taking the smallest ones.
+        # mamba-ssm then has its kernels tuned (callbacks/kernels.py pins them), instead of taking the smallest ones.
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
         # Read when Inductor is imported, which is later. Without it a reduction's block size may be a matter of timing.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")

@@ -90,7 +90,7 @@ class DataProvider(Protocol):
     def open_data(self, config: Config, mesh: ParallelMesh, is_refusal: Callable[[Exception], bool]) -> Any:
         """The run's data, agreed on by all ranks; a collective. Raises ValueError on all ranks.
 
-        loader: `steps(first, last)` yields this rank's micro-batches (micro_batch.py) of each step; `consumed_samples`,
+        loader: `steps(first, last)` yields this rank's micro-batches (gradients.py) of each step; `consumed_samples`,
         `data_wait` and `changes` (lines: what is other data than the checkpoint's); it has the state of the data.
         phases: as above, with `samples_before(step)`, `span(step)` and `source_ranges(first, last)`.
         validation: held-out sets, each with `name` and `batches(size, dp_rank, dp_size)`. bundle: with the `tokenizer`.
