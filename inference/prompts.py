@@ -2,8 +2,8 @@
 
 With the weights of the moment in the compute dtype, no operand quantized (as scripts/generate.py has it), drawn at
 temperature 0.8 with the run's seed. The draws are the same every time, so that texts differ by what was learned.
-Training is not disturbed: recipes, mode and clock are as before afterwards, parameters are sharded, nothing is drawn
-from a generator.
+Training is not disturbed: recipes, mode and StepState are as before afterwards, parameters are sharded, nothing is
+drawn from a generator.
 """
 
 from __future__ import annotations

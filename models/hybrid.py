@@ -61,7 +61,7 @@ class Block(nn.Module):
         fetched = self.mixer.fetch()
         recompute = self.execution.recompute
         if recompute == "block" and torch.is_grad_enabled():
-            # Nothing is drawn from a generator here: what is random depends on the run's clock alone.
+            # Nothing is drawn from a generator here: what is random depends on the run's StepState alone.
             return checkpoint(
                 self._forward, h_td, sequence_length, fetched, documents, use_reentrant=False, preserve_rng_state=False
             )

@@ -156,9 +156,9 @@ def measure(run: Trainer, start: int, count: int) -> tuple[dict[str, LinearMeasu
     probe = Probe(once=False)
     with probe.attached(run.precision.linears):
         for step, micro_batches in enumerate(run.data.loader.steps(start, start + num_steps), start=start):
-            run.precision.clock.step = step
+            run.precision.step_state.step = step
             for micro_batch in micro_batches[:left]:
-                accumulate(run.model, [micro_batch], run.mesh, run.precision.clock, whole=ALONE)
+                accumulate(run.model, [micro_batch], run.mesh, run.precision.step_state, whole=ALONE)
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1

@@ -197,7 +197,7 @@ class RandomRun:
 
     config: Config
     mesh: ParallelMesh
-    clock: StepState
+    step_state: StepState
     model: HybridModel
     controller: PrecisionController
     optimizer: torch.optim.Optimizer
@@ -215,18 +215,18 @@ class RandomRun:
             raise ConfigError(f"{only_on_gpu} needs a GPU, and this machine has none (or run.device=cpu)")
         device = init_distributed(device_type, config.parallel.timeout_seconds)
         set_determinism(config.run.deterministic)
-        mesh, clock = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
-        model, controller = initialized_model(config, model_provider, mesh, clock)
+        mesh, step_state = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
+        model, controller = initialized_model(config, model_provider, mesh, step_state)
         optimizer = build_optimizer(model, config.optimizer)
         graphs = graphs_for(config, model_provider, mesh, model, controller, print) if with_graphs else None
         pin_model(model, config, device)
-        return cls(config, mesh, clock, model, controller, optimizer, graphs)
+        return cls(config, mesh, step_state, model, controller, optimizer, graphs)
 
     def step(self, number: int, batches: Sequence[RandomMicroBatch]) -> StepResult:
         """Step `number`, from 0."""
         config = self.config
         return train_step(
-            self.model, self.optimizer, batches, self.mesh, self.clock,
+            self.model, self.optimizer, batches, self.mesh, self.step_state,
             step=number, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, reshard=config.parallel.reshard,
             graphs=self.graphs,
         )  # fmt: skip
@@ -287,12 +287,12 @@ def linear_rows(
     rows: list[dict[str, Any]] = []
     calls: list[Callable[[], None]] = []
     for name, recipe in recipes.items():
-        context = LinearContext(name="linear", recipe=recipe, clock=StepState(seed=0))
+        context = LinearContext(name="linear", recipe=recipe, step_state=StepState(seed=0))
         for kept in (False, True) if recipe.quantized else (True,):
 
             def iteration(context: LinearContext = context, kept: bool = kept) -> None:
                 x.grad = weight.grad = None
-                context.clock.weights_version += not kept
+                context.step_state.weights_version += not kept
                 quantized_linear(x, weight, context).backward(dy)
 
             calls.append(iteration)
@@ -441,8 +441,8 @@ def model_config(
 
 def model_row(config: Config, mesh: ParallelMesh, iterations: int) -> dict[str, Any]:
     """Time, memory and kernels of one model in one precision."""
-    rows, length, clock = config.train.micro_batch_size, config.train.sequence_length, StepState(seed=0)
-    model, controller = initialized_model(config, model_provider, mesh, clock)
+    rows, length, step_state = config.train.micro_batch_size, config.train.sequence_length, StepState(seed=0)
+    model, controller = initialized_model(config, model_provider, mesh, step_state)
     pin_model(model, config, mesh.device)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator).to(mesh.device)
@@ -450,7 +450,7 @@ def model_row(config: Config, mesh: ParallelMesh, iterations: int) -> dict[str, 
     losses: list[Tensor] = []
 
     def iteration() -> None:
-        clock.weights_version += 1
+        step_state.weights_version += 1
         loss = model(tokens, targets)
         loss.backward()
         losses.append(loss.detach())

@@ -184,7 +184,7 @@ def begin_as_then(trainer: Trainer, checkpoint: Path) -> None:
     checkpoint: of the run. Raises ConfigError if those weights are gone or other ones.
     """
     if (begun := Origin.of(read_trainer(checkpoint), "initialized_from")) is not None:
-        parts = trainer.model, trainer.precision.clock
+        parts = trainer.model, trainer.precision.step_state
         found = trainer.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
         if found is None or not begun.is_in(Path(found.path)):
             raise ConfigError(f"{begun.path} is not the checkpoint any more whose weights the run began with")

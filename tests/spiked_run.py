@@ -50,14 +50,14 @@ def spiking(
     hooked = False
 
     def spiked_step(
-        model: Any, optimizer: Any, batches: Any, mesh: Any, clock: Any, *, step: int, **settings: Any
+        model: Any, optimizer: Any, batches: Any, mesh: Any, step_state: Any, *, step: int, **settings: Any
     ) -> Any:
         nonlocal hooked
         if not hooked and rank == mesh.world_size - 1:
-            model.register_forward_hook(lambda _, __, loss: loss * factor if clock.step + 1 in spikes else loss)
+            model.register_forward_hook(lambda _, __, loss: loss * factor if step_state.step + 1 in spikes else loss)
         hooked = True
         before_step(model, optimizer, step)
-        return train_step(model, optimizer, batches, mesh, clock, step=step, **settings)
+        return train_step(model, optimizer, batches, mesh, step_state, step=step, **settings)
 
     return spiked_step
 

@@ -197,7 +197,7 @@ class Checkpointer:
         resume: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        clock: StepState,
+        step_state: StepState,
         *,
         allow_mismatch: bool,
     ) -> Resumed | None:
@@ -223,7 +223,7 @@ class Checkpointer:
         chosen = Finder(self.root, self._sync, load, check).choose(resume)
         if chosen is None:
             return None
-        clock.weights_version += 1
+        step_state.weights_version += 1
         self.origin, manifest = chosen.origin, chosen.manifest
         self.initialized_from = Origin.of(chosen.trainer, "initialized_from")
         if chosen.folder.absolute().parent == self.root.absolute():
@@ -232,7 +232,7 @@ class Checkpointer:
         return self._resumed_from(chosen.folder, manifest, chosen.trainer, chosen.damaged)
 
     def initialize(
-        self, given: str, model: nn.Module, clock: StepState, *, resumed: bool, allow_mismatch: bool
+        self, given: str, model: nn.Module, step_state: StepState, *, resumed: bool, allow_mismatch: bool
     ) -> Origin | None:
         """Take the weights of the checkpoint that `given` names (initialize.py) into `model`, and nothing else of it;
         returns which that was. Call it after `resume`.
@@ -246,7 +246,7 @@ class Checkpointer:
         self.initialized_from = initialize_weights(
             given, model, self._identity, self._sync, allow_mismatch=allow_mismatch
         )
-        clock.weights_version += 1
+        step_state.weights_version += 1
         return self.initialized_from
 
     def has(self, step: int) -> bool:
@@ -266,20 +266,20 @@ class Checkpointer:
         last = self.saves.last or self._resumed
         return None if last is None else last[1]
 
-    def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, clock: StepState) -> Resumed:
+    def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, step_state: StepState) -> Resumed:
         """Load the checkpoint of `last_step` again, in the middle of the run; see `load`."""
         self.saves.end()
         last = self.saves.last or self._resumed
         assert last is not None, "there is no checkpoint to go back to: ask last_step first"
         # What the run itself began from, or wrote, has been looked at.
-        return self.load(last[0], model, optimizer, clock, allow_mismatch=True)
+        return self.load(last[0], model, optimizer, step_state, allow_mismatch=True)
 
     def load(
         self,
         folder: Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        clock: StepState,
+        step_state: StepState,
         *,
         allow_mismatch: bool,
     ) -> Resumed:
@@ -297,7 +297,7 @@ class Checkpointer:
         self._check_identity(folder, manifest, allow_mismatch)
         trainer = load_checkpoint(folder, manifest, model, optimizer, self._sync, self._mesh.device)
         self._resumed = folder, manifest.step
-        clock.weights_version += 1
+        step_state.weights_version += 1
         return self._resumed_from(folder, manifest, trainer)
 
     def _resumed_from(

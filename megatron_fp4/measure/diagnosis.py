@@ -56,11 +56,11 @@ class NonFiniteReport:
 
 
 def find_nonfinite(
-    model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: StepState, whole: GlobalBatch = ALONE
+    model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, step_state: StepState, whole: GlobalBatch = ALONE
 ) -> NonFiniteReport:
     """Run forward and backward of one micro-batch again and report where numbers stop being finite.
 
-    All ranks must call it together (FSDP gathers and reduces), each with a micro-batch of its own. The clock's
+    All ranks must call it together (FSDP gathers and reduces), each with a micro-batch of its own. The StepState's
     step must still be that of the failed step, so that stochastic rounding repeats itself. whole: the step's global
     batch, of whose loss this is a part as in the step. Gradients are dropped.
     """
@@ -84,7 +84,7 @@ def find_nonfinite(
         module.register_forward_hook(watch(name or "the model (its loss)")) for name, module in model.named_modules()
     ]
     try:
-        accumulate(model, [micro_batch], mesh, clock, whole=whole)
+        accumulate(model, [micro_batch], mesh, step_state, whole=whole)
     finally:
         for handle in handles:
             handle.remove()
@@ -96,7 +96,7 @@ def find_nonfinite(
 
 
 def diagnose_nonfinite(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, clock: StepState
+    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, step_state: StepState
 ) -> str:
     """Run a failed step's micro-batches again and say, in a sentence a rank, where numbers stopped being finite.
 
@@ -104,7 +104,7 @@ def diagnose_nonfinite(
     """
     mine, whole = [], global_batch_of(micro_batches, mesh)
     for micro_batch in micro_batches:
-        report = find_nonfinite(model, micro_batch, mesh, clock, whole)
+        report = find_nonfinite(model, micro_batch, mesh, step_state, whole)
         mine.append((f"rank {mesh.rank}, micro-batch {micro_batch.index}", report))
     of_ranks: list[list[tuple[str, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine)
@@ -122,18 +122,18 @@ def diagnose_nonfinite(
 
 
 def diagnose_spike(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, clock: StepState, result: StepResult
+    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, step_state: StepState, result: StepResult
 ) -> str:
     """Run the refused step's micro-batches again and say, the same on all ranks: whether loss and gradient norm come
     out as they were in `result`, which micro-batches have the largest losses, which parameters most of the gradient.
 
-    All ranks must call it together, before weights change; the clock's step must still be the step's. Gradients are
+    All ranks must call it together, before weights change; the StepState's step must still be the step's. Gradients are
     dropped.
     """
     losses: list[torch.Tensor] = []
     handle = model.register_forward_hook(lambda module, inputs, loss: losses.append(loss.detach()))
     try:
-        accumulate(model, micro_batches, mesh, clock)
+        accumulate(model, micro_batches, mesh, step_state)
     finally:
         handle.remove()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -98,7 +98,7 @@ def gradient_noise(
     """Measure the gradient of the training step `step` twice, without updating; see the top of this file.
 
     model, micro_batches, mesh, step, reshard: as for `train_step`, which may follow and is not affected: weights,
-    recipes, clock and gradients are as before, and kept quantized weights are dropped (and made again, the same).
+    recipes, StepState and gradients are as before, and kept quantized weights are dropped (and made again, the same).
     controller: of all linears. The model must draw nothing from torch's generators.
 
     Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
@@ -107,15 +107,15 @@ def gradient_noise(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
     gradients = [parameter.grad for parameter in parameters]
-    clock = controller.clock
-    before = (clock.step, clock.micro_batch)
-    clock.step = step
+    step_state = controller.step_state
+    before = (step_state.step, step_state.micro_batch)
+    step_state.step = step
 
     def gradients_now() -> list[Tensor | None]:
         """The mean gradient over the global batch of each parameter, as a training step has it: the local part."""
         for parameter in parameters:
             parameter.grad = None
-        accumulate(model, micro_batches, mesh, clock, reshard=reshard)
+        accumulate(model, micro_batches, mesh, step_state, reshard=reshard)
         sum_replicated_gradients(parameters, mesh)
         return [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
 
@@ -125,7 +125,7 @@ def gradient_noise(
             reference = gradients_now()
         sums = _squared_norms(parameters, quantized, reference, mesh)
     finally:
-        clock.step, clock.micro_batch = before
+        step_state.step, step_state.micro_batch = before
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 

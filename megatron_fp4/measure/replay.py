@@ -13,8 +13,8 @@ results and gradients of modules; of linears also what their GEMMs were given an
 of parameters before they are reduced. Collectives carry a wrong number to other ranks, so the rank is named whose first
 difference comes earliest. Ranks agree on that by one all-reduce of a number; only a difference costs more.
 
-Nothing of the run changes: gradients are dropped, the clock is put back, and nothing draws from a generator. It costs
-two micro-batches of compute, and reading what is checked.
+Nothing of the run changes: gradients are dropped, the StepState is put back, and nothing draws from a generator. It
+costs two micro-batches of compute, and reading what is checked.
 
 What it cannot see: a fault that repeats itself exactly, and whatever happens outside of these two computations: the
 reduction of gradients and the update.
@@ -111,15 +111,15 @@ class Replay:
         """Compute the first of this rank's micro-batches of `step` (from 0) twice, if the step is due. Collective."""
         if not self.due(step):
             return None
-        clock = self._controller.clock
-        before = (clock.step, clock.micro_batch)
-        clock.step = step
+        step_state = self._controller.step_state
+        before = (step_state.step, step_state.micro_batch)
+        step_state.step = step
         try:
             # Divided as in the step: the computation is the one that is about to be trained on.
             whole = global_batch_of(micro_batches, self._mesh)
             once, again = (self._compute(micro_batches[0], whole) for _ in range(2))
         finally:
-            clock.step, clock.micro_batch = before
+            step_state.step, step_state.micro_batch = before
         return self._compare(step, micro_batches[0].index, once, again)
 
     def _compute(self, micro_batch: MicroBatch, whole: GlobalBatch) -> _Trace:
@@ -128,7 +128,7 @@ class Replay:
             trace.add(f"weights of {name}", parameter)
         self._forget()
         with trace.of(self._model):
-            accumulate(self._model, [micro_batch], self._mesh, self._controller.clock, whole=whole)
+            accumulate(self._model, [micro_batch], self._mesh, self._controller.step_state, whole=whole)
         self._forget()
         return trace
 

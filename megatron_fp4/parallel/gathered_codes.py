@@ -288,7 +288,7 @@ class GatheredCodes:
         self.model._get_fsdp_state()._lazy_init()
         contexts = [weight.context for weight in self.weights]
         deciding = [(context.recipe, context.backend, context.probe, context.watcher) for context in contexts]
-        version = contexts[0].clock.weights_version
+        version = contexts[0].step_state.weights_version
         changed = not _same(deciding, self._decided)
         if changed:
             self._decide()

@@ -144,14 +144,14 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
     """
     with fake_ranks(world_size), planned_gpu() as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
-        mesh, clock = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
-        model, controller = build(mesh, clock, execution, backend)
+        mesh, step_state = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
+        model, controller = build(mesh, step_state, execution, backend)
         batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
         numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = 3 if len(numbers) > 1 else min(*numbers, 3)
         accumulates = max(numbers) > 1
-        ledger = Ledger(lambda: clock.micro_batch)
+        ledger = Ledger(lambda: step_state.micro_batch)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer)
@@ -165,7 +165,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
                     optimizer,
                     _micro_batches(config, count),
                     mesh,
-                    clock,
+                    step_state,
                     step=number,
                     lr=config.optimizer.lr,
                     clip_norm=config.optimizer.clip_norm,
@@ -178,7 +178,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
             ledger.order.clear()
             ledger.restart_peak()
             watch.passes.clear()
-            clock.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
+            step_state.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
             unreduced = accumulates and not mesh.reduce_each and mesh.dp_size > 1
             memory = watch.memory(ledger.peak_bytes, accumulates=unreduced)

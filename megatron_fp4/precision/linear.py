@@ -93,8 +93,8 @@ class Watcher(Protocol):
 
 @dataclass
 class LinearContext:
-    """What one linear needs to know besides its tensors. `name`, `recipe`, `clock` and `backend` are written by the
-    run's controller (switch.py).
+    """What one linear needs to know besides its tensors. `name`, `recipe`, `step_state` and `backend` are written by
+    the run's controller (switch.py).
 
     backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.
@@ -107,14 +107,14 @@ class LinearContext:
     keeps_input: keep x itself for the backward pass and make wgrad's operand of it there, the same bits again. For
         linears whose input is kept in any case, or can be computed again. Else they keep the operand.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
-    keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a clock that advances.
+    keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a StepState that advances.
     probe: measures the calls of this linear. One that says `reads_weights = False` never asks a call for its weight.
     watcher: sees operands and products being made.
     """
 
     name: str = ""
     recipe: Recipe = BF16
-    clock: StepState = field(default_factory=lambda: StepState(seed=0))
+    step_state: StepState = field(default_factory=lambda: StepState(seed=0))
     backend: Backend = EMULATED
     num_groups: int = 1
     keep_padding: bool = False
@@ -148,8 +148,8 @@ class LinearContext:
 
     def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:
         """The draws of one operand; `rows`, `columns` are the offsets of the local tensor in the global one."""
-        parts = (self.clock.seed, step, micro_batch, self.name, operand)
-        key, keys = rounding_key(*parts, row_offset=rows, column_offset=columns), self.clock.keys
+        parts = (self.step_state.seed, step, micro_batch, self.name, operand)
+        key, keys = rounding_key(*parts, row_offset=rows, column_offset=columns), self.step_state.keys
         return key if keys is None else keys.of(self.name, operand, key)
 
 
@@ -216,7 +216,7 @@ class LinearCall:
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
         self.context, self.recipe, self.backend = context, context.recipe, context.backend
-        self.step, self.micro_batch = context.clock.step, context.clock.micro_batch
+        self.step, self.micro_batch = context.step_state.step, context.step_state.micro_batch
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
         self.rounding = rounding_of(weight)
@@ -388,7 +388,7 @@ class LinearCall:
     def weight_operands(self) -> tuple[Any, Any]:
         """The weight as fprop's operand and what `dgrad_weight` takes, kept for all micro-batches of a step."""
         context = self.context
-        stamp = (context.clock.weights_version, self.dtype, self.device)
+        stamp = (context.step_state.weights_version, self.dtype, self.device)
         if context.weight_cache is not None and context.weight_cache[0] == stamp:
             return context.weight_cache[1:]
         fprop, dgrad, lasts = self._weight_operands()

@@ -9,7 +9,7 @@ with sigma_q the standard deviation of the gradient's quantization noise per coo
 denominator is the norm of the noise. The switch takes effect between two optimizer steps, on all ranks alike: it is a
 function of the step number, or of a measurement that all ranks share.
 
-The controller writes a plan into the linears and shares with them the clock that the training step advances. Before
+The controller writes a plan into the linears and shares with them the StepState that the training step advances. Before
 each step it decides whether the precision switch happens; when it does, every linear has its new recipe from the next
 forward pass on, and the quantized weights that linears kept from the old one are dropped.
 """
@@ -106,7 +106,7 @@ class PrecisionSwitch:
 class PrecisionController:
     """Puts `plan` into effect, and after the switch, if there is one, `plan_after_switch`.
 
-    linears: the context of every linear of the plan by name. clock: the one that they are to read. backend: who makes
+    linears: the context of every linear of the plan by name. step_state: the one that they read. backend: who makes
     operands and multiplies; None leaves each linear with what it has (`emulated` at first). plans: the run's, in order.
     """
 
@@ -114,17 +114,17 @@ class PrecisionController:
         self,
         linears: Mapping[str, LinearContext],
         plan: Plan,
-        clock: StepState,
+        step_state: StepState,
         *,
         backend: Backend | None = None,
         switch: PrecisionSwitch | None = None,
         plan_after_switch: Plan | None = None,
     ) -> None:
         assert {row.linear.name for row in plan.rows} == linears.keys(), "the plan is of another model"
-        self.linears, self.clock, self.switch = dict(linears), clock, switch or PrecisionSwitch()
+        self.linears, self.step_state, self.switch = dict(linears), step_state, switch or PrecisionSwitch()
         self.plans = [plan] if plan_after_switch is None else [plan, plan_after_switch]
         for name, linear in self.linears.items():
-            linear.name, linear.clock, linear.backend = name, clock, backend or linear.backend
+            linear.name, linear.step_state, linear.backend = name, step_state, backend or linear.backend
         self._apply(plan)
 
     @property

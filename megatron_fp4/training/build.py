@@ -94,7 +94,7 @@ def sharded_model(
     config: Config,
     models: ModelProvider,
     mesh: ParallelMesh,
-    clock: StepState,
+    step_state: StepState,
     execution: Any,
     backend: Backend | None = None,
 ) -> tuple[Any, PrecisionController]:
@@ -119,7 +119,7 @@ def sharded_model(
     controller = PrecisionController(
         {name: module.context for name, module in model.linears()},
         plan,
-        clock,
+        step_state,
         backend=backend,
         switch=PrecisionSwitch(switch, WSDSchedule.of(config).switch_step(switch.when)),
         plan_after_switch=plan_after_switch,
@@ -131,13 +131,13 @@ def initialized_model(
     config: Config,
     models: ModelProvider,
     mesh: ParallelMesh,
-    clock: StepState,
+    step_state: StepState,
     execution: Any = None,
     backend: BackendChoice | None = None,
 ) -> tuple[Any, PrecisionController]:
     """`sharded_model` on the mesh's device with its initial weights. execution, backend: None: the configuration's."""
     execution, backend = execution or execution_of(config, models), backend or backend_of(config, models)
-    model, controller = sharded_model(config, models, mesh, clock, execution, backend.open())
+    model, controller = sharded_model(config, models, mesh, step_state, execution, backend.open())
     model.to_empty(device=mesh.device)
     models.initialize(model, config.model, config.run.seed)
     return model, controller

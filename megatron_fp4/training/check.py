@@ -237,12 +237,14 @@ def _seconds_of_a_sequence(config: Config, models: ModelProvider) -> float:
         torch.set_num_threads(1)  # as torchrun gives its workers
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh, clock = build_mesh(alone.parallel, torch.device("cpu")), StepState(seed=config.run.seed)
-        model, _ = initialized_model(alone, models, mesh, clock)
+        mesh, step_state = build_mesh(alone.parallel, torch.device("cpu")), StepState(seed=config.run.seed)
+        model, _ = initialized_model(alone, models, mesh, step_state)
         optimizer = build_optimizer(model, config.optimizer)
         for step in range(2):  # the first makes moments and whatever else is made once
             began = time.perf_counter()
-            train_step(model, optimizer, batch, mesh, clock, step=step, lr=1e-6, clip_norm=config.optimizer.clip_norm)
+            train_step(
+                model, optimizer, batch, mesh, step_state, step=step, lr=1e-6, clip_norm=config.optimizer.clip_norm
+            )
         return (time.perf_counter() - began) / (count * rows)
     finally:
         leave_distributed()

@@ -180,7 +180,7 @@ class MicroBatchGraphs:
         return self._first is not None
 
     @contextmanager
-    def step(self, micro_batches: Sequence[MicroBatch], whole: GlobalBatch, clock: StepState) -> Iterator[bool]:
+    def step(self, micro_batches: Sequence[MicroBatch], whole: GlobalBatch, step_state: StepState) -> Iterator[bool]:
         """A context for the micro-batches of one step; inside, whether `run` computes them."""
         if self._failed:
             self.release()
@@ -197,25 +197,25 @@ class MicroBatchGraphs:
         graphs = self._eager_steps >= EAGER_STEPS
         self._eager_steps += 1
         self._num_micro_batches, self._position = whole.num_micro_batches, 0
-        clock.keys = self._keys
+        step_state.keys = self._keys
         try:
             yield graphs
         finally:
-            clock.keys = None
+            step_state.keys = None
 
-    def run(self, micro_batch: MicroBatch, clock: StepState) -> Tensor | None:
+    def run(self, micro_batch: MicroBatch, step_state: StepState) -> Tensor | None:
         """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, until the next call. None: it
         could not be captured and is to be computed eagerly, as all that follow."""
         if self._failed:
             return None
         first = self._position == 0
-        clock.micro_batch = micro_batch.index
+        step_state.micro_batch = micro_batch.index
         if self._tokens.shape != micro_batch.tokens.shape:
             shape, device = micro_batch.tokens.shape, self._mesh.device
             self._tokens, self._targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         self._tokens.copy_(micro_batch.tokens, non_blocking=True)
         self._targets.copy_(micro_batch.targets, non_blocking=True)
-        self._keys.fill(clock.seed, clock.step, clock.micro_batch)
+        self._keys.fill(step_state.seed, step_state.step, step_state.micro_batch)
         graph = self._first if first else self._later
         if graph is None:
             graph, failure = self._try_to_capture(first)
@@ -232,7 +232,7 @@ class MicroBatchGraphs:
         assert graph is not None
         graph.replay()
         if first:
-            self._hand_out(clock)
+            self._hand_out(step_state)
         self._position += 1
         return graph.result
 
@@ -306,14 +306,14 @@ class MicroBatchGraphs:
         for context in self._linears.values():
             context.weight_cache = None
 
-    def _hand_out(self, clock: StepState) -> None:
+    def _hand_out(self, step_state: StepState) -> None:
         """Gradients and kept weights are those that the first graph writes, whatever was computed eagerly since."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         for name, kept in self._kept.items():
             if kept is not None:
                 (_, *what_for), *operands = kept
-                kept = ((clock.weights_version, *what_for), *operands)
+                kept = ((step_state.weights_version, *what_for), *operands)
             self._linears[name].weight_cache = kept
 
     def _watched(self) -> bool:

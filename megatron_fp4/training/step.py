@@ -83,7 +83,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
-    clock: StepState,
+    step_state: StepState,
     *,
     step: int,
     lr: float,
@@ -106,9 +106,9 @@ def train_step(
     parameters = optimizer_parameters(optimizer)
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
 
-    clock.step, progress = step, progress or Progress()
+    step_state.step, progress = step, progress or Progress()
     told = _on_device([*map(float, requests)], mesh.device)
-    loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard, progress=progress, graphs=graphs)
+    loss = accumulate(model, micro_batches, mesh, step_state, reshard=reshard, progress=progress, graphs=graphs)
     progress.at(step + 1, "sums over all ranks")
     sum_replicated_gradients(parameters, mesh)
 
@@ -135,7 +135,7 @@ def train_step(
         set_lr(optimizer, lr)
         optimizer.step()
     if not skipped:
-        clock.weights_version += 1
+        step_state.weights_version += 1
     optimizer.zero_grad(set_to_none=True)
     return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike)
 
@@ -158,7 +158,7 @@ def accumulate(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
-    clock: StepState,
+    step_state: StepState,
     *,
     whole: GlobalBatch | None = None,
     reshard: bool = False,
@@ -172,23 +172,25 @@ def accumulate(
     together. FSDP adds the gradients up over ranks, once, after the last micro-batch, or (`mesh.reduce_each`) after
     each; what is replicated over tensor-parallel ranks is the caller's (`gradients.sum_replicated_gradients`).
 
-    model: as `inputs_of` feeds it. clock: its step is the caller's to set. reshard: also free gathered parameters
+    model: as `inputs_of` feeds it. step_state: its step is the caller's to set. reshard: also free gathered parameters
     between micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can
     be; None: all is computed eagerly.
     """
     if whole is None:
         whole = global_batch_of(micro_batches, mesh)
-    with nullcontext(False) if graphs is None else graphs.step(micro_batches, whole, clock) as replays:
+    with nullcontext(False) if graphs is None else graphs.step(micro_batches, whole, step_state) as replays:
         loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for position, micro_batch in enumerate(micro_batches, start=1):
             if progress is not None:
-                progress.at(clock.step + 1, f"forward and backward of micro-batch {position} of {len(micro_batches)}")
+                progress.at(
+                    step_state.step + 1, f"forward and backward of micro-batch {position} of {len(micro_batches)}"
+                )
             passes = _prepare_fsdp(model, mesh, position == 1, position == len(micro_batches), reshard)
-            if replays and graphs is not None and (replayed := graphs.run(micro_batch, clock)) is not None:
+            if replays and graphs is not None and (replayed := graphs.run(micro_batch, step_state)) is not None:
                 loss_sum += replayed
                 continue
             with passes:
-                tokens, targets, options = inputs_of(micro_batch, mesh, clock)
+                tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
                 loss: Tensor = model(tokens, targets, **options)
                 if whole.num_targets is None:
                     (loss / whole.num_micro_batches).backward()
@@ -201,16 +203,16 @@ def accumulate(
 
 
 def inputs_of(
-    micro_batch: MicroBatch, mesh: ParallelMesh, clock: StepState
+    micro_batch: MicroBatch, mesh: ParallelMesh, step_state: StepState
 ) -> tuple[Tensor, Tensor, dict[str, Tensor | int | None]]:
-    """What the model is called with for a micro-batch, on the device; the clock is set to it.
+    """What the model is called with for a micro-batch, on the device; the StepState is set to it.
 
     model(tokens, targets), with `documents`, `num_documents` and `num_targets` by name where there are any, returns the
     mean loss over the targets that count, FP32 0-dim, 0 if none does.
     """
-    clock.micro_batch = micro_batch.index
-    if clock.keys is not None:
-        clock.keys.fill(clock.seed, clock.step, clock.micro_batch)
+    step_state.micro_batch = micro_batch.index
+    if step_state.keys is not None:
+        step_state.keys.fill(step_state.seed, step_state.step, step_state.micro_batch)
     options: dict[str, Tensor | int | None] = {}
     if micro_batch.documents is not None:
         options["documents"] = micro_batch.documents.to(mesh.device, non_blocking=True)

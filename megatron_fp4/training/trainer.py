@@ -158,8 +158,8 @@ class Trainer:
     models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does; None: nobody
     watches. quiet: nothing is recorded or said, for who trains some steps of a run without being that run.
 
-    precision: plans, switch and clock of the linears. graphs: None where micro-batches run eagerly. missing: what a run
-    lacks that has done all its steps; None for every other.
+    precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: what a
+    run lacks that has done all its steps; None for every other.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         backend = agreed_backend(backend_of(config, models))
         execution = models.agreed_execution(execution_of(config, models))
-        clock = StepState(seed=config.run.seed)
-        self.model, self.precision = initialized_model(config, models, mesh, clock, execution, backend)
+        step_state = StepState(seed=config.run.seed)
+        self.model, self.precision = initialized_model(config, models, mesh, step_state, execution, backend)
         with configuration_errors():
             self.data = data.open_data(config, mesh, is_refusal)
             identity = run_identity(config, self.data.fingerprint)
@@ -247,7 +247,7 @@ class Trainer:
                     self.optimizer,
                     batch,
                     self.mesh,
-                    self.precision.clock,
+                    self.precision.step_state,
                     step=index,
                     lr=self.lr(index),
                     clip_norm=self.config.optimizer.clip_norm,
@@ -269,15 +269,15 @@ class Trainer:
         """
         self.progress.at(0, "load")
         settings, checkpointer = self.config.checkpoint, self.checkpointer
-        parts, clock = (self.model, self.optimizer), self.precision.clock
+        parts, step_state = (self.model, self.optimizer), self.precision.step_state
         with configuration_errors():
-            resumed = checkpointer.resume(settings.resume, *parts, clock, allow_mismatch=settings.allow_mismatch)
+            resumed = checkpointer.resume(settings.resume, *parts, step_state, allow_mismatch=settings.allow_mismatch)
             start = resumed.step if resumed else 0
             if settings.initialize_from is not None:
                 begun = checkpointer.initialize(
                     settings.initialize_from,
                     self.model,
-                    clock,
+                    step_state,
                     resumed=resumed is not None,
                     allow_mismatch=settings.allow_mismatch,
                 )
@@ -295,7 +295,7 @@ class Trainer:
     def begin_from(self, folder: Path, allow_mismatch: bool = False) -> None:
         """Resume from the checkpoint in `folder` without being its run, for `steps`: of a quiet trainer. Raises
         ConfigError if it does not fit, CheckpointError if it cannot be read."""
-        parts = self.model, self.optimizer, self.precision.clock
+        parts = self.model, self.optimizer, self.precision.step_state
         with configuration_errors():
             resumed = self.checkpointer.load(folder, *parts, allow_mismatch=allow_mismatch)
             self.load_state_dict(resumed.trainer, resumed.step)
@@ -331,7 +331,7 @@ class Trainer:
         changes nothing, if the checkpoint is no longer whole.
         """
         self.progress.at(done, "go back to a checkpoint")
-        parts = self.model, self.optimizer, self.precision.clock
+        parts = self.model, self.optimizer, self.precision.step_state
         if folder is None:
             resumed = self.checkpointer.reload(*parts)
         else:
@@ -372,7 +372,7 @@ class Trainer:
     def compute_again(self, diagnose: Callable[..., str], batch: Sequence[MicroBatch], *more: Any) -> str:
         """What `diagnose` finds by running the micro-batches `batch` once more."""
         self.make_room()
-        return diagnose(self.model, batch, self.mesh, self.precision.clock, *more)
+        return diagnose(self.model, batch, self.mesh, self.precision.step_state, *more)
 
     def samples(self, done: int) -> int:
         """Of the first `done` steps."""

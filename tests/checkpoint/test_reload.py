@@ -37,27 +37,27 @@ def test_reload(damage: str, asynchronous: bool, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(files, "publish", slowly)
     with alone() as mesh:
         model, optimizer = toy(mesh)
-        clock = StepState(0)
+        step_state = StepState(0)
         checkpointer = Checkpointer(tmp_path, mesh, keep=1, identity={}, asynchronous=asynchronous)
-        assert checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False) is None
+        assert checkpointer.resume("auto", model, optimizer, step_state, allow_mismatch=False) is None
         checkpointer.prepare(model, optimizer)
         assert checkpointer.last_step() is None
 
         def train(step: int) -> None:
-            train_step(model, optimizer, toy_batches(step, mesh), mesh, clock, step=step, lr=1e-2, clip_norm=1.0)
+            train_step(model, optimizer, toy_batches(step, mesh), mesh, step_state, step=step, lr=1e-2, clip_norm=1.0)
 
         train(0)
         folder = checkpointer.save(1, model, optimizer, {"note": 1}, consumed_samples=8, consumed_tokens=64)
         saved, draws = state(model, optimizer), torch.get_rng_state()
         train(1)
         torch.rand(3)
-        moved, version = state(model, optimizer), clock.weights_version
+        moved, version = state(model, optimizer), step_state.weights_version
         assert checkpointer.last_step() == 1 and not same(moved, saved)
         if damage == "none":
-            reloaded = checkpointer.reload(model, optimizer, clock)
+            reloaded = checkpointer.reload(model, optimizer, step_state)
             assert (reloaded.step, reloaded.trainer, reloaded.path) == (1, {"note": 1}, folder)
             assert same(state(model, optimizer), saved) and torch.equal(torch.get_rng_state(), draws)
-            assert clock.weights_version > version  # quantized weights that linears kept are of other weights
+            assert step_state.weights_version > version  # quantized weights that linears kept are of other weights
             return
         if damage == "a bit":
             shard = next(folder.glob("*.distcp"))
@@ -67,5 +67,5 @@ def test_reload(damage: str, asynchronous: bool, tmp_path: Path, monkeypatch: py
         else:
             folder.rename(tmp_path / "elsewhere")
         with pytest.raises(CheckpointGoneError, match="step_00000001"):
-            checkpointer.reload(model, optimizer, clock)
-        assert same(state(model, optimizer), moved) and clock.weights_version == version
+            checkpointer.reload(model, optimizer, step_state)
+        assert same(state(model, optimizer), moved) and step_state.weights_version == version

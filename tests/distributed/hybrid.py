@@ -133,7 +133,7 @@ def micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_bat
     return shares
 
 
-def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: StepState) -> HybridModel:
+def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, step_state: StepState) -> HybridModel:
     with torch.device("meta"):
         model = build_model(MODEL, mesh, torch.float32)
     linears = dict(model.linears())
@@ -145,7 +145,7 @@ def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: Ste
     model.to_empty(device="cpu")
     initialize(model, MODEL, seed=7)
     plan = build_plan(shapes, recipe, Bf16BlocksConfig(), MODEL.num_blocks)
-    PrecisionController({name: module.context for name, module in linears.items()}, plan, clock)
+    PrecisionController({name: module.context for name, module in linears.items()}, plan, step_state)
     return model
 
 
@@ -172,8 +172,8 @@ def train(
     batches: Callable[[int, ParallelMesh, int], list[MicroBatch]] = micro_batches,
 ) -> Result:
     """Train `steps` steps; every rank of the layout calls it."""
-    mesh, clock = layout.mesh(), StepState(seed=11)
-    model = sharded_model(layout, mesh, RECIPES[precision], clock)
+    mesh, step_state = layout.mesh(), StepState(seed=11)
+    model = sharded_model(layout, mesh, RECIPES[precision], step_state)
     # A larger eps than usual: where a gradient is all rounding error, Adam would make a step of full length of it.
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     result = Result(mesh.tp_rank)
@@ -187,9 +187,9 @@ def train(
 
     optimizer.register_step_pre_hook(keep_gradients)
     for step in range(steps):
-        with recorded(model, clock, result.codes) if step == 0 else nullcontext():
+        with recorded(model, step_state, result.codes) if step == 0 else nullcontext():
             done = train_step(
-                model, optimizer, batches(step, mesh, layout.num_micro_batches), mesh, clock,
+                model, optimizer, batches(step, mesh, layout.num_micro_batches), mesh, step_state,
                 step=step, lr=1e-3, clip_norm=1.0, reshard=layout.reshard,
             )  # fmt: skip
         result.losses.append(done.loss)
@@ -199,7 +199,7 @@ def train(
 
 
 @contextmanager
-def recorded(model: nn.Module, clock: StepState, codes: Codes) -> Iterator[None]:
+def recorded(model: nn.Module, step_state: StepState, codes: Codes) -> Iterator[None]:
     """Keep the operands of all quantized GEMMs of `model`: fprops come in the model's order, the others backwards."""
     names = [name for name, _ in model.linears()]
     order = [(name, "fprop") for name in names]
@@ -209,7 +209,7 @@ def recorded(model: nn.Module, clock: StepState, codes: Codes) -> Iterator[None]
     def keep(a: GemmOperand, b: GemmOperand) -> None:
         nonlocal calls
         if a.quantized or b.quantized:
-            codes[(clock.micro_batch, *order[calls % len(order)])] = (*operand(a), *operand(b))
+            codes[(step_state.micro_batch, *order[calls % len(order)])] = (*operand(a), *operand(b))
             calls += 1
 
     with watched_gemms(keep):

@@ -21,7 +21,7 @@ class Job:
     def __init__(self, root: Path, mesh: ParallelMesh, keep: int = 0, **identity: Any) -> None:
         self.root = root
         self.model, self.optimizer = toy(mesh)
-        self.clock = StepState(0)
+        self.step_state = StepState(0)
         self.checkpointer = Checkpointer(root, mesh, keep=keep, identity={"hidden": 12, **identity})
 
     def save(self, step: int, **trainer: Any) -> Path:
@@ -35,12 +35,12 @@ class Job:
 
     def resume(self, resume: str = "auto", allow_mismatch: bool = False) -> int | None:
         resumed = self.checkpointer.resume(
-            resume, self.model, self.optimizer, self.clock, allow_mismatch=allow_mismatch
+            resume, self.model, self.optimizer, self.step_state, allow_mismatch=allow_mismatch
         )
         if resumed is None:
             return None
         weights = {local_part(parameter).unique().item() for parameter in self.model.parameters()}
-        assert weights == {resumed.step} and self.clock.weights_version == 1
+        assert weights == {resumed.step} and self.step_state.weights_version == 1
         return resumed.step
 
 

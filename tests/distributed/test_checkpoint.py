@@ -54,9 +54,9 @@ def run(
     """Train to step `until` with a checkpoint every `interval` steps, resuming from what there is."""
     mesh = toy_mesh()
     model, optimizer = toy(mesh, seed=3)
-    clock = StepState(seed=0)
+    step_state = StepState(seed=0)
     checkpointer = Checkpointer(Path(root), mesh, keep=2, identity={"run": 1}, asynchronous=asynchronous)
-    resumed = checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False)
+    resumed = checkpointer.resume("auto", model, optimizer, step_state, allow_mismatch=False)
     checkpointer.prepare(model, optimizer)
     start = 0 if resumed is None else resumed.step
     loaded = snapshot(model, optimizer)
@@ -71,7 +71,7 @@ def run(
                 os.kill(os.getpid(), signal.SIGTERM)
             batches = toy_batches(step, mesh)
             result = train_step(
-                model, optimizer, batches, mesh, clock,
+                model, optimizer, batches, mesh, step_state,
                 step=step, lr=1e-2, clip_norm=1.0, requests=StepRequests(stop=stop.requested),
             )  # fmt: skip
             losses.append((result.loss, result.grad_norm))

@@ -59,12 +59,12 @@ def run(rank: int, layout: Layout, dtype: torch.dtype) -> list[Seen]:
 
 
 def train(layout: Layout, dtype: torch.dtype) -> Seen:
-    mesh, clock, seen = layout.mesh(), StepState(seed=11), Seen()
+    mesh, step_state, seen = layout.mesh(), StepState(seed=11), Seen()
     model = model_on(mesh, dtype, layout.reshard)
     contexts = {name: linear.context for name, linear in model.linears()}
     seen.num_linears = len(contexts)
     for name, context in contexts.items():
-        context.name, context.recipe, context.clock = name, NVFP4, clock
+        context.name, context.recipe, context.step_state = name, NVFP4, step_state
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     count = 0
 
@@ -84,10 +84,10 @@ def train(layout: Layout, dtype: torch.dtype) -> Seen:
                 context.recipe = BF16 if step == BF16_STEP else NVFP4
             batches = micro_batches(step, mesh, layout.num_micro_batches)
             if step == EVALUATED_STEP:
-                seen.losses.append(evaluate(model, {"held out": batches[:1]}, mesh, clock)["held out"])
+                seen.losses.append(evaluate(model, {"held out": batches[:1]}, mesh, step_state)["held out"])
             with Probe(once=True).attached(contexts if step == PROBED_STEP else {}):
                 done = train_step(
-                    model, optimizer, batches, mesh, clock,
+                    model, optimizer, batches, mesh, step_state,
                     step=step, lr=1e-3, clip_norm=1.0, reshard=layout.reshard,
                 )  # fmt: skip
             seen.losses.append(done.loss)
@@ -139,16 +139,16 @@ def through_formats(rank: int) -> list[list[float]]:
     losses = []
     for codes in (True, False):
         layout = Layout(2)
-        mesh, clock = layout.mesh(), StepState(seed=11)
+        mesh, step_state = layout.mesh(), StepState(seed=11)
         model = model_on(mesh, torch.bfloat16, reshard=False)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
         losses.append([])
         with nullcontext() if codes else mock.patch.object(LinearContext, "gathers_codes", False):
             for step, recipe in enumerate((mxfp4, BF16, NVFP4, BF16, mxfp4)):
                 for name, linear in model.linears():
-                    linear.context.name, linear.context.clock, linear.context.recipe = name, clock, recipe
+                    linear.context.name, linear.context.step_state, linear.context.recipe = name, step_state, recipe
                 settings = {"step": step, "lr": 1e-3, "clip_norm": 1.0}
-                done = train_step(model, optimizer, micro_batches(step, mesh), mesh, clock, **settings)
+                done = train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, **settings)
                 losses[-1].append(done.loss)
     return losses
 

@@ -88,10 +88,10 @@ class Letters(TextTokenizer):
 
 def trained(rank: int, layout: Layout, writes: bool) -> tuple[list[float], dict[str, Tensor], list[list[TextSample]]]:
     """Three steps in NVFP4, with texts after each or without: losses, weights, texts."""
-    mesh, clock = layout.mesh(), StepState(seed=11)
-    model = hybrid.sharded_model(layout, mesh, RECIPES["nvfp4"], clock)
+    mesh, step_state = layout.mesh(), StepState(seed=11)
+    model = hybrid.sharded_model(layout, mesh, RECIPES["nvfp4"], step_state)
     plan = build_plan(linear_shapes(MODEL), RECIPES["nvfp4"], Bf16BlocksConfig(), MODEL.num_blocks)
-    controller = PrecisionController({name: module.context for name, module in model.linears()}, plan, clock)
+    controller = PrecisionController({name: module.context for name, module in model.linears()}, plan, step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
     config = ValidationConfig(prompts=["", "A", "HELLO"], prompt_tokens=6)
     sharded = [parameter.placements for parameter in model.parameters()]
@@ -99,13 +99,13 @@ def trained(rank: int, layout: Layout, writes: bool) -> tuple[list[float], dict[
     for step in range(3):
         batches = micro_batches(step, mesh)
         done = train_step(
-            model, optimizer, batches, mesh, clock, step=step, lr=1e-2, clip_norm=1.0, reshard=layout.reshard
+            model, optimizer, batches, mesh, step_state, step=step, lr=1e-2, clip_norm=1.0, reshard=layout.reshard
         )
         losses.append(done.loss)
         if writes:
-            before = clock.step, clock.micro_batch, torch.get_rng_state().sum()
+            before = step_state.step, step_state.micro_batch, torch.get_rng_state().sum()
             written.append(text_samples(model, controller, Letters(), config, seed=1, progress=Progress()))
-            assert (clock.step, clock.micro_batch, torch.get_rng_state().sum()) == before
+            assert (step_state.step, step_state.micro_batch, torch.get_rng_state().sum()) == before
             assert model.training
             assert [parameter.placements for parameter in model.parameters()] == sharded
     return losses, {name: whole(parameter) for name, parameter in model.named_parameters()}, written

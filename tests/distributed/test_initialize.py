@@ -28,12 +28,12 @@ IDENTITY = run_identity(Config(model=MODEL), {"tokenizer": "one"})
 
 def trained(rank: int, layout: Layout, root: str) -> dict[str, Tensor]:
     """Two checkpoints of a run of two steps; the last weights, whole."""
-    mesh, clock = layout.mesh(), StepState(seed=0)
-    model = sharded_model(layout, mesh, RECIPES["fp32"], clock)
+    mesh, step_state = layout.mesh(), StepState(seed=0)
+    model = sharded_model(layout, mesh, RECIPES["fp32"], step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity=IDENTITY)
     for step in range(2):
-        train_step(model, optimizer, micro_batches(step, mesh), mesh, clock, step=step, lr=1e-3, clip_norm=1.0)
+        train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, step=step, lr=1e-3, clip_norm=1.0)
         checkpointer.save(step + 1, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
     return {name: whole(value) for name, value in model.state_dict().items()}
 
@@ -43,8 +43,8 @@ def initialized(rank: int, layout: Layout, given: str, root: str, harm: str) -> 
 
     harm: a file of which rank 1 alone reads another byte.
     """
-    mesh, clock = layout.mesh(), StepState(seed=0)
-    model = sharded_model(layout, mesh, RECIPES["fp32"], clock)
+    mesh, step_state = layout.mesh(), StepState(seed=0)
+    model = sharded_model(layout, mesh, RECIPES["fp32"], step_state)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7.0)
@@ -60,7 +60,7 @@ def initialized(rank: int, layout: Layout, given: str, root: str, harm: str) -> 
         real = files.open_plain
         files.open_plain = lambda path: real(private / path.name)  # type: ignore[assignment]
     try:
-        begun = checkpointer.initialize(given, model, clock, resumed=False, allow_mismatch=False)
+        begun = checkpointer.initialize(given, model, step_state, resumed=False, allow_mismatch=False)
         said = f"{begun.path} {begun.step}" if begun else ""
     except Exception as error:
         said = f"{type(error).__name__}: {error}"

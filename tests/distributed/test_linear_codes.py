@@ -80,7 +80,7 @@ def calls_on(
         shard_dim = 1 if name == "row" else 0
         linear.weight.data._local_tensor.copy_(w.chunk(tensor, shard_dim)[rank])
         linear.context.name, linear.context.recipe, linear.context.keeps_input = name, recipe, keeps
-        linear.context.clock = StepState(seed=3, step=4, micro_batch=5)
+        linear.context.step_state = StepState(seed=3, step=4, micro_batch=5)
         if name == "row":
             x = x.chunk(tensor, 1)[rank]
             dy = dy.chunk(tensor)[rank] if mesh.sequence_parallel else dy

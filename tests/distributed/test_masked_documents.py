@@ -35,14 +35,14 @@ def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
     Along the way: what is said of the first step, as if it had been a spike, and of one that was not finite.
     """
     result = train(rank, layout, "fp32", STEPS, masked_micro_batches)
-    mesh, clock = layout.mesh(), StepState(seed=0)
-    model, mine = sharded_model(layout, mesh, RECIPES["fp32"], clock), masked_micro_batches(9, mesh)
+    mesh, step_state = layout.mesh(), StepState(seed=0)
+    model, mine = sharded_model(layout, mesh, RECIPES["fp32"], step_state), masked_micro_batches(9, mesh)
     first = StepResult(result.losses[0], result.norms[0], skipped=True)
-    said = diagnose_spike(model, masked_micro_batches(0, mesh), mesh, clock, first)
+    said = diagnose_spike(model, masked_micro_batches(0, mesh), mesh, step_state, first)
     assert "as before" in said and "NOT" not in said, said
-    assert "every micro-batch is finite" in diagnose_nonfinite(model, mine, mesh, clock)
+    assert "every micro-batch is finite" in diagnose_nonfinite(model, mine, mesh, step_state)
     held_out = {"all": mine, "three": [batch for batch in mine if batch.index < 3], "one": mine[: mesh.dp_rank == 0]}
-    return result, evaluate(model, held_out, mesh, clock)
+    return result, evaluate(model, held_out, mesh, step_state)
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +88,12 @@ def test_every_target_that_counts_weighs_the_same(one):
 
 def test_a_batch_without_targets_that_count_has_no_loss_and_no_gradient():
     with alone():
-        mesh, clock = ONE.mesh(), StepState(seed=0)
-        model = sharded_model(ONE, mesh, RECIPES["fp32"], clock)
+        mesh, step_state = ONE.mesh(), StepState(seed=0)
+        model = sharded_model(ONE, mesh, RECIPES["fp32"], step_state)
         some = masked_micro_batches(0, mesh)[0]
         none = MicroBatch(0, some.tokens, torch.full_like(some.targets, -1), some.documents, some.num_documents, 0)
-        assert accumulate(model, [none], mesh, clock) == 0
+        assert accumulate(model, [none], mesh, step_state) == 0
         assert all((whole(p.grad) == 0).all() for p in model.parameters())
         # Beside another it changes nothing.
-        alone_loss = accumulate(model, [some], mesh, clock)
-        assert accumulate(model, [some, none], mesh, clock) == alone_loss > 0
+        alone_loss = accumulate(model, [some], mesh, step_state)
+        assert accumulate(model, [some, none], mesh, step_state) == alone_loss > 0

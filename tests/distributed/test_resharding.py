@@ -24,8 +24,8 @@ ONE, TP2, DP2 = Layout(1), Layout(2, tensor=2), Layout(2, reshard=True)
 
 def run(rank: int, layout: Layout, source: str | None, target: str, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Load `source`, train `steps` steps, save to `target`; logits of a fixed batch, and weights and moments whole."""
-    mesh, clock = layout.mesh(), StepState(seed=0)
-    model = sharded_model(layout, mesh, RECIPES["fp32"], clock)
+    mesh, step_state = layout.mesh(), StepState(seed=0)
+    model = sharded_model(layout, mesh, RECIPES["fp32"], step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
     checkpointer = Checkpointer(Path(target), mesh, keep=0, identity={})
     done = 0
@@ -33,11 +33,11 @@ def run(rank: int, layout: Layout, source: str | None, target: str, steps: int) 
         with torch.no_grad():  # what is loaded must not be what was there before
             for parameter in model.parameters():
                 parameter.zero_()
-        resumed = checkpointer.resume(source, model, optimizer, clock, allow_mismatch=False)
+        resumed = checkpointer.resume(source, model, optimizer, step_state, allow_mismatch=False)
         assert resumed is not None
         done = resumed.step
     for step in range(done, done + steps):
-        train_step(model, optimizer, micro_batches(step, mesh), mesh, clock, step=step, lr=1e-3, clip_norm=1.0)
+        train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, step=step, lr=1e-3, clip_norm=1.0)
     checkpointer.save(done + steps, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
     state = {n: whole(v) for n, v in {**model.state_dict(), **optimizer_state(model, optimizer)}.items()}
     tokens = torch.randint(MODEL.vocab_size, (2, 32), generator=torch.Generator().manual_seed(9))

@@ -54,8 +54,8 @@ def batches(config: Config, step: int) -> list[ToyBatch]:
 def trained(mesh: ParallelMesh, graphs: bool, overrides: list[str]) -> tuple[list[Any], list[Tensor], list[bool]]:
     """Losses and norms by step, the last weights, and which steps were replayed."""
     config = configure([*SMALL, *overrides])
-    clock = StepState(seed=1)
-    model, controller = initialized_model(config, models, mesh, clock)
+    step_state = StepState(seed=1)
+    model, controller = initialized_model(config, models, mesh, step_state)
     optimizer = build_optimizer(model, config.optimizer)
     captured = None
     if graphs:
@@ -64,7 +64,7 @@ def trained(mesh: ParallelMesh, graphs: bool, overrides: list[str]) -> tuple[lis
     for step in range(STEPS):
         controller.before_step(step, lambda: 0.0)
         result = train_step(
-            *(model, optimizer, batches(config, step), mesh, clock),
+            *(model, optimizer, batches(config, step), mesh, step_state),
             **{"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": captured},
         )
         replayed.append(captured is not None and captured.captured)
@@ -77,7 +77,7 @@ def trained(mesh: ParallelMesh, graphs: bool, overrides: list[str]) -> tuple[lis
             with torch.no_grad():
                 for parameter in model.parameters():
                     local_part(parameter).mul_(0.5)
-            clock.weights_version += 1
+            step_state.weights_version += 1
     return found, [local_part(parameter).clone() for parameter in model.parameters()], replayed
 
 

@@ -99,7 +99,7 @@ def test_a_linear_keeps_codes_and_has_the_results_of_values(groups: int) -> None
     results = []
     for backend in (EMULATED, Values()):
         state = StepState(seed=1)
-        context = LinearContext(name="linear", recipe=NVFP4, clock=state, backend=backend, num_groups=groups)
+        context = LinearContext(name="linear", recipe=NVFP4, step_state=state, backend=backend, num_groups=groups)
         weight, inputs = nn.Parameter(w.cuda()), x.cuda().requires_grad_()
         y = quantized_linear(inputs, weight, context)
         y.backward(dy.cuda())
@@ -116,15 +116,15 @@ def train(rank: int, world: int, layout: dict[str, int], codes: bool, folder: st
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank))
-    mesh, clock = build_mesh(ParallelConfig(**layout), torch.device("cuda", rank)), StepState(seed=11)
+    mesh, step_state = build_mesh(ParallelConfig(**layout), torch.device("cuda", rank)), StepState(seed=11)
     with mock.patch.object(LinearContext, "gathers_codes", False) if not codes else mock.patch.dict(os.environ):
         model = model_on(mesh, torch.bfloat16, reshard=True)
         for name, linear in model.linears():
-            linear.context.name, linear.context.recipe, linear.context.clock = name, NVFP4, clock
+            linear.context.name, linear.context.recipe, linear.context.step_state = name, NVFP4, step_state
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
         losses = [
             train_step(
-                model, optimizer, micro_batches(step, mesh, 4 * world), mesh, clock,
+                model, optimizer, micro_batches(step, mesh, 4 * world), mesh, step_state,
                 step=step, lr=1e-3, clip_norm=1.0, reshard=True,
             ).loss
             for step in range(3)

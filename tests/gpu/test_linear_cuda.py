@@ -73,7 +73,7 @@ def tensors(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Ten
 
 
 def context_of(recipe: Recipe, **settings) -> LinearContext:
-    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, clock=StepState(seed=1, step=3), **settings)
+    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, step_state=StepState(seed=1, step=3), **settings)
 
 
 def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,10 +183,10 @@ def test_later_micro_batches_add_to_the_gradient(recipe, num_groups, features):
     weight = w.clone().requires_grad_()
     for _ in range(2):
         quantized_linear(x, weight, context).backward(dy)
-        context.clock.micro_batch += 1
+        context.step_state.micro_batch += 1
     alone = []
     for micro_batch in range(2):
-        context.clock.micro_batch = micro_batch
+        context.step_state.micro_batch = micro_batch
         alone.append(run(x, w, dy, context)[2].cpu().double())
     assert weight.grad is not None and weight.grad.dtype == torch.float32
     assert relative(weight.grad, alone[0] + alone[1]) < 1e-6

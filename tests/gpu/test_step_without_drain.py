@@ -45,7 +45,10 @@ def trained(
     accept: Callable[[float, float], bool] | None, clip_norm: float
 ) -> tuple[dict[str, torch.Tensor], list[tuple[float, float, bool]]]:
     """Weights, moments and step counts after five steps, the fourth of which has a gradient that is not finite."""
-    mesh, clock = build_mesh(ParallelConfig(), torch.device("cuda", torch.cuda.current_device())), StepState(seed=0)
+    mesh, step_state = (
+        build_mesh(ParallelConfig(), torch.device("cuda", torch.cuda.current_device())),
+        StepState(seed=0),
+    )
     torch.manual_seed(0)
     model = ToyModel().cuda()
     apply_data_parallel(
@@ -61,7 +64,7 @@ def trained(
             )
         with no_waiting(active=accept is None and step > 1):
             result = train_step(
-                model, optimizer, batches, mesh, clock, step=step, lr=1e-2, clip_norm=clip_norm, accept=accept
+                model, optimizer, batches, mesh, step_state, step=step, lr=1e-2, clip_norm=clip_norm, accept=accept
             )
         if poison is not None:
             poison.remove()

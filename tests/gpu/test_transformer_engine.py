@@ -70,8 +70,8 @@ def test_the_weight_gradient_is_fp32_and_the_weight_is_quantized_once_a_step(bac
         return original(self, tensor, *rest)
 
     monkeypatch.setattr(TransformerEngineBackend, "_quantize", counting)
-    clock = StepState(seed=0)
-    context = LinearContext("a", FP8, clock, backend)
+    step_state = StepState(seed=0)
+    context = LinearContext("a", FP8, step_state, backend)
     w = w.float().requires_grad_()
     gradients = []
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_the_weight_gradient_is_fp32_and_the_weight_is_quantized_once_a_step(bac
         gradients.append(w.grad)
     assert len(made) == 2 * 2 + 1
     assert torch.equal(*gradients)
-    clock.weights_version += 1
+    step_state.weights_version += 1
     quantized_linear(x, w, context)
     assert len(made) == 2 * 2 + 1 + 2
 

@@ -46,13 +46,13 @@ class Run:
     """A small model in training. bf16: names of linears that are not quantized."""
 
     def __init__(self, mesh: ParallelMesh, recipe: Recipe, reshard: bool = False, bf16: tuple[str, ...] = ()) -> None:
-        self.mesh, self.reshard, self.clock = mesh, reshard, StepState(seed=7)
+        self.mesh, self.reshard, self.step_state = mesh, reshard, StepState(seed=7)
         self.model = build_model(CONFIG, mesh, torch.bfloat16)
         modules = dict(self.model.linears())
         self.linears: dict[str, LinearContext] = {name: module.context for name, module in modules.items()}
         shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
         plan = build_plan(shapes, recipe, Bf16BlocksConfig(names=list(bf16)), len(CONFIG.pattern))
-        self.controller = PrecisionController(self.linears, plan, self.clock)
+        self.controller = PrecisionController(self.linears, plan, self.step_state)
         initialize(self.model, CONFIG, seed=7)
         apply_data_parallel(
             self.model,
@@ -78,7 +78,7 @@ class Run:
             self.optimizer,
             self.batches(step),
             self.mesh,
-            self.clock,
+            self.step_state,
             step=step,
             lr=1e-2,
             clip_norm=1.0,
@@ -177,9 +177,9 @@ def _noise_between_steps(rank: int, tp_size: int, reshard: bool) -> Any:
     for step in range(3):
         losses.append(plain.step(step))
         recipes = {name: context.recipe for name, context in measured.linears.items()}
-        clock = replace(measured.clock)
+        step_state = replace(measured.step_state)
         noises.append(measured.noise(step))
-        assert measured.clock == clock
+        assert measured.step_state == step_state
         assert recipes == {name: context.recipe for name, context in measured.linears.items()}
         assert all(parameter.grad is None for parameter in measured.model.parameters())
         losses_measured.append(measured.step(step))
@@ -207,9 +207,9 @@ def _noise_by_hand(rank: int) -> Any:
     def gradients(recipe: Recipe) -> list[Tensor]:
         for context in run.linears.values():
             context.recipe, context.weight_cache = recipe, None
-        run.clock.step = 0
+        run.step_state.step = 0
         for batch in run.batches(0):
-            run.clock.micro_batch = batch.index
+            run.step_state.micro_batch = batch.index
             (run.model(batch.tokens, batch.targets) / 4).backward()
         found = [whole(p.grad) for p in run.model.parameters() if p.grad is not None]
         run.optimizer.zero_grad(set_to_none=True)

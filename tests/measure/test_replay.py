@@ -72,7 +72,9 @@ def _on_and_off(rank: int, tp_size: int, recipe: Any, reshard: bool) -> Any:
     losses_off, none = _train(off, 0)
     assert none == [None] * NUM_STEPS
     assert all(context.probe is None for context in on.linears.values())
-    return same and losses == losses_off and _same(on.weights(), off.weights()) and on.clock == off.clock, found
+    return same and losses == losses_off and _same(
+        on.weights(), off.weights()
+    ) and on.step_state == off.step_state, found
 
 
 @pytest.mark.slow

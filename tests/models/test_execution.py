@@ -104,7 +104,7 @@ def text(index: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: StepState, reshard: bool) -> HybridModel:
+def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, step_state: StepState, reshard: bool) -> HybridModel:
     with torch.device("meta"):
         model = build_model(CONFIG, mesh, torch.bfloat16, Execution(recompute=recompute))
     linears = dict(model.linears())
@@ -120,24 +120,24 @@ def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: StepSt
     initialize(model, CONFIG, 0)
     shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
     plan = build_plan(shapes, RECIPES[recipe], Bf16BlocksConfig(), CONFIG.num_blocks)
-    PrecisionController({name: module.context for name, module in linears.items()}, plan, clock)
+    PrecisionController({name: module.context for name, module in linears.items()}, plan, step_state)
     return model
 
 
 def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) -> dict[str, Tensor]:
-    """Of two micro-batches a rank, and that the clock stood still in between."""
-    clock = StepState(seed=3)
-    model = sharded_model(recompute, recipe, mesh, clock, reshard)
+    """Of two micro-batches a rank, and that the StepState stood still in between."""
+    step_state = StepState(seed=3)
+    model = sharded_model(recompute, recipe, mesh, step_state, reshard)
     for position in range(2):
         is_last = position == 1  # as `accumulate` prepares it
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
             model.set_is_last_backward(is_last)
             model.set_reshard_after_backward(is_last or reshard)
-        clock.micro_batch = index = 2 * mesh.dp_rank + position
+        step_state.micro_batch = index = 2 * mesh.dp_rank + position
         loss = model(*text(index))
         loss.backward()
-        assert clock == StepState(seed=3, micro_batch=index)
+        assert step_state == StepState(seed=3, micro_batch=index)
     assert all(p.grad is not None for p in model.parameters())
     return {name: whole(p.grad) for name, p in model.named_parameters()}
 

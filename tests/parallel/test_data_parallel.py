@@ -39,7 +39,7 @@ def batches(step: int) -> list[ToyBatch]:
     return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
 
 
-def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, clock: StepState) -> HybridModel:
+def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, step_state: StepState) -> HybridModel:
     """As a run builds it. The first block's linears are quantized, the others in BF16."""
     with torch.device("meta"):
         model = build_model(CONFIG, mesh, torch.bfloat16)
@@ -48,17 +48,17 @@ def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, clock: 
     model.to_empty(device="cpu")
     initialize(model, CONFIG, seed=0)
     for name, linear in model.linears():
-        linear.context.clock, linear.context.name = clock, name
+        linear.context.step_state, linear.context.name = step_state, name
         linear.context.recipe = NVFP4 if name.startswith("blocks.0") else BF16
     return model
 
 
 def trained(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tuple[list[Any], HybridModel]:
-    clock = StepState(seed=3)
-    model = built(mesh, apply, reshard, clock)
+    step_state = StepState(seed=3)
+    model = built(mesh, apply, reshard, step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
     settings: dict[str, Any] = {"lr": 1e-2, "clip_norm": 1.0, "reshard": reshard}
-    results = [train_step(model, optimizer, batches(s), mesh, clock, step=s, **settings) for s in range(3)]
+    results = [train_step(model, optimizer, batches(s), mesh, step_state, step=s, **settings) for s in range(3)]
     return [(result.loss, result.grad_norm) for result in results], model
 
 
@@ -76,9 +76,9 @@ def test_one_rank_alone_computes_what_fsdp_computes(mesh: ParallelMesh, reshard:
 
 
 def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) -> None:
-    clock, (batch, *_) = StepState(seed=0), batches(0)
+    step_state, (batch, *_) = StepState(seed=0), batches(0)
     for reshard in (False, True):
-        model = built(mesh, apply_data_parallel, reshard, clock)
+        model = built(mesh, apply_data_parallel, reshard, step_state)
         contexts = {name: linear.context for name, linear in model.linears()}
         quantized = {name for name in contexts if name.startswith("blocks.0")}
         model(batch.tokens, batch.targets)
@@ -86,15 +86,15 @@ def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) 
         assert set(kept) == (quantized if reshard else set(contexts))
         model(batch.tokens, batch.targets)
         assert all(contexts[name].weight_cache is cache for name, cache in kept.items())
-        clock.weights_version += 1
+        step_state.weights_version += 1
         model(batch.tokens, batch.targets)
         assert not any(contexts[name].weight_cache is cache for name, cache in kept.items())
 
 
 def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], list[torch.Tensor], int, int]:
-    mesh, clock, ran, without = toy_mesh(), StepState(seed=3), [0], [0]
+    mesh, step_state, ran, without = toy_mesh(), StepState(seed=3), [0], [0]
     left_out = FSDPHooks.left_out
-    model = built(mesh, apply_data_parallel, False, clock)
+    model = built(mesh, apply_data_parallel, False, step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
 
     def count(*_: object) -> None:
@@ -108,7 +108,7 @@ def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], l
     with mock.patch.object(FSDPHooks, "left_out", counted):
         results = [
             train_step(
-                *(model, optimizer, [*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5], mesh, clock),
+                *(model, optimizer, [*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5], mesh, step_state),
                 **{"step": s, "lr": 1e-2, "clip_norm": 1.0},
             )
             for s in range(2)

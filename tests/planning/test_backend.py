@@ -61,7 +61,7 @@ CASES = {
 def test_a_linear(name: str) -> None:
     recipe, weights, kept, wgrad_operand = CASES[name]
     with planned_gpu() as backend, FakeTensorMode(), Ledger(lambda: 0) as ledger:
-        context = LinearContext(name="linear", recipe=recipe, clock=StepState(seed=0), backend=backend)
+        context = LinearContext(name="linear", recipe=recipe, step_state=StepState(seed=0), backend=backend)
         x = torch.empty(TOKENS, IN, dtype=torch.bfloat16, requires_grad=True)
         weight = nn.Parameter(torch.empty(OUT, IN, dtype=torch.bfloat16))
         before = ledger.live_bytes
@@ -97,8 +97,8 @@ RECIPES = {
 
 def history(backend: Backend, recipe: Recipe, dtype: torch.dtype, micro_batches: int = 2) -> list[tuple[int, int]]:
     """Bytes alive and at the peak before, between and after the passes of a linear, from its second step on."""
-    clock, seen = StepState(seed=0), []
-    context = LinearContext(name="linear", recipe=recipe, clock=clock, backend=backend)
+    step_state, seen = StepState(seed=0), []
+    context = LinearContext(name="linear", recipe=recipe, step_state=step_state, backend=backend)
     with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         weight = nn.Parameter(torch.empty(384, 256, dtype=dtype))
         for _ in range(micro_batches):

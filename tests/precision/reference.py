@@ -94,15 +94,15 @@ def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tenso
 
 def specified(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx and dw of the specification, by the draws of the context."""
-    clock = context.clock
+    step_state = context.step_state
     return reference_linear(
-        x, w, dy, context.recipe, lambda label: context.key(clock.step, clock.micro_batch, label, 0, 0)
+        x, w, dy, context.recipe, lambda label: context.key(step_state.step, step_state.micro_batch, label, 0, 0)
     )
 
 
 def context_of(recipe: Recipe, **settings) -> LinearContext:
-    """A linear's context with a clock of its own."""
-    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, clock=StepState(seed=1), **settings)
+    """A linear's context with a StepState of its own."""
+    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, step_state=StepState(seed=1), **settings)
 
 
 def tensors(

@@ -24,14 +24,14 @@ def test_what_needs_a_key() -> None:
 
 
 def test_the_table_has_the_key_of_every_operand_step_and_micro_batch() -> None:
-    clock = StepState(seed=11)
+    step_state = StepState(seed=11)
     keys = DeviceKeys(RECIPES, torch.device("cpu"))
     seen = set()
-    for clock.step in (0, 1, 70_000):
-        for clock.micro_batch in (0, 3):
-            keys.fill(clock.seed, clock.step, clock.micro_batch)
+    for step_state.step in (0, 1, 70_000):
+        for step_state.micro_batch in (0, 3):
+            keys.fill(step_state.seed, step_state.step, step_state.micro_batch)
             for linear, operand in keyed_operands(RECIPES):
-                expected = rounding_key(clock.seed, clock.step, clock.micro_batch, linear, operand)
+                expected = rounding_key(step_state.seed, step_state.step, step_state.micro_batch, linear, operand)
                 row = keys.of(linear, operand, RoundingKey(0)).device
                 assert row is not None and row.dtype == torch.int32 and row[2:].tolist() == [0, 0]
                 assert row.data_ptr() % 16 == keys.table.data_ptr() % 16
@@ -50,13 +50,13 @@ def test_draws_come_from_the_device(key: int) -> None:
     assert torch.equal(rounding_draws(host, 5, 6, "cpu"), rounding_draws(device, 5, 6, "cpu"))
 
 
-def test_a_linear_asks_the_clocks_table() -> None:
-    clock = StepState(seed=5, step=2, micro_batch=3)
-    context = LinearContext(name="a", recipe=NVFP4, clock=clock, out_group_offset=1)
+def test_a_linear_asks_the_table_of_the_step_state() -> None:
+    step_state = StepState(seed=5, step=2, micro_batch=3)
+    context = LinearContext(name="a", recipe=NVFP4, step_state=step_state, out_group_offset=1)
     call = LinearCall(context, torch.zeros(32, 32), torch.zeros(16, 32, dtype=torch.bfloat16))
     on_host = [call.draws(slot) for slot in SLOTS]
-    clock.keys = DeviceKeys({"a": NVFP4}, torch.device("cpu"))
-    clock.keys.fill(clock.seed, clock.step, clock.micro_batch)
+    step_state.keys = DeviceKeys({"a": NVFP4}, torch.device("cpu"))
+    step_state.keys.fill(step_state.seed, step_state.step, step_state.micro_batch)
     for slot, expected in zip(SLOTS, on_host, strict=True):
         found = call.draws(slot)
         assert found == expected  # offsets too; what lies on the device is no part of it

@@ -105,7 +105,7 @@ def test_the_emulation_has_the_bits_of_the_specification(name, signs, dtype):
     if signs != "fixed" and not any(gemm.rht for gemm in recipe.gemms.values()):
         pytest.skip("no transform")
     context = ref.context_of(recipe)
-    context.clock.step, context.clock.micro_batch = 4, 2
+    context.step_state.step, context.step_state.micro_batch = 4, 2
     x, w, dy = ref.tensors(40, 128, 72, dtype=dtype)
     found, expected = ref.run(x, w, dy, context), ref.specified(x, w, dy, context)
     for mine, theirs, gemm in zip(found, expected, recipe.gemms.values(), strict=True):
@@ -172,7 +172,7 @@ def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, gr
     context = ref.context_of(recipe, num_groups=num_groups)
 
     def gradient(micro_batch: int, weight: torch.Tensor) -> torch.Tensor:
-        context.clock.micro_batch = micro_batch
+        context.step_state.micro_batch = micro_batch
         quantized_linear(x, weight, context).backward(dy)
         assert weight.grad is not None
         return weight.grad

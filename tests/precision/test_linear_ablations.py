@@ -108,7 +108,7 @@ def test_transforms_of_every_size_cancel(gemm, size, operands):
         recipe = ref.nearest(changed(FLAT, wgrad_rht=0, rht_signs=signs))
         recipe = changed(recipe, **{f"{gemm}_rht": size})
         context = ref.context_of(recipe)
-        context.clock.micro_batch = 3
+        context.step_state.micro_batch = 3
         results = dict(zip(("fprop", "dgrad", "wgrad"), ref.run(*operands, context), strict=True))
         exact = dict(zip(results, ref.linear(*(ref.double(t) for t in operands), BF16), strict=True))
         assert oracle.snr_db(exact[gemm], ref.double(results[gemm])) > 12
@@ -124,7 +124,7 @@ def test_fresh_signs_change_with_the_call_and_fixed_ones_do_not(operands):
         results = []
         for step, micro_batch in ((0, 0), (0, 1), (1, 0)):
             context = ref.context_of(recipe)
-            context.clock.step, context.clock.micro_batch = step, micro_batch
+            context.step_state.step, context.step_state.micro_batch = step, micro_batch
             results.append(ref.run(*operands, context)[2])
         assert torch.equal(results[0], results[1]) == same
         assert torch.equal(results[0], results[2]) == same

@@ -26,7 +26,7 @@ def shown(dy: torch.Tensor, recipe: Recipe, **coordinates: int | str) -> tuple[n
     context = ref.context_of(recipe)
     context.name = str(coordinates.pop("name", context.name))
     for name, value in coordinates.items():
-        setattr(context.clock, name, value)
+        setattr(context.step_state, name, value)
     _, dx, dw = ref.run(torch.eye(SIZE), torch.eye(SIZE), dy, context)
     return ref.double(dx), ref.double(dw)
 
@@ -102,12 +102,12 @@ def test_tiny_gradients_do_not_vanish():
 
 
 def test_the_backward_pass_uses_the_coordinates_of_its_forward_pass():
-    """With several micro-batches in flight the clock has moved on when the gradient arrives."""
+    """With several micro-batches in flight the StepState has moved on when the gradient arrives."""
     dy = gradient_between_codes()
     context = ref.context_of(PLAIN)
     x, w = torch.eye(SIZE).requires_grad_(), torch.eye(SIZE).requires_grad_()
     y = ref.quantized_linear(x, w, context)
-    context.clock.micro_batch, context.clock.step = 5, 6
+    context.step_state.micro_batch, context.step_state.step = 5, 6
     y.backward(dy)
     assert np.array_equal(ref.double(x.grad), shown(dy, PLAIN)[0])
     assert np.array_equal(ref.double(w.grad), shown(dy, PLAIN)[1])
@@ -120,7 +120,7 @@ def test_signs_and_scales_of_ms_eden_are_those_of_the_forward_pass():
     context = ref.context_of(ref.QUARTET2)
     x, w = x.requires_grad_(), w.requires_grad_()
     y = ref.quantized_linear(x, w, context)
-    context.clock.micro_batch, context.clock.step = 5, 6
+    context.step_state.micro_batch, context.step_state.step = 5, 6
     y.backward(dy)
     assert torch.equal(x.grad, expected[1]) and torch.equal(w.grad, expected[2])
     # And other ones in every other: kept codes of the weight are the same, what is made of them is not.
@@ -146,7 +146,7 @@ def test_gradients_by_ms_eden_average_out_and_err_less_than_by_stochastic_roundi
         of_steps = []
         for step in range(num):
             context = ref.context_of(recipe)
-            context.clock.step = step
+            context.step_state.step = step
             of_steps.append([ref.double(g) for g in ref.run(x, w, dy, context)[1:]])
         target = exact if recipe is ref.QUARTET2 else ref.linear(*(ref.double(t) for t in (x, w, dy)), Recipe())[1:]
         for index, full in enumerate(target):
@@ -188,6 +188,6 @@ def test_the_gain_of_wgrad_is_one(name):
     gains = []
     for step in range(4):
         context = ref.context_of(recipe)
-        context.clock.step = step
+        context.step_state.step = step
         gains.append(gain(ref.double(ref.run(x, w, dy, context)[2]), exact))
     assert 0.97 < np.mean(gains) < 1.03

@@ -27,7 +27,7 @@ def results(recipe: Recipe, groups: int, codes: bool) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(groups)
     rows = 50 * groups
     weight = nn.Parameter(torch.randn(rows, 64, generator=generator))
-    context = LinearContext(name="linear", recipe=recipe, clock=StepState(seed=1), num_groups=groups)
+    context = LinearContext(name="linear", recipe=recipe, step_state=StepState(seed=1), num_groups=groups)
     found: list[Tensor] = []
     with mock.patch.object(emulated, "keeps_codes", lambda device: codes):
         for _ in range(2):

@@ -195,7 +195,7 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
     linears = {shape.name: LinearContext() for shape in shapes()}
-    clock = StepState(seed=3)
+    step_state = StepState(seed=3)
     name = "blocks.2.mixer.in_proj"
     x, w, dy = ref.tensors(32, 64, 160)
     plain, quantized = plan_of(recipe=BF16), plan_of()
@@ -204,32 +204,32 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
         passed.clear()
         return ref.run(x, w, dy, linears[name]), sorted(passed)
 
-    PrecisionController(linears, quantized, clock)
+    PrecisionController(linears, quantized, step_state)
     assert linears[name].name == name
-    assert linears[name].clock is clock
+    assert linears[name].step_state is step_state
     first, ran = results()
     assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 4
 
-    PrecisionController(linears, quantized.switched(plain, "backward"), clock)
+    PrecisionController(linears, quantized.switched(plain, "backward"), step_state)
     backward, ran = results()
     assert ran == ["nvfp4 1x16"] * 2
     assert not torch.equal(backward[0], first[0])  # the weight's blocks changed, and the kept codes went with them
 
-    PrecisionController(linears, quantized.switched(plain, "forward"), clock)
+    PrecisionController(linears, quantized.switched(plain, "forward"), step_state)
     forward, ran = results()
     assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 3
     assert torch.equal(forward[1], first[1])
     assert torch.equal(forward[2], first[2])
 
-    PrecisionController(linears, plain, clock)
+    PrecisionController(linears, plain, step_state)
     unquantized, ran = results()
     assert ran == []
     assert torch.equal(unquantized[0], forward[0])
 
     mixed = plan_of(Bf16BlocksConfig(names=[name]))
-    PrecisionController(linears, mixed, clock)
+    PrecisionController(linears, mixed, step_state)
     assert results()[1] == []
-    PrecisionController(linears, quantized, clock)
+    PrecisionController(linears, quantized, step_state)
     again, _ = results()
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 

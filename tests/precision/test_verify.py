@@ -271,7 +271,7 @@ def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor, step: in
     recheck, weight = Recheck(1, {context.name: context}, CPU), w.clone().requires_grad_()
     with alone():
         with recheck.watching(step):
-            for context.clock.micro_batch in (3, 7):
+            for context.step_state.micro_batch in (3, 7):
                 quantized_linear(x.clone().requires_grad_(), weight, context).backward(dy)
         assert context.watcher is None
         found = recheck.collect()
@@ -300,7 +300,7 @@ def test_the_emulation_is_the_reference(recipe, comparisons, dtype):
     expected = ref.run(x, w.float(), dy, context)
     found = rechecked(context, x, w.float(), dy)
     assert found.faults == [] and found.comparisons == comparisons
-    context.clock.micro_batch = 0
+    context.step_state.micro_batch = 0
     for mine, theirs in zip(ref.run(x, w.float(), dy, context), expected, strict=True):
         assert torch.equal(mine, theirs)
 

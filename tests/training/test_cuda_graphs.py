@@ -1,7 +1,7 @@
 """When micro-batches are replayed, and that the bits are those of eager steps.
 
 A CPU has no graphs: what stands for them here computes again, into the same memory, what was captured. It does so with
-the clock of the capture, so that nothing that the host counts on can get into a replay.
+the StepState of the capture, so that nothing that the host counts on can get into a replay.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Job:
     """A model, its optimizer and its graphs, if it has any."""
 
     def __init__(self, mesh: ParallelMesh, capture: Callable[..., Any] | None = None, required: bool = True) -> None:
-        self.mesh, self.clock = mesh, StepState(seed=3)
+        self.mesh, self.step_state = mesh, StepState(seed=3)
         self.model: HybridModel = build_model(CONFIG, mesh, torch.bfloat16)
         settings: dict[str, Any] = {"units": [], "fp32_units": self.model.fp32_units(), "reshard": False}
         apply_data_parallel(self.model, mesh, compute_dtype=torch.bfloat16, **settings)
         initialize(self.model, CONFIG, seed=0)
         self.linears = {name: linear.context for name, linear in self.model.linears()}
         for name, context in self.linears.items():
-            context.name, context.clock = name, self.clock
+            context.name, context.step_state = name, self.step_state
         self.follow(NVFP4)
         self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2))
         self.said: list[str] = []
@@ -81,8 +81,8 @@ class Job:
         """Loss, norm, and whether it was replayed."""
         batches = self.batches(step, length, count)
         settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": self.graphs}
-        result = train_step(self.model, self.optimizer, batches, self.mesh, self.clock, **settings)
-        assert self.clock.keys is None and all(p.grad is None for p in self.model.parameters())
+        result = train_step(self.model, self.optimizer, batches, self.mesh, self.step_state, **settings)
+        assert self.step_state.keys is None and all(p.grad is None for p in self.model.parameters())
         return result.loss, result.grad_norm, self.graphs is not None and self.graphs.captured
 
     def noise(self, step: int) -> GradientNoise:
@@ -90,7 +90,7 @@ class Job:
         if self.graphs is not None:
             self.graphs.make_room()
         rows = [PlannedLinear(LinearShape(name, 0, 0, 0), linear.recipe, "") for name, linear in self.linears.items()]
-        controller = PrecisionController(self.linears, Plan(tuple(rows)), self.clock)
+        controller = PrecisionController(self.linears, Plan(tuple(rows)), self.step_state)
         return gradient_noise(self.model, self.batches(step), self.mesh, controller, step=step)
 
     def validate(self) -> float:
@@ -105,10 +105,10 @@ class Again:
     """Computes what was captured again, into the same memory."""
 
     def __init__(self, job: Job, function: Callable[[], Tensor], pool: Any) -> None:
-        self.job, self.function, clock = job, function, job.clock
+        self.job, self.function, step_state = job, function, job.step_state
         self.parameters = list(job.model.parameters())
         self.first = all(parameter.grad is None for parameter in self.parameters)
-        self.at = clock.step, clock.micro_batch
+        self.at = step_state.step, step_state.micro_batch
         self.result = function()
         self.gradients = [parameter.grad for parameter in self.parameters]
         self.kept = {name: context.weight_cache for name, context in job.linears.items()}
@@ -118,8 +118,8 @@ class Again:
         if self.computed:
             self.computed = False
             return
-        clock = self.job.clock
-        now, (clock.step, clock.micro_batch) = (clock.step, clock.micro_batch), self.at
+        step_state = self.job.step_state
+        now, (step_state.step, step_state.micro_batch) = (step_state.step, step_state.micro_batch), self.at
         if self.first:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -136,7 +136,7 @@ class Again:
                     for source, target in zip(new.tensors(), old.tensors(), strict=True):
                         if target is not None:
                             target.copy_(source)
-        clock.step, clock.micro_batch = now
+        step_state.step, step_state.micro_batch = now
 
 
 def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh) -> None:

@@ -94,18 +94,18 @@ def test_is_the_mean_over_tokens() -> None:
 def test_leaves_no_trace_in_training() -> None:
     def train(with_evaluation: bool) -> tuple[list[float], torch.Tensor]:
         model, optimizer = toy(mesh)
-        clock = StepState(0)
+        step_state = StepState(0)
         losses = []
         for step in range(3):
             losses.append(
                 train_step(
-                    model, optimizer, toy_batches(step, mesh), mesh, clock, step=step, lr=1e-2, clip_norm=1.0
+                    model, optimizer, toy_batches(step, mesh), mesh, step_state, step=step, lr=1e-2, clip_norm=1.0
                 ).loss
             )
             if with_evaluation:
-                clock.micro_batch = 77
-                evaluate(model, _sources(mesh), mesh, clock)
-                assert clock == StepState(0, step, 77, step + 1)
+                step_state.micro_batch = 77
+                evaluate(model, _sources(mesh), mesh, step_state)
+                assert step_state == StepState(0, step, 77, step + 1)
                 assert model.training and model.blocks[0].training
                 assert all(parameter in optimizer.state for parameter in model.parameters())
         return losses, local_part(model.head.weight).clone()

@@ -31,7 +31,7 @@ class Faulty(EmulatedBackend):
 
     def operands(self, x: Any, columns: Any, rows: Any) -> Any:
         along_columns, along_rows = super().operands(x, columns, rows)
-        if self.run.clock.step < self.step or columns is None or columns.slot != DGRAD_GRADIENT:
+        if self.run.step_state.step < self.step or columns is None or columns.slot != DGRAD_GRADIENT:
             return along_columns, along_rows
 
         def spoiled() -> Any:

@@ -107,11 +107,11 @@ def _until_the_end(rank: int) -> str:
     model, optimizer = toy(mesh)
     if rank == 1:
         model.blocks[1].register_forward_hook(lambda module, inputs, output: output * math.nan)
-    clock, callback = StepState(0), skipped(3)
-    callback.trainer.compute_again = lambda diagnose, batch: diagnose(model, batch, mesh, clock)  # type: ignore
+    step_state, callback = StepState(0), skipped(3)
+    callback.trainer.compute_again = lambda diagnose, batch: diagnose(model, batch, mesh, step_state)  # type: ignore
     for index in range(10):
         step = Step(index, toy_batches(index, mesh), 0.0)
-        step.result = train_step(model, optimizer, step.batch, mesh, clock, step=index, lr=1e-2, clip_norm=1.0)
+        step.result = train_step(model, optimizer, step.batch, mesh, step_state, step=index, lr=1e-2, clip_norm=1.0)
         try:
             callback.after_step(step)
         except NonFiniteError as error:

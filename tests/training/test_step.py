@@ -20,14 +20,14 @@ from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, to
 def _train(rank: int, num_steps: int, replicate: int = 1, **keywords: Any) -> tuple[list[float], list[float], Tensor]:
     mesh = toy_mesh(replicate=replicate)
     model, optimizer = toy(mesh)
-    clock = StepState(seed=0)
+    step_state = StepState(seed=0)
     results = [
         train_step(
-            model, optimizer, toy_batches(step, mesh), mesh, clock, step=step, lr=1e-2, clip_norm=1.0, **keywords
+            model, optimizer, toy_batches(step, mesh), mesh, step_state, step=step, lr=1e-2, clip_norm=1.0, **keywords
         )
         for step in range(num_steps)
     ]
-    assert clock.weights_version == num_steps and not any(r.skipped or r.requests.stop for r in results)
+    assert step_state.weights_version == num_steps and not any(r.skipped or r.requests.stop for r in results)
     return [r.loss for r in results], [r.grad_norm for r in results], whole(model.head.weight)
 
 
@@ -60,16 +60,16 @@ def test_freeing_parameters_between_micro_batches_changes_nothing() -> None:
 
 
 class Watching(nn.Module):
-    """Notes the clock at every forward."""
+    """Notes the StepState at every forward."""
 
-    def __init__(self, clock: StepState) -> None:
+    def __init__(self, step_state: StepState) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.clock = clock
+        self.step_state = step_state
         self.seen: list[tuple[int, int, int]] = []
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        self.seen.append((self.clock.step, self.clock.micro_batch, self.clock.weights_version))
+        self.seen.append((self.step_state.step, self.step_state.micro_batch, self.step_state.weights_version))
         return self.weight * tokens.float().mean()
 
 
@@ -77,20 +77,20 @@ def _constant(index: int, value: float) -> ToyBatch:
     return ToyBatch(index, torch.tensor([[value]]), torch.tensor([[0]]))
 
 
-def test_the_clock_the_loss_and_the_clipped_update() -> None:
+def test_the_step_state_the_loss_and_the_clipped_update() -> None:
     with alone() as mesh:
-        clock = StepState(seed=0)
-        model = Watching(clock)
+        step_state = StepState(seed=0)
+        model = Watching(step_state)
         optimizer = torch.optim.SGD(model.parameters(), lr=123.0)
         batches = [_constant(4, 1.0), _constant(6, 5.0)]
-        result = train_step(model, optimizer, batches, mesh, clock, step=7, lr=0.5, clip_norm=2.0)
+        result = train_step(model, optimizer, batches, mesh, step_state, step=7, lr=0.5, clip_norm=2.0)
         assert (result.loss, result.grad_norm, result.skipped) == (3.0, 3.0, False)
-        assert model.seen == [(7, 4, 0), (7, 6, 0)] and clock.weights_version == 1
+        assert model.seen == [(7, 4, 0), (7, 6, 0)] and step_state.weights_version == 1
         assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0)
         assert model.weight.grad is None
         assert not result.requests.stop
         assert train_step(
-            model, optimizer, batches, mesh, clock, step=8, lr=0.5, clip_norm=0.0, requests=StepRequests(stop=True)
+            model, optimizer, batches, mesh, step_state, step=8, lr=0.5, clip_norm=0.0, requests=StepRequests(stop=True)
         ).requests.stop
 
 
@@ -98,17 +98,19 @@ def _one_bad(rank: int, bad_rank: int) -> dict[str, Any]:
     """A step whose gradient is NaN on one rank only, between two good ones."""
     mesh = toy_mesh()
     model, optimizer = toy(mesh)
-    clock = StepState(seed=0)
+    step_state = StepState(seed=0)
 
     def step(number: int) -> Any:
-        return train_step(model, optimizer, toy_batches(number, mesh), mesh, clock, step=number, lr=1e-2, clip_norm=1.0)
+        return train_step(
+            model, optimizer, toy_batches(number, mesh), mesh, step_state, step=number, lr=1e-2, clip_norm=1.0
+        )
 
     def snapshot() -> dict[str, Tensor]:
         state = {**model.state_dict(), **optimizer_state(model, optimizer)}
         return {name: whole(value) for name, value in state.items()}
 
     step(0)
-    before, version = snapshot(), clock.weights_version
+    before, version = snapshot(), step_state.weights_version
     poison = None
     if rank == bad_rank:  # the loss stays finite
         poison = model.blocks[0].register_forward_hook(
@@ -121,7 +123,7 @@ def _one_bad(rank: int, bad_rank: int) -> dict[str, Any]:
     return {
         "bad": bad,
         "untouched": all(torch.equal(before[name], after[name]) for name in before),
-        "version": clock.weights_version == version,
+        "version": step_state.weights_version == version,
         "no_gradients": all(p.grad is None for p in model.parameters()),
         "next": step(2),
     }
@@ -141,7 +143,7 @@ def _ahead_or_not(rank: int, clip_norm: float) -> tuple[dict[str, Tensor], dict[
     for accept in (None, lambda *_: True):
         mesh = toy_mesh()
         model, optimizer = toy(mesh)
-        clock = StepState(seed=0)
+        step_state = StepState(seed=0)
         for step in range(4):
             batches = toy_batches(step, mesh)
             poison = None
@@ -150,10 +152,10 @@ def _ahead_or_not(rank: int, clip_norm: float) -> tuple[dict[str, Tensor], dict[
                     lambda module, inputs, output: output.register_hook(lambda gradient: gradient * math.inf) and None
                 )
             settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": clip_norm, "accept": accept}
-            results.append(train_step(model, optimizer, batches, mesh, clock, **settings))
+            results.append(train_step(model, optimizer, batches, mesh, step_state, **settings))
             if poison is not None:
                 poison.remove()
-        assert clock.weights_version == 3
+        assert step_state.weights_version == 3
         state = {**model.state_dict(), **optimizer_state(model, optimizer)}
         outcomes.append({name: whole(value) for name, value in state.items()})
     return outcomes[0], outcomes[1], results

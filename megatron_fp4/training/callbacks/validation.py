@@ -47,14 +47,14 @@ class Validation(Callback):
 
 def held_out_losses(trainer: Trainer) -> dict[str, float]:
     """By held-out set, in nats per token that counts; the same on all ranks. A collective."""
-    data, mesh, clock = trainer.data, trainer.mesh, trainer.precision.clock
+    data, mesh, step_state = trainer.data, trainer.mesh, trainer.precision.step_state
     if not data.validation:
         return {}
     trainer.make_room()
-    trainer.progress.at(clock.step + 1, "validation")
+    trainer.progress.at(step_state.step + 1, "validation")
     size = trainer.config.train.micro_batch_size
     batches = {held_out.name: held_out.batches(size, mesh.dp_rank, mesh.dp_size) for held_out in data.validation}
-    return evaluate(trainer.model, batches, mesh, clock, trainer.progress)
+    return evaluate(trainer.model, batches, mesh, step_state, trainer.progress)
 
 
 class MicroBatches(Protocol):
@@ -70,7 +70,7 @@ def evaluate(
     model: nn.Module,
     sources: Mapping[str, MicroBatches],
     mesh: ParallelMesh,
-    clock: StepState,
+    step_state: StepState,
     progress: Progress | None = None,
 ) -> dict[str, float]:
     """Mean NLL per target that counts, in nats, of each source; the same numbers on all ranks.
@@ -79,14 +79,14 @@ def evaluate(
     rank's micro-batches of each, all with documents or all without. Ranks may have different numbers of
     them, also none, and micro-batches different numbers of rows, but no more than a rank's first. They are read one at
     a time, so a source may be larger than memory. Sums are FP64. Training is not disturbed: mode and
-    clock are as before afterwards, and parameters are sharded. progress: is told that this rank gets on.
+    StepState are as before afterwards, and parameters are sharded. progress: is told that this rank gets on.
 
     Raises ValueError if a source has no targets that count on any rank.
     """
     counts, filler = _common_shape(sources, mesh)
     sums = torch.zeros(len(sources), 2, dtype=torch.float64, device=mesh.device)  # NLL, targets
 
-    was_training, step, micro_batch = model.training, clock.step, clock.micro_batch
+    was_training, step, micro_batch = model.training, step_state.step, step_state.micro_batch
     model.eval()
     try:
         for row, mine, count in zip(sums, sources.values(), counts, strict=True):
@@ -94,14 +94,14 @@ def evaluate(
                 if progress is not None:
                     progress.alive()
                 num_targets = batch.targets.numel() if batch.num_targets is None else batch.num_targets
-                row[0] += _loss(model, batch, mesh, clock).double() * num_targets
+                row[0] += _loss(model, batch, mesh, step_state).double() * num_targets
                 row[1] += num_targets
             # FSDP gathers parameters in every forward, which all ranks must take part in.
             for _ in range(count - len(mine)):
-                _loss(model, filler, mesh, clock)
+                _loss(model, filler, mesh, step_state)
     finally:
         model.train(was_training)
-        clock.step, clock.micro_batch = step, micro_batch
+        step_state.step, step_state.micro_batch = step, micro_batch
     reshard(model)
 
     dist.all_reduce(sums, group=mesh.dp_group)
@@ -113,8 +113,8 @@ def evaluate(
     return losses
 
 
-def _loss(model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, clock: StepState) -> torch.Tensor:
-    tokens, targets, options = inputs_of(batch, mesh, clock)
+def _loss(model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, step_state: StepState) -> torch.Tensor:
+    tokens, targets, options = inputs_of(batch, mesh, step_state)
     loss: torch.Tensor = model(tokens, targets, **options)
     return loss
 
