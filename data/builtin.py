@@ -1,22 +1,18 @@
-"""The text that every Python carries: its standard library, as code and as prose.
+"""The built-in corpus: the standard library that every Python carries, tokenized on first use and cached.
 
-Code is the `*.py` files. Prose is the language reference that `help()` prints (`pydoc_data`), the docstrings
-of modules, classes and functions (of the modules compiled into the interpreter too), the licence and the
-other text files. Each document knows its origin, the file or help topic it comes from: what shares an origin
-must fall on the same side of the split between training and validation.
+Two sources, each split into training and validation, and a BPE tokenizer trained on the training splits:
 
-The split of documents into training and validation, such that no validation text was seen in training.
+    code     the library's `*.py` files
+    prose    the language reference that `help()` prints (`pydoc_data`), docstrings (of the modules compiled into the
+             interpreter too), the licence and other text files
 
-The hash of a document's origin decides, so a file stays on its side when others come and go, and a file's
-code and its docstrings stay together. Text is also repeated between origins: the help topic "compound"
-contains "while", docstrings are copied to subclasses. An origin that shares a long paragraph with training
-goes to training.
+Some three million tokens: enough to train the tiny model and see its loss fall below what token frequencies alone
+allow, without a network and without an account.
 
-The built-in corpus: real text on every machine, tokenized once and cached.
-
-Two sources, `code` and `prose`, each with a held-out validation split, and
-a BPE tokenizer trained on the training splits. Some three million tokens: enough to train the tiny model and
-see its loss fall below what token frequencies alone allow, without a network and without an account.
+The split goes by a hash of a document's origin (its file or help topic), so a file stays on its side when others come
+and go, and its code and docstrings stay together. Text is also repeated between origins: the help topic "compound"
+contains "while", docstrings are copied to subclasses. An origin that shares a long paragraph with training goes to
+training: no validation text is trained on.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ import os
 import re
 import sys
 import sysconfig
+import time
 import tokenize
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,7 +33,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
 
 from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
 from data.storage import build_once, default_cache_dir
@@ -45,13 +45,31 @@ from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 CODE = "code"
 PROSE = "prose"
+SOURCES = (CODE, PROSE)
+SPLITS = ("train", "validation")
 
+# Part of the cache's name: raise it with any change to what is collected, split or how it is tokenized.
+FORMAT_VERSION = 1
 # Tests and installed packages differ from one installation to the next; encodings is tables of characters,
 # and pydoc_data is prose in quotes.
 _EXCLUDED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 )
 _MIN_DOCUMENT_CHARACTERS = 160
+# A full standard library has some 9 MB of code and 2 MB of prose.
+MIN_CHARACTERS = {CODE: 1_000_000, PROSE: 200_000}
+# Of files and topics; some go back for repeating training text, and about 5% of the text remains.
+HELD_OUT_FRACTION = 0.07
+# Shorter repeated paragraphs are idioms and copyright lines, which are no leak.
+MIN_SHARED_CHARACTERS = 120
+# Of a dozen salts the one whose validation has the most even mix of files and help topics; some give no topics.
+_SALT = 8
+_BLANK_LINES = re.compile(r"\n\s*\n")
+# `tokenizers` spreads a batch over the cores, and keeps all of its results in memory.
+_BATCH_DOCUMENTS = 256
+_SECONDS_BETWEEN_LINES = 5.0
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -63,23 +81,73 @@ class Document:
     text: str
 
 
+def check_builtin(data: Any) -> None:
+    """Raise ValueError for settings of a configuration's `data` that are for data of one's own."""
+    for key in ("sources", "validation", "tokenizer", "eod_token"):
+        if getattr(data, key):
+            raise ValueError(
+                f"data.{key}={getattr(data, key)} has no effect with data.kind=builtin; choose data=indexed for your "
+                "own data"
+            )
+
+
+def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBundle:
+    """Open the corpus at this vocab_size from the cache, or build it there in some ten seconds.
+
+    cache_dir: where it is kept, default_cache_dir() if None. Processes that share the disk build it once. The cache
+    distinguishes the interpreter (its exact version and place), vocab_size and FORMAT_VERSION. The tokenizer has at
+    most vocab_size ids.
+
+    Raises ValueError when this Python carries too little text, vocab_size is below 257, or the cache is damaged.
+    """
+    library = standard_library()
+    identity = f"{FORMAT_VERSION}\n{sys.version}\n{library}\n{vocab_size}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    folder = cache / f"builtin-python{version}-vocab{vocab_size}-{key}"
+    if not folder.is_dir() and not _is_first_rank():
+        time.sleep(1.0)  # rank 0, which shows how far it is, takes the lock first
+    build_once(folder, partial(_collect_and_build, library=library, vocab_size=vocab_size))
+    return open_corpus(folder)
+
+
+def open_corpus(folder: Path) -> DataBundle:
+    """Open a folder that build_corpus wrote. Raises ValueError if a file of it is missing or damaged."""
+    try:
+        train, validation = ({name: IndexedDataset(folder / split / name) for name in SOURCES} for split in SPLITS)
+        return DataBundle(train, validation, load_tokenizer(folder / "tokenizer.json"))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"the cached corpus {folder} is damaged ({error}); delete the folder to rebuild it") from error
+
+
+def _collect_and_build(folder: Path, library: Path, vocab_size: int) -> None:
+    _say(f"building the built-in corpus, once: {folder.parent}")
+    documents = collect_documents(library)
+    check_enough(documents, library)
+    build_corpus(folder, documents, vocab_size)
+
+
 def standard_library() -> Path:
     """The folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def collect_documents(library: Path) -> list[Document]:
-    """Every document of a standard library folder and of this interpreter's built-in modules, in a fixed
-    order.
+    """Every document of a standard library folder and of this interpreter's built-in modules, in a fixed order.
 
-    Files that are not text in their declared encoding, or not Python of this version, are left out; so is
-    what a stripped installation lacks. Documents shorter than 160 characters are left out too.
+    Files that are not text in their declared encoding, or not Python of this version, are left out; so is what a
+    stripped installation lacks, and documents shorter than 160 characters.
     """
     documents: list[Document] = []
-    for path in _files(library, ".py"):
+    for path in watched("reading the standard library", _files(library, ".py")):
         documents += _from_code(path, path.relative_to(library).as_posix())
     for path in _files(library, ".txt"):
-        documents += _from_text_file(path, path.relative_to(library).as_posix())
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        documents.append(Document(PROSE, path.relative_to(library).as_posix(), text))
     documents += _from_help_topics(library / "pydoc_data" / "topics.py")
     for name in sorted(sys.builtin_module_names):
         documents += _from_builtin_module(importlib.import_module(name))
@@ -114,13 +182,6 @@ def _from_code(path: Path, origin: str) -> Iterator[Document]:
                 yield Document(PROSE, origin, docstring)
 
 
-def _from_text_file(path: Path, origin: str) -> Iterator[Document]:
-    try:
-        yield Document(PROSE, origin, path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        return
-
-
 def _from_help_topics(path: Path) -> Iterator[Document]:
     """The topics of help(), each with an origin of its own. Read, not imported: Python may differ."""
     if not path.is_file():
@@ -134,7 +195,6 @@ def _from_help_topics(path: Path) -> Iterator[Document]:
 
 def _from_builtin_module(module: ModuleType) -> Iterator[Document]:
     """The docstrings of a module written in C, of its functions and classes, and of their methods."""
-    origin = f"builtin:{module.__name__}"
     docstrings = {module.__doc__: None}  # a dict for its order; aliases share a docstring
     for _, member in sorted(vars(module).items()):
         if inspect.isroutine(member):
@@ -145,17 +205,19 @@ def _from_builtin_module(module: ModuleType) -> Iterator[Document]:
                 docstrings[getattr(method, "__doc__", None)] = None
     for docstring in docstrings:
         if isinstance(docstring, str):
-            yield Document(PROSE, origin, inspect.cleandoc(docstring))
+            yield Document(PROSE, f"builtin:{module.__name__}", inspect.cleandoc(docstring))
 
 
-# Shorter repeated paragraphs are idioms and copyright lines, which are no leak.
-MIN_SHARED_CHARACTERS = 120
-
-# Of a dozen salts the one whose validation has the most even mix of files and help topics; some give no
-# topics.
-_SALT = 8
-
-_BLANK_LINES = re.compile(r"\n\s*\n")
+def check_enough(documents: Sequence[Document], library: Path) -> None:
+    """Raise ValueError when a stripped Python leaves too little text to train and to validate on."""
+    for source, minimum in MIN_CHARACTERS.items():
+        found = sum(len(document.text) for document in documents if document.source == source)
+        if found < minimum:
+            raise ValueError(
+                f"the standard library at {library} has {found} characters of {source}, fewer than {minimum}: this "
+                "Python was stripped of its sources or help texts. Install the full one (Debian: apt install "
+                "libpython3-stdlib pydoc, or python3-full), or train on your own data with data=indexed"
+            )
 
 
 def paragraphs(text: str) -> set[str]:
@@ -165,8 +227,7 @@ def paragraphs(text: str) -> set[str]:
 
 
 def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, validation): validation gets about `fraction` of the origins, less those that repeat
-    training.
+    """(training, validation): validation gets about `fraction` of the origins, less those that repeat training.
 
     Pure and independent of the order of documents; each list keeps that order.
     """
@@ -190,81 +251,13 @@ def _share(origin: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-# Part of the cache's name: raise it with any change to what is collected, split or how it is tokenized.
-FORMAT_VERSION = 1
-# Of files and topics; some go back for repeating training text, and about 5% of the text remains.
-HELD_OUT_FRACTION = 0.07
-SOURCES = (CODE, PROSE)
-SPLITS = ("train", "validation")
-
-# A full standard library has some 9 MB of code and 2 MB of prose.
-MIN_CHARACTERS = {CODE: 1_000_000, PROSE: 200_000}
-_BATCH_DOCUMENTS = 256
-
-
-def check_builtin(data: Any) -> None:
-    """Raise ValueError for settings of a configuration's `data` that are for data of one's own."""
-    for key in ("sources", "validation", "tokenizer", "eod_token"):
-        if getattr(data, key):
-            raise ValueError(
-                f"data.{key}={getattr(data, key)} has no effect with data.kind=builtin; choose data=indexed for your "
-                "own data"
-            )
-
-
-def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBundle:
-    """Open the built-in corpus at this vocab_size, from the cache, or built into it in some ten seconds.
-
-    cache_dir: where it is kept, default_cache_dir() if None. Processes that share the disk build it once. The cache
-    distinguishes the interpreter (its exact version and place), vocab_size and FORMAT_VERSION. The tokenizer has at
-    most vocab_size ids.
-
-    Raises ValueError when this Python carries too little text, vocab_size is below 257, or the cache is damaged.
-    """
-    library = standard_library()
-    identity = f"{FORMAT_VERSION}\n{sys.version}\n{library}\n{vocab_size}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    folder = cache / f"builtin-python{version}-vocab{vocab_size}-{key}"
-    build_once(folder, partial(_collect_and_build, library=library, vocab_size=vocab_size))
-    return open_corpus(folder)
-
-
-def open_corpus(folder: Path) -> DataBundle:
-    """Open a folder that build_corpus wrote. Raises ValueError if a file of it is missing or damaged."""
-    try:
-        train, validation = ({name: IndexedDataset(folder / split / name) for name in SOURCES} for split in SPLITS)
-        return DataBundle(train, validation, load_tokenizer(folder / "tokenizer.json"))
-    except (FileNotFoundError, ValueError) as error:
-        raise ValueError(f"the cached corpus {folder} is damaged ({error}); delete the folder to rebuild it") from error
-
-
-def _collect_and_build(folder: Path, library: Path, vocab_size: int) -> None:
-    documents = collect_documents(library)
-    check_enough(documents, library)
-    build_corpus(folder, documents, vocab_size)
-
-
-def check_enough(documents: Sequence[Document], library: Path) -> None:
-    """Raise ValueError when a stripped Python leaves too little text to train and to validate on."""
-    for source, minimum in MIN_CHARACTERS.items():
-        found = sum(len(document.text) for document in documents if document.source == source)
-        if found < minimum:
-            raise ValueError(
-                f"the standard library at {library} has {found} characters of {source}, fewer than "
-                f"{minimum}: this Python was stripped of its sources or help texts. Install the full one "
-                "(Debian: apt install libpython3-stdlib pydoc, or python3-full), or train on your own data "
-                "with data=indexed"
-            )
-
-
 def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -> None:
     """Split, train the tokenizer on the training splits, write both splits of both sources under `folder`.
 
     Raises ValueError if a source has no document in a split.
     """
     training, validation = split_documents(documents, HELD_OUT_FRACTION)
+    _say(f"training a tokenizer of {vocab_size:,} ids on {len(training):,} documents")
     tokenizer = train_tokenizer((document.text for document in training), vocab_size)
     tokenizer.save(folder / "tokenizer.json")
     for split, chosen in zip(SPLITS, (training, validation), strict=True):
@@ -277,8 +270,30 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
 
 
 def _write(prefix: Path, texts: Sequence[str], tokenizer: TextTokenizer) -> None:
+    batches = [texts[start : start + _BATCH_DOCUMENTS] for start in range(0, len(texts), _BATCH_DOCUMENTS)]
     with IndexedDatasetWriter(prefix, dtype_for_vocabulary(tokenizer.vocab_size)) as writer:
-        # In batches: `tokenizers` spreads one over the cores, and keeps all of its results in memory.
-        for start in range(0, len(texts), _BATCH_DOCUMENTS):
-            for ids in tokenizer.encode_batch(texts[start : start + _BATCH_DOCUMENTS]):
+        for batch in watched(f"tokenizing {prefix.parent.name}/{prefix.name}", batches):
+            for ids in tokenizer.encode_batch(batch):
                 writer.add_document([*ids, tokenizer.eod_id])
+
+
+def watched(what: str, items: Sequence[Item]) -> Iterator[Item]:
+    """The items, while rank 0 shows on stderr how many are done: a bar, or lines where stderr is no terminal."""
+    if _is_first_rank() and sys.stderr.isatty():
+        yield from track(items, what, console=Console(stderr=True))
+        return
+    next_line = 0.0
+    for done, item in enumerate(items):
+        if time.monotonic() >= next_line:
+            _say(f"{what}: {done:,} of {len(items):,}")
+            next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+        yield item
+
+
+def _say(line: str) -> None:
+    if _is_first_rank():
+        print(line, file=sys.stderr, flush=True)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"

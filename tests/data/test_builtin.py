@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,28 +13,29 @@ import pytest
 import data.builtin
 from data.builtin import (
     CODE,
+    HELD_OUT_FRACTION,
+    MIN_SHARED_CHARACTERS,
     PROSE,
     Document,
     build_corpus,
-    check_enough,
     collect_documents,
     open_builtin,
     open_corpus,
     paragraphs,
     split_documents,
-    standard_library,
 )
+from data.storage import build_once
 
 
-def sentence(i: int) -> str:
+def sentence(i: int, characters: str = "aeioubdlmnrst") -> str:
     """Forty random words, the same for the same i."""
     rng = random.Random(i)
-    return " ".join("".join(rng.choices("aeioubdlmnrst", k=5)) for _ in range(40))
+    return " ".join("".join(rng.choices(characters, k=5)) for _ in range(40))
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Path:
-    """120 modules with a docstring each, a licence, help topics, and folders that must stay out."""
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """120 modules with a docstring each, a licence, help topics, and folders that must stay out: the only library."""
     root = tmp_path / "library"
     for folder in ("pydoc_data", "package/test", "site-packages", "encodings"):
         (root / folder).mkdir(parents=True)
@@ -47,6 +49,8 @@ def library(tmp_path: Path) -> Path:
         (root / path).write_text(f"# excluded\n'''{sentence(3000)}'''\n")
     (root / "broken.py").write_text(f"def ({sentence(1)}")
     (root / "binary.py").write_bytes(b"\xff\xfe\x00" * 100)
+    monkeypatch.setattr(data.builtin, "standard_library", lambda: root)
+    monkeypatch.setattr(data.builtin, "MIN_CHARACTERS", {CODE: 1000, PROSE: 1000})
     return root
 
 
@@ -60,7 +64,6 @@ def test_collects_code_and_prose_by_origin(library: Path) -> None:
     )
     assert prose.text == sentence(7) and sentence(7) in code.text
     assert Document(PROSE, "pydoc_data/topics.py:topic3", sentence(2003)) in documents
-    assert collect_documents(library) == collect_documents(library)
 
 
 def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> None:
@@ -71,76 +74,126 @@ def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> Non
     corpus = open_corpus(folder)
     tokenizer = corpus.tokenizer
     assert tokenizer is not None and tokenizer.vocab_size == 400
-    training, validation = split_documents(documents, data.builtin.HELD_OUT_FRACTION)
-    splits = (("train", corpus.train, training), ("validation", corpus.validation, validation))
-    for split, datasets, chosen in splits:
+    training, validation = split_documents(documents, HELD_OUT_FRACTION)
+    for datasets, chosen in ((corpus.train, training), (corpus.validation, validation)):
         for source, dataset in datasets.items():
-            assert str(dataset) == str(folder / split / source)
             texts = [document.text for document in chosen if document.source == source]
             assert dataset.num_documents == len(texts)
             for i, text in enumerate(texts):
                 tokens = dataset.document(i).tolist()
                 assert tokens[-1] == tokenizer.eod_id and tokenizer.eod_id not in tokens[:-1]
                 assert tokenizer.decode(tokens) == text
-
-
-def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
+    (folder / "train" / "code.idx").unlink()
     with pytest.raises(ValueError, match=r"train/code.*delete the folder"):
-        open_corpus(tmp_path)
+        open_corpus(folder)
 
 
-@pytest.fixture(scope="module")
-def own_documents() -> list[Document]:
-    return collect_documents(standard_library())
-
-
-@pytest.mark.slow
-def test_no_validation_text_of_the_own_library_is_in_training(own_documents: list[Document]) -> None:
-    check_enough(own_documents, standard_library())
-    training, validation = split_documents(own_documents, data.builtin.HELD_OUT_FRACTION)
-    seen = set().union(*(paragraphs(document.text) for document in training))
-    assert not any(paragraphs(document.text) & seen for document in validation)
-    assert not {d.origin for d in training} & {d.origin for d in validation}
-    for source in (CODE, PROSE):
-        whole = sum(len(document.text) for document in own_documents if document.source == source)
-        held_out = sum(len(document.text) for document in validation if document.source == source)
-        assert 0.02 < held_out / whole < 0.12
-    forbidden = ("site-packages", "/test/", "/tests/", "encodings/", "pydoc_data/__init__")
-    assert not any(part in document.origin for document in own_documents for part in forbidden)
-
-
-def prepare(cache_dir: Path, barrier: object) -> None:
-    barrier.wait()  # type: ignore[attr-defined]
-    open_builtin(300, cache_dir)
-
-
-@pytest.mark.slow
-def test_two_processes_prepare_the_own_library_once(
-    own_documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_processes_build_once_and_rank_0_shows_it(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """End to end on every sixth document of the own library; the forked processes inherit the patches."""
-    builds = tmp_path / "builds"
+    """The forked processes inherit the patches."""
+    context = multiprocessing.get_context("fork")
+    barrier, builds = context.Barrier(2), tmp_path / "builds"
 
     def build(folder: Path, documents: list[Document], vocab_size: int) -> None:
         with open(builds, "a", encoding="utf-8") as log:
             log.write("built\n")
         build_corpus(folder, documents, vocab_size)
 
-    monkeypatch.setattr(data.builtin, "collect_documents", lambda library: own_documents[::6])
+    def rank(number: int) -> None:
+        monkeypatch.setenv("RANK", str(number))
+        barrier.wait()
+        open_builtin(300, tmp_path / "cache")
+
     monkeypatch.setattr(data.builtin, "build_corpus", build)
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(2)
-    processes = [context.Process(target=prepare, args=(tmp_path / "cache", barrier)) for _ in range(2)]
+    processes = [context.Process(target=rank, args=(number,)) for number in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(timeout=60)
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert builds.read_text() == "built\n"
-
+    assert [process.exitcode for process in processes] == [0, 0] and builds.read_text() == "built\n"
+    shown = capfd.readouterr().err.splitlines()
+    assert shown[:2] == [
+        f"building the built-in corpus, once: {tmp_path}/cache",
+        "reading the standard library: 0 of 122",
+    ]
+    assert [line.partition(":")[0] for line in shown[2:]] == [
+        shown[2],
+        *(f"tokenizing {split}/{source}" for split in ("train", "validation") for source in (CODE, PROSE)),
+    ]
     bundle = open_builtin(300, tmp_path / "cache")
-    assert builds.read_text() == "built\n"
-    assert set(bundle.train) == set(bundle.validation) == {CODE, PROSE}
     assert bundle.tokenizer is not None and bundle.tokenizer.vocab_size == 300
-    first = bundle.train[CODE].document(0).tolist()
-    assert bundle.tokenizer.decode(first) in {document.text for document in own_documents}
+    monkeypatch.setenv("RANK", "1")
+    open_builtin(301, tmp_path / "cache")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_failed_or_killed_build_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    def build(folder: Path, error: Exception | None) -> None:
+        (folder / "half").touch()
+        if error:
+            raise error
+        (folder / "whole").touch()
+
+    with pytest.raises(OSError, match="disk full"):
+        build_once(tmp_path / "corpus", partial(build, error=OSError("disk full")))
+    assert not (tmp_path / "corpus").exists()
+    (tmp_path / "corpus.tmp").mkdir()  # as a killed build leaves it
+    (tmp_path / "corpus.tmp" / "stale").touch()
+    build_once(tmp_path / "corpus", partial(build, error=None))
+    assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == ["half", "whole"]
+
+
+@pytest.mark.slow
+def test_no_validation_text_of_the_own_library_is_in_training(corpus: Path) -> None:
+    bundle = open_builtin(512, corpus)
+    assert bundle.tokenizer is not None
+
+    def shared(source: str, split: str) -> set[str]:
+        dataset = (bundle.train if split == "train" else bundle.validation)[source]
+        texts = (bundle.tokenizer.decode(dataset.document(i).tolist()) for i in range(dataset.num_documents))
+        return set().union(*map(paragraphs, texts))
+
+    assert not (shared(CODE, "validation") | shared(PROSE, "validation")) & (
+        shared(CODE, "train") | shared(PROSE, "train")
+    )
+    for source in (CODE, PROSE):
+        held_out = bundle.validation[source].num_tokens
+        assert 0.02 < held_out / (held_out + bundle.train[source].num_tokens) < 0.12
+
+
+DOCUMENTS = [
+    Document(
+        source, f"file{i}.py", f"{sentence(1000 * i + k, 'abcdefgh')}\n\n{sentence(1000 * i + k + 500, 'abcdefgh')}"
+    )
+    for i in range(300)
+    for k, source in enumerate((CODE, PROSE, PROSE))
+]
+
+
+def origins(documents: list[Document]) -> set[str]:
+    return {document.origin for document in documents}
+
+
+def test_origins_stay_together_whatever_the_others_are() -> None:
+    training, validation = split_documents(DOCUMENTS, 0.1)
+    assert not origins(training) & origins(validation)
+    assert 15 <= len(origins(validation)) <= 45
+    assert sorted(map(repr, training + validation)) == sorted(map(repr, DOCUMENTS))
+    _, of_half = split_documents(DOCUMENTS[::-1][:450], 0.1)
+    assert origins(of_half) == origins(validation) & {document.origin for document in DOCUMENTS[450:]}
+
+
+def test_repeated_text_is_not_held_out() -> None:
+    """A chain: training shares with one held-out file, which shares with another."""
+    training, validation = split_documents(DOCUMENTS, 0.1)
+    first, second = sorted(origins(validation))[:2]
+    one, other = sentence(-1), sentence(-2)
+    linked = [
+        *DOCUMENTS,
+        Document(PROSE, min(origins(training)), f"see\n\n  {one}"),
+        Document(PROSE, first, f"{one}\n\n{other}"),
+        Document(PROSE, second, f"{other.replace(' ', chr(10))}\n\nend"),
+    ]
+    assert origins(validation) - origins(split_documents(linked, 0.1)[1]) == {first, second}
+    assert paragraphs("short\n\n" + "x" * MIN_SHARED_CHARACTERS) == {"x" * MIN_SHARED_CHARACTERS}
