@@ -223,7 +223,10 @@ class PieceWriter:
             self._names.append(f"__0_{len(self._names)}.distcp")
             self._file = open(self._folder / self._names[-1], "xb", buffering=io.DEFAULT_BUFFER_SIZE)  # noqa: SIM115
         start = self._file.tell()
-        torch.save(value, self._file)
+        try:
+            torch.save(value, self._file)
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         self._places[index] = _StorageInfo(self._names[-1], start, self._file.tell() - start)
 
     def _close(self) -> None:

@@ -17,8 +17,7 @@ from megatron_fp4.config.schema import ValidationConfig
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.training.callbacks.validation import reshard, validation_is_due
-from megatron_fp4.training.trainer import Callback, Step
+from megatron_fp4.training.callbacks.validation import AtValidation, evaluation_mode
 from models.hybrid import HybridModel
 
 TEMPERATURE = 0.8
@@ -34,22 +33,10 @@ class TextSample:
     ended: bool
 
 
-class Prompts(Callback):
+class Prompts(AtValidation):
     """Records what the model writes after each of `validation.prompts`, whenever it is validated."""
 
-    def start(self, done: int) -> None:
-        """A run that was killed after its last step lacks its last texts, too."""
-        missing = self.trainer.missing
-        if missing is not None and missing.validation:
-            self._record(done)
-
-    def after_step(self, step: Step) -> None:
-        """If it is due."""
-        config = self.trainer.config
-        if validation_is_due(config.validation.interval, step.done, config.train.steps):
-            self._record(step.done)
-
-    def _record(self, done: int) -> None:
+    def record(self, done: int) -> None:
         trainer, config = self.trainer, self.trainer.config
         if config.validation.prompts:
             trainer.make_room()
@@ -74,19 +61,15 @@ def text_samples(
     settings = Settings(config.prompt_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
     requests = [Request(prompt_tokens(tokenizer, prompt)) for prompt in config.prompts]
     found = [Continuation() for _ in requests]
-    finite, was_training = True, model.training
-    model.eval()
+    finite = True
     try:
-        with controller.other_recipes(lambda _: BF16):
+        with evaluation_mode(model), controller.other_recipes(lambda _: BF16):
             for tokens in stream(model, requests, settings):
                 progress.alive()
                 for continuation, token in zip(found, tokens, strict=True):
                     continuation.tokens += [] if token is None else [token]
     except NotFiniteError:  # which ends a run elsewhere, with a diagnosis, if it has to
         finite = False
-    finally:
-        model.train(was_training)
-        reshard(model)
     samples = []
     for prompt, request, continuation in zip(config.prompts, requests, found, strict=True):
         text = tokenizer.decode([*request.tokens, *continuation.tokens])[len(tokenizer.decode(request.tokens)) :]

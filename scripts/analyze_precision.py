@@ -47,6 +47,7 @@ from megatron_fp4.measure.ranking import (
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import error_line
 from megatron_fp4.training.build import plans_of, set_determinism
 from megatron_fp4.training.check import check
 from megatron_fp4.training.gradients import ALONE
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
         return analyze(options)
     except (ValueError, OSError, DamagedCheckpointError) as error:  # ConfigError is a ValueError
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"analyze_precision.py: {error}", file=sys.stderr, flush=True)
+            print(f"analyze_precision.py: {error_line(error, options.output)}", file=sys.stderr, flush=True)
         return 2
     finally:
         leave_distributed()

@@ -123,7 +123,7 @@ def try_recipes(options: argparse.Namespace) -> int:
     from megatron_fp4.config.launcher import place_in_run
     from megatron_fp4.parallel.mesh import leave_distributed
     from megatron_fp4.precision.verify import SelfTestError
-    from megatron_fp4.runtime.errors import ExitCode
+    from megatron_fp4.runtime.errors import ExitCode, error_line
     from pretrain import CONFIGS
 
     try:
@@ -131,7 +131,7 @@ def try_recipes(options: argparse.Namespace) -> int:
         return ExitCode.FINISHED
     except (ValueError, OSError, DamagedCheckpointError, CheckpointError, SelfTestError) as error:
         if not place_in_run().rank:
-            print(f"compare.py: {error}", file=sys.stderr, flush=True)
+            print(f"compare.py: {error_line(error, options.output)}", file=sys.stderr, flush=True)
         return ExitCode.WRONG_NUMBERS if isinstance(error, SelfTestError) else ExitCode.REFUSED
     finally:
         leave_distributed()
@@ -151,7 +151,10 @@ def main(arguments: list[str]) -> int:
             return try_recipes(options)
         {"runs": compare_runs, "recipes": compare_recipes, "starts": compare_starts}[options.command](options)
     except (OSError, ValueError, ImportError) as error:
-        print(f"compare.py: {error}", file=sys.stderr)
+        from megatron_fp4.runtime.errors import error_line
+
+        targets = (getattr(options, name, None) for name in ("output", "picture", "final"))
+        print(f"compare.py: {error_line(error, next(filter(None, targets), None))}", file=sys.stderr)
         return 2
     return 0
 

@@ -56,6 +56,7 @@ from inference.text import ProgressLine
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import error_line
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 from pretrain import CONFIGS
@@ -74,7 +75,8 @@ def main(arguments: list[str]) -> int:
     try:
         return options.run(options)
     except (ValueError, OSError, DamagedCheckpointError) as error:
-        print(f"convert.py {options.command}: {error}", file=sys.stderr, flush=True)
+        output = getattr(options, "output", options.checkpoint)
+        print(f"convert.py {options.command}: {error_line(error, output)}", file=sys.stderr, flush=True)
         return 2
 
 

@@ -62,6 +62,7 @@ from megatron_fp4.logging.files import replace_file
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import error_line
 from megatron_fp4.training.build import plans_of
 from models import provider as model_provider
 from pretrain import CONFIGS
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> int:
         print(f"evaluate.py: {first_line(error, 120)}; give --batch-size, or another --device", file=sys.stderr)
         return 2
     except (ValueError, OSError, DamagedCheckpointError) as error:  # ConfigError is a ValueError
-        print(f"evaluate.py: {error}", file=sys.stderr, flush=True)
+        print(f"evaluate.py: {error_line(error, options.json)}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr, flush=True)

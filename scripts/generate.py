@@ -51,6 +51,7 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import error_line
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 from models.hybrid import HybridModel
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> int:
     try:
         return run(parse(arguments))
     except (ValueError, OSError, DamagedCheckpointError, NotFiniteError, torch.OutOfMemoryError) as error:
-        print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"generate.py: {error_line(error)}", file=sys.stderr, flush=True)
         return 2
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # a CPU that has too little has no type of its own

@@ -20,6 +20,7 @@ from megatron_fp4.logging.page import write_report
 from megatron_fp4.logging.pictures import plot_heatmap, plot_loss
 from megatron_fp4.logging.run_folder import named_run
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import error_line
 from pretrain import CONFIGS
 
 
@@ -40,7 +41,7 @@ def main() -> None:
             if (drawn := plot_heatmap(folder)) is not None:
                 print(drawn)
     except (OSError, ValueError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
+        print(f"report.py: {error_line(error, options.output)}", file=sys.stderr)
         sys.exit(2)
 
 

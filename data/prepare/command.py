@@ -21,6 +21,7 @@ from data.prepare.readers import FORMATS, TEXT_UNITS, find_files, is_saved_folde
 from data.prepare.tokenize import POLICIES, Options, WorkerDied
 from data.sources import prefixes
 from data.tokenizer import END_OF_DOCUMENT, KINDS, PREFIX, load_tokenizer
+from megatron_fp4.runtime.errors import error_line
 
 # The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.
 _VOCABULARY_MULTIPLE = 128
@@ -37,7 +38,7 @@ def main(arguments: list[str], description: str) -> int:
     try:
         _prepare(options)
     except (ValueError, OSError, WorkerDied) as error:
-        return _failed(options, " ".join(str(error).split()), 1 if isinstance(error, WorkerDied) else 2)
+        return _failed(options, error_line(error, options.output), 1 if isinstance(error, WorkerDied) else 2)
     except KeyboardInterrupt:
         return _failed(options, "interrupted", 130)
     return 0
@@ -218,7 +219,7 @@ def _merge(arguments: list[str]) -> int:
         found = find_prefixes(options.inputs)
         count = merge(found, options.output, lambda line: print(line, file=sys.stderr, flush=True))
     except (ValueError, OSError) as error:
-        print(f"prepare_data.py merge: {error}", file=sys.stderr)
+        print(f"prepare_data.py merge: {error_line(error, options.output)}", file=sys.stderr)
         return 2
     size = f", {count.text_bytes:,} bytes of text" if count.text_bytes else ""
     print(f"{options.output}: {count.documents:,} documents, {count.tokens:,} tokens{size}, of {len(found)} pairs")
@@ -257,12 +258,12 @@ def _check(arguments: list[str]) -> int:
     try:
         found = prefixes("PREFIX", options.prefixes)
     except (ValueError, OSError) as error:
-        print(f"prepare_data.py check: {error}", file=sys.stderr, flush=True)
+        print(f"prepare_data.py check: {error_line(error)}", file=sys.stderr, flush=True)
         return 2
     for prefix in dict.fromkeys(found):
         try:
             print(f"{prefix}: {check_whole(prefix, options.vocab_size)}", flush=True)
         except (ValueError, OSError) as error:
-            print(f"prepare_data.py check: {error}", file=sys.stderr, flush=True)
+            print(f"prepare_data.py check: {error_line(error)}", file=sys.stderr, flush=True)
             code = 2
     return code

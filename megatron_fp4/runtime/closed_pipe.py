@@ -1,4 +1,5 @@
-"""A program whose reader leaves, as in `scripts/compare.py ... | head -1`, ends without a word, as Unix tools do.
+"""A program whose reader leaves, as in `scripts/compare.py ... | head -1`, ends without a word, as Unix tools do; one
+whose output goes to a full disk ends with a line that says so.
 
 Not by SIGPIPE, which Python ignores: that would also come of the pipes and sockets between processes, where whoever
 writes has something to say, and would leave behind what is cleaned up by exceptions. A run of pretrain.py trains on
@@ -8,7 +9,6 @@ writes has something to say, and would leave behind what is cleaned up by except
 from __future__ import annotations
 
 import atexit
-import contextlib
 import io
 import os
 import signal
@@ -44,11 +44,18 @@ class _Output(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # which takes what is still in buffers
-            raise ReaderLeftError(EXIT_CODE) from None
+            if isinstance(error, BrokenPipeError):
+                raise ReaderLeftError(EXIT_CODE) from None
+            raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def _write_rest() -> None:
-    with contextlib.suppress(ReaderLeftError):  # the program is done, and has its exit code
+    try:
         sys.stdout.flush()
+    except ReaderLeftError:  # the program is done, and has its exit code
+        pass
+    except OSError as error:
+        print(f"standard output: {error.strerror}; make room", file=sys.stderr, flush=True)
+        os._exit(1)

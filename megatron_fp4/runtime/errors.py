@@ -94,6 +94,25 @@ def is_users_to_mend(error: OSError) -> bool:
     return isinstance(error, kinds) or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 
 
+_REMEDIES = {
+    "make room, or name another place": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    "name a place that may be written, or change its permissions": (errno.EACCES, errno.EPERM, errno.EROFS),
+    "a file is where a folder must be; name another place, or move it": (errno.ENOTDIR, errno.EEXIST),
+    "name a file, not a folder": (errno.EISDIR,),
+    "correct the path": (errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP),
+}
+
+
+def error_line(error: BaseException, output: str | os.PathLike[str] | None = None) -> str:
+    """What a command prints of an error that its user can mend: one line, for an error of the system with the path and
+    what to do. output: what the command writes, for errors in which the system names no path (a full disk)."""
+    remedy = next((text for text, codes in _REMEDIES.items() if getattr(error, "errno", None) in codes), None)
+    if not isinstance(error, OSError) or remedy is None:
+        return " ".join(str(error).split())
+    path = error.filename2 or error.filename or output or "its output"
+    return f"{os.fsdecode(path)}: {error.strerror}; {remedy}"
+
+
 def run_program(body: Callable[[], int]) -> NoReturn:
     """Run `body`, the whole of a program, and end the process with its exit code, 1 if it raises."""
     faulthandler.enable()  # where a crash in C was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,27 +20,45 @@ from megatron_fp4.training.step import inputs_of
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 
 
-def validation_is_due(interval: int, done: int, steps: int) -> bool:
-    """Whether held-out losses and texts come after `done` of `steps` steps."""
-    return done == steps or (interval > 0 and done % interval == 0)
+class AtValidation(Callback):
+    """What is recorded every `validation.interval` steps and after the last one; inference/prompts.py is another."""
 
-
-class Validation(Callback):
-    """Measures and records the loss of each held-out set."""
+    def record(self, done: int) -> None:
+        """Of the model after `done` steps. A collective."""
+        raise NotImplementedError
 
     def start(self, done: int) -> None:
-        """A run that was killed after its last step lacks its last validation."""
+        """A run that was killed after its last step lacks its last record."""
         missing = self.trainer.missing
         if missing is not None and missing.validation:
-            self._record(done)
+            self.record(done)
 
     def after_step(self, step: Step) -> None:
         """If it is due."""
-        config = self.trainer.config
-        if validation_is_due(config.validation.interval, step.done, config.train.steps):
-            self._record(step.done)
+        interval = self.trainer.config.validation.interval
+        if step.done == self.trainer.config.train.steps or (interval > 0 and step.done % interval == 0):
+            self.record(step.done)
 
-    def _record(self, done: int) -> None:
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Afterwards the mode is as before, and parameters are sharded again."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for module in model.modules():
+            # Without a backward pass nothing frees what the last forward gathered, and checkpoints want shards.
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+class Validation(AtValidation):
+    """Measures and records the loss of each held-out set."""
+
+    def record(self, done: int) -> None:
         trainer = self.trainer
         if losses := held_out_losses(trainer):
             trainer.log.validation(done, trainer.tokens(done), losses, trainer.data.bits_per_byte(losses))
@@ -86,9 +105,8 @@ def evaluate(
     counts, filler = _common_shape(sources, mesh)
     sums = torch.zeros(len(sources), 2, dtype=torch.float64, device=mesh.device)  # NLL, targets
 
-    was_training, step, micro_batch = model.training, step_state.step, step_state.micro_batch
-    model.eval()
-    try:
+    step, micro_batch = step_state.step, step_state.micro_batch
+    with evaluation_mode(model):
         for row, mine, count in zip(sums, sources.values(), counts, strict=True):
             for batch in mine:
                 if progress is not None:
@@ -99,10 +117,7 @@ def evaluate(
             # FSDP gathers parameters in every forward, which all ranks must take part in.
             for _ in range(count - len(mine)):
                 _loss(model, filler, mesh, step_state)
-    finally:
-        model.train(was_training)
-        step_state.step, step_state.micro_batch = step, micro_batch
-    reshard(model)
+    step_state.step, step_state.micro_batch = step, micro_batch
 
     dist.all_reduce(sums, group=mesh.dp_group)
     losses: dict[str, float] = {}
@@ -142,10 +157,3 @@ def _common_shape(sources: Mapping[str, MicroBatches], mesh: ParallelMesh) -> tu
     rows, length, masked, *counts = agreed.tolist()
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     return counts, _Filler(tokens, tokens, tokens.to(torch.int32) if masked else None, rows if masked else None)
-
-
-def reshard(model: nn.Module) -> None:
-    """Without a backward nobody frees what the last forward gathered, and checkpoints want shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

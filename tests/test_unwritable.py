@@ -1,0 +1,99 @@
+"""Outputs that cannot be written: every command ends with one line that has the path and what to do."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fp4.runtime.errors import error_line
+from tests.programs import ROOT
+
+ERRORS: list[tuple[int, str]] = [
+    (errno.ENOSPC, "make room, or name another place"),
+    (errno.EDQUOT, "make room"),
+    (errno.EROFS, "name a place that may be written, or change its permissions"),
+    (errno.EACCES, "name a place that may be written"),
+    (errno.ENOTDIR, "a file is where a folder must be; name another place"),
+    (errno.EEXIST, "a file is where a folder must be"),
+    (errno.EISDIR, "name a file, not a folder"),
+    (errno.ENOENT, "correct the path"),
+]
+
+
+@pytest.mark.parametrize(("number", "remedy"), ERRORS)
+def test_a_line_has_the_path_and_what_to_do(number: int, remedy: str) -> None:
+    reason = os.strerror(number)
+    assert error_line(OSError(number, reason, "/d/out")).startswith(f"/d/out: {reason}; {remedy}")
+    # The target of a renaming, and where the system names no path, what the command writes.
+    assert error_line(OSError(number, reason, "/d/a", None, "/d/out")).startswith(f"/d/out: {reason}; ")
+    assert error_line(OSError(number, reason), Path("/d/out")).startswith(f"/d/out: {reason}; {remedy}")
+
+
+def test_other_errors_are_one_line_as_they_are() -> None:
+    assert error_line(ValueError("a\n  b")) == "a b" == error_line(OSError("a b"), "/d/out")
+
+
+# (module, what fails in it, arguments)
+COMMANDS = [
+    ("scripts.convert", "open_checkpoint", ["export-hf", "c", "{out}"]),
+    ("scripts.convert", "open_checkpoint", ["export-megatron", "c", "{out}"]),
+    ("scripts.convert", "import_hf", ["import-hf", "m", "{out}"]),
+    ("scripts.convert", "import_megatron", ["import-megatron", "m", "{out}"]),
+    ("scripts.evaluate", "models_of", ["m", "--json", "{out}"]),
+    ("scripts.generate", "run", ["c", "--prompt", "a"]),
+    ("scripts.analyze_precision", "analyze", ["c", "--output", "{out}"]),
+    ("scripts.compare", "compare_runs", ["runs", "a", "b", "--output", "{out}.png"]),
+    ("scripts.compare", "compare_starts", ["starts", "a", "--picture", "{out}.png"]),
+    ("scripts.report", "write_report", ["a", "--output", "{out}"]),
+    ("data.prepare.command", "_prepare", ["--output", "{out}", "--tokenizer", "t"]),
+    ("data.prepare.command", "find_prefixes", ["merge", "--inputs", "a", "--output", "{out}"]),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "arguments"), COMMANDS)
+def test_a_full_disk_is_one_line(
+    name: str,
+    function: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Errors of writes have no path."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    module, out = importlib.import_module(name), tmp_path / "out"
+    given = [argument.format(out=out) for argument in arguments]
+    monkeypatch.setattr(module, function, full)
+    monkeypatch.setattr(sys, "argv", [name, *given])
+    calls: dict[str, Callable[[], object]] = {"scripts.report": lambda: sys.exit(module.main())}
+    calls["data.prepare.command"] = lambda: sys.exit(module.main(given, ""))
+    with pytest.raises(SystemExit) as ended:
+        calls.get(name, lambda: sys.exit(module.main(given)))()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1, said
+    where = "its output" if "generate" in name else str(out)
+    assert where in said and ": No space left on device; make room, or name another place" in said
+
+
+@pytest.mark.parametrize("program", ["print('x' * 100_000)", "print('x', flush=True)", "print('x')"])
+def test_standard_output_on_a_full_disk(program: str) -> None:
+    begin = "from megatron_fp4.runtime.closed_pipe import end_without_reader\nend_without_reader()\n"
+    said = "f'{error.filename}: {error.strerror}'"
+    body = f"try:\n    {program}\nexcept OSError as error:\n    raise SystemExit({said})"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", begin + body], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
+    assert done.returncode == 1 and done.stderr.startswith("standard output: No space left on device")
+    assert done.stderr.count("\n") == 1
