@@ -22,9 +22,10 @@ import sys
 
 from data.prepare.command import main
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import error_line
 
 if __name__ == "__main__":
     end_without_reader()
     # As Ctrl-C: what is done is kept.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:], __doc__ or ""))
+    sys.exit(main(sys.argv[1:], __doc__ or "", error_line))

@@ -77,7 +77,7 @@ def test_a_full_disk_is_one_line(
     monkeypatch.setattr(module, function, full)
     monkeypatch.setattr(sys, "argv", [name, *given])
     calls: dict[str, Callable[[], object]] = {"scripts.report": lambda: sys.exit(module.main())}
-    calls["data.prepare.command"] = lambda: sys.exit(module.main(given, ""))
+    calls["data.prepare.command"] = lambda: sys.exit(module.main(given, "", error_line))
     with pytest.raises(SystemExit) as ended:
         calls.get(name, lambda: sys.exit(module.main(given)))()
     said = capsys.readouterr().err

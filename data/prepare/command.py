@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,24 +21,32 @@ from data.prepare.readers import FORMATS, TEXT_UNITS, find_files, is_saved_folde
 from data.prepare.tokenize import POLICIES, Options, WorkerDied
 from data.sources import prefixes
 from data.tokenizer import END_OF_DOCUMENT, KINDS, PREFIX, load_tokenizer
-from megatron_fp4.runtime.errors import error_line
 
 # The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.
 _VOCABULARY_MULTIPLE = 128
 _FROM_TOKENIZER = "the tokenizer's own"
 
 
-def main(arguments: list[str], description: str) -> int:
+Explain = Callable[[BaseException, Path | None], str]
+"""What is printed of an error in which the system may name no path, and of the output then."""
+
+
+def one_line(error: BaseException, _: Path | None) -> str:
+    """The error as it is."""
+    return " ".join(str(error).split())
+
+
+def main(arguments: list[str], description: str, explain: Explain = one_line) -> int:
     """Run the command; returns the exit code, with a line on stderr if it is not 0."""
     if arguments[:1] == ["merge"]:
-        return _merge(arguments[1:])
+        return _merge(arguments[1:], explain)
     if arguments[:1] == ["check"]:
-        return _check(arguments[1:])
+        return _check(arguments[1:], explain)
     options = parse(arguments, description)
     try:
         _prepare(options)
     except (ValueError, OSError, WorkerDied) as error:
-        return _failed(options, error_line(error, options.output), 1 if isinstance(error, WorkerDied) else 2)
+        return _failed(options, explain(error, options.output), 1 if isinstance(error, WorkerDied) else 2)
     except KeyboardInterrupt:
         return _failed(options, "interrupted", 130)
     return 0
@@ -205,7 +213,7 @@ class PrepareProgress:
         )
 
 
-def _merge(arguments: list[str]) -> int:
+def _merge(arguments: list[str], explain: Explain) -> int:
     parser = argparse.ArgumentParser(
         prog="prepare_data.py merge",
         description="Several pairs into one, in the order given: the bytes that preparing their texts by one command "
@@ -219,7 +227,7 @@ def _merge(arguments: list[str]) -> int:
         found = find_prefixes(options.inputs)
         count = merge(found, options.output, lambda line: print(line, file=sys.stderr, flush=True))
     except (ValueError, OSError) as error:
-        print(f"prepare_data.py merge: {error_line(error, options.output)}", file=sys.stderr)
+        print(f"prepare_data.py merge: {explain(error, options.output)}", file=sys.stderr)
         return 2
     size = f", {count.text_bytes:,} bytes of text" if count.text_bytes else ""
     print(f"{options.output}: {count.documents:,} documents, {count.tokens:,} tokens{size}, of {len(found)} pairs")
@@ -245,7 +253,7 @@ def find_prefixes(patterns: Sequence[str]) -> list[str]:
     return found
 
 
-def _check(arguments: list[str]) -> int:
+def _check(arguments: list[str], explain: Explain) -> int:
     parser = argparse.ArgumentParser(
         prog="prepare_data.py check",
         description="Read datasets from end to end: every entry of the index, every token id, the facts beside them. "
@@ -258,12 +266,12 @@ def _check(arguments: list[str]) -> int:
     try:
         found = prefixes("PREFIX", options.prefixes)
     except (ValueError, OSError) as error:
-        print(f"prepare_data.py check: {error_line(error)}", file=sys.stderr, flush=True)
+        print(f"prepare_data.py check: {explain(error, None)}", file=sys.stderr, flush=True)
         return 2
     for prefix in dict.fromkeys(found):
         try:
             print(f"{prefix}: {check_whole(prefix, options.vocab_size)}", flush=True)
         except (ValueError, OSError) as error:
-            print(f"prepare_data.py check: {error_line(error)}", file=sys.stderr, flush=True)
+            print(f"prepare_data.py check: {explain(error, None)}", file=sys.stderr, flush=True)
             code = 2
     return code
