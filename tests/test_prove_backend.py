@@ -52,7 +52,7 @@ def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch:
     ("spoil", "seen"),
     [
         (lambda made: made * 1.02, "fprop product: relative error 2."),
-        (lambda made: made.nan_to_num(), "NaN and inf: nan in x disappears"),
+        (lambda made: made.nan_to_num(), "NaN and inf: nan in the activation disappears"),
     ],
 )
 def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch) -> None:

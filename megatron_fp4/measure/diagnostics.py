@@ -47,8 +47,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.emulated import GemmOperand, encode_operand, gemm
+from megatron_fp4.precision.emulated import GemmOperand, encode_operand, gemm, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.linear import LinearCall, LinearContext, same_weight_codes
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     DGRAD_WEIGHT,
@@ -69,8 +70,6 @@ from megatron_fp4.quantization.tensor import scale_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from megatron_fp4.precision.linear import LinearCall, LinearContext
 
 Record = dict[str, Any]
 
@@ -310,7 +309,7 @@ class ProbedCall:
         weight = call.pad_rows(call.weight)
         self._operand(FPROP_ACTIVATION, call.pad_tokens(x), x.numel())
         self._operand(FPROP_WEIGHT, weight, call.weight.numel())
-        if call.recipe[DGRAD_WEIGHT].reuse_fprop or call.same_weight_codes:
+        if call.recipe[DGRAD_WEIGHT].source == "codes" or same_weight_codes(call.recipe):
             self.probe.repeat(call.context.name, DGRAD_WEIGHT, of=FPROP_WEIGHT)
         else:
             source, unit = self._source(DGRAD_WEIGHT, weight)
@@ -327,7 +326,7 @@ class ProbedCall:
             self._product("dgrad", dy, call.weight.t(), dx, self._ranks_that_shard_weight(0))
         if dw is not None:
             self._operand(WGRAD_GRADIENT, padded.t(), dy.numel())
-            if call.recipe[WGRAD_ACTIVATION].reuse_fprop:
+            if call.recipe[WGRAD_ACTIVATION].source == "codes":
                 self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
             else:
                 source, unit = self._source(WGRAD_ACTIVATION, call.pad_tokens(x))
@@ -339,7 +338,7 @@ class ProbedCall:
         """What the operand at `slot` is made of, and its unit, FP32 0-dim (None: 1): `x` [rows, cols], or what fprop's
         codes of it stand for, which is `code * block scale` in units of fprop's tensor scale."""
         call = self.call
-        if not call.requantizes(slot.tensor):
+        if call.recipe[slot].source != "forward":
             return x, None
         # Of all tokens: x of a call is gathered, whether or not the linear quantizes slices. So are its draws.
         of = SLOTS_OF[slot.tensor][0]
@@ -360,7 +359,7 @@ class ProbedCall:
         seen, factor = x, 1.0
         if rht:
             fixed = call.recipe.rht_signs == "fixed"
-            signs = device_signs(rht, x.device) if fixed else call.signs(slot.gemm)
+            signs = device_signs(rht, x.device) if fixed else transform_signs(call.request(slot), x.device)
             if large:
                 seen, factor = transformed(x, signs)
             else:

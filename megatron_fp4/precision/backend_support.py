@@ -91,7 +91,7 @@ def _of_any_tensor_core(operand: Operand, key: str, formats: tuple[str, ...]) ->
     if operand.format not in formats:
         remedy = f"it multiplies {' and '.join(formats)}; use one of them or bf16, {_EMULATED}"
         yield Refusal(f"{key}.format={operand.format}", remedy)
-    if operand.reuse_fprop:
+    if operand.source == "codes":
         along = "tensor cores want scales along the dot product"
         yield Refusal(f"{key}.source=codes", f"{along}; set it to tensor, {_EMULATED}")
 

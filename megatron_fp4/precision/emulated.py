@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +34,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups, added
+from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
 from megatron_fp4.quantization.elements import E4M3_MAX
-from megatron_fp4.quantization.formats import FORMATS, format_of
+from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.fp4 import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
@@ -88,7 +88,9 @@ class GemmOperand:
         values = self.values
         if isinstance(values, Tensor):
             return None, self.quantized
-        return values.packing if isinstance(values, PackedWeight) else type(values), self.quantized
+        if isinstance(values, PackedWeight):
+            return functools.partial(PackedWeight, blocks=values.blocks, exchanged=values.exchanged), self.quantized
+        return type(values), self.quantized
 
     @staticmethod
     def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
@@ -106,57 +108,48 @@ class GemmOperand:
         transposed: the dot product runs over tokens.
         """
         values, scale, quantized = self.values, self.scale, self.quantized
+
+        def started(part: Tensor, turned: bool) -> Callable[[], Tensor]:
+            message = gather(part.t() if turned else part)
+            return lambda: message.wait().t() if turned else message.wait()
+
         if isinstance(values, PackedRows | PackedColumns):
             message, joined = gather(values.message()), values.joined()
             return lambda: GemmOperand(joined(message.wait()), scale, quantized)
         if isinstance(values, Tensor):
-            whole, in_one_piece = _gathered(values, gather, transposed), values.is_contiguous()
+            whole, in_one_piece = started(values, transposed), values.is_contiguous()
             return lambda: GemmOperand(whole().contiguous() if in_one_piece else whole(), scale, quantized)
         # Other packed codes have the tokens first in any case.
-        turned = transposed and isinstance(values, BlockScaled)
-        packing: Packing = type(values)
-        codes, scales = (_gathered(part, gather, turned) for part in (values.codes, values.scales))
-        return lambda: GemmOperand(packing(codes(), scales()), scale, quantized)
+        turned, packing = transposed and isinstance(values, BlockScaled), type(values)
+        codes, scales = started(values.codes, turned), started(values.scales, turned)
+        return lambda: GemmOperand(packing(codes(), scales()), scale, quantized)  # type: ignore[call-arg]
 
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
-def _gathered(part: Tensor, gather: Gather, turned: bool) -> Callable[[], Tensor]:
-    """What waits for all ranks' `part`, one after the other along its first dimension, or `turned` its second."""
-    message = gather(part.t() if turned else part)
-    return lambda: message.wait().t() if turned else message.wait()
-
-
-@dataclass(frozen=True)
-class WeightPacking:
-    """How codes and scales of a weight are to be read: as `blocks` say, of the whole weight; exchanged: transposed."""
-
-    blocks: RowBlocks
-    exchanged: bool = False
-
-    def __call__(self, codes: Tensor, scales: Tensor) -> PackedWeight:
-        """The weight that they are."""
-        return PackedWeight(codes, scales, self)
+# ------------------------------------------------------------------------------------------------------------- weights
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Codes uint8 [out, in / 2] and scales uint8 [out, in / block] of a weight without its padding, contiguous."""
+    """Codes uint8 [out, in / 2] and scales uint8 [out, in / block] of a weight without its padding, contiguous, to be
+    read as `blocks` of the whole weight say; exchanged: transposed."""
 
     codes: Tensor
     scales: Tensor
-    packing: WeightPacking
+    blocks: RowBlocks
+    exchanged: bool = False
 
     def values(self) -> Tensor:
         """BF16 `code * scale` [padded out, in], or exchanged [in, padded out]."""
-        values = unpack_rows(self.codes, self.scales, self.packing.blocks)
-        return values.t() if self.packing.exchanged else values
+        values = unpack_rows(self.codes, self.scales, self.blocks)
+        return values.t() if self.exchanged else values
 
     def t(self) -> PackedWeight:
         """The same codes with rows and columns exchanged."""
-        return PackedWeight(self.codes, self.scales, WeightPacking(self.packing.blocks, not self.packing.exchanged))
+        return replace(self, exchanged=not self.exchanged)
 
 
 @dataclass(frozen=True)
@@ -200,21 +193,17 @@ def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_gr
     if blocks.format == "nvfp4":
         amax = shared_amax(maxima.view(torch.int32).amax().view(torch.float32), request.amax_group)
         scale = tensor_decode_scale(amax, E4M3_MAX)
-    packed = PackedWeight(*quantize_rows(w, blocks, maxima, amax), WeightPacking(blocks))
-    return GemmOperand(packed, scale, quantized=True)
+    return GemmOperand(PackedWeight(*quantize_rows(w, blocks, maxima, amax), blocks), scale, quantized=True)
 
 
 def gathered_weight(gathered: CodesOfWeight) -> GemmOperand:
     """The operand of a weight that FSDP gathered as codes: codes, or values where these are kept."""
-    packed = PackedWeight(gathered.codes, gathered.scales, WeightPacking(gathered.blocks))
+    packed = PackedWeight(gathered.codes, gathered.scales, gathered.blocks)
     values = packed if keeps_codes(gathered.codes.device) else packed.values()
     return GemmOperand(values, gathered.scale, quantized=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- backend
-
-MakeOperand = Callable[[], GemmOperand]
-ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
 
 
 class EmulatedBackend(Backend):
@@ -232,13 +221,32 @@ class EmulatedBackend(Backend):
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By the fused kernels as far as they go, by PyTorch what is left."""
-        along_columns, along_rows = fused_operands(x, columns, rows)
-        if columns is not None and along_columns is None:
-            along_columns = functools.partial(quantize_operand, x, columns)
-        if rows is not None and along_rows is None:
-            along_rows = functools.partial(quantize_operand, x, rows, transposed=True)
-        return along_columns, along_rows
+        """By the fused kernels as far as they go, by PyTorch what is left.
+
+        The kernels measure x at once; the operands are made when they are asked for, so that the first need not live
+        beside the second.
+        """
+        of_columns, of_rows = fused_kernels(x, columns, rows)
+        exchanged = None
+        if rows is not None and of_rows is None and codes_transpose(rows):
+            # The 4-bit kernels make square blocks along the columns alone.
+            exchanged, _ = fused_kernels(x, rows, None)
+
+        def along_columns() -> GemmOperand:
+            assert columns is not None
+            if of_columns is None:
+                return quantize_operand(x, columns)
+            return GemmOperand(of_columns.along_columns(keep=columns.keep), of_columns.columns_scale, True)
+
+        def along_rows() -> GemmOperand:
+            assert rows is not None
+            if of_rows is not None:
+                return GemmOperand(of_rows.along_rows(keep=rows.keep), of_rows.rows_scale, True)
+            if exchanged is not None:
+                return GemmOperand(exchanged.along_columns(), exchanged.columns_scale, True).transposed()
+            return quantize_operand(x, rows, transposed=True)
+
+        return None if columns is None else along_columns, None if rows is None else along_rows
 
     def gemm(
         self,
@@ -259,44 +267,31 @@ class EmulatedBackend(Backend):
 EMULATED = EmulatedBackend()
 
 
-def transform_signs(size: int, signs: str, key: RoundingKey | None, device: torch.device) -> Tensor:
-    """FP32 [size] of +-1: the `fixed` ones, `none` (all +1), or `fresh` ones drawn from `key`."""
-    if signs == "fixed":
-        return fixed_signs(size, device)
-    if signs == "none":
-        return torch.ones(size, device=device)
-    assert key is not None, "fresh signs come from a key"
-    return random_signs(size, key, device)
-
-
-def fused_operands(
+def fused_kernels(
     x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
-) -> tuple[MakeOperand | None, MakeOperand | None]:
-    """As `Backend.operands`; None for what the fused kernels do not make, on this device or at all.
+) -> tuple[Fused | None, Fused | None]:
+    """The fused kernels that make x's operands along its columns and along its rows; None: PyTorch does.
 
-    Measures x at once; the operands are made when they are asked for, so that the first need not live beside the
-    second.
+    Where the same kernels make both, x is measured once.
     """
-    first, second = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
+
+    def kernels(request: OperandRequest | None, along: str) -> type[Fused] | None:
+        if request is None or not request.operand.quantized or request.dtype != torch.bfloat16:
+            return None
+        made = format_of(request.operand.format).kernels(side_of(request), along)
+        return made if made is not None and cuda.gpu.available(x.device) else None
+
+    of_columns, of_rows = kernels(columns, "columns"), kernels(rows, "rows")
+    first = None if columns is None or of_columns is None else side_of(columns)
+    second = None if rows is None or of_rows is None else side_of(rows)
     group = next((request.amax_group for request in (columns, rows) if request is not None), None)
-    of_columns, of_rows = fused_sides(x, first, second, group)
-    exchanged = False
-    if rows is not None and second is None and codes_transpose(rows):
-        # The 4-bit kernels make square blocks along the columns alone.
-        of_rows, _ = fused_sides(x, fused_side(x, rows, "columns"), None, group)
-        exchanged = True
-
-    def along_columns() -> GemmOperand:
-        assert of_columns is not None and columns is not None
-        return GemmOperand(of_columns.along_columns(keep=columns.keep), of_columns.columns_scale, True)
-
-    def along_rows() -> GemmOperand:
-        assert of_rows is not None and rows is not None
-        if exchanged:
-            return GemmOperand(of_rows.along_columns(), of_rows.columns_scale, True).transposed()
-        return GemmOperand(of_rows.along_rows(keep=rows.keep), of_rows.rows_scale, True)
-
-    return None if of_columns is None else along_columns, None if of_rows is None else along_rows
+    if first and second and of_columns is not None and of_columns is of_rows and first.format == second.format:
+        both = of_columns(x, first, second, amax_group=group)
+        return both, both
+    return (
+        None if of_columns is None else of_columns(x, first, None, amax_group=group),
+        None if of_rows is None else of_rows(x, None, second, amax_group=group),
+    )
 
 
 def codes_transpose(request: OperandRequest) -> bool:
@@ -304,15 +299,6 @@ def codes_transpose(request: OperandRequest) -> bool:
     operand = request.operand
     square = operand.quantized and operand.block[0] == operand.block[1]
     return square and not request.rht and request.key is None
-
-
-def fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
-    """The request as the fused kernels take it, or None if PyTorch has to do it."""
-    if request is None or not request.operand.quantized or request.dtype != torch.bfloat16:
-        return None
-    side = side_of(request)
-    made = format_of(side.format).kernels(side, along) is not None
-    return side if made and cuda.gpu.available(x.device) else None
 
 
 def side_of(request: OperandRequest) -> Side:
@@ -332,20 +318,7 @@ def side_of(request: OperandRequest) -> Side:
     )
 
 
-def fused_sides(
-    x: Tensor, columns: Side | None, rows: Side | None, amax_group: ProcessGroup | None
-) -> tuple[Fused | None, Fused | None]:
-    """What makes x's operands along its columns and along its rows: where the same kernels do, x is measured once."""
-
-    def kernels(side: Side | None, along: str) -> type[Fused] | None:
-        return None if side is None else FORMATS[side.format].kernels(side, along)
-
-    of_columns, of_rows = kernels(columns, "columns"), kernels(rows, "rows")
-    if columns and rows and of_columns is not None and of_columns is of_rows and columns.format == rows.format:
-        both = of_columns(x, columns, rows, amax_group=amax_group)
-        return both, both
-    first = None if of_columns is None else of_columns(x, columns, None, amax_group=amax_group)
-    return first, None if of_rows is None else of_rows(x, None, rows, amax_group=amax_group)
+# ---------------------------------------------------------------------------------------------------------- in PyTorch
 
 
 def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> GemmOperand:
@@ -353,7 +326,7 @@ def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = Fals
     rows = operand_rows(x, request, transposed)
     if not request.operand.quantized:
         return GemmOperand(rows)
-    encoded = encode_request(rows, request)
+    encoded = encode_operand(rows.to(torch.float32), request.operand, request.key, amax_group=request.amax_group)
     return GemmOperand(encoded.block_values().to(encoded.exact), encoded.decode_scale(), True)
 
 
@@ -364,14 +337,17 @@ def operand_rows(x: Tensor, request: OperandRequest, transposed: bool = False) -
     rows = rows.t() if transposed else rows
     if not request.rht:
         return rows
-    signs = transform_signs(request.rht, request.signs, request.signs_key, x.device)
-    return random_hadamard_transform(rows.to(torch.bfloat16), request.rht, signs)
+    return random_hadamard_transform(rows.to(torch.bfloat16), request.rht, transform_signs(request, x.device))
 
 
-def encode_request(rows: Tensor, request: OperandRequest) -> Encoded:
-    """`rows` [rows, k] of `operand_rows` as a quantized operand's format has them."""
-    key = request.key if request.operand.drawn else None
-    return encode_operand(rows.to(torch.float32), request.operand, key, amax_group=request.amax_group)
+def transform_signs(request: OperandRequest, device: torch.device) -> Tensor:
+    """FP32 [size of the request's transform] of +-1."""
+    if request.signs == "fixed":
+        return fixed_signs(request.rht, device)
+    if request.signs == "none":
+        return torch.ones(request.rht, device=device)
+    assert request.signs_key is not None, "fresh signs come from a key"
+    return random_signs(request.rht, request.signs_key, device)
 
 
 def encode_operand(
@@ -403,6 +379,9 @@ def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     return bits.view(torch.float32)
 
 
+ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
+
+
 def gemm(
     a: GemmOperand,
     b: GemmOperand,
@@ -420,8 +399,7 @@ def gemm(
     if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
         return added(matmul_fp8(a.values, b.values, out_dtype), total, rows)
     left, right = a.unpacked(), b.unpacked().t()
-    plain = not a.quantized and not b.quantized
-    if plain and out_dtype == left.dtype:
+    if not a.quantized and not b.quantized and out_dtype == left.dtype:
         return added(left @ right, total, rows)
     # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
     alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale

@@ -1,7 +1,7 @@
 """The linear layer: one autograd function, three GEMMs, a recipe for each operand.
 
-    fprop  y  = x W^T      x [tokens, in]    W [out, in]       -> y [tokens, out]
-    dgrad  dx = dy W       dy [tokens, out]  W^T [in, out]     -> dx [tokens, in]
+    fprop  y  = x W^T      x [tokens, in]     W [out, in]      -> y [tokens, out]
+    dgrad  dx = dy W       dy [tokens, out]   W^T [in, out]    -> dx [tokens, in]
     wgrad  dW = dy^T x     dy^T [out, tokens] x^T [in, tokens] -> dW [out, in], always FP32
 
 `reference.py` specifies what it computes. Every operand is laid out with its dot product along the last dimension and
@@ -23,9 +23,8 @@ overlapped.py has the linear of sequence parallelism, whose messages run beside 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,6 @@ from megatron_fp4.precision.recipe import (
     DGRAD_WEIGHT,
     FPROP_ACTIVATION,
     FPROP_WEIGHT,
-    SLOTS_OF,
     WGRAD_ACTIVATION,
     WGRAD_GRADIENT,
     OperandSlot,
@@ -57,38 +55,6 @@ from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class Observer(Protocol):
-    """Measures the calls of linears that it is attached to (measure/diagnostics.py has one)."""
-
-    def forward(self, call: Any, x: Tensor, y: Tensor) -> ObservedCall | None:
-        """Sees a `LinearCall`, x [tokens, in] and the local result y [tokens, out]; returns who is to see the backward
-        pass, if any."""
-
-
-class ObservedCall(Protocol):
-    """Sees the backward pass of one call."""
-
-    def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-        """dy [tokens, out], dx [tokens, in], dw [out, in], the local parts; None for what was not needed."""
-
-
-class Watcher(Protocol):
-    """Stands between a linear and its backend (verify.py has one)."""
-
-    def operands(
-        self,
-        x: Tensor,
-        requests: tuple[OperandRequest | None, OperandRequest | None],
-        makers: tuple[MakeOperand | None, MakeOperand | None],
-    ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """What makes the operands instead of the backend's `makers`."""
-
-    def product(
-        self, gemm: str, multiply: Callable[[], Tensor], sides: tuple[Any, Any], total: Tensor | None, rows: Any
-    ) -> Tensor:
-        """The backend's product, which `multiply` computes."""
 
 
 @dataclass
@@ -108,8 +74,12 @@ class LinearContext:
         linears whose input is kept in any case, or can be computed again. Else they keep the operand.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
     keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a StepState that advances.
-    probe: measures the calls of this linear. One that says `reads_weights = False` never asks a call for its weight.
-    watcher: sees operands and products being made.
+    probe: its `forward(call, x, y)` sees the forward pass, x [tokens, in] and the local y [tokens, out]; what that
+        returns, unless None, sees the backward pass: `backward(dy, dx, dw)`, the local parts, None for what was not
+        needed. A probe that says `reads_weights = False` never asks a call for its weight. (measure/diagnostics.py)
+    watcher: stands between the linear and its backend: `operands(x, requests, makers)` gives what makes the operands
+        instead of the backend's `makers`, and `product(gemm, multiply, sides, total, rows)` the product that
+        `multiply` computes. (verify.py)
     """
 
     name: str = ""
@@ -127,8 +97,8 @@ class LinearContext:
     keeps_input: bool = False
     weight_cache: tuple[Any, Any, Any] | None = None
     keeps_rounded: bool = True
-    probe: Observer | None = None
-    watcher: Watcher | None = None
+    probe: Any = None
+    watcher: Any = None
 
     @property
     def gathers_codes(self) -> bool:
@@ -184,23 +154,23 @@ class _QuantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool) -> Tensor:
         call = LinearCall(context, weight, x)
         w_fprop, w_dgrad = call.weight_operands()
-        make_fprop, make_kept = call.activation_operands(x, needs_wgrad)
-        y = call.result(call.product("fprop", make_fprop(), w_fprop, call.dtype))
+        make_x_fprop, make_kept = call.activation_operands(x, needs_wgrad)
+        y = call.result(call.product("fprop", make_x_fprop(), w_fprop, call.dtype))
         ctx.observed = call.observe(x, y)
         call.save(ctx, weight, w_dgrad, make_kept() if make_kept else None, x if needs_wgrad else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (dy,), call = grad_outputs, ctx.call
-        (w_dgrad, kept), dx, dw = call.saved(ctx), None, None
-        make_x = call.wgrad_activation(kept)
-        make_dgrad, make_wgrad = call.gradient_operands(dy, *ctx.needs_input_grad[:2])
-        if make_dgrad is not None:  # each operand is as large as dy: one at a time
-            dx = call.unpad_tokens(call.product("dgrad", make_dgrad(), call.dgrad_weight(w_dgrad), call.dtype))
-        if make_wgrad is not None:
-            x_wgrad = make_x()
-            dw = call.weight_gradient(make_wgrad(), x_wgrad, ctx)
+        (dy,), call, dx, dw = grad_outputs, ctx.call, None, None
+        w_dgrad, kept = call.saved(ctx)
+        make_x_wgrad = call.wgrad_activation(kept)
+        make_dy_dgrad, make_dy_wgrad = call.gradient_operands(dy, *ctx.needs_input_grad[:2])
+        if make_dy_dgrad is not None:  # each operand is as large as dy: one at a time
+            dx = call.unpad_tokens(call.product("dgrad", make_dy_dgrad(), call.dgrad_weight(w_dgrad), call.dtype))
+        if make_dy_wgrad is not None:
+            x_wgrad = make_x_wgrad()
+            dw = call.weight_gradient(make_dy_wgrad(), x_wgrad, ctx)
         call.observe_backward(ctx, dy, dx, dw)
         return dx, dw, None, None
 
@@ -248,18 +218,16 @@ class LinearCall:
     def activation_operands(self, x: Tensor, needs_wgrad: bool) -> tuple[MakeOperand, MakeOperand | None]:
         """What makes x [tokens, in] fprop's operand, and what makes the operand that the backward pass keeps of it;
         None for the second: it keeps nothing, or x itself. To be called in this order."""
-        keeps = needs_wgrad and not self.context.keeps_input
-        of_fprop = keeps and self.derives(WGRAD_ACTIVATION)
-        own = keeps and not of_fprop
+        source, keeps = self.recipe[WGRAD_ACTIVATION].source, needs_wgrad and not self.context.keeps_input
         make_fprop, make_wgrad = self.prepare(
             FPROP_ACTIVATION,
-            WGRAD_ACTIVATION if own else None,
+            WGRAD_ACTIVATION if keeps and source == "tensor" else None,
             self.pad_tokens(self.tokens(x, "activation")),
-            keep_columns=of_fprop and self.requantizes("activation"),
+            keep_columns=keeps and source == "forward",
             keep_rows=True,
         )
         assert make_fprop is not None
-        if of_fprop:
+        if keeps and source != "tensor":
             make_fprop = make_wgrad = functools.cache(make_fprop)
         return make_fprop, make_wgrad
 
@@ -267,7 +235,7 @@ class LinearCall:
         """What makes wgrad's operand of what the forward pass kept of x: x itself, fprop's operand, or wgrad's."""
         if kept is None:
             return None
-        of_fprop = self.derives(WGRAD_ACTIVATION)
+        of_fprop = self.recipe[WGRAD_ACTIVATION].source != "tensor"
         if not isinstance(kept, Tensor):
             return (lambda: self.derived(kept, WGRAD_ACTIVATION)()) if of_fprop else lambda: kept
         x = self.pad_tokens(self.tokens(kept, "activation"))
@@ -301,31 +269,27 @@ class LinearCall:
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
         keep_columns, keep_rows: the first, the second is for the backward pass.
         """
-        return self._operands(
-            x,
+        requests = (
             None if columns is None else self.request(columns, keep_columns),
             None if rows is None else self.request(rows, keep_rows),
         )
-
-    def _operands(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
-    ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        makers = self.backend.operands(x, columns, rows)
-        watcher = self.context.watcher
-        return makers if watcher is None else watcher.operands(x, (columns, rows), makers)
+        makers, watcher = self.backend.operands(x, *requests), self.context.watcher
+        return makers if watcher is None else watcher.operands(x, requests, makers)  # type: ignore[no-any-return]
 
     def request(self, slot: OperandSlot, keep: bool = False) -> OperandRequest:
         """What the backend is asked to make for `slot`. keep: for the backward pass."""
         group, first_token = self.slices.get(slot.tensor), 0
         if group is not None:
             first_token = group.rank() * (self.num_tokens // group.size())
-        rht = self.recipe.gemms[slot.gemm].rht
+        rht, signs_key = self.recipe.gemms[slot.gemm].rht, None
+        if rht and self.recipe.rht_signs == "fresh":
+            signs_key = self.context.key(self.step, self.micro_batch, f"{slot.gemm}_signs", 0, 0)
         return OperandRequest(
             self.recipe[slot],
             rht,
             self.recipe.rht_signs,
             self.draws(slot, first_token),
-            self._signs_key(slot.gemm) if rht else None,
+            signs_key,
             slot,
             self.dtype,
             group or self.context.amax_group(slot.tensor),
@@ -341,24 +305,6 @@ class LinearCall:
         rows, columns = (columns, rows) if slot.transposed else (rows, columns)
         return self.context.key(self.step, self.micro_batch, slot.name, rows, columns)
 
-    def signs(self, gemm: str) -> Tensor:
-        """FP32 [size of the Hadamard transform], of +-1."""
-        size, key = self.recipe.gemms[gemm].rht, self._signs_key(gemm)
-        return emulated.transform_signs(size, self.recipe.rht_signs, key, self.device)
-
-    def _signs_key(self, gemm: str) -> RoundingKey | None:
-        if self.recipe.rht_signs != "fresh":
-            return None
-        return self.context.key(self.step, self.micro_batch, f"{gemm}_signs", 0, 0)
-
-    def derives(self, slot: OperandSlot) -> bool:
-        """Whether the operand is made of fprop's of the same tensor: its codes, or what these stand for."""
-        return self.recipe[slot].reuse_fprop or self.requantizes(slot.tensor)
-
-    def requantizes(self, tensor: str) -> bool:
-        """Whether the tensor's operand in the backward pass is quantized from what fprop's codes stand for."""
-        return self.recipe[SLOTS_OF[tensor][1]].source == "forward"
-
     def derived(self, operand: Any, slot: OperandSlot) -> MakeOperand:
         """What makes the operand at `slot` of fprop's operand of the same tensor: its codes with rows and columns
         exchanged, or what the transposed `code * block scale` becomes, which is exact in BF16; fprop's tensor scale is
@@ -366,8 +312,7 @@ class LinearCall:
         if self.recipe[slot].source != "forward":
             assert self.backend.transposes, f"the backend {self.backend.name} cannot use codes twice"
             return operand.transposed  # type: ignore[no-any-return]
-        values = operand.unpacked().to(torch.bfloat16)
-        _, make = self._operands(values, None, self.request(slot))
+        _, make = self.prepare(None, slot, operand.unpacked().to(torch.bfloat16))
         assert make is not None
 
         def made() -> Any:
@@ -398,58 +343,45 @@ class LinearCall:
 
     def _weight_operands(self) -> tuple[Any, Any, bool]:
         """Both operands, and whether they can be kept for a step."""
+        keeps_codes = emulated.keeps_codes(self.device)
         if self.gathered is not None:
             fprop: Any = emulated.gathered_weight(self.gathered)
-            # Codes stay where FSDP has them, and are freed there.
-            return fprop, fprop.transposed(), not emulated.keeps_codes(self.device)
-        same = same_weight_codes(self.recipe)
-        shared = self.backend.transposes and (same or self.recipe[DGRAD_WEIGHT].reuse_fprop)
-        request = self.request(FPROP_WEIGHT)
-        packs = self.dtype == torch.bfloat16 and emulated.keeps_codes(self.device) and self.backend.packs(request)
-        if shared and same and packs:
-            fprop = self._packed_weight(request)
+            return fprop, fprop.transposed(), not keeps_codes  # codes stay where FSDP has them, and are freed there
+        same = self.backend.transposes and same_weight_codes(self.recipe)
+        if same and keeps_codes and self.dtype == torch.bfloat16 and self.backend.packs(self.request(FPROP_WEIGHT)):
+            fprop = self._packed_weight()
             return fprop, fprop.transposed(), True
-        late, again = self.requantizes_late, self.requantizes("weight")
-        alone = None if shared or again else DGRAD_WEIGHT
-        make_fprop, make_dgrad = self.prepare(FPROP_WEIGHT, alone, self.pad_rows(self.master), keep_columns=late)
+        late = self._requantizes_late
+        of_fprop = same or self.recipe[DGRAD_WEIGHT].source != "tensor"
+        make_fprop, make_dgrad = self.prepare(
+            FPROP_WEIGHT, None if of_fprop else DGRAD_WEIGHT, self.pad_rows(self.master), keep_columns=late
+        )
         assert make_fprop is not None
-        fprop = make_fprop()
-        if late:
-            dgrad = fprop
-        else:
-            dgrad = self.derived(fprop, DGRAD_WEIGHT)() if make_dgrad is None else make_dgrad()
+        dgrad = fprop = make_fprop()
+        if not late:
+            dgrad = (self.derived(fprop, DGRAD_WEIGHT) if make_dgrad is None else make_dgrad)()
         # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
         own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
         own = own and self.context.keeps_rounded
         same_in_all = self._lasts(FPROP_WEIGHT) and (late or self._lasts(DGRAD_WEIGHT))
         return fprop, dgrad, ((fprop.quantized and dgrad.quantized) or own) and same_in_all
 
-    def _packed_weight(self, request: OperandRequest) -> Any:
+    def _packed_weight(self) -> Any:
         """fprop's operand as codes; padding comes in when they are unpacked."""
-
-        def make() -> Any:
-            return emulated.packed_weight(self.master, request, self.group_rows, self.padded_group_rows)
-
-        watcher = self.context.watcher
+        request, watcher = self.request(FPROP_WEIGHT), self.context.watcher
+        make = functools.partial(emulated.packed_weight, self.master, request, self.group_rows, self.padded_group_rows)
         if watcher is not None:
-            watched, _ = watcher.operands(self.pad_rows(self.master), (request, None), (make, None))
-            assert watched is not None
-            return watched()
+            make, _ = watcher.operands(self.pad_rows(self.master), (request, None), (make, None))
         return make()
 
     @property
-    def requantizes_late(self) -> bool:
+    def _requantizes_late(self) -> bool:
         """Whether dgrad's weight is made of fprop's codes anew in every micro-batch: then in the backward pass."""
-        return self.requantizes("weight") and not self._lasts(DGRAD_WEIGHT)
+        return self.recipe[DGRAD_WEIGHT].source == "forward" and not self._lasts(DGRAD_WEIGHT)
 
     def dgrad_weight(self, operand: Any) -> Any:
         """dgrad's operand in the backward pass: the second of `weight_operands`, or what is made of it now."""
-        return self.derived(operand, DGRAD_WEIGHT)() if self.requantizes_late else operand
-
-    @property
-    def same_weight_codes(self) -> bool:
-        """See `same_weight_codes`."""
-        return same_weight_codes(self.recipe)
+        return self.derived(operand, DGRAD_WEIGHT)() if self._requantizes_late else operand
 
     def _lasts(self, slot: OperandSlot) -> bool:
         """Whether the weight's operand at `slot` is the same for every micro-batch of a step."""
@@ -459,9 +391,8 @@ class LinearCall:
     def weight_gradient(self, dy: Any, x: Any, ctx: Any) -> Tensor | None:
         """dy^T x of wgrad's operands as FP32 gradient [out, in] of `ctx.weight`; None: it was added to the gradient of
         earlier micro-batches."""
-        rows = RowGroups(self.padded_group_rows, self.group_rows)
         total = None if ctx.observed is not None else self._running_gradient(ctx.weight)
-        product = self.product("wgrad", dy, x, torch.float32, total, None if rows.padded == rows.kept else rows)
+        product = self.product("wgrad", dy, x, torch.float32, total, self.row_groups)
         return gradient_of(product, self.gradient_spec) if total is None else None
 
     def _running_gradient(self, weight: Tensor) -> Tensor | None:
@@ -490,15 +421,15 @@ class LinearCall:
         rest = tensors[3 * len(ctx.layouts) :]
         return w_dgrad, kept[0] if kept else rest[0] if rest else None
 
-    def observe(self, x: Tensor, y: Tensor) -> ObservedCall | None:
+    def observe(self, x: Tensor, y: Tensor) -> Any:
         """Show the forward pass to the probe; returns who is to see the backward pass."""
         probe = self.context.probe
-        return None if probe is None else probe.forward(self, self.whole(x, "activation"), self.seen(y))
+        return None if probe is None else probe.forward(self, self.whole(x, "activation"), self._seen(y))
 
     def observe_backward(self, ctx: Any, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
         """Show the backward pass to it."""
         if ctx.observed is not None:
-            ctx.observed.backward(self.seen(self.whole(dy, "gradient")), dx, dw)
+            ctx.observed.backward(self._seen(self.whole(dy, "gradient")), dx, dw)
 
     def tokens(self, x: Tensor, tensor: str) -> Tensor:
         """The tokens of x (`activation`) or dy (`gradient`) that this rank quantizes."""
@@ -510,6 +441,12 @@ class LinearCall:
 
     # -------------------------------------------------------------------------------------------------------- padding
 
+    @property
+    def row_groups(self) -> RowGroups | None:
+        """Of padded output features, those that count; None: all do."""
+        padded = self.padded_group_rows
+        return None if padded == self.group_rows else RowGroups(padded, self.group_rows)
+
     def pad(self, y: Tensor) -> Tensor:
         """[tokens, out] with tokens and, unless they are, each group of output features padded."""
         is_padded = y.shape[-1] == self.context.num_groups * self.padded_group_rows
@@ -518,11 +455,7 @@ class LinearCall:
     def result(self, y: Tensor) -> Tensor:
         """What the caller gets of a padded y: no padded tokens, and no padded features unless it keeps them."""
         y = self.unpad_tokens(y)
-        return y if self.context.keep_padding else self._unpad_groups(y)
-
-    def seen(self, y: Tensor) -> Tensor:
-        """[tokens, out] of what the caller gets or gives back."""
-        return self._unpad_groups(y) if y.shape[-1] != self.context.num_groups * self.group_rows else y
+        return y if self.context.keep_padding else self._seen(y)
 
     def pad_tokens(self, x: Tensor) -> Tensor:
         """[tokens, features] with tokens padded."""
@@ -535,7 +468,7 @@ class LinearCall:
 
     def pad_rows(self, w: Tensor) -> Tensor:
         """[out, in] with each group of output features padded."""
-        return self._pad_groups(w.t()).t() if self.padded_group_rows != self.group_rows else w
+        return self._pad_groups(w.t()).t()
 
     def unpad_rows(self, w: Tensor) -> Tensor:
         """The inverse of `pad_rows`."""
@@ -547,7 +480,8 @@ class LinearCall:
             return y
         return torch.nn.functional.pad(y.unflatten(-1, (-1, self.group_rows)), (0, extra)).flatten(-2)
 
-    def _unpad_groups(self, y: Tensor) -> Tensor:
-        if self.padded_group_rows == self.group_rows:
+    def _seen(self, y: Tensor) -> Tensor:
+        """[tokens, out] of what the caller gets or gives back, which may be padded."""
+        if y.shape[-1] == self.context.num_groups * self.group_rows:
             return y
         return y.unflatten(-1, (-1, self.padded_group_rows))[..., : self.group_rows].flatten(-2)

@@ -105,7 +105,7 @@ class OverlappedCall(LinearCall):
         if self.recipe.quantized and not self.backend.joins:
             return False
         if tensor == "activation":
-            return not self.recipe[WGRAD_ACTIVATION].reuse_fprop
+            return self.recipe[WGRAD_ACTIVATION].source != "codes"
         operands = [self.recipe[slot] for slot in SLOTS_OF[tensor]]
         # Along its columns MS-EDEN's kernel makes values, not codes.
         codes = all(operand.quantized and format_of(operand.format).largest == E2M1_MAX for operand in operands)

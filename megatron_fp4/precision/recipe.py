@@ -77,14 +77,13 @@ SLOTS_OF = {
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of one GEMM; the block is (rows, columns)."""
+    """One operand of one GEMM; the block is (rows, columns). source: as `SecondOperandConfig` has it."""
 
     format: str = "bf16"
     block: tuple[int, int] = (1, 1)
     rounding: str = "nearest"
     four_over_six: bool = False
     power_of_two_scales: bool = False
-    reuse_fprop: bool = False
     source: str = "tensor"
     four_over_six_error: str = "absolute"
 
@@ -106,8 +105,8 @@ class Operand:
     def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> Encoded:
         """FP32 `rows` [rows, k] in the operand's format.
 
-        key: of the draws; None rounds to nearest. amax: FP32, of the tensor that `rows` are part of (None: of `rows`);
-        only formats with a tensor scale use it. Raises ValueError for an unknown format.
+        key: of the draws, if it is `drawn`; None rounds to nearest. amax: FP32, of the tensor that `rows` are part of
+        (None: of `rows`); only formats with a tensor scale use it. Raises ValueError for an unknown format.
         """
         form = format_of(self.format)
         if self.rounding == "ms_eden":
@@ -116,19 +115,22 @@ class Operand:
         options = {name: getattr(self, name) for name in form.options}
         if form.tensor_scale:
             options["amax"] = rows.abs().amax() if amax is None else amax
-        return form.encode(rows, self.block, key, **options)
+        return form.encode(rows, self.block, key if self.drawn else None, **options)
 
     def __str__(self) -> str:
         if not self.quantized:
             return "bf16"
-        marks = [self.format, f"{self.block[0]}x{self.block[1]}"]
-        marks += {"stochastic": ["SR"], "ms_eden": ["MS-EDEN"]}.get(self.rounding, [])
-        marks += ["4/6"] if self.four_over_six else []
-        marks += ["squared"] if self.four_over_six and self.four_over_six_error == "squared" else []
-        marks += ["2^k"] if self.power_of_two_scales else []
-        marks += ["as fprop"] if self.reuse_fprop else []
-        marks += ["of fprop's codes"] if self.source == "forward" else []
-        return " ".join(marks)
+        marks = {
+            "SR": self.rounding == "stochastic",
+            "MS-EDEN": self.rounding == "ms_eden",
+            "4/6": self.four_over_six,
+            "squared": self.four_over_six and self.four_over_six_error == "squared",
+            "2^k": self.power_of_two_scales,
+            "as fprop": self.source == "codes",
+            "of fprop's codes": self.source == "forward",
+        }
+        block = f"{self.block[0]}x{self.block[1]}"
+        return " ".join((self.format, block, *(mark for mark, holds in marks.items() if holds)))
 
 
 @dataclass(frozen=True)
@@ -199,11 +201,10 @@ class Recipe:
 
     def describe(self) -> list[str]:
         """One line per GEMM, for people."""
-        symbols = {"fprop": "x|W", "dgrad": "dy|W", "wgrad": "dy|x"}
         lines = []
-        for name, gemm in self.gemms.items():
+        for (name, gemm), symbols in zip(self.gemms.items(), ("x|W", "dy|W", "dy|x"), strict=True):
             transform = f", RHT {gemm.rht} ({self.rht_signs} signs)" if gemm.rht else ""
-            lines.append(f"{name} {symbols[name]}: {gemm.left} | {gemm.right}{transform}")
+            lines.append(f"{name} {symbols}: {gemm.left} | {gemm.right}{transform}")
         return lines
 
 
@@ -212,9 +213,29 @@ BF16 = Recipe()
 
 def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
     """The recipe of a precision config or of an exception (which validation.py has checked)."""
-    powers = config.fp8_power_of_two_scales
-    fprop, dgrad, wgrad = (_gemm(getattr(config, name), tensors, powers) for name, tensors in GEMMS.items())
+
+    def gemm(part: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str]) -> Gemm:
+        left, right = (_operand(getattr(part, tensor), config.fp8_power_of_two_scales) for tensor in tensors)
+        # A transform would cancel where neither operand is quantized.
+        return Gemm(left, right, part.rht if left.quantized or right.quantized else 0)
+
+    fprop, dgrad, wgrad = (gemm(getattr(config, name), tensors) for name, tensors in GEMMS.items())
     return Recipe(config.name, fprop, dgrad, wgrad, config.rht_signs, config.amax)
+
+
+def _operand(config: OperandConfig, powers_of_two: bool) -> Operand:
+    if config.format == "bf16":
+        return Operand()
+    rows, columns = config.block.split("x")
+    return Operand(
+        format=config.format,
+        block=(int(rows), int(columns)),
+        rounding=config.rounding,
+        four_over_six=config.four_over_six != "none",
+        power_of_two_scales=powers_of_two and config.format == "fp8",
+        source=config.source if isinstance(config, SecondOperandConfig) else "tensor",
+        four_over_six_error="squared" if config.four_over_six == "squared" else "absolute",
+    )
 
 
 def rounded_to_nearest(recipe: Recipe) -> Recipe:
@@ -236,12 +257,10 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     recipe now.
 
     `rht_signs` and `amax` are one for all GEMMs: those of the recipe of which a part remains that uses them.
-    Raises ValueError for a scope that is none, and where parts of both recipes use one of these and differ in it.
+    Raises ValueError where parts of both recipes use one of these and differ in it.
     """
     if scope == "both":
         return other
-    if scope not in ("forward", "backward"):
-        raise ValueError(f"precision.switch.scope={scope!r} is not one of both, forward, backward")
     forward, backward = (other, current) if scope == "forward" else (current, other)
     fprop, weight = forward.fprop, forward.fprop.right
     if scope == "backward" and not other.dgrad.right.quantized and weight.block[0] > 1:
@@ -250,9 +269,10 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     kept = [name for name in GEMMS if name not in taken]
 
     def by_itself(gemm: Gemm) -> Gemm:
-        return replace(gemm, right=replace(gemm.right, reuse_fprop=False, source="tensor"))
+        return replace(gemm, right=replace(gemm.right, source="tensor"))
 
-    def shared(option: str, before: str, after: str, uses: Callable[[Iterable[Gemm]], bool]) -> str:
+    def shared(option: str, uses: Callable[[Iterable[Gemm]], bool]) -> str:
+        before, after = getattr(current, option), getattr(other, option)
         keeps, takes = uses(current.gemms[name] for name in kept), uses(other.gemms[name] for name in taken)
         if keeps and takes and before != after:
             raise ValueError(
@@ -260,36 +280,8 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
                 f"precision.switch.scope={scope}, but {other.name} has {after} for {' and '.join(taken)}, and a linear "
                 f"has one {option} for all GEMMs; make them equal, or set precision.switch.scope=both"
             )
-        return after if takes else before
+        return str(after if takes else before)
 
-    return Recipe(
-        f"{current.name}, {scope} {other.name}",
-        fprop,
-        by_itself(backward.dgrad),
-        by_itself(backward.wgrad),
-        shared("rht_signs", current.rht_signs, other.rht_signs, uses_signs),
-        shared("amax", current.amax, other.amax, uses_amax),
-    )
-
-
-def _gemm(config: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str], powers_of_two: bool) -> Gemm:
-    """Without a transform where neither operand is quantized, since it would cancel."""
-    left, right = (_operand(getattr(config, tensor), powers_of_two) for tensor in tensors)
-    return Gemm(left, right, config.rht if left.quantized or right.quantized else 0)
-
-
-def _operand(config: OperandConfig, powers_of_two: bool) -> Operand:
-    if config.format == "bf16":
-        return Operand()
-    source = config.source if isinstance(config, SecondOperandConfig) else "tensor"
-    rows, columns = config.block.split("x")
-    return Operand(
-        format=config.format,
-        block=(int(rows), int(columns)),
-        rounding=config.rounding,
-        four_over_six=config.four_over_six != "none",
-        power_of_two_scales=powers_of_two and config.format == "fp8",
-        reuse_fprop=source == "codes",
-        source="forward" if source == "forward" else "tensor",
-        four_over_six_error="squared" if config.four_over_six == "squared" else "absolute",
-    )
+    name = f"{current.name}, {scope} {other.name}"
+    signs, amax = shared("rht_signs", uses_signs), shared("amax", uses_amax)
+    return Recipe(name, fprop, by_itself(backward.dgrad), by_itself(backward.wgrad), signs, amax)

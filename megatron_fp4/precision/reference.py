@@ -12,9 +12,9 @@ left times right in FP32, multiplied by both tensor scales in FP32, and rounded 
 
     transform   both operands of a GEMM, in BF16, by the same orthogonal matrix, which cancels in the product
     quantize    to codes under block scales (and in NVFP4 a tensor scale), to nearest or stochastically by a key
-    reuse       an operand may take the codes that fprop made of the same tensor, transposed, instead of its own
-    requantize  or be quantized from what these stand for (`code * block scale`, exact in BF16; fprop's tensor scale is
-                multiplied on at the end), transposed, instead of from the tensor
+    source      an operand may take the `codes` that fprop made of the same tensor, transposed, instead of its own; or
+                be quantized from what these stand for (`forward`: `code * block scale`, exact in BF16; fprop's tensor
+                scale is multiplied on at the end), transposed
 
 Tokens and output features are padded with zeros to whole blocks, which changes no code and no product.
 """
@@ -52,15 +52,15 @@ def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Key
     operands: dict[OperandSlot, tuple[Tensor, Tensor]] = {}
     for slot in SLOTS:
         operand = recipe[slot]
-        if operand.reuse_fprop or operand.source == "forward":
-            values, scale = operands[SLOTS_OF[slot.tensor][0]]
-            operands[slot] = values.t(), scale
-            if operand.source == "forward":
-                values, own_scale = _operand(values.t(), slot, recipe, keys)
-                operands[slot] = values, own_scale * scale
-        else:
+        if operand.source == "tensor":
             tensor = tensors[slot.tensor]
             operands[slot] = _operand(tensor.t() if slot.transposed else tensor, slot, recipe, keys)
+            continue
+        values, scale = operands[SLOTS_OF[slot.tensor][0]]
+        operands[slot] = values.t(), scale
+        if operand.source == "forward":
+            values, own_scale = _operand(values.t(), slot, recipe, keys)
+            operands[slot] = values, own_scale * scale
 
     def product(gemm: str) -> Tensor:
         (left, left_scale), (right, right_scale) = (operands[slot] for slot in SLOTS if slot.gemm == gemm)
@@ -87,7 +87,7 @@ def _operand(rows: Tensor, slot: OperandSlot, recipe: Recipe, keys: Keys) -> tup
     one = torch.ones((), device=rows.device)
     if not operand.quantized:
         return rows.to(torch.float32), one
-    encoded = operand.encode(rows.to(torch.float32), keys(slot.name) if operand.drawn else None)
+    encoded = operand.encode(rows.to(torch.float32), keys(slot.name))
     scale = encoded.decode_scale()
     return encoded.block_values(), one if scale is None else scale
 

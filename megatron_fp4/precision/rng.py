@@ -1,11 +1,9 @@
-"""Where a run stands, as far as numerics depend on it, and what draws are keyed by.
-
-The keys of all stochastic rounding of a micro-batch in device memory, for CUDA graphs.
+"""Where a run stands, as far as numerics depend on it, and the keys of draws in device memory.
 
 A key is a function of the run's seed, step, micro-batch, linear and operand (quantization/rounding.py), computed on the
-host. A captured graph would keep the numbers of the micro-batch that it was captured in. So its kernels read their keys
-from a table, one row for each operand that needs one, and before every replay the host computes all rows and sends them
-in one copy: the same keys, and so the same codes, with graphs and without.
+host. A captured CUDA graph would keep the numbers of the micro-batch that it was captured in. So its kernels read their
+keys from a table, one row for each operand that needs one, and before every replay the host computes all rows and sends
+them in one copy: the same keys, and so the same codes, with graphs and without.
 """
 
 from __future__ import annotations
@@ -53,11 +51,10 @@ class DeviceKeys:
             return
         where = (seed, step, micro_batch)
         digests = (hashlib.blake2b(repr((*where, *name)).encode(), digest_size=8).digest() for name in self._rows)
-        keys = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, 2)
         on_gpu = self.table.is_cuda
         # Pinned memory of its own each time: PyTorch does not hand it out again before the copy has read it.
         staging = torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=on_gpu)
-        staging[:, :2] = keys
+        staging[:, :2] = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, 2)
         self.table.copy_(staging, non_blocking=on_gpu)
 
     def of(self, linear: str, operand: str, key: RoundingKey) -> RoundingKey:

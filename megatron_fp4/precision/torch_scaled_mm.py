@@ -38,9 +38,8 @@ from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest,
 from megatron_fp4.precision.emulated import (
     GemmOperand,
     codes_transpose,
-    encode_request,
-    fused_side,
-    fused_sides,
+    encode_operand,
+    fused_kernels,
     gemm,
     operand_rows,
     quantize_operand,
@@ -63,22 +62,22 @@ class _Format:
 
     per_byte: int
     codes: torch.dtype
-    recipe: tuple[ScalingType, ...]
-    swizzle: tuple[SwizzleType, ...]
+    recipe: list[ScalingType]
+    swizzle: list[SwizzleType]
 
 
 FORMATS = {
     "nvfp4": _Format(
         per_byte=2,
         codes=torch.float4_e2m1fn_x2,
-        recipe=(ScalingType.BlockWise1x16, ScalingType.TensorWise),
-        swizzle=(SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE),
+        recipe=[ScalingType.BlockWise1x16, ScalingType.TensorWise],
+        swizzle=[SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
     ),
     "mxfp8": _Format(
         per_byte=1,
         codes=torch.float8_e4m3fn,
-        recipe=(ScalingType.BlockWise1x32,),
-        swizzle=(SwizzleType.SWIZZLE_32_4_4,),
+        recipe=[ScalingType.BlockWise1x32],
+        swizzle=[SwizzleType.SWIZZLE_32_4_4],
     ),
 }
 
@@ -101,9 +100,9 @@ class PackedOperand:
     def of(codes: Tensor, scales: Tensor, scale: Tensor | None, operand: Operand) -> PackedOperand:
         """From the bytes of codes, uint8 [rows, k / 2] or [rows, k], and block scales [rows, k / block] in their plain
         order."""
-        form = FORMATS[operand.format]
-        size = codes.shape[1] * form.per_byte
-        codes = torch.nn.functional.pad(codes, (0, -size % _DOT_MULTIPLE // form.per_byte))
+        per_byte = FORMATS[operand.format].per_byte
+        size = codes.shape[1] * per_byte
+        codes = torch.nn.functional.pad(codes, (0, -size % _DOT_MULTIPLE // per_byte))
         scales = swizzle_scales(scales).view(format_of(operand.format).scales)
         return PackedOperand(codes.contiguous(), scales, scale, (operand, size))
 
@@ -150,7 +149,9 @@ class TorchBackend(Backend):
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """By the fused kernels as far as they go, by PyTorch what is left."""
-        if rows is None or not _exchangeable(columns, rows):
+        # Four-over-six sums errors over a block in an order of its own along each dimension: its codes are exchanged
+        # only if the operand along the columns is the same, which the emulation exchanges as well.
+        if rows is None or not codes_transpose(rows) or (rows.operand.four_over_six and columns != rows):
             return _makers(x, columns, rows)
         source, _ = _makers(x, rows, None)
         assert source is not None
@@ -162,25 +163,22 @@ class TorchBackend(Backend):
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
     ) -> Tensor:
         """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
-        return added(self._product(a, b, out_dtype), total, rows)
-
-    def _product(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            return gemm(a, b, out_dtype)
+            return added(gemm(a, b, out_dtype), total, rows)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
         assert a.form == b.form, "two formats in one GEMM"
-        recipe, swizzle = list(a.form.recipe), list(a.form.swizzle)
-        return scaled_mm(
+        product = scaled_mm(
             a.codes.view(a.form.codes),
             b.codes.view(b.form.codes).t(),
             scale_a=[a.scales] if a.scale is None else [a.scales, a.scale],
-            scale_recipe_a=recipe,
+            scale_recipe_a=a.form.recipe,
             scale_b=[b.scales] if b.scale is None else [b.scales, b.scale],
-            scale_recipe_b=recipe,
-            swizzle_a=swizzle,
-            swizzle_b=swizzle,
+            scale_recipe_b=b.form.recipe,
+            swizzle_a=a.form.swizzle,
+            swizzle_b=b.form.swizzle,
             output_dtype=out_dtype,
         )
+        return added(product, total, rows)
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""
@@ -195,37 +193,21 @@ def _makers(
     x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
     """As `TorchBackend.operands`, each operand quantized by itself."""
-    group = next((request.amax_group for request in (columns, rows) if request is not None), None)
-    sides = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
-    of_columns, of_rows = fused_sides(x, *sides, group)
 
-    def packed(request: OperandRequest, fused: Fused, along: str) -> PackedOperand:
-        codes, scales = fused.code_bytes(along)
-        scale = fused.columns_scale if along == "columns" else fused.rows_scale
-        return PackedOperand.of(codes, scales, scale, request.operand)
+    def made(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | GemmOperand:
+        if fused is not None:
+            codes, scales = fused.code_bytes(along)
+            scale = fused.columns_scale if along == "columns" else fused.rows_scale
+            return PackedOperand.of(codes, scales, scale, request.operand)
+        operand, transposed = request.operand, along == "rows"
+        if not operand.quantized:
+            return quantize_operand(x, request, transposed)
+        values = operand_rows(x, request, transposed).to(torch.float32)
+        encoded = encode_operand(values, operand, request.key, amax_group=request.amax_group)
+        return PackedOperand.of(encoded.codes().view(torch.uint8), encoded.scales, encoded.decode_scale(), operand)
 
-    def maker(request: OperandRequest | None, fused: Fused | None, along: str) -> MakeOperand | None:
-        if request is None:
-            return None
-        if fused is None:
-            return functools.partial(_plain, x, request, along == "rows")
-        return functools.partial(packed, request, fused, along)
-
-    return maker(columns, of_columns, "columns"), maker(rows, of_rows, "rows")
-
-
-def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
-    """Whether the operand along the rows has the codes that it would have along the columns.
-
-    Four-over-six sums errors over a block in an order of its own along each dimension: then only if the operand along
-    the columns is the same, which the emulation exchanges as well.
-    """
-    return codes_transpose(rows) and (columns == rows or not rows.operand.four_over_six)
-
-
-def _plain(x: Tensor, request: OperandRequest, transposed: bool) -> PackedOperand | GemmOperand:
-    """`x` [rows, k] (`transposed`: [k, rows]) as an operand, in PyTorch on any device."""
-    if not request.operand.quantized:
-        return quantize_operand(x, request, transposed)
-    encoded = encode_request(operand_rows(x, request, transposed), request)
-    return PackedOperand.of(encoded.codes().view(torch.uint8), encoded.scales, encoded.decode_scale(), request.operand)
+    of_columns, of_rows = fused_kernels(x, columns, rows)
+    return (
+        None if columns is None else functools.partial(made, columns, of_columns, "columns"),
+        None if rows is None else functools.partial(made, rows, of_rows, "rows"),
+    )

@@ -1,13 +1,12 @@
-"""Whether a backend computes what its recipe says: compared with the reference in `megatron_fp4.quantization`.
+"""Whether a backend computes what its recipe says, compared with the reference quantizers and with FP64.
 
 The self-test (`require`) runs before the first step of a run whose backend is not emulated, for the shapes and recipes
 of its own plan. Native kernels were wrong before in ways that a loss curve shows late or never: stochastic rounding
 that returned zeros on one GPU generation, scales blocked along the wrong dimension. For each linear's shape and recipe:
 
-    codes      every operand, rounded to nearest: codes, block scales and tensor maximum, bit for bit but for the sign
-               of a zero
-    draws      operands with draws of ours: bit for bit as well. Draws of another library's by their statistics
-               (fairness.py)
+    codes      every operand, rounded to nearest: values under its scales and tensor scale, bit for bit
+    draws      every operand with draws of ours: bit for bit as well. With those of another library: values and scales
+               that the draws allow, and fair statistics (fairness.py)
     maximum    where ranks share a tensor's maximum: every operand is scaled by that of all of them
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows; and wgrad
                added to the gradient of earlier micro-batches
@@ -17,22 +16,10 @@ The tensors are random, with outlier columns, one block of zeros and rows that a
 are multiples of one power of two, so that a Hadamard transform is exact in FP32 in any order of summation: on other
 values two correct transforms may differ in the last bit of BF16, and then in a code.
 
-The recheck (`Recheck`) meets the run's own tensors, on a machine that may have begun to compute wrongly: every N steps
-one linear is computed again by the reference.
-
-    recheck = Recheck(interval, linears, device)
-    with recheck.watching(step):
-        result = train_step(...)
-    rechecked = recheck.collect()           # None unless the step was due
-
-In the due step a watcher stands between the linear and its backend. Of the step's first micro-batch it compares every
-operand as the linear really used it with the reference quantizer's, and rows of the products with FP64; of the next one
-wgrad's product that is added to the gradient. It changes nothing: it draws from no generator and writes no tensor of
-the run, so losses and weights keep their bits.
-
-The linears take turns in the plan's order: which one is due is a function of the step alone, the same on all ranks and
-after a resume. Each data-parallel rank checks it on its own micro-batch, each tensor-parallel rank on its own shard; a
-fault on one rank is known to all.
+The recheck (`Recheck`) meets the run's own tensors, on a machine that may have begun to compute wrongly. Every N steps
+one linear is watched: in the step's first micro-batch every operand as the linear really used it is compared with the
+reference quantizer's, and rows of the products with FP64; in the next one wgrad's product that is added to the
+gradient. It draws from no generator and writes no tensor of the run, so losses and weights keep their bits.
 """
 
 from __future__ import annotations
@@ -50,17 +37,15 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
 from megatron_fp4.precision.emulated import operand_rows, shared_amax
-from megatron_fp4.precision.fairness import Draws, dependence_fault, rounding_faults
-from megatron_fp4.precision.linear import LinearCall, LinearContext
+from megatron_fp4.precision.fairness import Fairness, fairness, grid_positions
+from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.recipe import SLOTS, SLOTS_OF, Gemm, Operand, OperandSlot, Recipe, rounded_to_nearest
+from megatron_fp4.precision.recipe import GEMMS, SLOTS, SLOTS_OF, OperandSlot, Recipe, rounded_to_nearest
 from megatron_fp4.precision.reference import quantized
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.elements import E2M1_MAX, E2M1_VALUES, FP32_MAX, e2m1_values, unpack_codes
+from megatron_fp4.quantization.elements import E2M1_MAX, E2M1_VALUES, e2m1_values, unpack_codes
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
-from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
+from megatron_fp4.quantization.tensor import NVFP4Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,93 +65,37 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
 
     x: [n, k], what it was made of, before the transform.
 
-    It must be the reference's bit for bit, draws included. Transformer Engine's draws are its own: there every code
-    must be one of its value's two neighbours. And after a Hadamard transform two correct sums of a run's values may
-    round to neighbouring BF16 numbers (`exact`: the values avoid that): there amax may be off by one such step, a block
-    scale by one E4M3 step, and codes must follow from values within one step, under the operand's own scales.
+    It must be the reference's bit for bit, draws included, but for the sign of a zero, which no product sees.
+    Transformer Engine's draws are its own: there every code must be one of its value's two neighbours. And after a
+    Hadamard transform two correct sums of a run's values may round to neighbouring BF16 numbers (`exact`: the values
+    avoid that): there amax may be off by one such step, a block scale by one E4M3 step, and codes must follow from
+    values within one step, under the operand's own scales.
     """
-    chunks = list(_row_chunks(x))
+    size = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // x.shape[1] // _CHUNK_ROWS * _CHUNK_ROWS)
+    chunks = [slice(start, start + size) for start in range(0, x.shape[0], size)]
     amax = functools.reduce(torch.maximum, (operand_rows(x[chunk], request).abs().amax() for chunk in chunks))
     amax = amax.to(torch.float32)
     amax = shared_amax(amax, request.amax_group) if format_of(request.operand.format).tensor_scale else amax
+    values, scale = made.unpacked(), made.scale
     if not amax.isfinite():
-        poisoned = any(part is not None and not part.isfinite().all() for part in (made.scale, made.unpacked()))
+        poisoned = any(part is not None and not part.isfinite().all() for part in (scale, values))
         return "" if poisoned else "is finite although it was made of NaN or inf"
     decoded = None if made.decoded is None else made.decoded()
-    values, scale = made.unpacked() if decoded is None else None, made.scale
     for chunk in chunks:
         rows = operand_rows(x[chunk], request)
-        # Codes with an amax are Transformer Engine's.
         if isinstance(decoded, NVFP4Tensor) and (request.key is not None or (request.rht and not exact)):
-            fault = _native_fault(decoded, chunk, rows, request, amax, bool(request.rht) and not exact)
+            fault = _own_draws_fault(decoded, chunk, rows, request, amax, bool(request.rht) and not exact)
         else:
-            key = _from_row(request.key, chunk.start)
+            key = request.key and replace(request.key, row_offset=request.key.row_offset + chunk.start)
             right = quantized(rows, request.operand, key, amax)
-            fault = _parts_fault(
-                _parts_of(decoded, values, scale, chunk), _reference_parts(right, decoded), chunk.start
-            )
+            fault = difference(values[chunk].to(torch.float32) + 0.0, right.block_values() + 0.0, chunk.start)
+            fault = fault and f"values {fault}"
+            if isinstance(right, NVFP4Tensor) and not fault:
+                assert scale is not None, "NVFP4 without a tensor scale"
+                fault = difference(scale, right.decode_scale())
+                fault = fault and f"tensor scale {fault}"
         if fault:
             return fault
-    return ""
-
-
-def _row_chunks(x: Tensor) -> Iterator[slice]:
-    """The rows of a matrix, some at a time: whole blocks of every format."""
-    size = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // x.shape[1] // _CHUNK_ROWS * _CHUNK_ROWS)
-    return (slice(start, start + size) for start in range(0, x.shape[0], size))
-
-
-def _from_row(key: RoundingKey | None, rows: int) -> RoundingKey | None:
-    """The draws of a tensor from its row `rows` on."""
-    return None if key is None else replace(key, row_offset=key.row_offset + rows)
-
-
-def _parts_of(
-    decoded: QuantizedTensor | None, values: Tensor | None, scale: Tensor | None, rows: slice
-) -> dict[str, Tensor]:
-    """Rows of an operand in comparable parts: codes and scales where it has them (`decoded`), else values."""
-    if decoded is None:
-        assert values is not None
-        parts = {"values": values[rows].to(torch.float32) + 0.0}
-    else:
-        parts = _code_parts(QuantizedTensor(decoded.codes[rows], decoded.scales[rows], decoded.block))
-    if isinstance(decoded, NVFP4Tensor):
-        parts["amax"] = decoded.amax
-    elif scale is not None:
-        parts["tensor scale"] = scale
-    return parts
-
-
-def _reference_parts(right: QuantizedTensor, decoded: QuantizedTensor | None) -> dict[str, Tensor]:
-    """The reference in the same parts.
-
-    A zero's sign is free: no product sees it, the emulation does not keep it, and hardware that rounds to E2M1 keeps
-    the sign of a number that becomes zero (code 8), of an exact -0.0 perhaps as well, where the reference has code 0.
-    """
-    parts = {"values": right.block_values() + 0.0} if decoded is None else _code_parts(right)
-    if isinstance(right, NVFP4Tensor):
-        native = isinstance(decoded, NVFP4Tensor)
-        parts |= {"amax": right.amax} if native else {"tensor scale": right.decode_scale()}
-    return parts
-
-
-def _code_parts(of: QuantizedTensor) -> dict[str, Tensor]:
-    codes = _unsigned_zeros(of.codes) if of.codes.dtype == torch.uint8 else of.codes
-    return {"codes": codes, "scales": of.scales.view(torch.uint8) if of.scales.element_size() == 1 else of.scales}
-
-
-def _unsigned_zeros(codes: Tensor) -> Tensor:
-    """Packed E2M1 codes (uint8, two a byte) with code 8, the negative zero, as code 0."""
-    low = torch.where((codes & 0x0F) == 0x08, codes & 0xF0, codes)
-    return torch.where((low & 0xF0) == 0x80, low & 0x0F, low)
-
-
-def _parts_fault(found: Mapping[str, Tensor], right: Mapping[str, Tensor], first_row: int) -> str:
-    """The first part in which they differ, and where."""
-    assert found.keys() == right.keys(), "an operand without what its format has"
-    for part, value in right.items():
-        if fault := difference(found[part], value, first_row):
-            return f"{part} {fault}"
     return ""
 
 
@@ -184,7 +113,7 @@ def difference(actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
     return f"differ in {int(unequal.sum())} of {unequal.numel()}, first at {where}: {found:g} instead of {right:g}"
 
 
-def _native_fault(
+def _own_draws_fault(
     decoded: NVFP4Tensor, chunk: slice, rows: Tensor, request: OperandRequest, amax: Tensor, off_by_a_step: bool
 ) -> str:
     """Codes with Transformer Engine's draws or after its transform, which exist in NVFP4 alone. off_by_a_step: `rows`
@@ -197,15 +126,10 @@ def _native_fault(
     apart = (scales.view(torch.uint8).to(torch.int16) - right.scales.view(torch.uint8).to(torch.int16)).abs()
     if (apart > int(off_by_a_step)).any():
         return f"scales {difference(scales, right.scales, chunk.start)}"
-
     scales = scales.to(torch.float32)
-    codes = e2m1_values(unpack_codes(decoded.codes[chunk]))
-    encode = (scales * encode_tensor_scale(decoded.amax).reciprocal()).reciprocal().clamp(max=FP32_MAX)
-    positions = (rows.to(torch.float32).unflatten(-1, (-1, 16)) * encode[..., None]).flatten(-2)
+    codes, positions = e2m1_values(unpack_codes(decoded.codes[chunk])), grid_positions(rows, scales, decoded.amax)
     slack = positions.abs() * step + (_NEAR_ZERO if off_by_a_step else 0.0)
-    bounds = [(positions + side).clamp(-E2M1_MAX, E2M1_MAX) for side in (-slack, slack)]
-    find = _nearest if request.key is None else _neighbour
-    least, most = (find(bound, up=up) for bound, up in zip(bounds, (False, True), strict=True))
+    least, most = (_code(positions + (slack if up else -slack), request.key is None, up) for up in (False, True))
     # Under a scale of zero the codes do not show.
     strangers = ((codes < least) | (codes > most)) & (scales > 0).repeat_interleave(16, dim=1)
     if not strangers.any():
@@ -217,21 +141,13 @@ def _native_fault(
     )
 
 
-def _grid(device: torch.device) -> Tensor:
-    return torch.tensor([*(-value for value in E2M1_VALUES[:0:-1]), *E2M1_VALUES], device=device)
-
-
-def _neighbour(positions: Tensor, up: bool) -> Tensor:
-    """The E2M1 value at or above (`up`), or at or below, FP32 |positions| <= 6."""
-    grid = _grid(positions.device)
-    index = torch.searchsorted(grid, positions.contiguous(), right=not up) - (0 if up else 1)
-    return grid[index.clamp(0, grid.numel() - 1)]
-
-
-def _nearest(positions: Tensor, up: bool) -> Tensor:
-    """The nearest E2M1 value of FP32 |positions| <= 6, of two equally near the one above (`up`) or below."""
-    grid = _grid(positions.device)
-    return grid[torch.searchsorted((grid[1:] + grid[:-1]) / 2, positions.contiguous(), right=up)]
+def _code(positions: Tensor, nearest: bool, up: bool) -> Tensor:
+    """The E2M1 value at or above (`up`) or at or below FP32 positions; or the nearest, of two the upper or lower."""
+    grid = torch.tensor([*(-value for value in E2M1_VALUES[:0:-1]), *E2M1_VALUES], device=positions.device)
+    positions = positions.clamp(-E2M1_MAX, E2M1_MAX).contiguous()
+    if nearest:
+        return grid[torch.searchsorted((grid[1:] + grid[:-1]) / 2, positions, right=up)]
+    return grid[torch.searchsorted(grid, positions, right=not up) - (0 if up else 1)]
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -244,37 +160,7 @@ _ROWS = 256
 _PRODUCT_ELEMENTS = 2**24
 
 
-@dataclass(frozen=True)
-class ProductErrors:
-    """How far rows of a product are from FP64.
-
-    total: relative, Frobenius norm. worst: of one element, in units of the root mean square of all. peak: the largest
-    element in these units. condition: how much larger sums of magnitudes are than sums of random signs would have them
-    (1 or less where nothing cancels beyond that); computed only for products beyond the plain bounds.
-    """
-
-    total: float
-    worst: float
-    peak: float
-    condition: float
-    dtype: torch.dtype
-
-    @property
-    def fault(self) -> str:
-        """What is beyond the bounds, or an empty string. NaN passes no comparison, and so is a fault."""
-        factor = max(1.0, self.condition)
-        element = factor * ELEMENT_ERROR[self.dtype] + 2**-8 * self.peak
-        if self.total <= factor * PRODUCT_ERROR[self.dtype] and self.worst <= element:
-            return ""
-        return f"relative error {self.total:.2e}, worst element {self.worst:.2e} of the root mean square"
-
-
-def product_rows(product: Tensor, count: int = _ROWS) -> Tensor:
-    """Evenly spaced rows of a product, `count` at most."""
-    return torch.linspace(0, product.shape[0] - 1, min(count, product.shape[0]), device=product.device).long()
-
-
-def product_errors(
+def product_fault(
     product: Tensor,
     a: BackendOperand,
     b: BackendOperand,
@@ -283,8 +169,9 @@ def product_errors(
     groups: RowGroups | None = None,
     before: Tensor | None = None,
     cancelling: bool = False,
-) -> ProductErrors:
-    """`rows` of the product a b^T against FP64 on the operands' own values.
+) -> tuple[str, float]:
+    """What is beyond the bounds in `rows` of the product a b^T, compared with FP64 on the operands' own values (empty:
+    nothing), and the relative error.
 
     groups: of the rows of `a`, of which the product has those that count. before: what these rows were before the
     product was added to them; None: zeros. cancelling: the tensors are a run's, and sums may cancel further than those
@@ -293,25 +180,32 @@ def product_errors(
     left, right = a.unpacked()[rows if groups is None else groups.padded_indices(rows)].to(torch.float64), b.unpacked()
     scale = math.prod(1.0 if made.scale is None else made.scale.to(torch.float64) for made in (a, b))
     expected = _in_fp64(left, right) * scale
-    if product.shape[1] != expected.shape[1]:
-        return ProductErrors(math.inf, math.inf, 0.0, 1.0, product.dtype)
     expected = expected if before is None else expected + before.to(torch.float64)
+    found = product[rows].to(torch.float64)
     finite = expected.isfinite()
     if not finite.all():
         # A step that is not finite is for others to handle; here NaN and inf must only not disappear.
-        lost = math.inf if product[rows][~finite].isfinite().any() else 0.0
-        return ProductErrors(lost, lost, 0.0, 1.0, product.dtype)
-    error = product[rows].to(torch.float64) - expected
-    norm, root = expected.norm().item(), expected.square().mean().sqrt().item()
-    if norm == 0:
-        total = worst = 0.0 if not error.any() else math.inf
-        return ProductErrors(total, worst, 0.0, 1.0, product.dtype)
-    total, worst = error.norm().item() / norm, error.abs().amax().item() / root
-    found = ProductErrors(total, worst, expected.abs().amax().item() / root, 1.0, product.dtype)
-    if not cancelling or not found.fault:
-        return found
-    magnitudes = (_in_fp64(left.abs(), right.abs()) * scale).norm().item()
-    return replace(found, condition=magnitudes / norm / left.shape[1] ** 0.5)
+        return ("loses NaN or inf" if found[~finite].isfinite().any() else ""), 0.0
+    error, root = found - expected, max(expected.square().mean().sqrt().item(), 1e-300)
+    total = (error.square().mean().sqrt() / root).item()
+    worst, peak = (t.abs().amax().item() / root for t in (error, expected))
+    condition, dtype = 1.0, product.dtype
+
+    def within() -> bool:  # NaN passes no comparison
+        most = condition * ELEMENT_ERROR[dtype] + 2**-8 * peak
+        return total <= condition * PRODUCT_ERROR[dtype] and worst <= most
+
+    if cancelling and not within():
+        # How much larger sums of magnitudes are than sums of random signs would have them.
+        magnitudes = (_in_fp64(left.abs(), right.abs()) * scale).square().mean().sqrt().item()
+        condition = max(1.0, magnitudes / root / left.shape[1] ** 0.5)
+    fault = f"relative error {total:.2e}, worst element {worst:.2e} of the root mean square"
+    return "" if within() else fault, total
+
+
+def product_rows(product: Tensor) -> Tensor:
+    """Evenly spaced rows of a product, `_ROWS` at most."""
+    return torch.linspace(0, product.shape[0] - 1, min(_ROWS, product.shape[0]), device=product.device).long()
 
 
 def _in_fp64(left: Tensor, right: Tensor) -> Tensor:
@@ -322,7 +216,6 @@ def _in_fp64(left: Tensor, right: Tensor) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------------- self-test
 
-_DRAWS = 16
 _DRAW_ELEMENTS = 2**21
 
 
@@ -368,19 +261,13 @@ class Finding:
 
 def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearContext], tokens: int) -> list[Case]:
     """The different quantized linears of the plans, as this rank computes them. tokens: of a micro-batch."""
-
-    def size(group: ProcessGroup | None) -> int:
-        return 1 if group is None else dist.get_world_size(group)
-
     cases: dict[Case, None] = {}
-    for plan in plans:
-        for row in plan.rows:
-            context, linear = linears[row.linear.name], row.linear
-            if row.recipe.quantized:
-                inputs, outputs = linear.in_features // size(context.in_shards), linear.out_features
-                outputs //= size(context.out_shards)
-                shards = (context.in_shards, context.out_shards)
-                cases[Case(tokens, inputs, outputs, context.num_groups, row.recipe, *shards)] = None
+    for row in (row for plan in plans for row in plan.rows if row.recipe.quantized):
+        context, linear = linears[row.linear.name], row.linear
+        shards = context.in_shards, context.out_shards
+        ranks = [1 if group is None else dist.get_world_size(group) for group in shards]
+        shape = linear.in_features // ranks[0], linear.out_features // ranks[1]
+        cases[Case(tokens, *shape, context.num_groups, row.recipe, *shards)] = None
     return list(cases)
 
 
@@ -389,7 +276,7 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
 
     Raises SelfTestError on all ranks if any rank found a fault, with its own faults where there are some.
     """
-    findings = [finding for case in cases for finding in _findings(backend, case, device)]
+    findings = [finding for case in cases for finding in check(backend, case, device)]
     faults = [str(finding) for finding in findings if finding.fault]
     count = torch.tensor(len(faults), device=device)
     dist.all_reduce(count)
@@ -401,48 +288,65 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
     return f"self-test of {backend.name}: {len(findings)} comparisons with the reference, no difference"
 
 
-def _findings(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
+def check(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
+    """All comparisons for one case, or the error that a kernel ends in; a collective of the case's groups."""
     try:
-        return list(check(backend, case, device))
+        return list(_findings(backend, case, device))
     except (RuntimeError, ValueError) as error:  # what a kernel that this chip cannot run ends in
         return [Finding(case, "kernels", f"failed: {str(error).splitlines()[0]}")]
 
 
-def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Finding]:
-    """All comparisons for one case; a collective of the case's groups."""
+def _findings(backend: Backend, case: Case, device: torch.device) -> Iterator[Finding]:
     x, w, dy = sample_tensors(case, device)
-    recipe = rounded_to_nearest(case.recipe)
-    call = LinearCall(replace(case, recipe=recipe).context(backend), w, x)
+    nearest = replace(case, recipe=rounded_to_nearest(case.recipe)).context(backend)
+    shared = replace(nearest, in_shards=case.in_shards, out_shards=case.out_shards)
+    call, recipe = LinearCall(nearest, w, x), case.recipe
     tensors = {"activation": call.pad_tokens(x), "weight": call.pad_rows(w), "gradient": call.pad(dy)}
-    made = {}
-    for slot, make, source in makers(call, tensors):
-        made[slot] = make()
-        if recipe[slot].quantized:
-            fault = operand_fault(made[slot], source, call.request(slot), exact=True)
-            yield Finding(case, f"{slot.name} codes", fault)
+    # In which context, of which operands.
+    compared: dict[str, tuple[LinearContext, list[OperandSlot]]] = {
+        "maximum of all ranks": (
+            shared,
+            [slot for slot in SLOTS if recipe[slot].format == "nvfp4" and shared.amax_group(slot.tensor) is not None],
+        ),
+        "draws": (case.context(backend), [slot for slot in SLOTS if recipe[slot].quantized and recipe[slot].drawn]),
+        "codes": (nearest, [slot for slot in SLOTS if recipe[slot].quantized]),
+    }
+    made: dict[OperandSlot, Any] = {}
+    for what, (context, slots) in compared.items():
+        operands = LinearCall(context, tensors["weight"], tensors["activation"])
+        for name, tensor in tensors.items() if slots else ():
+            group = context.amax_group(name)
+            # Each rank's is half as large as that of the one before.
+            tensor = tensor if group is None else tensor * 2.0 ** -dist.get_rank(group)
+            for slot, make, source in makers(operands, name, tensor):
+                made[slot] = make()
+                if slot in slots:
+                    fault = operand_fault(made[slot], source, operands.request(slot), exact=True)
+                    yield Finding(case, f"{slot.name} {what}", fault)
+    if not backend.draws_ours:
+        for label, of in fairness_of(backend, case, tensors):
+            yield Finding(case, f"{label} rounding", of.fault)
     for name, gemm in recipe.gemms.items():
         if gemm.quantized:
             left, right = (made[slot] for slot in SLOTS if slot.gemm == name)
             product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
-            errors = product_errors(product, left, right, product_rows(product))
-            yield Finding(case, f"{name} product", errors.fault, errors.total)
+            yield Finding(case, f"{name} product", *product_fault(product, left, right, product_rows(product)))
             if name == "wgrad" and backend.accumulates:
-                yield _accumulated_finding(backend, case, call, left, right)
-    if backend.draws_ours:
-        yield from _drawn_findings(backend, case, tensors)
-    else:
-        yield from _rounding_findings(backend, case, tensors)
-    yield from _maximum_findings(backend, case, tensors)
-    yield Finding(case, "NaN and inf", _poison_fault(backend, case, x, w, dy))
+                groups = call.row_groups
+                total = backend.gemm(left, right, torch.float32, None, groups).flip(0) * 0.75
+                rows = product_rows(total)
+                before, summed = total[rows], backend.gemm(left, right, torch.float32, total, groups)
+                found = product_fault(summed, left, right, rows, groups=groups, before=before)
+                yield Finding(case, "wgrad product added to a gradient", *found)
+    yield Finding(case, "NaN and inf", _poison_fault(backend, case, {"activation": x, "weight": w, "gradient": dy}))
 
 
-def makers(call: LinearCall, tensors: Mapping[str, Tensor]) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:
-    """Both operands of each tensor (by its name in `SLOTS_OF`): what makes it, and the rows that it is made of,
-    [n, k], before the transform."""
-    for name, tensor in tensors.items():
-        for slot, make in zip(SLOTS_OF[name], call.prepare(*SLOTS_OF[name], tensor), strict=True):
-            assert make is not None
-            yield slot, make, tensor.t() if slot.transposed else tensor
+def makers(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:
+    """Both operands of a tensor (by its name in `SLOTS_OF`): what makes it, and the rows that it is made of, [n, k],
+    before the transform."""
+    for slot, make in zip(SLOTS_OF[name], call.prepare(*SLOTS_OF[name], tensor), strict=True):
+        assert make is not None
+        yield slot, make, tensor.t() if slot.transposed else tensor
 
 
 def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -460,94 +364,36 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
     return draw(case.tokens, case.inputs, 0), draw(case.outputs, case.inputs, -5), draw(case.tokens, case.outputs, -13)
 
 
-def _accumulated_finding(backend: Backend, case: Case, call: LinearCall, left: Any, right: Any) -> Finding:
-    """wgrad's product added to a gradient, without the rows that are padding."""
-    padded, kept = call.padded_group_rows, call.group_rows
-    groups = None if padded == kept else RowGroups(padded, kept)
-    alone = backend.gemm(left, right, torch.float32, None, groups)
-    total = alone.flip(0) * 0.75
-    rows = product_rows(total)
-    before = total[rows]
-    found = backend.gemm(left, right, torch.float32, total, groups)
-    errors = product_errors(found, left, right, rows, groups=groups, before=before)
-    return Finding(case, "wgrad product added to a gradient", errors.fault, errors.total)
-
-
-def _drawn_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
-    """Operands with draws of ours, against the reference with the same key."""
-    call = LinearCall(case.context(backend), tensors["weight"], tensors["activation"])
-    for slot, make, source in makers(call, tensors):
-        if case.recipe[slot].quantized and case.recipe[slot].drawn:
-            yield Finding(case, f"{slot.name} draws", operand_fault(make(), source, call.request(slot), exact=True))
-
-
-def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
-    """Operands that round stochastically by draws of another library's, by the statistics of some draws."""
-    ungrouped = replace(case, num_groups=1)
+def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Fairness]]:
+    """Of the operands that round stochastically to NVFP4, by label. tensors: padded, by their names in `SLOTS_OF`."""
     for name, slots in SLOTS_OF.items():
-        stochastic = [slot for slot in slots if case.recipe[slot].rounding == "stochastic"]
-        if not stochastic:
-            continue
-        tensor = tensors[name]
-        count = max(128, min(tensor.shape[0], _DRAW_ELEMENTS // tensor.shape[1] // 128 * 128))
-        tensor = tensor[: min(count, tensor.shape[0])]
-        draw = functools.partial(drawn_operands, backend, ungrouped, name, tensor, tensors["weight"])
-        call = LinearCall(ungrouped.context(backend), tensors["weight"], tensor)
-        rows = {slot: operand_rows(tensor, call.request(slot), slot.transposed).contiguous() for slot in stochastic}
-        for slot in stochastic:
-            draws = Draws(lambda step, slot=slot, draw=draw: draw(step)[slot], _DRAWS)  # type: ignore[misc]
-            source = tensor.t() if slot.transposed else tensor
-            fault = operand_fault(draws.make(0), source, call.request(slot), exact=True)
-            fault = fault or rounding_faults(rows[slot], draws, case.recipe[slot])
-            yield Finding(case, f"{slot.name} rounding", fault)
-        if len(stochastic) == 2:
-            fault = dependence_fault(rows, draw, case.recipe)
-            yield Finding(case, f"{' and '.join(slot.name for slot in slots)} draws", fault)
+        drawn = [slot for slot in slots if (of := case.recipe[slot]).rounding == "stochastic" and of.format == "nvfp4"]
+        count = max(128, _DRAW_ELEMENTS // tensors[name].shape[1] // 128 * 128)
+        tensor = tensors[name][:count]
+
+        def draw(step: int, name: str = name, tensor: Tensor = tensor) -> dict[OperandSlot, BackendOperand]:
+            call = LinearCall(case.context(backend, step), tensors["weight"], tensor)
+            return {slot: make() for slot, make, _ in makers(call, name, tensor)}
+
+        if drawn:
+            call = LinearCall(case.context(backend), tensors["weight"], tensor)
+            rows = {slot: operand_rows(tensor, call.request(slot), slot.transposed).contiguous() for slot in drawn}
+            yield from fairness(rows, draw, case.recipe).items()
 
 
-def drawn_operands(
-    backend: Backend, case: Case, name: str, tensor: Tensor, weight: Tensor, step: int
-) -> dict[OperandSlot, BackendOperand]:
-    """Both operands of the tensor `name`, by the draws of a step."""
-    call = LinearCall(case.context(backend, step), weight, tensor)
-    return {slot: make() for slot, make, _ in makers(call, {name: tensor})}
-
-
-def _maximum_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
-    """Operands of a tensor whose maximum is shared; each rank's is half as large as that of the one before."""
-    nearest = replace(case, recipe=rounded_to_nearest(case.recipe), num_groups=1)
-    context = replace(nearest.context(backend), in_shards=case.in_shards, out_shards=case.out_shards)
-    call = LinearCall(context, tensors["weight"], tensors["activation"])
-    for name in tensors:
-        group = context.amax_group(name)
-        if group is None:
-            continue
-        tensor = tensors[name] * 2.0 ** -dist.get_rank(group)
-        for slot, make, source in makers(call, {name: tensor}):
-            if case.recipe[slot].format == "nvfp4":
-                fault = operand_fault(make(), source, call.request(slot), exact=True)
-                yield Finding(case, f"{slot.name} of {dist.get_world_size(group)} ranks", fault)
-
-
-def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor) -> str:
+def _poison_fault(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> str:
     """NaN and inf in each tensor must show in both products that it is in."""
     for value in (float("nan"), float("inf")):
-        for broken, reached in ((0, (0, 2)), (1, (0, 1)), (2, (1, 2))):
-            given = [t.clone() for t in (x, w, dy)]
+        for broken in tensors:
+            given = {name: tensor.clone() for name, tensor in tensors.items()}
             given[broken][5, 7] = value
-            call = LinearCall(case.context(backend), given[1], given[0])
-            w_fprop, w_dgrad = call.weight_operands()
-            activations = call.prepare(*SLOTS_OF["activation"], call.pad_tokens(given[0]))
-            gradients = call.prepare(*SLOTS_OF["gradient"], call.pad(given[2]))
-            assert activations[0] and activations[1] and gradients[0] and gradients[1]
-            products = (
-                backend.gemm(activations[0](), w_fprop, torch.bfloat16),
-                backend.gemm(gradients[0](), call.dgrad_weight(w_dgrad), torch.bfloat16),
-                backend.gemm(gradients[1](), activations[1](), torch.float32),
-            )
-            for index in reached:
-                if products[index].isfinite().all():
-                    return f"{value} in {('x', 'W', 'dy')[broken]} disappears in {('fprop', 'dgrad', 'wgrad')[index]}"
+            x, w = given["activation"].requires_grad_(), given["weight"].requires_grad_()
+            with torch.enable_grad():
+                y = quantized_linear(x, w, case.context(backend))
+                y.backward(given["gradient"])
+            for (gemm, factors), product in zip(GEMMS.items(), (y, x.grad, w.grad), strict=True):
+                if broken in factors and product is not None and product.isfinite().all():
+                    return f"{value} in the {broken} disappears in {gemm}"
     return ""
 
 
@@ -571,42 +417,35 @@ class Rechecked:
     faults: list[str]
 
     def __str__(self) -> str:
-        what = f"{self.linear} in step {self.step + 1}"
-        if not self.faults:
-            return f"recheck of {what}: {self.comparisons} comparisons with the reference, no difference"
         more = f" (and {len(self.faults) - 1} more)" if len(self.faults) > 1 else ""
-        return f"recheck of {what}: {self.faults[0]}{more}"
+        return f"recheck of {self.linear} in step {self.step + 1}: {self.faults[0]}{more}"
 
 
 class Recheck:
-    """Rechecks `linears` (name -> context, in the plan's order, the same on all ranks) every `interval` steps; 0:
-    never. device: of this rank."""
+    """Rechecks a linear every `interval` steps; 0: never.
 
-    def __init__(self, interval: int, linears: Mapping[str, LinearContext], device: torch.device) -> None:
-        self.interval, self.device = interval, device
-        self._linears = dict(linears)
+    linears: name -> context, in the plan's order, in which they take turns: which one is due is a function of the step
+    alone, the same on all ranks and after a resume. Each data-parallel rank checks it on its own micro-batch, each
+    tensor-parallel rank on its own shard.
+    """
+
+    def __init__(self, interval: int, linears: Mapping[str, LinearContext]) -> None:
+        self.interval, self._linears = interval, dict(linears)
         self._watched: tuple[str, int, _Watcher] | None = None
-
-    def due(self, step: int) -> tuple[str, int] | None:
-        """The linear to recheck in `step` (from 0) and how many turns it had before; None if none is due."""
-        names = [name for name, context in self._linears.items() if context.recipe.quantized]
-        if not self.interval or step % self.interval or not names:
-            return None
-        turn, index = divmod(step // self.interval, len(names))
-        return names[index], turn
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """A context for the training step `step`, in which a linear is watched if one is due."""
-        due = self.due(step)
-        if due is None:
+        """A context for the training step `step` (from 0), in which a linear is watched if one is due."""
+        names = [name for name, context in self._linears.items() if context.recipe.quantized]
+        if not self.interval or step % self.interval or not names:
             yield
             return
-        context = self._linears[due[0]]
+        turn, index = divmod(step // self.interval, len(names))
+        context = self._linears[names[index]]
         # Codes that were kept from before would not be seen being made; made again they are the same.
         context.weight_cache = None
-        context.watcher = watcher = _Watcher(due[1])
-        self._watched = due[0], step, watcher
+        context.watcher = watcher = _Watcher(turn)
+        self._watched = names[index], step, watcher
         try:
             yield
         finally:
@@ -619,15 +458,9 @@ class Recheck:
             return None
         name, step, watcher = watched
         assert watcher.seen, f"nothing of {name} was seen"
-        count = torch.tensor(len(watcher.faults), device=self.device)
-        dist.all_reduce(count)
-        faults: list[str] = []
-        if count.item():
-            mine = [f"rank {dist.get_rank()}: {fault}" for fault in watcher.faults]
-            of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(of_ranks, mine)
-            faults = [fault for found in of_ranks for fault in found]
-        return Rechecked(name, step, len(watcher.seen), faults)
+        of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, [f"rank {dist.get_rank()}: {fault}" for fault in watcher.faults])
+        return Rechecked(name, step, len(watcher.seen), [fault for faults in of_ranks for fault in faults])
 
 
 @dataclass
@@ -647,17 +480,17 @@ class _Watcher:
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """Operands that are compared when they are made."""
 
-        def watched(make: MakeOperand, request: OperandRequest, transposed: bool) -> Any:
+        def watched(make: MakeOperand, request: OperandRequest, rows: Tensor) -> Any:
             made, slot = make(), request.slot
             assert slot is not None
             if made.quantized and slot.name not in self.seen:
-                self._note(slot.name, operand_fault(made, x.t() if transposed else x, request))
+                self._note(slot.name, operand_fault(made, rows, request))
             return made
 
         (columns, rows), (first, second) = requests, makers
         return (
-            None if first is None or columns is None else functools.partial(watched, first, columns, False),
-            None if second is None or rows is None else functools.partial(watched, second, rows, True),
+            None if first is None or columns is None else functools.partial(watched, first, columns, x),
+            None if second is None or rows is None else functools.partial(watched, second, rows, x.t()),
         )
 
     def product(
@@ -674,8 +507,8 @@ class _Watcher:
             return multiply()
         before = None if total is None else total[self._rows(total)]
         product = multiply()
-        errors = product_errors(product, *sides, self._rows(product), groups=rows, before=before, cancelling=True)
-        self._note(what, errors.fault)
+        fault, _ = product_fault(product, *sides, self._rows(product), groups=rows, before=before, cancelling=True)
+        self._note(what, fault)
         return product
 
     def _rows(self, product: Tensor) -> Tensor:
@@ -686,18 +519,3 @@ class _Watcher:
         self.seen.add(what)
         if fault:
             self.faults.append(f"{what}: {fault}")
-
-
-# ------------------------------------------------------------------------------------------------------------- recipes
-
-_X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
-_M8 = Operand("mxfp8", (1, 32))
-_F8, _F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
-_F8P, _F8P_W = replace(_F8, power_of_two_scales=True), replace(_F8_W, power_of_two_scales=True)
-# What native backends are tried with where there is no run.
-RECIPES = (
-    Recipe("nvfp4", Gemm(_X, _W), Gemm(_DY, _W), Gemm(_DY, _X, 16)),
-    Recipe("fp8_block", Gemm(_F8, _F8_W), Gemm(_F8, _F8_W), Gemm(_F8, _F8)),
-    Recipe("fp8_block, powers of two", Gemm(_F8P, _F8P_W), Gemm(_F8P, _F8P_W), Gemm(_F8P, _F8P)),
-    Recipe("mxfp8", Gemm(_M8, _M8), Gemm(_M8, _M8), Gemm(_M8, _M8)),
-)

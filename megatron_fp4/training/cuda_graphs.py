@@ -128,7 +128,7 @@ def made_by_pytorch(recipe: Recipe) -> str | None:
     """What of `recipe` no fused kernel makes, so that PyTorch copies from the host, which no capture takes; or None."""
     draws = RoundingKey(0)
     for slot, operand in recipe.operands.items():
-        if not operand.quantized or operand.reuse_fprop:
+        if not operand.quantized or operand.source == "codes":
             continue
         key = draws if operand.drawn else None
         request = OperandRequest(operand, recipe.gemms[slot.gemm].rht, recipe.rht_signs, key, draws, slot)

@@ -32,10 +32,10 @@ from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
-from megatron_fp4.precision.recipe import SLOTS_OF, Recipe, rounded_to_nearest
+from megatron_fp4.precision.recipe import SLOTS_OF, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
-from megatron_fp4.precision.verify import RECIPES, difference, operand_fault
+from megatron_fp4.precision.verify import difference, operand_fault
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.training.build import device_type_of, set_determinism
@@ -43,7 +43,16 @@ from megatron_fp4.training.trainer import Callback, Step, Trainer
 from models import provider as models
 from pretrain import configure
 
-NVFP4, FP8_FP32_SCALES, FP8 = rounded_to_nearest(RECIPES[0]), RECIPES[1], RECIPES[2]
+_X, _W = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
+NVFP4 = Recipe("nvfp4, to nearest", Gemm(_X, _W), Gemm(_X, _W), Gemm(_X, _X, 16))
+
+
+def _fp8(power_of_two: bool) -> Recipe:
+    x, w = (Operand("fp8", block, power_of_two_scales=power_of_two) for block in ((1, 128), (128, 128)))
+    return Recipe(f"fp8{', powers of two' if power_of_two else ''}", Gemm(x, w), Gemm(x, w), Gemm(x, x))
+
+
+FP8, FP8_FP32_SCALES = _fp8(True), _fp8(False)
 # Largest relative error of products that differ in the order of accumulation: BF16 results are rounded to 2^-9.
 ACCUMULATION = {"y": 2e-3, "dx": 2e-3, "dW": 3e-3}
 

@@ -14,11 +14,11 @@ from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import Case, SelfTestError, check
 from tests.precision import te_stand_in
+from tests.precision.reference import NVFP4
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
 
-NVFP4 = verify.RECIPES[0]
 # The tensors that are sharded with the input features, and with the output features.
 SHARED = {
     "in_shards": ["fprop_activation", "wgrad_activation", "fprop_weight", "dgrad_weight"],
@@ -41,7 +41,7 @@ def shared_findings(rank: int, shards: str, spoil: str | None) -> list[tuple[str
         backend = Own() if spoil is None else TransformerEngineBackend()
         found = [(f.what, f.fault) for f in check(backend, case, CPU)]
         if spoil in (None, "own maximum"):
-            with pytest.raises(SelfTestError, match="of 2 ranks" if rank else "none on this one"):
+            with pytest.raises(SelfTestError, match="of all ranks" if rank else "none on this one"):
                 verify.require(backend, [case], CPU)
     others = [what for what, fault in found if fault and "ranks" not in what]
     assert not others, found
@@ -52,7 +52,7 @@ def shared_findings(rank: int, shards: str, spoil: str | None) -> list[tuple[str
 @pytest.mark.parametrize("spoil", ["", "own maximum", None], ids=["right", "native", "emulated"])
 def test_every_operand_is_scaled_by_the_largest_maximum(shards, spoil):
     first, second = launch(shared_findings, 2, shards, spoil)
-    names = [f"{name} of 2 ranks" for name in SHARED[shards]]
+    names = [f"{name} maximum of all ranks" for name in SHARED[shards]]
     assert [what for what, _ in first] == [what for what, _ in second] == names
     # Rank 0 has the larger values.
     assert not any(fault for _, fault in first)

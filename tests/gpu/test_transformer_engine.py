@@ -15,6 +15,7 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import PRODUCT_ERROR
 from scripts.prove.transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
+from tests.precision.reference import NVFP4 as PAPER
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 pytestmark = [
@@ -50,7 +51,7 @@ def test_the_emulation_is_te_nvfp4_reference(shape):
     assert found.agrees, found.errors
 
 
-@pytest.mark.parametrize("recipe", [FP8, FP8_FP32_SCALES, NVFP4, verify.RECIPES[0]], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [FP8, FP8_FP32_SCALES, NVFP4, PAPER], ids=lambda recipe: recipe.name)
 def test_native_kernels_are_the_reference(backend, recipe):
     if reason := transformer_engine_unsupported(recipe, CAPABILITY):
         pytest.skip(reason)

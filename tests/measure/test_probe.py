@@ -41,7 +41,7 @@ RECIPES = {
     "4/6, signs afresh": changed(
         NVFP4, fprop_activation=replace(ROW, four_over_six=True), dgrad_rht=16, rht_signs="fresh"
     ),
-    "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, reuse_fprop=True), wgrad_rht=0),
+    "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, source="codes"), wgrad_rht=0),
     "by Quartet II": Recipe("by Quartet II", Gemm(SIX, SIX), Gemm(EDEN, AGAIN, 128), Gemm(EDEN, AGAIN, 128), "fresh"),
     "activations only": Recipe("activations only", Gemm(ROW), wgrad=Gemm(right=ROW, rht=16)),
     "dgrad only": Recipe("dgrad only", dgrad=Gemm(SR, ROW)),
@@ -99,7 +99,7 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         else:  # of what the codes stand for
             assert statistics["amax"] == pytest.approx(tensors[name].abs().max().item(), rel=0.05)
             assert statistics["rms"] == pytest.approx(tensors[name].double().square().mean().sqrt().item(), rel=0.02)
-        if operand.reuse_fprop or (rht and recipe.rht_signs == "fresh"):
+        if operand.source == "codes" or (rht and recipe.rht_signs == "fresh"):
             continue
         seen = random_hadamard_transform(tensors[name], rht) if rht else tensors[name]
         made = quantize_operand(seen, OperandRequest(operand, key=context.key(5, 0, name, 0, 0)))
@@ -108,7 +108,7 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         assert statistics["snr_db"] == pytest.approx(snr, abs=0.01)
         zeroed = ((exact != 0) & (values == 0)).double().sum() / (exact != 0).double().sum()
         assert statistics["zeroed"] == pytest.approx(zeroed.item(), abs=1e-9)
-    if recipe.wgrad.right.reuse_fprop:
+    if recipe.wgrad.right.source == "codes":
         assert found.operands["wgrad_activation"] == found.operands["fprop_activation"]
 
     y, dx, dw = _run(recipe, None)

@@ -87,7 +87,7 @@ RECIPES = {
     "four over six": recipe("nvfp4_4over6_1x16"),
     "fresh signs": recipe("nvfp4", rht_signs="fresh", fprop_rht=16, dgrad_rht=16),
     "codes of fprop": recipe(
-        "nvfp4", wgrad_activation=Operand("nvfp4", (1, 16), reuse_fprop=True), wgrad_gradient=NVFP4, wgrad_rht=0
+        "nvfp4", wgrad_activation=Operand("nvfp4", (1, 16), source="codes"), wgrad_gradient=NVFP4, wgrad_rht=0
     ),
     "several formats": Recipe("mixed", Gemm(NVFP4, Operand("mxfp4", (32, 32))), Gemm(MXFP8, NVFP4), Gemm(FP8, NVFP4)),
     "one side": Recipe("one side", Gemm(Operand(), NVFP4), Gemm(Operand(), MXFP8), Gemm(FP8, Operand())),

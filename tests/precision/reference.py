@@ -72,9 +72,9 @@ def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe) -> tupl
     if recipe.wgrad.right.source == "forward":
         unit = unit_of(x, recipe.fprop.left)
         x_wgrad = decoded(x_fprop.T / unit, recipe.wgrad.right, recipe.wgrad.rht) * unit
-    if recipe.dgrad.right.reuse_fprop:
+    if recipe.dgrad.right.source == "codes":
         w_dgrad = w_fprop.T
-    if recipe.wgrad.right.reuse_fprop:
+    if recipe.wgrad.right.source == "codes":
         x_wgrad = x_fprop.T
     y = oracle.gemm(x_fprop, w_fprop)
     dx = oracle.gemm(decoded(dy, recipe.dgrad.left, recipe.dgrad.rht), w_dgrad)

@@ -120,7 +120,7 @@ def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
         FakeTensorMode(),
         without_launches(),
         mock.patch.object(torch_scaled_mm, "scaled_mm", checked),
-        mock.patch.object(torch_scaled_mm, "encode_request", slow),
+        mock.patch.object(torch_scaled_mm, "encode_operand", slow),
     ):
         yield seen
 

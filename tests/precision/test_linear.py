@@ -35,8 +35,8 @@ RECIPES = {
     "reused_codes": changed(
         ref.NVFP4,
         fprop_weight=ref.W,
-        dgrad_weight=replace(ref.W, reuse_fprop=True),
-        wgrad_activation=replace(ref.X, reuse_fprop=True),
+        dgrad_weight=replace(ref.W, source="codes"),
+        wgrad_activation=replace(ref.X, source="codes"),
         wgrad_rht=0,
     ),
     "codes_quantized_again": changed(

@@ -49,9 +49,9 @@ KNOBS = {
     "4/6 of x in wgrad": (ref.NVFP4, operand_changes(ref.NVFP4, "wgrad_activation", four_over_six=True), "dw"),
     "4/6 of dy in wgrad": (ref.NVFP4, operand_changes(ref.NVFP4, "wgrad_gradient", four_over_six=True), "dw"),
     "4/6 of w": (ref.NVFP4, operand_changes(ref.NVFP4, "fprop_weight dgrad_weight", four_over_six=True), "y dx"),
-    "w of dgrad as fprop": (FLAT, operand_changes(FLAT, "dgrad_weight", reuse_fprop=True), "dx"),
-    "16x16 w of dgrad as fprop": (ref.NVFP4, operand_changes(ref.NVFP4, "dgrad_weight", reuse_fprop=True), ""),
-    "x of wgrad as fprop": (PLAIN, operand_changes(PLAIN, "wgrad_activation", reuse_fprop=True), "dw"),
+    "w of dgrad as fprop": (FLAT, operand_changes(FLAT, "dgrad_weight", source="codes"), "dx"),
+    "16x16 w of dgrad as fprop": (ref.NVFP4, operand_changes(ref.NVFP4, "dgrad_weight", source="codes"), ""),
+    "x of wgrad as fprop": (PLAIN, operand_changes(PLAIN, "wgrad_activation", source="codes"), "dw"),
     "4/6 by squares": (
         operand_changes(FLAT, "fprop_weight fprop_activation", four_over_six=True),
         operand_changes(FLAT, "fprop_weight fprop_activation", four_over_six=True, four_over_six_error="squared"),

@@ -135,7 +135,7 @@ def test_gradients_by_ms_eden_average_out_and_err_less_than_by_stochastic_roundi
     x, w, dy = ref.tensors(128, 128, 128)
     quantized = ref.changed(ref.QUARTET2, dgrad_rht=0, wgrad_rht=0)
     plain = {name: ref.Operand() for name in ("dgrad_gradient", "wgrad_gradient")}
-    codes = {name: replace(ref.W, reuse_fprop=True) for name in ("dgrad_weight", "wgrad_activation")}
+    codes = {name: replace(ref.W, source="codes") for name in ("dgrad_weight", "wgrad_activation")}
     # What dgrad and wgrad multiply before they quantize it again: codes as they are, in FP32.
     exact = ref.run(x, w, dy, ref.context_of(ref.changed(quantized, **plain, **codes)))[1:]
     num, errors = 60, []

@@ -71,7 +71,7 @@ def test_every_field_of_a_config_arrives():
         odd = SecondOperandConfig("fp8", "128x128", "stochastic", "squared", "forward")
         odd = odd if second else OperandConfig("fp8", "128x128", "stochastic", "squared")
         source = "forward" if second else "tensor"
-        operand = Operand("fp8", (128, 128), "stochastic", True, True, False, source, "squared")
+        operand = Operand("fp8", (128, 128), "stochastic", True, True, source, "squared")
         plain = SecondOperandConfig("nvfp4", "1x16")
         six = [odd if i == index else plain for i in range(6)]
         config = PrecisionConfig(
@@ -87,7 +87,7 @@ def test_every_field_of_a_config_arrives():
         assert (recipe.name, recipe.rht_signs) == ("x", "none")
         assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (2, 4, 8)
     codes = PrecisionConfig(dgrad=DgradConfig(weight=SecondOperandConfig("nvfp4", source="codes")))
-    assert recipe_from_config(codes).dgrad.right == replace(ref.X, reuse_fprop=True)
+    assert recipe_from_config(codes).dgrad.right == replace(ref.X, source="codes")
 
 
 def test_a_switch_of_the_forward_pass_leaves_the_backward_pass():
@@ -141,13 +141,13 @@ def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, tak
 
 
 def test_a_switch_of_one_pass_leaves_the_other_quantized_by_itself():
-    flat = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=replace(ref.W, reuse_fprop=True))
+    flat = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=replace(ref.W, source="codes"))
     forward = switched_recipe(flat, BF16, "forward")
     assert not forward.fprop.right.quantized
-    assert forward.dgrad.right == replace(flat.dgrad.right, reuse_fprop=False)
+    assert forward.dgrad.right == replace(flat.dgrad.right, source="tensor")
     operands = ref.tensors(64, 64, 64)
     exact = ref.run(*operands, ref.context_of(BF16))
     after = ref.run(*operands, ref.context_of(forward))
     assert 5 < oracle.snr_db(ref.double(exact[1]), ref.double(after[1])) < 30
     backward = switched_recipe(BF16, flat, "backward")
-    assert not backward.fprop.right.quantized and not backward.dgrad.right.reuse_fprop
+    assert not backward.fprop.right.quantized and backward.dgrad.right.source == "tensor"

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision import verify
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.verify import Case, check
@@ -20,7 +19,8 @@ from tests.precision import te_stand_in as stand_in
 from tests.recipes import changed
 from tests.training.harness import alone
 
-NVFP4, FP8, FP8_POWERS, *_ = verify.RECIPES
+NVFP4, FP8 = ref.NVFP4, ref.FP8
+FP8_POWERS = changed(FP8, **{p.name: replace(op, power_of_two_scales=True) for p, op in FP8.operands.items()})
 X_46, W_46 = (Operand("nvfp4", block, four_over_six=True) for block in ((1, 16), (16, 16)))
 FOUR_OVER_SIX = Recipe("four over six", Gemm(X_46, W_46), Gemm(X_46, W_46), Gemm(X_46, X_46))
 FORWARD_46 = changed(
@@ -55,13 +55,13 @@ def test_fp8_blocks_pass(recipe):
 @pytest.mark.parametrize(
     ("spoil", "seen"),
     [
-        ("half scales", "dgrad_gradient rounding: scales differ in"),
-        ("triple maximum", "wgrad_gradient rounding: amax is"),
-        ("zeros", "dgrad_gradient rounding: codes differ in"),
-        ("one state", "dgrad_gradient and wgrad_gradient draws: go together at the same index"),
+        ("half scales", "dgrad_gradient draws: scales differ in"),
+        ("triple maximum", "wgrad_gradient draws: amax is"),
+        ("zeros", "dgrad_gradient draws: codes differ in"),
+        ("one state", "dgrad_gradient and wgrad_gradient rounding: go together at the same index"),
         ("unseeded", "dgrad_gradient rounding: the same key gives other draws"),
-        ("signs", "wgrad_activation codes: codes differ in"),
-        ("order", "fprop_weight codes: scales differ in"),
+        ("signs", "wgrad_activation codes: values differ in"),
+        ("order", "fprop_weight codes: values differ in"),
     ],
 )
 def test_what_kernels_may_do_wrong_is_named(spoil, seen):
@@ -71,7 +71,7 @@ def test_what_kernels_may_do_wrong_is_named(spoil, seen):
 
 def test_four_over_six_by_the_wrong_error_is_seen():
     found = faults("mode", FORWARD_46)
-    assert len(found) == 2 and all("codes differ in" in fault for fault in found)
+    assert len(found) == 2 and all("values differ in" in fault for fault in found)
     assert "fprop_activation" in found[0] and "fprop_weight" in found[1]
     assert faults("mode", FOUR_OVER_SIX) == []
 

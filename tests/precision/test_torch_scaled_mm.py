@@ -6,6 +6,7 @@ No chip here multiplies such codes: the GEMM is one that decodes its arguments (
 import functools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,11 @@ from torch import Tensor
 from megatron_fp4.precision import torch_scaled_mm as backend
 from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, side_of
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, fused_kernels
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
 from megatron_fp4.precision.verify import Case
 from megatron_fp4.quantization import cuda
-from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.precision import reference as ref
@@ -77,15 +77,16 @@ def kernels(monkeypatch):
             asked.append("rows")
             return super().packed_rows()
 
-    def side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
-        if request is None or not request.operand.quantized:
-            return None
-        made = side_of(request)
-        return made if FORMATS[made.format].fused.makes(made, along) else None
+    gpu = kernel_layout.MXFP8Kernels(asked)
+    monkeypatch.setattr(cuda, "gpu", gpu)
+    for name, fused in (("nvfp4", Counted), ("mxfp8", FORMATS["mxfp8"].fused)):
+        monkeypatch.setitem(FORMATS, name, replace(FORMATS[name], fused=fused, special=()))
 
-    monkeypatch.setitem(FORMATS, "nvfp4", replace(FORMATS["nvfp4"], fused=Counted))
-    monkeypatch.setattr(backend, "fused_side", side)
-    monkeypatch.setattr(cuda, "gpu", kernel_layout.MXFP8Kernels(asked))
+    def on_a_gpu(*arguments: Any) -> Any:
+        with mock.patch.object(gpu, "available", lambda device: True):
+            return fused_kernels(*arguments)
+
+    monkeypatch.setattr(backend, "fused_kernels", on_a_gpu)
     return asked
 
 
@@ -218,7 +219,7 @@ class Spoiled(TorchBackend):
 
 def one_code(operand: PackedOperand) -> PackedOperand:
     codes = operand.codes.clone()
-    codes[5, 3] ^= 0x10
+    codes[20, 11] ^= 0x10
     return replace(operand, codes=codes)
 
 
@@ -254,14 +255,14 @@ def test_the_self_test_passes(name):
 @pytest.mark.parametrize(
     ("spoil", "case", "seen"),
     [
-        (one_code, CASE, "fprop_activation codes: codes differ in 1 of"),
-        (nibbles_exchanged, CASE, "dgrad_weight codes: codes differ"),
-        (plain_scales, CASE, "wgrad_activation codes: scales differ"),
+        (one_code, CASE, "fprop_activation codes: values differ in 1 of"),
+        (nibbles_exchanged, CASE, "dgrad_weight codes: values differ"),
+        (plain_scales, CASE, "wgrad_activation codes: values differ"),
         (encode_scale, CASE, "fprop_weight codes: tensor scale differ"),
-        (one_code, CASE, "dgrad_gradient draws: codes differ"),
-        (one_code, EIGHT, "wgrad_activation codes: codes differ in 1 of"),
-        (plain_scales, EIGHT, "dgrad_weight codes: scales differ"),
-        (half_scales, EIGHT, "wgrad_gradient codes: scales differ"),
+        (one_code, CASE, "dgrad_gradient draws: values differ"),
+        (one_code, EIGHT, "wgrad_activation codes: values differ in 1 of"),
+        (plain_scales, EIGHT, "dgrad_weight codes: values differ"),
+        (half_scales, EIGHT, "wgrad_gradient codes: values differ"),
     ],
 )
 def test_the_self_test_notices(spoil, case, seen):

@@ -44,7 +44,7 @@ class Faulty(EmulatedBackend):
 
 
 def _train(run: Run, interval: int, start: int = 0) -> tuple[list[Any], list[Rechecked | None]]:
-    recheck, losses, found = Recheck(interval, run.linears, torch.device("cpu")), [], []
+    recheck, losses, found = Recheck(interval, run.linears), [], []
     for step in range(start, NUM_STEPS):
         with recheck.watching(step):
             losses.append(run.step(step))
@@ -84,7 +84,7 @@ def _spoiled_on_one_rank(rank: int, tp_size: int) -> Any:
         for context in run.linears.values():
             context.backend = Faulty(run, step=2)
 
-    recheck, found = Recheck(2, run.linears, torch.device("cpu")), []
+    recheck, found = Recheck(2, run.linears), []
     for step in range(NUM_STEPS):
         with recheck.watching(step):
             run.step(step)

@@ -20,7 +20,7 @@ class Verify(Callback):
         if backend.name != "emulated":
             cases = verify.cases_of(trainer.precision.plans, linears, train.micro_batch_size * train.sequence_length)
             trainer.log.console.text(verify.require(backend, cases, trainer.mesh.device))
-        self._recheck = Recheck(precision.recheck_interval, linears, trainer.mesh.device)
+        self._recheck = Recheck(precision.recheck_interval, linears)
 
     def around_step(self, step: Step) -> AbstractContextManager[object]:
         """One linear is watched if one is due."""
