@@ -219,7 +219,11 @@ def report(
         for (tokens, inputs, outputs, _), found in times
         for name, ms in found.items()
     ]
-    how = "CUDA events, medians" if device.type == "cuda" else "**on a CPU**, medians of three calls: a rough measure"
+    how = (
+        "medians of spans of calls"
+        if device.type == "cuda"
+        else "**on a CPU**, medians of three calls: a rough measure"
+    )
     faults = [f"- {p.backend}: {finding}" for p in proofs for finding in p.faults]
     faults += [f"- {what}: it does not hold" for what, holds in definition if not holds]
     parts = [
@@ -227,7 +231,7 @@ def report(
         f"**{len(faults)} faults.**" if faults else "All that was tested agrees.",
         "\n".join(faults),
         table(["what", "version"], [list(row) for row in versions().items()]),
-        table(["switch", "is", "what it changes"], [list(row) for row in switches()]),
+        table(["switch", "is"], [list(row) for row in switches().items()]),
         table(["the reference quantizers", "holds"], [[what, "yes" if holds else "NO"] for what, holds in definition]),
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
         "rounded to BF16, which alone is 1.7e-03):",

@@ -40,26 +40,16 @@ def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
     if when == "before_decay":
         return decay_start_step
     try:
-        return step_or_fraction(when, num_steps)
+        if when.isdecimal() and int(when) <= num_steps:
+            return int(when)
+        if not when.isdecimal() and 0 < float(when) < 1:
+            return round(float(when) * num_steps)
     except ValueError:
-        raise ValueError(
-            f"precision.switch.when={when} is not never, before_decay, gradient_noise, a fraction between 0 and 1 or "
-            f"a step between 0 and train.steps={num_steps}; give one of these"
-        ) from None
-
-
-def step_or_fraction(when: str, num_steps: int) -> int:
-    """The step that `when` names, a step in [0, num_steps] or a fraction in (0, 1) of them; ValueError for anything
-    else."""
-    if when.isdecimal():
-        step = int(when)
-        if step > num_steps:
-            raise ValueError
-        return step
-    fraction = float(when)
-    if not 0 < fraction < 1:
-        raise ValueError
-    return round(fraction * num_steps)
+        pass
+    raise ValueError(
+        f"precision.switch.when={when} is not never, before_decay, gradient_noise, a fraction between 0 and 1 or "
+        f"a step between 0 and train.steps={num_steps}; give one of these"
+    )
 
 
 @dataclass
@@ -77,10 +67,8 @@ class PrecisionSwitch:
 
     def try_switch(self, step: int) -> bool:
         """Switch before `step` is computed if it is time, once; returns whether it did."""
-        if self.switched_at is not None:
-            return False
         by_noise = self.config.when == "gradient_noise" and self.num_below >= self.config.patience
-        if not by_noise and (self.at_step is None or step < self.at_step):
+        if self.switched_at is not None or not (by_noise or (self.at_step is not None and step >= self.at_step)):
             return False
         self.switched_at = step
         return True
@@ -93,14 +81,6 @@ class PrecisionSwitch:
     def record(self, ratio: float) -> None:
         """Take in a measured ratio of gradient norm over noise norm."""
         self.num_below = self.num_below + 1 if ratio < self.config.threshold else 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
-        return {"switched_at": self.switched_at, "num_below": self.num_below}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        self.switched_at, self.num_below = state["switched_at"], state["num_below"]
 
 
 class PrecisionController:
@@ -157,10 +137,10 @@ class PrecisionController:
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
-        return self.switch.state_dict()
+        return {"switched_at": self.switch.switched_at, "num_below": self.switch.num_below}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, with the plan that its run had by then.
+        """Continue from a checkpoint, with the plan that its run had by then.
 
         Raises ValueError if that was the plan after a switch and this run knows of none.
         """
@@ -170,7 +150,7 @@ class PrecisionController:
                 "no recipe for that; give precision.switch.when and precision.switch.target as that "
                 "run had them, or take a checkpoint from before"
             )
-        self.switch.load_state_dict(state)
+        self.switch.switched_at, self.switch.num_below = state["switched_at"], state["num_below"]
         self._apply(self.plan)
 
     def _apply(self, plan: Plan) -> None:

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -64,8 +63,6 @@ from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor, unswi
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-log = logging.getLogger(__name__)
 
 # The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too; MXFP8 wants whole blocks both ways.
 GEMM_MULTIPLES = {"nvfp4": 32, "mxfp8": 32, "fp8": 16}
@@ -99,18 +96,6 @@ def not_installed() -> str | None:
 def fast_math_variable() -> str | None:
     """The environment variable that would make the codes others than the reference's, if one is set."""
     return next((name for name in FAST_MATH_VARIABLES if os.environ.get(name, "0") not in ("", "0")), None)
-
-
-def environment() -> dict[str, str]:
-    """The variables of Transformer Engine that are set, for the log."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NVTE_")}
-
-
-@functools.cache
-def _log_environment() -> None:
-    # Recipes of Transformer Engine read some of these, and are not used here; kernels and GEMMs read others.
-    for name, value in environment().items():
-        log.info("set for Transformer Engine: %s=%s", name, value)
 
 
 @functools.cache
@@ -206,16 +191,6 @@ class NativeOperand:
         return QuantizedTensor(self.data.view(torch.float8_e4m3fn), scales, operand.block)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What a quantizer is made for. rows: whether the operand along the rows is wanted; hadamard, signs: of that."""
-
-    operand: Operand
-    rows: bool
-    hadamard: bool
-    signs: bool
-
-
 class TransformerEngineBackend(Backend):
     """Transformer Engine's quantizers, kept for their next use, and its GEMM; ImportError without the package."""
 
@@ -225,8 +200,7 @@ class TransformerEngineBackend(Backend):
 
     def __init__(self) -> None:
         _library()
-        _log_environment()
-        self._quantizers: dict[tuple[_Settings, Any, int], Any] = {}
+        self._quantizers: dict[tuple[Any, ...], Any] = {}
 
     def alignment(self, recipe: Recipe) -> Alignment:
         """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
@@ -240,17 +214,15 @@ class TransformerEngineBackend(Backend):
             made: tuple[Any, Any] = self._quantize(x, columns, rows)
             return lambda: made[0], lambda: made[1]
 
-        def alone(request: OperandRequest, along: str) -> Any:
-            if not request.operand.quantized:
-                return quantize_operand(x, request, along == "rows")
-            if along == "columns":
-                return self._quantize(x, request, None)[0]
-            return self._quantize(x, None, request)[1]
+        def along_columns() -> Any:
+            assert columns is not None
+            return self._quantize(x, columns, None)[0] if columns.operand.quantized else quantize_operand(x, columns)
 
-        return (
-            None if columns is None else functools.partial(alone, columns, "columns"),
-            None if rows is None else functools.partial(alone, rows, "rows"),
-        )
+        def along_rows() -> Any:
+            assert rows is not None
+            return self._quantize(x, None, rows)[1] if rows.operand.quantized else quantize_operand(x, rows, True)
+
+        return None if columns is None else along_columns, None if rows is None else along_rows
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
@@ -263,10 +235,9 @@ class TransformerEngineBackend(Backend):
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
         # As general_gemm counts: its A is our b, T where the dot product lies along stored rows.
         layout = ("T" if b.layout.along == "columns" else "N") + ("N" if a.layout.along == "columns" else "T")
-        left, right = b.storage(), a.storage()
         out = _library().general_gemm(
-            left,
-            right,
+            b.storage(),
+            a.storage(),
             out_dtype=out_dtype,
             layout=layout,
             grad=layout != "TN",
@@ -290,12 +261,15 @@ class TransformerEngineBackend(Backend):
         """x: [n, m]. Both operands of one kind; the one along the columns is made in any case."""
         request = columns or rows
         assert request is not None
-        hadamard = rows is not None and rows.rht > 0
-        settings = _Settings(request.operand, rows is not None, hadamard, request.signs == "fixed")
+        # Of the operand along the rows: whether it is wanted, and transformed, and with signs.
+        wants = rows is not None, rows is not None and rows.rht > 0, request.signs == "fixed"
+        key = (request.operand, *wants, request.amax_group, x.device.index)
+        if key not in self._quantizers:
+            self._quantizers[key] = _new_quantizer(request.operand, *wants, request.amax_group)
         x = x.to(request.dtype).contiguous()
         draws = nullcontext() if request.key is None else _seeded(request.key, x.device)
         with torch.cuda.device(x.device), draws:
-            storage = self._quantizer(settings, request.amax_group, x.device)(x)
+            storage = self._quantizers[key](x)
         parts = storage.get_metadata()
         # Neither drops a NaN; zero times it, added below, changes nothing unless it is NaN or inf.
         largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
@@ -312,14 +286,6 @@ class TransformerEngineBackend(Backend):
 
         return side("rowwise", "columns"), None if rows is None else side("columnwise", "rows")
 
-    def _quantizer(self, settings: _Settings, group: ProcessGroup | None, device: torch.device) -> Any:
-        key = (settings, group, torch.device(device).index)
-        if key not in self._quantizers:
-            quantizer = _new_quantizer(settings, group)
-            quantizer.internal = True  # a plain container, not a subclass of Tensor
-            self._quantizers[key] = quantizer
-        return self._quantizers[key]
-
 
 _TENSORS = (
     *("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"),
@@ -327,38 +293,33 @@ _TENSORS = (
 )
 
 
-def _new_quantizer(settings: _Settings, group: ProcessGroup | None) -> Any:
-    operand, library = settings.operand, _library()
-    square = operand.block[0] > 1
+def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, group: ProcessGroup | None) -> Any:
+    library, square, flags = _library(), operand.block[0] > 1, dict[str, Any]()
     if operand.format == "fp8":
-        return library.Float8BlockQuantizer(
-            library.e4m3,
+        flags = {"force_pow_2_scales": operand.power_of_two_scales, "block_scaling_dim": 2 if square else 1}
+        quantizer = library.Float8BlockQuantizer(library.e4m3, rowwise=True, columnwise=rows, **flags)
+    elif operand.format == "mxfp8":
+        flags = {"with_2d_quantization": True} if square else {}
+        quantizer = library.MXFP8Quantizer(library.e4m3, rowwise=True, columnwise=rows, **flags)
+    else:
+        if operand.four_over_six:
+            mode = "MSE" if operand.four_over_six_error == "squared" else "MAE"
+            largest = int(FOUR_OVER_SIX_SCALE_MAX)
+            flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": largest, "nvfp4_4over6_err_mode": mode}
+        quantizer = library.NVFP4Quantizer(
             rowwise=True,
-            columnwise=settings.rows,
-            force_pow_2_scales=operand.power_of_two_scales,
-            block_scaling_dim=2 if square else 1,
+            columnwise=rows,
+            with_amax_reduction=group is not None,
+            amax_reduction_group=group,
+            with_rht=hadamard,
+            with_post_rht_amax=hadamard,
+            with_2d_quantization=square,
+            stochastic_rounding=operand.rounding == "stochastic",
+            with_random_sign_mask=signs,
+            **flags,
         )
-    if operand.format == "mxfp8":
-        square_blocks = {"with_2d_quantization": True} if square else {}
-        return library.MXFP8Quantizer(library.e4m3, rowwise=True, columnwise=settings.rows, **square_blocks)
-    flags: dict[str, Any] = {}
-    if operand.four_over_six:
-        mode = "MSE" if operand.four_over_six_error == "squared" else "MAE"
-        largest = int(FOUR_OVER_SIX_SCALE_MAX)
-        flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": largest, "nvfp4_4over6_err_mode": mode}
-    quantizer = library.NVFP4Quantizer(
-        rowwise=True,
-        columnwise=settings.rows,
-        with_amax_reduction=group is not None,
-        amax_reduction_group=group,
-        with_rht=settings.hadamard,
-        with_post_rht_amax=settings.hadamard,
-        with_2d_quantization=square,
-        stochastic_rounding=operand.rounding == "stochastic",
-        with_random_sign_mask=settings.signs,
-        **flags,
-    )
-    quantizer.optimize_for_gemm = True
+        quantizer.optimize_for_gemm = True
+    quantizer.internal = True  # a plain container, not a subclass of Tensor
     return quantizer
 
 
