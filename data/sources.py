@@ -1,4 +1,4 @@
-"""What `data.sources` may say for a source: which pairs of files it is made of, in which order.
+"""One's own data: which `.bin`/`.idx` pairs `data.sources` and `data.validation` name, and opening them.
 
     a prefix       /data/web        the files /data/web.idx and /data/web.bin; their endings may be there
     a pattern      /data/web_*      every prefix that it matches, sorted by name; ** matches folders, too
@@ -6,11 +6,7 @@
     a YAML file    web.yaml         a list of any of these; relative paths in it are relative to its folder
     a list of any of these, in its order
 
-What is named twice counts twice.
-
-One's own data: files in Megatron's format, as `prepare` or Megatron-LM make them.
-
-How many bytes of text tokens stand for, so that losses of different tokenizers can be compared.
+A pair that a source names twice counts twice. No pair may be in both groups.
 """
 
 from __future__ import annotations
@@ -26,11 +22,10 @@ import yaml
 
 from data.indexed import CHECKED_BLOCKS, IndexedDataset, facts_path
 from data.storage import check_url, is_url, list_objects
-from data.token_source import Concatenation, DataBundle, TokenRange, TokenSource, side_by_side
+from data.token_source import Concatenation, DataBundle, TokenSource, side_by_side
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 _ENDINGS = (".idx", ".bin")
-_LISTS = (".yaml", ".yml")
 
 
 def entries(key: str, value: Any) -> list[str]:
@@ -57,18 +52,6 @@ def prefixes(key: str, value: Any) -> list[str]:
     return [prefix for entry in entries(key, value) for prefix in _expanded(key, entry)]
 
 
-def is_pattern(entry: str) -> bool:
-    """Whether this is a pattern. Files that have such characters in their names are meant by their names."""
-    return glob.has_magic(entry) and (is_url(entry) or not os.path.exists(f"{without_ending(entry)}.idx"))
-
-
-def without_ending(path: str) -> str:
-    """The prefix of a pair that was named with or without the ending of one of its files."""
-    if not is_url(path) and os.path.exists(f"{path}.idx"):  # of a pair that is called web.bin.idx and web.bin.bin
-        return path
-    return path[:-4] if path.endswith(_ENDINGS) else path
-
-
 def _flattened(key: str, value: Any, folder: Path, inside: tuple[Path, ...]) -> Iterator[str]:
     """inside: the YAML files that this value stands in; folder: the last one's."""
     place = f" (in {inside[-1]})" if inside else ""
@@ -77,18 +60,16 @@ def _flattened(key: str, value: Any, folder: Path, inside: tuple[Path, ...]) -> 
             raise ValueError(f"{key}=[]{place}: the list is empty; name at least one pair of files")
         for entry in value:
             yield from _flattened(key, entry, folder, inside)
-    elif isinstance(value, Mapping):
-        raise ValueError(
-            f"{key}={dict(value)}{place}: expected a path or a list of paths; what is to have a weight of its own is a "
-            "source of its own, and weights are given in the blends of data.phases"
-        )
     elif not isinstance(value, str | os.PathLike) or not str(value).strip():
-        raise ValueError(f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of these")
+        raise ValueError(
+            f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of these; weights are given in the "
+            "blends of data.phases"
+        )
     elif str(value).startswith("file://"):
         yield str(value).removeprefix("file://")
     elif is_url(str(value)):
         yield str(value)
-    elif str(value).endswith(_LISTS):
+    elif str(value).endswith((".yaml", ".yml")):
         path = folder / value
         if path in inside:
             raise ValueError(f"{key}={value}{place}: this list is part of itself; take it out")
@@ -100,25 +81,28 @@ def _flattened(key: str, value: Any, folder: Path, inside: tuple[Path, ...]) -> 
 def _read_list(key: str, path: Path) -> list[Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"{key}={path}: cannot be read ({error.strerror}); name a YAML file with a list of paths"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(
-            f"{key}={path}: not valid YAML{line}; write a list, `- /data/web_00` on a line each"
-        ) from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"{key}={path}: cannot be read ({why}); name a YAML file with a list of paths") from error
     if not isinstance(found, list):
-        held = "nothing" if found is None else f"a {type(found).__name__}"
-        raise ValueError(f"{key}={path}: holds {held}, not a list; write `- /data/web_00` on a line each")
+        raise ValueError(f"{key}={path}: holds {found!r:.40}, not a list; write `- /data/web_00` on a line each")
     return found
 
 
+def _is_pattern(entry: str) -> bool:
+    """Files that have such characters in their names are meant by their names."""
+    return glob.has_magic(entry) and (is_url(entry) or not os.path.exists(f"{_without_ending(entry)}.idx"))
+
+
+def _without_ending(path: str) -> str:
+    if not is_url(path) and os.path.exists(f"{path}.idx"):  # of a pair that is called web.bin.idx and web.bin.bin
+        return path
+    return path[:-4] if path.endswith(_ENDINGS) else path
+
+
 def _expanded(key: str, entry: str) -> list[str]:
-    if not is_pattern(entry):
-        return [without_ending(entry)]
+    if not _is_pattern(entry):
+        return [_without_ending(entry)]
     pattern = f"{entry[:-4] if entry.endswith(_ENDINGS) else entry}.idx"
     found = list_objects(pattern) if is_url(entry) else sorted(glob.glob(pattern, recursive=True))
     if not found:
@@ -132,9 +116,14 @@ def check_indexed(data: Any) -> None:
         raise ValueError(
             "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"
         )
-    for group, values in (("sources", data.sources), ("validation", data.validation)):
-        for name, value in values.items():
-            entries(f"data.{group}.{name}", value)
+    trained, held_out = (
+        {
+            name: [_without_ending(entry) for entry in entries(f"data.{key}.{name}", value) if not _is_pattern(entry)]
+            for name, value in values.items()
+        }
+        for key, values in (("sources", data.sources), ("validation", data.validation))
+    )
+    _refuse_shared(trained, held_out)
     for index, phase in enumerate(data.phases):
         for source in phase.blend if phase.blend != "tokens" else ():
             if source not in data.sources:
@@ -144,22 +133,40 @@ def check_indexed(data: Any) -> None:
                 )
 
 
+def _refuse_shared(trained: Mapping[str, list[str]], held_out: Mapping[str, list[str]]) -> None:
+    """Raise ValueError for a prefix that is trained on and held out."""
+
+    def real(prefix: str) -> str:
+        return prefix if is_url(prefix) else os.path.realpath(f"{prefix}.idx")
+
+    held_out_by = {real(prefix): name for name, found in held_out.items() for prefix in found}
+    for name, found in trained.items():
+        for prefix in found:
+            if real(prefix) in held_out_by:
+                raise ValueError(
+                    f"data.sources.{name} has {prefix}, which data.validation.{held_out_by[real(prefix)]} reads: a "
+                    "held-out loss would be of text that is trained on; take it out of one of them, narrow the "
+                    "pattern that matches it, or keep held-out files in another folder"
+                )
+
+
 def open_indexed(
     vocab_size: int,
     sources: Mapping[str, Any],
     validation: Mapping[str, Any] | None = None,
     tokenizer: str | Path | None = None,
     eod_token: str | None = None,
-    remote_cache: str | Path | None = None,
+    remote_cache: Path | None = None,
 ) -> DataBundle:
     """Open one's own data for a model with vocab_size ids.
 
-    sources, validation: by source name which files it is made of (see above). tokenizer: the tokenizer.json that
-    made them, if it is known; a document ends with its `eod_token`, "<|endoftext|>" if None. remote_cache: where
-    parts of the objects of a store are kept; None: the user's cache folder.
+    sources, validation: by source name which files it is made of (see above). tokenizer: the one that made them, if it
+    is known; a document ends with its `eod_token`. remote_cache: where parts of the objects of a store are kept; None:
+    the user's cache folder.
 
-    Raises FileNotFoundError for a missing file; ValueError for a damaged one, a pattern that matches nothing or what
-    validates, a tokenizer with more ids than the model, or another one than made the files, where they say so.
+    Raises FileNotFoundError for a missing file; ValueError for a damaged one, a pattern that matches nothing, files
+    that are trained on and held out, a tokenizer with more ids than the model, or another one than made the files,
+    where they say so.
     """
     opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token)
     if opened is not None and opened.vocab_size > vocab_size:
@@ -167,21 +174,22 @@ def open_indexed(
             f"the tokenizer {tokenizer} has {opened.vocab_size} ids and the model only {vocab_size}: "
             f"set model.vocab_size to {opened.vocab_size} or more"
         )
-    held_out = {name: prefixes(f"data.validation.{name}", value) for name, value in (validation or {}).items()}
     trained = {name: prefixes(f"data.sources.{name}", value) for name, value in sources.items()}
-    for name, value in sources.items():
-        _refuse_held_out(f"data.sources.{name}", value, held_out)
-    cache = None if remote_cache is None else Path(remote_cache)
-    bundle = DataBundle(
-        train={name: _opened(f"data.sources.{name}", found, cache) for name, found in trained.items()},
-        validation={name: _opened(f"data.validation.{name}", found, cache) for name, found in held_out.items()},
-        tokenizer=opened,
-    )
-    if opened is not None:
-        for key, streams in (("data.sources", bundle.train), ("data.validation", bundle.validation)):
-            for name, stream in streams.items():
-                _check_tokenizer(f"{key}.{name}", stream, opened, tokenizer)
-    return bundle
+    held_out = {name: prefixes(f"data.validation.{name}", value) for name, value in (validation or {}).items()}
+    _refuse_shared(trained, held_out)
+
+    def open_all(key: str, named: Mapping[str, list[str]]) -> dict[str, TokenSource]:
+        streams = {}
+        for name, found in named.items():
+            try:
+                streams[name] = open_source(found, remote_cache)
+            except (FileNotFoundError, ValueError) as error:
+                raise type(error)(f"{key}.{name}: {error}") from error
+            if opened is not None:
+                _check_tokenizer(f"{key}.{name}", streams[name], opened, tokenizer)
+        return streams
+
+    return DataBundle(open_all("data.sources", trained), open_all("data.validation", held_out), opened)
 
 
 def _check_tokenizer(key: str, stream: TokenSource, opened: TextTokenizer, path: str | Path | None) -> None:
@@ -199,14 +207,6 @@ def _check_tokenizer(key: str, stream: TokenSource, opened: TextTokenizer, path:
             )
 
 
-def _opened(key: str, found: list[str], remote_cache: Path | None) -> TokenSource:
-    """`open_source`, whose refusals then name the key."""
-    try:
-        return open_source(found, remote_cache)
-    except (FileNotFoundError, ValueError) as error:
-        raise type(error)(f"{key}: {error}") from error
-
-
 def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSource:
     """The datasets of these prefixes as one source, in their order; one that is named twice is opened once.
 
@@ -221,37 +221,3 @@ def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSour
 
     datasets = dict(zip(different, side_by_side(opened, different), strict=True))
     return datasets[found[0]] if len(found) == 1 else Concatenation([datasets[prefix] for prefix in found])
-
-
-def _real(prefix: str) -> str:
-    return prefix if is_url(prefix) else os.path.realpath(prefix)
-
-
-def _refuse_held_out(key: str, value: Any, held_out: Mapping[str, list[str]]) -> None:
-    """A pattern such as /data/web_* also matches /data/web_validation; what is named in full is meant."""
-    for entry in filter(is_pattern, entries(key, value)):
-        for prefix in prefixes(key, entry):
-            for name, validating in held_out.items():
-                if _real(prefix) in map(_real, validating):
-                    raise ValueError(
-                        f"{key}={entry} matches {prefix}, which data.validation.{name} reads; narrow the pattern, or "
-                        "keep held-out files in another folder"
-                    )
-
-
-def bytes_per_token(stream: TokenSource) -> float | None:
-    """The average of a source, from what preparing it wrote beside its files (`<prefix>.json`); None if one has none,
-    or if it is of other tokens."""
-    text_bytes = tokens = 0
-    for part in (stream.stream if isinstance(stream, TokenRange) else stream).parts:
-        if not isinstance(part, IndexedDataset):
-            return None
-        try:
-            facts = json.loads(facts_path(part.prefix).read_bytes())
-            if facts["tokens"] != part.num_tokens or facts["text_bytes"] <= 0:
-                return None
-            text_bytes += facts["text_bytes"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        tokens += part.num_tokens
-    return text_bytes / tokens

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data.loader import MicroBatch
-from data.opening import open_held_out
+from data.provider import open_held_out
 from data.validation import ValidationSet
 from exchange.checkpoint import Checkpoint, load_model
 from exchange.nvfp4 import TrainedPlan

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.opening import open_held_out
-from data.sources import bytes_per_token
+from data.provider import open_held_out
 from data.validation import ValidationSet, Yardstick
 from exchange.checkpoint import Checkpoint, load_model
 from inference.generation import lower_weights
@@ -64,7 +63,7 @@ def open_windows(config: Config) -> Windows:
     if not sets:
         raise ValueError("the run has no validation set; name held-out data with --set data.validation=...")
     lengths = None if bundle.tokenizer is None else bundle.tokenizer.byte_lengths()
-    yardsticks = {s.name: Yardstick.of(s.target_counts(), lengths, bytes_per_token(s.stream)) for s in sets}
+    yardsticks = {s.name: s.yardstick(s.target_counts(), lengths) for s in sets}
     return Windows(sets, yardsticks, config.train.micro_batch_size)
 
 

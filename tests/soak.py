@@ -510,7 +510,7 @@ class Soak:
     def alone(self) -> Path:
         """The run that is left alone; its folder."""
         numbers = np.random.default_rng(self.settings.seed)
-        for name in ("a", "b"):
+        for name in ("a", "b", "held_out"):
             with IndexedDatasetWriter(self.settings.folder / name, np.uint16) as writer:
                 for _ in range(20):
                     writer.add_document(numbers.integers(512, size=100))
@@ -683,10 +683,12 @@ class Soak:
     def overrides(self, run_dir: Path, asynchronous: bool) -> list[str]:
         """Of the command line."""
         data = self.settings.folder
-        own = [f"run.dir={run_dir}", f"data.sources={{a: {data}/a, b: {data}/b}}", f"data.validation={{a: {data}/b}}"]
-        own.append(
-            "data.phases=[{name: one, fraction: 0.5, blend: {a: 1.0}}, {name: two, fraction: 0.5, blend: {a: 1, b: 2}}]"
-        )
+        own = [
+            f"run.dir={run_dir}",
+            f"data.sources={{a: {data}/a, b: {data}/b}}",
+            f"data.validation={{a: {data}/held_out}}",
+            "data.phases=[{name: one, fraction: 0.5, blend: {a: 1}}, {name: two, fraction: 0.5, blend: {a: 1, b: 2}}]",
+        ]
         return [*RUN, *own, f"checkpoint.asynchronous={str(asynchronous).lower()}"]
 
     def power_cut(self, scratch: Path, disk: PowerDisk, run_dir: Path, asynchronous: bool, name: str) -> None:

@@ -81,7 +81,7 @@ class MegatronConfig:
 class DataConfig:
     """Where tokens come from.
 
-    kind: a row of `KINDS` in data/opening.py: `builtin` (Python's standard library), `indexed` (files in
+    kind: a row of `KINDS` in data/provider.py: `builtin` (Python's standard library), `indexed` (files in
         Megatron's format).
     cache_dir: where the built-in corpus, indices of `data.order=megatron` and (in `remote`) blocks of URLs are kept;
         null means the user's cache directory.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from data.indexed import IndexedDataset
-from data.opening import KINDS
+from data.provider import KINDS
 from data.sources import open_indexed
 from data.tokenizer import train_tokenizer
 
@@ -53,12 +53,13 @@ def test_tokens_that_are_read_twice_are_named(make_dataset: Callable[..., Indexe
     """By whatever name: another path, a copy, a part of a list."""
     for name in ("web", "more", "held_out"):
         make_dataset(name, 400)
-    for ending in ("idx", "bin"):
-        (tmp_path / f"copy.{ending}").write_bytes((tmp_path / f"web.{ending}").read_bytes())
+    for name, copy in (("web", "copy"), ("more", "other")):
+        for ending in ("idx", "bin"):
+            (tmp_path / f"{copy}.{ending}").write_bytes((tmp_path / f"{name}.{ending}").read_bytes())
     alone = open_indexed(1000, {"web": f"{tmp_path}/web"}, {"held_out": f"{tmp_path}/held_out"})
     assert alone.repeated() == []
     sources = {"web": f"{tmp_path}/web", "mixed": [f"{tmp_path}/more", f"{tmp_path}/copy"]}
-    bundle = open_indexed(1000, sources, {"other": f"{tmp_path}/more"})
+    bundle = open_indexed(1000, sources, {"other": f"{tmp_path}/other"})
     twice, validating = bundle.repeated()
     assert f"data.sources.web ({tmp_path}/web) and data.sources.mixed ({tmp_path}/copy) read the same" in twice
     assert "data.sources.mixed" in validating and "data.validation.other" in validating

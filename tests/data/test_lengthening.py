@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from data.opening import phase_schedule
+from data import provider
 from data.schedule import PhaseSchedule
 from megatron_fp4.config.data_schema import PhaseConfig
 from tests.composing import changed, composed
@@ -34,7 +34,7 @@ PHASES = {
 
 
 def laid_out(name: str, steps: int) -> PhaseSchedule:
-    return phase_schedule(changed(composed(), {"train.steps": steps, "data.phases": PHASES[name]}), {})
+    return provider.phases(changed(composed(), {"train.steps": steps, "data.phases": PHASES[name]}))
 
 
 @pytest.mark.parametrize("name", PHASES)

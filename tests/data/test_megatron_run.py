@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import pretrain
-from data import opening
+from data import provider
 from data.indexed import IndexedDataset, index_path
 from data.loader import MicroBatchLoader
 from data.megatron_order import MegatronSource
@@ -55,7 +56,8 @@ def opened(arguments: list[str], length: int) -> tuple[Any, MicroBatchLoader, An
     config: Config = compose_config(arguments, pretrain.CONFIGS)
     object.__setattr__(config.train, "sequence_length", length)
     with alone() as mesh:
-        return opening.open_run_data(config, mesh)
+        run = provider.open_on_rank(config, mesh)
+    return run.bundle, run.loader, run.validation
 
 
 def samples(loader: MicroBatchLoader, start: int, end: int) -> np.ndarray:
@@ -129,12 +131,14 @@ def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
     assert held_out.stream.num_tokens == offsets[1003] - offsets[952]
     assert np.array_equal(held_out.stream.tokens(0, 5), IndexedDataset(prefix).tokens(int(offsets[952]), 5))
     # Who opens held-out data alone has the same windows.
-    _, [alone_opened] = opening.open_held_out(compose_config(overrides(SPLIT, tmp_path, *split), pretrain.CONFIGS))
+    _, [alone_opened] = provider.open_held_out(compose_config(overrides(SPLIT, tmp_path, *split), pretrain.CONFIGS))
     assert alone_opened.num_samples == held_out.num_samples
     assert alone_opened.batch(0, 3, 9).tokens.equal(held_out.batch(0, 3, 9).tokens)
     source = loader.sources["s0"]
     assert isinstance(source, MegatronSource)
     assert max(piece.sequence for sample in range(300) for piece in source.pieces(sample)) < 952
     # Those that are named are the ones.
-    named = [*split, f"data.validation={{web: {prefix}}}"]
+    for path in tmp_path.glob("single_split_0.*"):
+        shutil.copy(path, path.with_stem("copy"))
+    named = [*split, f"data.validation={{web: {tmp_path}/copy}}"]
     assert [held_out.name for held_out in opened(overrides(SPLIT, tmp_path, *named), 32)[2]] == ["web"]

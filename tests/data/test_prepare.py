@@ -25,12 +25,12 @@ import pytest
 import zstandard
 
 from data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter
-from data.opening import KINDS
 from data.prepare import command, readers
 from data.prepare import prepare as prepare_module
 from data.prepare.prepare import NewTokenizer, prepare, validation_prefix
 from data.prepare.readers import Part, Record, find_files, open_dataset, open_files
 from data.prepare.tokenize import Options, WorkerDied, is_held_out, pieces_of
+from data.provider import KINDS
 from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, load_tokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
 

@@ -1,0 +1,113 @@
+"""What `data.sources` may say, and which tokens that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.order import SampleSource
+from data.sources import entries, open_indexed, prefixes
+from data.token_source import Concatenation
+
+MakeDataset = Callable[..., IndexedDataset]
+KEY = "data.sources.web"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty pairs called web_0, web_1, web_10, deep/web_2 and code.bin (of code.bin.idx), and files that are none."""
+    (tmp_path / "deep").mkdir()
+    for name in ("web_0", "web_1", "web_10", "deep/web_2", "code.bin"):
+        for ending in ("idx", "bin"):
+            (tmp_path / f"{name}.{ending}").touch()
+    for name in ("web_3.bin", "web_4.json", "web_5.idx.tmp-1"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("web_0.idx", ["web_0"]),
+        ("file:///data/web_0", ["/data/web_0"]),
+        ("code.bin", ["code.bin"]),
+        ("code.bin.bin", ["code.bin"]),
+        ("missing", ["missing"]),
+        ("web_*", ["web_0", "web_1", "web_10"]),
+        ("web_[01].idx", ["web_0", "web_1"]),
+        ("**/web_*", ["deep/web_2", "web_0", "web_1", "web_10"]),
+        (["web_1", ["web_*"], "web_1"], ["web_1", "web_0", "web_1", "web_10", "web_1"]),
+    ],
+)
+def test_what_a_value_names(folder: Path, value: object, found: list[str]) -> None:
+    assert prefixes(KEY, value) == found
+
+
+def test_a_list_in_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in it are relative to it, lists in it to themselves, wherever the run starts."""
+    (folder / "deep" / "list.yaml").write_text("- web_2\n- [/abs/a, '../web_?']\n")
+    (folder / "all.yml").write_text("- deep/list.yaml\n- web_10\n")
+    monkeypatch.chdir("/")
+    expected = [folder / "deep/web_2", Path("/abs/a"), folder / "web_0", folder / "web_1", folder / "web_10"]
+    assert [Path(found).resolve() for found in prefixes(KEY, f"{folder}/all.yml")] == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "={}: cannot be read ([Errno 2] No such file"),
+        ("- a\n- [b", "={}: cannot be read (while parsing"),
+        ("web: /data/web", "={}: holds {{'web': '/data/web'}}, not a list; write `- /data/web_00` on a line each"),
+        ("- []", "=[] (in {}): the list is empty; name at least one pair of files"),
+        ("- 7", "=7 (in {}): expected a path, a pattern, a URL, or a list of these"),
+        ("- list.yaml", "=list.yaml (in {}): this list is part of itself; take it out"),
+        ("- nothing_*", "=nothing_*: no file matches"),
+    ],
+)
+def test_wrong_entries_are_named_with_their_file(folder: Path, content: str | None, message: str) -> None:
+    path = Path("list.yaml")
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError) as refusal:
+        prefixes(KEY, str(path))
+    assert str(refusal.value).startswith(KEY + message.format(path)) and "\n" not in str(refusal.value)
+
+
+def test_a_source_of_several_files(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    """Its samples are those of one merged file, also where a file is named twice."""
+    parts = [make_dataset(name, size) for name, size in (("web_0", 300), ("web_1", 41), ("web_2", 500))]
+    with IndexedDatasetWriter(tmp_path / "merged", np.uint16) as writer:
+        for part in (*parts, parts[1]):
+            for document in range(part.num_documents):
+                writer.add_document(part.document(document))
+    (tmp_path / "again.yaml").write_text("- web_1\n")
+    sources = {"many": [f"{tmp_path}/web_*", f"{tmp_path}/again.yaml"], "one": f"{tmp_path}/merged"}
+    bundle = open_indexed(1000, {**sources, "list": [f"{tmp_path}/web_2.bin"]})
+    many, one = (SampleSource("web", bundle.train[name], 16, 0, 1000) for name in ("many", "one"))
+    assert isinstance(many.stream, Concatenation) and many.stream.parts[1] is many.stream.parts[3]
+    assert many.num_samples == one.num_samples == 55
+    assert all(np.array_equal(many.sample(sample), one.sample(sample)) for sample in range(110))
+    # A list of one is that one, for checkpoints too.
+    assert bundle.train["list"].identity() == parts[2].identity()
+
+
+@pytest.mark.parametrize("value", ["{}/web_*", "{}/web_held_out", ["{}/web_0", "{}/link.idx"]])
+def test_what_validates_is_not_trained_on(make_dataset: MakeDataset, tmp_path: Path, value: str | list[str]) -> None:
+    """By a pattern, by name and by another name."""
+    for name in ("web_0", "web_held_out"):
+        make_dataset(name, 100)
+    for ending in ("idx", "bin"):
+        (tmp_path / f"link.{ending}").symlink_to(tmp_path / f"web_held_out.{ending}")
+    named = value.format(tmp_path) if isinstance(value, str) else [one.format(tmp_path) for one in value]
+    held_out = {"web": f"{tmp_path}/web_held_out"}
+    with pytest.raises(
+        ValueError, match=r"data\.sources\.web has .*, which data\.validation\.web reads: .*take it out"
+    ):
+        open_indexed(1000, {"web": named}, held_out)
+    open_indexed(1000, {"web": f"{tmp_path}/web_[0-9]*"}, held_out)
+    assert entries(KEY, named)  # which is a fault of the two together
