@@ -3,11 +3,10 @@
     python scripts/test_gpu.py [--only WORD ...] [--jobs 6] [--limit 900] [--output FOLDER] [--commit ID]
 
 Runs the steps below as programs of their own, several at a time, each with its output in a file, and ends in one table
-(Markdown). Steps for two GPUs run where there are two. A step without its packages is not run and says so. That others
-use the same GPU at the same time is part of the test: it disturbs what kernels are timed to be fastest. What is not
-done after the limit has failed. Most of the time goes into compiling kernels, on as many cores as there are. What is
-tuned here, on a busy GPU, no later run finds: all steps have one temporary XDG_CACHE_HOME. The project itself need not
-be installed, only what it depends on.
+(Markdown). Steps for two GPUs run where there are two. A step without its packages is not run and says so. What is not
+done after the limit has failed. Steps share GPUs on purpose: that disturbs what kernels are timed to be fastest. What
+is tuned here, on a busy GPU, no later run finds: all steps have one temporary XDG_CACHE_HOME. The project itself need
+not be installed, only what it depends on.
 
 Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the command is wrong or there is no GPU.
 """
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -28,6 +26,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 VERY_SMALL = (
@@ -64,15 +64,9 @@ class Step:
 
 def tests(name: str, *files: str, only: str = "", gpus: int = 1, needs: tuple[str, ...] = ()) -> Step:
     """Files under tests/gpu. only: those of their tests whose names contain this word."""
-    command = (
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        *(("-k", only) if only else ()),
-        *(f"tests/gpu/{file}.py" for file in files),
-    )
-    return Step(f"GPU tests: {name}", command, r"^\d+ passed.*", gpus=gpus, needs=needs)
+    chosen = ("-k", only) if only else ()
+    command = ("-m", "pytest", "-m", "gpu", *chosen, *(f"tests/gpu/{file}.py" for file in files))
+    return Step(f"GPU tests: {name}", command, r"^\d+ passed.*", gpus, needs)
 
 
 FUSED = ("mamba_ssm", "causal_conv1d")
@@ -116,16 +110,6 @@ STEPS = (
 )
 
 
-@dataclass(frozen=True)
-class Result:
-    """verdict: `passed`, `FAILED` or `not run`; detail: what the program said of it, or why it was not run."""
-
-    step: Step
-    verdict: str
-    detail: str
-    seconds: float = 0.0
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code, see the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,8 +122,6 @@ def main(arguments: Sequence[str]) -> int:
     steps = [s for s in STEPS if options.only is None or any(word in s.name for word in options.only)]
     if not steps:
         parser.error(f"--only {' '.join(options.only)} names no step; there are: {', '.join(s.name for s in STEPS)}")
-    import torch
-
     if not torch.cuda.is_available():
         print("test_gpu.py: there is no CUDA device here", file=sys.stderr)
         return 2
@@ -151,23 +133,29 @@ def main(arguments: Sequence[str]) -> int:
         # Steps for one GPU take turns on those that there are.
         places = [str(number % count) if step.gpus == 1 else "0,1" for number, step in enumerate(steps)]
         deadline = began + options.limit
-        results = list(
-            pool.map(lambda step, place: run(step, place, count, output, Path(cache), deadline), steps, places)
-        )
-    print(table(results, torch.cuda.get_device_name(), count, options.commit or commit(), time.perf_counter() - began))
+        rows = list(pool.map(lambda step, gpus: run(step, gpus, count, output, cache, deadline), steps, places))
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    tested = options.commit or git.stdout.strip() or "unknown"
+    gpus, seconds = f"{count} x {torch.cuda.get_device_name()}", time.perf_counter() - began
+    print(f"Commit {tested}, {gpus}, torch {torch.__version__}, {seconds:.0f} s in all.\n")
+    print("| | result | | seconds |\n|---|---|---|---|")
+    for step, (verdict, detail, taken) in zip(steps, rows, strict=True):
+        shown = detail.replace("|", "\\|")[:120]
+        print(f"| {step.name} | {verdict} | {shown} | {taken:.0f} |")
     print(f"outputs: {output}")
-    return 1 if any(result.verdict == "FAILED" for result in results) else 0
+    return 1 if any(verdict == "FAILED" for verdict, *_ in rows) else 0
 
 
-def run(step: Step, gpus: str, num_gpus: int, output: Path, cache: Path, deadline: float) -> Result:
-    """Run one step on the GPUs of these indices.
+def run(step: Step, gpus: str, num_gpus: int, output: Path, cache: str, deadline: float) -> tuple[str, str, float]:
+    """Run one step on the GPUs of these indices: `passed`, `FAILED` or `not run`; what the program said of it, or why
+    it was not run; seconds.
 
     cache: its XDG_CACHE_HOME. deadline: when it has to be done, as `time.perf_counter` counts.
     """
     if step.gpus > num_gpus:
-        return Result(step, "not run", f"needs {step.gpus} GPUs")
+        return "not run", f"needs {step.gpus} GPUs", 0.0
     if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
-        return Result(step, "not run", f"{', '.join(missing)} not installed")
+        return "not run", f"{', '.join(missing)} not installed", 0.0
     command = list(step.command)
     if command[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist") is not None:
         # Nearly all of their time is spent compiling kernels.
@@ -177,60 +165,25 @@ def run(step: Step, gpus: str, num_gpus: int, output: Path, cache: Path, deadlin
         "CUDA_VISIBLE_DEVICES": gpus,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
-        "XDG_CACHE_HOME": str(cache),
+        "XDG_CACHE_HOME": cache,
     }
     log = output / (re.sub(r"\W+", "_", step.name).strip("_") + ".txt")
     began = time.perf_counter()
-    with (
-        log.open("w") as file,
-        subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as program,
-    ):
+    with log.open("w") as file:
+        program = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
         try:
             code = program.wait(max(0.0, deadline - began))
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
-            return Result(step, "FAILED", "not done in time", time.perf_counter() - began)
-    text = log.read_text(errors="replace")
+            program.wait()
+            return "FAILED", "not done in time", time.perf_counter() - began
+    text, seconds = log.read_text(errors="replace"), time.perf_counter() - began
     shown = [match[0].strip() for match in re.finditer(step.shows, text, re.MULTILINE) if match[0].strip()]
-    seconds = time.perf_counter() - began
     if code == 0 and shown:
-        return Result(step, "passed", shown[-1], seconds)
-    return Result(step, "FAILED", f"exit code {code}; {text.strip().splitlines()[-1] if text.strip() else ''}", seconds)
-
-
-def table(results: Sequence[Result], gpu: str, count: int, tested: str, seconds: float) -> str:
-    """The results in Markdown."""
-    import torch
-
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    lines = [
-        f"Commit {tested}, {count} x {gpu}, {versions}, {seconds:.0f} s in all.",
-        "",
-        "| | result | | seconds |",
-        "|---|---|---|---|",
-    ]
-    for result in results:
-        detail = result.detail.replace("|", "\\|")[:120]
-        lines.append(f"| {result.step.name} | {result.verdict} | {detail} | {result.seconds:.0f} |")
-    return "\n".join(lines)
-
-
-def commit() -> str:
-    """The short hash of what is checked out, with a mark if files differ from it."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
+        return "passed", shown[-1], seconds
+    return "FAILED", f"exit code {code}; {text.strip().splitlines()[-1] if text.strip() else ''}", seconds
 
 
 if __name__ == "__main__":
