@@ -46,7 +46,6 @@ class Attention(Mixer):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
-        self.check_sizes(config, mesh)
         self.heads_per_group, self.head_dim = config.num_query_heads // config.num_kv_heads, config.head_dim
         self.num_local_groups = config.num_kv_heads // mesh.tp_size
         self.rope_base = config.rope_base if config.rope else None

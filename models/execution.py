@@ -17,9 +17,8 @@ Where the Triton kernels of attention do not take a model (models/sdpa.py), dete
 in the right column too. `choose_execution` (models/pattern.py) chooses for a configuration and a machine.
 
 Selective activation checkpointing keeps what GEMMs return, and computes everything between them again: norms, squared
-ReLU, RoPE, Mamba-2's convolution and scan. Their results are as large as the GEMMs' own, and a linear keeps its input
-for wgrad. So a recomputed function keeps its inputs alone, and puts on its result a promise to make it again; and
-whatever would keep that result, or a view of it, keeps the promise instead.
+ReLU, RoPE, Mamba-2's convolution and scan. A recomputed function keeps its inputs alone, and puts on its result a
+promise to make it again; whatever would keep that result, or a view of it, keeps the promise instead.
 
     norm = recomputed(norm)
     with recompute_saved():         around a block
@@ -28,13 +27,12 @@ whatever would keep that result, or a view of it, keeps the promise instead.
         z = squared_relu(y)         (another recomputed function) keeps y
         ...
 
-In the backward pass whatever first needs x (the linear for wgrad, or the norm itself) has it computed again, once, and
-the other uses the same. A linear that keeps 4-bit codes of x instead of x still keeps the codes, and what keeps a copy
-of x, padded for instance, keeps the copy.
+In the backward pass whatever first needs x (the linear for wgrad, or the norm itself) has it computed again, once.
+A linear that keeps 4-bit codes of x keeps the codes, and what keeps a copy of x, padded for instance, keeps the copy.
 
-The recomputed functions are pure functions of tensors: no parameters are gathered, no clock is read, no GEMM is run and
-no random number drawn a second time, so gradients have the same bits as without. (Not with FP32 as the compute dtype:
-the parts of a norm's gradient are added up before the residual's then, as they are in BF16 anyway.)
+Recomputed functions are pure functions of tensors: they gather no parameters, read no clock, run no GEMM and draw no
+random number, so gradients have the same bits as without. (Not with FP32 as the compute dtype: the parts of a norm's
+gradient are added up before the residual's then, as they are in BF16 anyway.)
 """
 
 from __future__ import annotations
@@ -111,25 +109,21 @@ class Execution:
 
 PLAIN = Execution()
 
-COMPILERS = 8
-"""Processes of one rank that compile what torch.compile makes, at most; a model has some fifteen such kernels."""
+# Processes of one rank that compile, at most; a model has some fifteen such kernels.
+_COMPILERS = 8
 
 
 @functools.cache
 def torch_compile(function: Callable[P, R]) -> Callable[P, R]:
     """`function` through torch.compile; the same one every time."""
-    _share_cores()
-    # Shapes are those of one micro-batch for the whole run; compiled for any shape the kernels would be slower.
-    return torch.compile(function, dynamic=False)
-
-
-def _share_cores() -> None:
-    """The ranks of a machine share its cores: each would start as many compilers as there are cores, or 32."""
     from torch._inductor import config
 
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # The ranks of a machine share its cores: each would start as many compilers as there are cores, or 32.
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        config.compile_threads = min(max(cores, 1), COMPILERS)
+        config.compile_threads = min(max(cores, 1), _COMPILERS)
+    # Shapes are those of one micro-batch for the whole run; compiled for any shape the kernels would be slower.
+    return torch.compile(function, dynamic=False)
 
 
 def recomputed(function: Callable[P, R]) -> Callable[P, R]:
@@ -176,30 +170,19 @@ class _Promise:
         self.inputs, self._made = [], None
 
 
-@dataclass(frozen=True)
-class _View:
-    """A promised result as autograd saw it."""
-
-    promise: _Promise
-    result: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-def _pack(tensor: Tensor) -> Tensor | _View:
+def _pack(tensor: Tensor) -> Any:
+    """The tensor, or the promise that it is part of, which of its results, and how it lies there."""
     for bearer in (tensor, tensor._base):
         if (promised := getattr(bearer, "_promised", None)) is not None:
-            promise, result = promised
-            return _View(promise, result, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            return *promised, tensor.shape, tensor.stride(), int(tensor.storage_offset())
     return tensor
 
 
-def _unpack(kept: Tensor | _View) -> Tensor:
+def _unpack(kept: Any) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    result = kept.promise.results()[kept.result].detach()
-    return result.as_strided(kept.size, kept.stride, kept.offset)
+    promise, result, *place = kept
+    return promise.results()[result].detach().as_strided(*place)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -216,15 +199,11 @@ class _Recomputed(torch.autograd.Function):
         promise: _Promise = ctx.promise
         wanted = [isinstance(a, Tensor) and a.requires_grad for a in promise.inputs]
         pairs = [(y, dy) for y, dy in zip(promise.results(), grad_outputs, strict=True) if dy is not None]
-        found = torch.autograd.grad(
-            [y for y, _ in pairs],
-            [a for a, needed in zip(promise.inputs, wanted, strict=True) if needed],
-            [dy for _, dy in pairs],
-            allow_unused=True,
-        )
-        gradients = iter(found)
+        inputs = [a for a, needed in zip(promise.inputs, wanted, strict=True) if needed]
+        results, gradients = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(results, inputs, gradients, allow_unused=True))
         promise.forget()
-        return None, *(next(gradients) if needed else None for needed in wanted)
+        return None, *(next(found) if needed else None for needed in wanted)
 
 
 def _tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

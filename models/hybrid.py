@@ -32,7 +32,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from models.execution import PLAIN, Execution, recompute_saved
 from models.mixer import Mixer
 from models.norm import RMSNorm
-from models.pattern import MIXERS, check_pattern
+from models.pattern import MIXERS, check_model
 from models.positions import Documents, NewTokens
 
 
@@ -222,5 +222,5 @@ def build_model(
     compute_dtype: of the hidden state. execution: which kernels, and what is recomputed.
     Raises ConfigError for a pattern with an unknown letter and for sizes that do not divide.
     """
-    check_pattern(config.pattern)
+    check_model(config)
     return HybridModel(config, mesh, compute_dtype, execution)

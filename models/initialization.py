@@ -8,19 +8,14 @@ same on any mesh. (Between CPU and GPU logarithms and cosines may differ in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.parallel.layers import (
-    ColumnParallelLinear,
-    OutputHead,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
+from megatron_fp4.parallel.layers import ColumnParallelLinear, OutputHead, RowParallelLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.parameters import global_offsets
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.quantization.rounding import random_uniform, rounding_key
@@ -36,35 +31,28 @@ Rule = Callable[["Draws"], Tensor | float]
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fill the (materialized, possibly sharded) parameters of a `HybridModel` in place.
 
-    | parameter                             | initial values                                                 |
-    |---------------------------------------|----------------------------------------------------------------|
-    | embedding, head                       | N(0, init_std^2)                                               |
-    | input projections (qkv, up, in)       | N(0, init_std^2)                                               |
-    | output projections (out, down)        | N(0, init_std^2 / number of blocks)                            |
-    | norm weights, D                       | 1                                                              |
-    | convolution weight and bias           | U(-1/sqrt(width), 1/sqrt(width))                               |
-    | A_log                                 | log U(1, 16)                                                   |
-    | dt_bias                               | softplus^-1(dt), dt log-uniform in [0.001, 0.1], floor 0.0001  |
+    embedding, head, input projections (qkv, up, in)    N(0, init_std^2)
+    output projections (out, down)                      N(0, init_std^2 / number of blocks)
+    norm weights, D                                     1
+    convolution weight and bias                         U(-1/sqrt(width), 1/sqrt(width))
+    A_log                                               log U(1, 16)
+    dt_bias                                             softplus^-1(dt), dt log-uniform in [0.001, 0.1], floor 0.0001
 
     Output projections: one residual is added per block, and a Transformer of L double blocks has 2L of them here, so
-    the scale is 1/sqrt(2L) there. The first three rows are here, the others with their modules (`initial_values`).
+    the scale is 1/sqrt(2L) there. The first two rows are here, the others with their modules (`initial_values`).
 
     Raises ValueError for a parameter that is still on the meta device.
     """
     for prefix, module in model.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        rules = _rules(module, config) if parameters else {}
-        for name, parameter in parameters.items():
-            _fill(parameter, f"{prefix}.{name}", rules[name], seed)
-
-
-def _rules(module: nn.Module, config: ModelConfig) -> Mapping[str, Rule]:
-    """Those of a module's own parameters, by name."""
-    if isinstance(module, RowParallelLinear):
-        return {"weight": normal(config.init_std * config.num_blocks**-0.5)}
-    if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | OutputHead):
-        return {"weight": normal(config.init_std)}
-    return module.initial_values()  # type: ignore[operator]
+        for name, parameter in module.named_parameters(recurse=False):
+            rule: Rule
+            if isinstance(module, RowParallelLinear):
+                rule = normal(config.init_std * config.num_blocks**-0.5)
+            elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | OutputHead):
+                rule = normal(config.init_std)
+            else:
+                rule = module.initial_values()[name]  # type: ignore[operator]
+            _fill(parameter, f"{prefix}.{name}", rule, seed)
 
 
 def _fill(parameter: Tensor, name: str, rule: Rule, seed: int) -> None:

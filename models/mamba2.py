@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +39,6 @@ _DT_RANGE = (1e-3, 1e-1)
 _DT_FLOOR = 1e-4
 
 
-class SSMTensors(NamedTuple):
-    """What `SSMParameters` holds, FP32 [heads / tp] each."""
-
-    a_log_h: Tensor
-    d_h: Tensor
-    dt_bias_h: Tensor
-
-
 class SSMParameters(nn.Module):
     """A_log, D and dt_bias, one number per head, which must never be rounded.
 
@@ -61,14 +52,10 @@ class SSMParameters(nn.Module):
         self.D = new_parameter((num_heads,), mesh, shard_dim=0)
         self.dt_bias = new_parameter((num_heads,), mesh, shard_dim=0)
 
-    def forward(self) -> SSMTensors:
-        """Those of this rank's heads."""
+    def forward(self) -> tuple[Tensor, ...]:
+        """A_log, D and dt_bias of this rank's heads, FP32 [heads / tp] each."""
         # Copies: FSDP2 may free the gathered parameters as soon as this module is left.
-        return SSMTensors(
-            a_log_h=local_parameter(self.A_log, copy=True),
-            d_h=local_parameter(self.D, copy=True),
-            dt_bias_h=local_parameter(self.dt_bias, copy=True),
-        )
+        return tuple(local_parameter(parameter, copy=True) for parameter in (self.A_log, self.D, self.dt_bias))
 
     def initial_values(self) -> dict[str, Rule]:
         """mamba-ssm's: A in U(1, 16), dt log-uniform."""
@@ -158,7 +145,6 @@ class Mamba2(Mixer):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
-        self.check_sizes(config, mesh)
         heads, groups = config.mamba_num_heads, config.mamba_num_groups
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
         self.chunk_size = config.mamba_chunk_size
@@ -180,7 +166,7 @@ class Mamba2(Mixer):
         self,
         x_td: Tensor,
         sequence_length: int,
-        fetched: SSMTensors | None = None,
+        fetched: tuple[Tensor, ...] | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], each sequence (with `documents`: each document) on its own."""
@@ -206,13 +192,13 @@ class Mamba2(Mixer):
             self.in_proj(x_td), *self.conv.local_parameters(), new.length, self.num_local_groups, self._widths
         )
         xbc, cache.before = continued_conv_silu(xbc, weight_ck, bias_c, cache.before, new.counts)
-        inputs = self._scan_inputs(xbc, dt, self.fetch())
+        inputs = self._scan_inputs(xbc, dt, *self.fetch())
         y_bshp, cache.state = continued_scan(inputs, self.chunk_size, cache.state, new.valid)
         return self.out_proj(self.norm(y_bshp, z))
 
-    def fetch(self) -> SSMTensors:
-        """Never rounded."""
-        ssm: SSMTensors = self.ssm()
+    def fetch(self) -> tuple[Tensor, ...]:
+        """A_log, D and dt_bias, never rounded."""
+        ssm: tuple[Tensor, ...] = self.ssm()
         return ssm
 
     def fp32_units(self) -> list[nn.Module]:
@@ -234,7 +220,7 @@ class Mamba2(Mixer):
             projected_td, conv_weight_ck, conv_bias_c, sequence_length, self.num_local_groups, self._widths
         )
         xbc = self.conv.function(xbc, *conv, documents_bs)
-        inputs = self._scan_inputs(xbc, dt, SSMTensors(*ssm_tensors))
+        inputs = self._scan_inputs(xbc, dt, *ssm_tensors)
         y_bshp = self._scan(inputs, self.chunk_size, documents_bs)
         return self.norm.function(y_bshp, z, norm_weight_d)
 
@@ -243,18 +229,18 @@ class Mamba2(Mixer):
         """Of a group's x, its B, and its dt."""
         return self.heads_per_group * self.head_dim, self.state_dim, self.heads_per_group
 
-    def _scan_inputs(self, xbc_bsc: Tensor, dt_bsh: Tensor, ssm: SSMTensors) -> ScanInputs:
+    def _scan_inputs(self, xbc_bsc: Tensor, dt_bsh: Tensor, a_log_h: Tensor, d_h: Tensor, bias_h: Tensor) -> ScanInputs:
         """Of what the convolution returned."""
         groups, (inner, state, _) = self.num_local_groups, self._widths
         x, b, c = xbc_bsc.split([groups * inner, groups * state, groups * state], -1)
         return ScanInputs(
             x_bshp=x.unflatten(-1, (-1, self.head_dim)),
             dt_bsh=dt_bsh,
-            a_h=-ssm.a_log_h.exp(),
+            a_h=-a_log_h.exp(),
             b_bsgn=b.unflatten(-1, (groups, -1)),
             c_bsgn=c.unflatten(-1, (groups, -1)),
-            d_h=ssm.d_h,
-            dt_bias_h=ssm.dt_bias_h,
+            d_h=d_h,
+            dt_bias_h=bias_h,
         )
 
     @property

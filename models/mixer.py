@@ -1,8 +1,7 @@
 """What a block computes between its norm and its residual, and what the rest of the program asks it.
 
-A block type is a subclass of `Mixer` in a file of its own, and a row in the table of `models/pattern.py`. Whatever
-differs between block types (their linears, costs, checks, kernels, initial values) they say here; no other file names
-them. Class methods answer from the configuration alone, before anything is built.
+A block type is a subclass of `Mixer` in a file of its own, and a row in the table of `models/pattern.py`; no other file
+names it. Class methods answer from the configuration alone, before anything is built.
 """
 
 from __future__ import annotations
@@ -33,14 +32,6 @@ class Mixer(nn.Module, ABC):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
         self.execution = execution
-
-    def check_sizes(self, config: ModelConfig, mesh: ParallelMesh) -> None:
-        """For mixers that cannot be built otherwise: raise ConfigError for sizes that do not go together or that
-        tensor-parallel ranks cannot share."""
-        self.check(config)
-        for key, (count, value) in self.shared_by_tensor_ranks(config).items():
-            if count % mesh.tp_size:
-                raise ConfigError(f"parallel.tensor={mesh.tp_size} does not divide {key}={value}; lower the former")
 
     @abstractmethod
     def forward(

@@ -36,54 +36,40 @@ class RMSNorm(nn.Module):
     With sequence parallelism each rank sees its own tokens only, so the weight's gradient is a partial sum.
     """
 
-    def __init__(self, dim: int, eps: float, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
+    def __init__(
+        self, dim: int, eps: float, mesh: ParallelMesh, execution: Execution = PLAIN, shard_dim: int | None = None
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = new_parameter((dim,), mesh)
-        self._norm = execution.pure(_rms_norm_in_fp32)
+        self.weight = new_parameter((dim,), mesh, shard_dim)
+        self._norm = execution.pure(_rms_norm_in_fp32 if shard_dim is None else _gated_rms_norm_in_fp32)
 
     def initial_values(self) -> dict[str, Rule]:
         """Ones."""
         return {"weight": ones}
 
     def local_weight(self) -> Tensor:
-        """FP32 [dim], for `function`."""
+        """FP32 [dim] of this rank, for `function`."""
         return local_parameter(self.weight, torch.float32)
 
-    def function(self, x_td: Tensor, weight_d: Tensor) -> Tensor:
-        """`forward` as a function of tensors alone."""
-        return self._norm(x_td, weight_d, self.eps)
+    def function(self, *tensors: Tensor) -> Tensor:
+        """`forward` as a function of tensors alone: its own, then the weight."""
+        return self._norm(*tensors, self.eps)
 
-    def forward(self, x_td: Tensor) -> Tensor:
-        """[tokens, dim] -> [tokens, dim] in the dtype of the input."""
-        return self.function(x_td, self.local_weight())
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """x [tokens, dim] -> [tokens, dim] in the dtype of the input."""
+        return self.function(*tensors, self.local_weight())
 
 
-class GatedRMSNorm(nn.Module):
-    """The norm after the Mamba-2 scan; channels are sharded over tensor-parallel ranks by whole groups."""
+class GatedRMSNorm(RMSNorm):
+    """The norm after the Mamba-2 scan; channels are sharded over tensor-parallel ranks by whole groups.
+
+    y [batch, sequence, heads, p] and z [batch, sequence, groups, c], heads * p = groups * c = dim / tp, both of this
+    rank -> [tokens, dim / tp] in the dtype of z; y may be FP32.
+    """
 
     def __init__(self, dim: int, eps: float, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = new_parameter((dim,), mesh, shard_dim=0)
-        self._norm = execution.pure(_gated_rms_norm_in_fp32)
-
-    def initial_values(self) -> dict[str, Rule]:
-        """Ones."""
-        return {"weight": ones}
-
-    def local_weight(self) -> Tensor:
-        """FP32 [dim / tp], for `function`."""
-        return local_parameter(self.weight, torch.float32)
-
-    def function(self, y_bshp: Tensor, z_bsgc: Tensor, weight_d: Tensor) -> Tensor:
-        """`forward` as a function of tensors alone."""
-        return self._norm(y_bshp, z_bsgc, weight_d, self.eps)
-
-    def forward(self, y_bshp: Tensor, z_bsgc: Tensor) -> Tensor:
-        """[batch, sequence, heads, p] and [batch, sequence, groups, c], heads * p = groups * c = dim / tp, both of this
-        rank -> [tokens, dim / tp] in the dtype of `z_bsgc`; `y_bshp` may be FP32."""
-        return self.function(y_bshp, z_bsgc, self.local_weight())
+        super().__init__(dim, eps, mesh, execution, shard_dim=0)
 
 
 def _rms_norm_in_fp32(x_td: Tensor, weight_d: Tensor, eps: float) -> Tensor:

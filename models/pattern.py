@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -32,6 +33,9 @@ from models.mamba2 import Mamba2
 from models.mixer import Mixer
 from models.mlp import MLP
 
+# A hundred times the largest model that is trained; beyond it sizes leave 64 bits somewhere.
+_MOST_PARAMETERS = 10**14
+
 MIXERS: dict[str, type[Mixer]] = {"M": Mamba2, "*": Attention, "-": MLP}
 
 
@@ -40,21 +44,17 @@ def mixers_of(pattern: str) -> list[type[Mixer]]:
     return [mixer for letter, mixer in MIXERS.items() if letter in pattern]
 
 
-def check_pattern(pattern: str) -> None:
-    """Raises ConfigError, naming letter and position, unless `pattern` consists of known block letters."""
-    known = ", ".join(f"{letter} ({mixer.name})" for letter, mixer in MIXERS.items())
-    if not pattern:
-        raise ConfigError(f"model.pattern is empty; give one letter a block: {known}")
-    for position, letter in enumerate(pattern):
-        if letter not in MIXERS:
-            raise ConfigError(
-                f"model.pattern={pattern}: {letter!r} at position {position} is no block; use {known}, without spaces"
-            )
-
-
 def check_model(config: ModelConfig) -> None:
     """Raise ConfigError for an unknown letter in the pattern, or sizes that do not go together in a block."""
-    check_pattern(config.pattern)
+    known = ", ".join(f"{letter} ({mixer.name})" for letter, mixer in MIXERS.items())
+    if not config.pattern:
+        raise ConfigError(f"model.pattern is empty; give one letter a block: {known}")
+    for position, letter in enumerate(config.pattern):
+        if letter not in MIXERS:
+            raise ConfigError(
+                f"model.pattern={config.pattern}: {letter!r} at position {position} is no block; use {known}, without "
+                "spaces"
+            )
     for mixer in mixers_of(config.pattern):
         mixer.check(config)
 
@@ -96,30 +96,27 @@ def choose_execution(
     `fused` on CUDA with BF16, as far as what it needs is installed and takes the model's sizes, and `torch` elsewhere.
     Raises ConfigError for `fused` where it cannot run.
     """
-    recompute = train.activation_checkpointing
-    plain = Execution(recompute=recompute)
+    plain = Execution(recompute=train.activation_checkpointing)
     if train.kernels == "torch":
         return plain
-    kernels = [(mixer, kernel) for mixer in mixers_of(model.pattern) for kernel in mixer.fused]
-    refusals = [_refusal(mixer, kernel, model, tensor_parallel) for mixer, kernel in kernels]
-    no_compiler = None if _installed("triton") else "needs Triton: pip install triton"
-    general = None
+    general = None if _installed("triton") else "needs Triton: pip install triton"
+    if compute_dtype != "bfloat16":
+        general = f"computes in BF16, and precision.compute_dtype={compute_dtype}"
     if device_type != "cuda":
         general = f"needs CUDA, and this run is on {device_type}"
-    elif compute_dtype != "bfloat16":
-        general = f"computes in BF16, and precision.compute_dtype={compute_dtype}"
-    if train.kernels == "fused":
-        demanded = (r for (_, k), r in zip(kernels, refusals, strict=True) if not k.optional)
-        for refusal in (general, *demanded, no_compiler):
-            if refusal is not None:
-                raise ConfigError(f"train.kernels=fused {refusal}; or use auto or torch")
-    if general is not None:
+    kernels, refusals = {}, [general]
+    for mixer in mixers_of(model.pattern):
+        for kernel in mixer.fused:
+            refusal = _refusal(mixer, kernel, model, tensor_parallel)
+            if refusal is None:
+                kernels[kernel.part] = kernel.function
+            elif not kernel.optional:
+                refusals.append(refusal)
+    if train.kernels == "fused" and (refusal := next(filter(None, refusals), None)) is not None:
+        raise ConfigError(f"train.kernels=fused {refusal}; or use auto or torch")
+    if device_type != "cuda" or compute_dtype != "bfloat16":
         return plain
-    return Execution(
-        kernels={k.part: k.function for (_, k), refusal in zip(kernels, refusals, strict=True) if refusal is None},
-        compile=torch_compile if no_compiler is None else None,
-        recompute=recompute,
-    )
+    return replace(plain, kernels=kernels, compile=torch_compile if _installed("triton") else None)
 
 
 def agreed_execution(execution: Execution) -> Execution:
@@ -157,8 +154,7 @@ def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-@dataclass(frozen=True)
-class ForwardFlops:
+class ForwardFlops(NamedTuple):
     """FLOPs per token of the forward pass, by part. `mixing`: attention's products with the [S, S] matrices, scans."""
 
     linears: int
@@ -168,11 +164,10 @@ class ForwardFlops:
     @property
     def total(self) -> int:
         """All parts."""
-        return self.linears + self.mixing + self.head
+        return sum(self)
 
 
-@dataclass(frozen=True)
-class ParameterCount:
+class ParameterCount(NamedTuple):
     """Numbers of parameters, by part. `other`: norms, convolutions, A_log, D and dt_bias."""
 
     embedding: int
@@ -183,7 +178,7 @@ class ParameterCount:
     @property
     def total(self) -> int:
         """All parts."""
-        return self.embedding + self.linears + self.other + self.head
+        return sum(self)
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> ForwardFlops:
@@ -211,15 +206,11 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     )
 
 
-# A hundred times the largest model that anybody trains; beyond it sizes leave 64 bits somewhere.
-_MOST_PARAMETERS = 10**14
-
-
 def check_size(config: ModelConfig) -> None:
     """Raise ConfigError for a model, checked otherwise, of a size that must be a mistake."""
     counts = parameter_count(config)
     if counts.total > _MOST_PARAMETERS:
-        part, count = max(vars(counts).items(), key=lambda item: item[1])
+        part, count = max(counts._asdict().items(), key=lambda item: item[1])
         raise ConfigError(
             f"model={config.name} has {counts.total:,} parameters, {count:,} of them in its {part}, more than any run "
             f"can hold ({_MOST_PARAMETERS:.0e}); lower model.hidden_dim={config.hidden_dim} or what it is multiplied by"

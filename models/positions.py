@@ -27,32 +27,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CONV_CHUNK = 64
-"""Tokens of a chunk of causal-conv1d's kernel with the channels innermost."""
+_CONV_CHUNK = 64  # tokens of a chunk of causal-conv1d's kernel with the channels innermost
 
 
-def count_documents(numbers_bs: Tensor) -> int:
-    """How many documents the rows hold together. On a GPU's tensor this waits for the GPU."""
-    return numbers_bs.shape[0] + int((numbers_bs[:, 1:] != numbers_bs[:, :-1]).sum())
-
-
-class Documents:
-    """numbers_bs: int32 [batch, sequence], the number of each token's document: not negative, never falling in a row.
-
-    count: `count_documents` of them, if it is known; without it, `boundaries` waits for the GPU.
+class _Positions:
+    """Tokens whose place in their text is known; RoPE's tables of these places are made once for all blocks.
 
     No tuple and no dataclass on purpose: FSDP looks into those, and would round the tables to the compute dtype.
     """
 
+    positions: Tensor  # int64 [b, s]
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
+
+    def rope_tables(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every token's angles, FP32 [b, s, head_dim / 2]."""
+        if (head_dim, base) not in self._tables:
+            self._tables[head_dim, base] = rope_at(self.positions, head_dim, base)
+        return self._tables[head_dim, base]
+
+
+class Documents(_Positions):
+    """numbers_bs: int32 [batch, sequence], the number of each token's document: not negative, never falling in a row.
+
+    count: how many documents the rows hold together, if it is known; without it, `boundaries` waits for the GPU.
+    """
+
     def __init__(self, numbers_bs: Tensor, count: int | None = None) -> None:
+        super().__init__()
         assert numbers_bs.dtype == torch.int32 and numbers_bs.ndim == 2, "int32 [batch, sequence] is what kernels take"
         # causal-conv1d's forward kernel reads the numbers of its last chunk as if that were whole, also beyond the last
         # row (its issue 67), and uses none of these: there must be memory.
-        extra = -numbers_bs.shape[1] % CONV_CHUNK
+        extra = -numbers_bs.shape[1] % _CONV_CHUNK
         flat = F.pad(numbers_bs.flatten(), (0, extra)) if extra else numbers_bs.contiguous()
         self.numbers = flat[: numbers_bs.numel()].view(numbers_bs.shape) if extra else flat
         self._count = count
-        self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
 
     @cached_property
     def begins(self) -> Tensor:
@@ -66,16 +76,16 @@ class Documents:
         return torch.searchsorted(self.numbers, self.numbers, out_int32=True, right=True)
 
     @cached_property
-    def positions(self) -> Tensor:
+    def positions(self) -> Tensor:  # type: ignore[override]
         """int64 [b, s], from 0 in each document."""
         return torch.arange(self.numbers.shape[1], device=self.numbers.device) - self.begins
 
     @cached_property
     def boundaries(self) -> Tensor:
         """int32 [n + 1], ascending from 0 to b * s."""
-        count = count_documents(self.numbers) if self._count is None else self._count
         # The number of each token's document among those of all rows; a search needs no length that only a GPU knows.
         index = (self.positions == 0).flatten().cumsum(0) - 1
+        count = int(index[-1]) + 1 if self._count is None else self._count
         return torch.searchsorted(index, torch.arange(count + 1, device=index.device), out_int32=True)
 
     @cached_property
@@ -84,26 +94,17 @@ class Documents:
         same = self.numbers[:, None, :, None] == self.numbers[:, None, None, :]
         return same.tril_()
 
-    def rope_tables(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every token's angles, FP32 [b, s, head_dim / 2]."""
-        if (head_dim, base) not in self._tables:
-            tables = rope_tables(self.numbers.shape[1], head_dim, base, self.numbers.device)
-            cos, sin = (table[self.positions] for table in tables)
-            self._tables[head_dim, base] = cos, sin
-        return self._tables[head_dim, base]
 
-
-class NewTokens:
-    """Which tokens a call brings.
+class NewTokens(_Positions):
+    """Which tokens a call of generation brings.
 
     counts: int64 [b], how many of the `length` columns of each row are no padding. positions: int64 [b, s], the place
     of each token in its text. valid: bool [b, s], false for padding. last: int64 [b], the place among the b * s tokens
     of each row's last one (of a row without any: its first column). end: no text is longer, these tokens included.
-
-    No tuple and no dataclass on purpose, as `Documents`.
     """
 
     def __init__(self, before: Sequence[int], counts: Sequence[int], length: int, device: torch.device) -> None:
+        super().__init__()
         self.length, self.end = length, max(b + n for b, n in zip(before, counts, strict=True))
         # One copy to the device.
         before_b, self.counts = torch.tensor([before, counts], dtype=torch.int64, device=device)
@@ -111,13 +112,6 @@ class NewTokens:
         self.positions = before_b[:, None] + column
         self.valid = column < self.counts[:, None]
         self.last = torch.arange(len(counts), device=device) * length + (self.counts - 1).clamp_(min=0)
-        self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
-
-    def rope_tables(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every token's angles, FP32 [b, s, head_dim / 2]."""
-        if (head_dim, base) not in self._tables:
-            self._tables[head_dim, base] = rope_at(self.positions, head_dim, base)
-        return self._tables[head_dim, base]
 
 
 @functools.lru_cache(maxsize=4)

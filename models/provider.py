@@ -3,8 +3,6 @@ scripts hand over their model provider. megatron_fp4/training/providers.py descr
 
 from __future__ import annotations
 
-from torch import nn
-
 from megatron_fp4.config.schema import Config
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
@@ -55,7 +53,8 @@ def parts(model: HybridModel, config: Config) -> list[tuple[str, int, int]]:
     rows = [("embedding", 1, counts.embedding)]
     for letter, mixer in MIXERS.items():
         if own := [block for block, of in zip(model.blocks, pattern, strict=True) if of == letter]:
-            rows.append((f"{mixer.name} blocks", len(own), sum(map(_parameters, own))))
+            numel = sum(parameter.numel() for block in own for parameter in block.parameters())
+            rows.append((f"{mixer.name} blocks", len(own), numel))
     return [*rows, ("final norm", 1, config.model.hidden_dim), ("head", 1, counts.head)]
 
 
@@ -68,7 +67,3 @@ def kernel_facts(model: HybridModel, config: Config, device_type: str) -> dict[s
         "activation checkpointing": model.execution.recompute,
         "determinism": "on; run.deterministic=false is faster" if slower else None,
     }
-
-
-def _parameters(block: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in block.parameters())

@@ -3,17 +3,13 @@
 Where documents are masked, a query sees the keys of its own document up to itself:
 
     attend          a mask of the whole [s, s] matrix, of which all is computed: the reference
-    attend_fused    FlashAttention-2 of variable length: documents of all rows as if they were rows of their own. What
-                    it computes is what lies within documents, in tiles of 64 to 128 queries, so short documents cost
-                    less than whole rows do. Shapes are static but for the list of boundaries. (cuDNN, which is faster
-                    on whole rows from Hopper on, would need another layout.)
-
+    attend_fused    cuDNN, the fastest from Hopper on, for whole rows. Within documents FlashAttention-2 of variable
+                    length, which takes documents of all rows as rows of their own, so short documents cost less.
     attend_in_tiles the same gradients in every run, faster than FlashAttention's deterministic backward pass, for the
-                    sizes that its Triton kernels (models/attention_triton.py) take. cuDNN's backward pass, the fastest
-                    from Hopper on, adds dq up in memory in the order in which its parts finish. So in a deterministic
-                    run whole rows take cuDNN's forward pass and the kernels' backward pass, and masked documents,
-                    which PyTorch's interface to cuDNN does not know, both passes of the kernels, deterministic or not.
-                    Nothing is looked up, timed or compiled for a shape of the batch, and nothing waits for the GPU.
+                    sizes that its Triton kernels (models/attention_triton.py) take. cuDNN's backward pass adds dq up in
+                    memory in the order in which its parts finish. So in a deterministic run whole rows take cuDNN's
+                    forward pass and the kernels' backward pass, and masked documents, which PyTorch's interface to
+                    cuDNN does not know, both passes of the kernels, deterministic or not.
 
 Shapes: b batch, s sequence, t = b s tokens, h query heads, g KV heads of this rank, d head dimension, n documents.
 """
@@ -36,36 +32,28 @@ from models.positions import Documents
 FLASH_HEAD_MULTIPLE, FLASH_HEAD_LIMIT = 8, 256
 
 
-class Tiles(NamedTuple):
-    """queries, keys: of one tile. warps, stages: of a program, as Triton means them."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
 class Kernels(NamedTuple):
-    """The tiles of the three kernels. In `dkdv`, keys are a multiple of queries."""
+    """Of each of the Triton kernels: queries and keys of one tile, warps and stages of a program. In `dkdv`, keys are a
+    multiple of queries."""
 
-    forward: Tiles
-    dq: Tiles
-    dkdv: Tiles
+    forward: tuple[int, int, int, int]
+    dq: tuple[int, int, int, int]
+    dkdv: tuple[int, int, int, int]
 
 
 # What the Triton kernels take: one of these head dimensions, and as much memory for a program as Hopper's and
 # Blackwell's data-center GPUs have. No timing decides between tiles, which decide the order of sums. Those for 128 are
 # measured on an H200, the others follow FlexAttention's.
-_SMALL = Kernels(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3))
+_SMALL = Kernels((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3))
 KERNELS = {
     16: _SMALL,
     32: _SMALL,
-    64: Kernels(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3)),
-    128: Kernels(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
-    256: Kernels(Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    64: Kernels((128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 3)),
+    128: Kernels((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
+    256: Kernels((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
 }
 HEAD_DIMS = tuple(KERNELS)
-SHARED_MEMORY_KIB = 227
+_SHARED_MEMORY_KIB = 227
 
 
 def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Documents | None = None) -> Tensor:
@@ -159,18 +147,17 @@ def tiles_refusal(model: ModelConfig, tensor_parallel: int) -> str | None:
         return f"needs model.head_dim to be one of {', '.join(map(str, HEAD_DIMS))}, and it is {model.head_dim}"
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        if gpu.shared_memory_per_block_optin < SHARED_MEMORY_KIB * 1024:
-            return f"needs {SHARED_MEMORY_KIB} KiB of shared memory, and a {gpu.name} has less"
+        if gpu.shared_memory_per_block_optin < _SHARED_MEMORY_KIB * 1024:
+            return f"needs {_SHARED_MEMORY_KIB} KiB of shared memory, and a {gpu.name} has less"
     return None
 
 
 def attend_in_tiles(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Documents | None = None) -> Tensor:
     """`attend` in BF16 on CUDA; deterministic within documents, and where that is asked for."""
-    if documents is not None:
-        return _TiledAttention.apply(q_bshd, k_bsgd, v_bsgd, documents.begins, documents.ends)  # type: ignore[return-value]
-    if torch.are_deterministic_algorithms_enabled():
-        return _TiledAttention.apply(q_bshd, k_bsgd, v_bsgd, None, None)  # type: ignore[return-value]
-    return attend_fused(q_bshd, k_bsgd, v_bsgd)
+    if documents is None and not torch.are_deterministic_algorithms_enabled():
+        return attend_fused(q_bshd, k_bsgd, v_bsgd)
+    bounds = (None, None) if documents is None else (documents.begins, documents.ends)
+    return _TiledAttention.apply(q_bshd, k_bsgd, v_bsgd, *bounds)  # type: ignore[return-value]
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -180,7 +167,10 @@ class _TiledAttention(torch.autograd.Function):
 
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if begins is None and _cudnn_takes(q, k, v):
-            y, sums = _cudnn_forward(q, k, v)
+            # What scaled_dot_product_attention calls, which keeps the second result for itself.
+            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+            y, sums, *_ = cudnn(*(t.transpose(1, 2) for t in (q, k, v)), None, True, is_causal=True)
+            y, sums = y.transpose(1, 2).contiguous(), sums.reshape(sums.shape[:3])
         else:
             y, sums = attention_triton.forward(q, k, v, KERNELS[q.shape[-1]].forward, begins)
         ctx.save_for_backward(q, k, v, y, sums, begins, ends)
@@ -202,11 +192,3 @@ def _cudnn_takes(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> bool:
     parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] > k.shape[1])
     # (Under deterministic algorithms too, as long as they only warn; its forward pass adds nothing up in memory.)
     return torch.backends.cuda.can_use_cudnn_attention(parameters)
-
-
-def _cudnn_forward(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> tuple[Tensor, Tensor]:
-    """y [b, s, h, d] and the natural logarithm of every row's sum, FP32 [b, h, s]."""
-    q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bsgd, v_bsgd))
-    # What scaled_dot_product_attention calls, which keeps the second result for itself.
-    y, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=True)
-    return y.transpose(1, 2).contiguous(), sums.reshape(q.shape[:3])

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron_fp4.parallel.gathered_codes import WholeWeight, gather_codes, gather_in_fp32
+from megatron_fp4.parallel.gathered_codes import gather_codes, gather_in_fp32, weight_specs
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
 
@@ -49,22 +49,16 @@ def apply_data_parallel(
     if mesh.dp_size == 1:
         alone(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
     else:
-        shard(model, mesh, units=units, fp32_units=fp32_units, compute_dtype=compute_dtype, reshard=reshard, ends=ends)
+        shard(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
 
 
 def shard(
-    model: nn.Module,
-    mesh: ParallelMesh,
-    *,
-    units: list[nn.Module],
-    fp32_units: list[nn.Module],
-    compute_dtype: torch.dtype,
-    reshard: bool,
-    ends: Sequence[nn.Module] = (),
-) -> None:
+    model: nn.Module, mesh: ParallelMesh, units: list[nn.Module], fp32_units: list[nn.Module],
+    compute_dtype: torch.dtype, reshard: bool, ends: Sequence[nn.Module] = (),
+) -> None:  # fmt: skip
     """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    weights, hooks = WholeWeight.all_of(units), FSDPHooks()
+    specs, hooks = weight_specs(units), FSDPHooks()
     for module in (*units, *ends, model):
         freed = reshard and module in units
         with hooks.of(module):
@@ -73,7 +67,7 @@ def shard(
             gather_in_fp32(module, fp32_units)
             shards = mesh.device_mesh["dp"]
             if module is model and shards.size() > 1:
-                gather_codes(model, units, weights, shards, compute_dtype, reshard)
+                gather_codes(model, units, specs, shards, compute_dtype, reshard)
     model._fsdp_hooks = hooks  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -91,33 +85,28 @@ class FSDPHooks:
     so what is new after each `fully_shard` is written down.
     """
 
-    KINDS = ("_forward_pre_hooks", "_forward_hooks")
-
     def __init__(self) -> None:
-        self._found: list[tuple[nn.Module, dict[str, list[int]]]] = []
+        self._found: list[tuple[dict[int, Any], list[int]]] = []  # hooks of a kind of a module, and which are FSDP2's
 
     @contextmanager
     def of(self, module: nn.Module) -> Iterator[None]:
         """A context in which `fully_shard` and what goes with it put their hooks on `module`."""
-        before = {name: set(getattr(module, name)) for name in self.KINDS}
+        hooks = (module._forward_pre_hooks, module._forward_hooks)
+        before = [set(of_kind) for of_kind in hooks]
         yield
-        new = {name: [key for key in getattr(module, name) if key not in before[name]] for name in self.KINDS}
-        self._found.append((module, new))
+        self._found += [(of, [key for key in of if key not in old]) for of, old in zip(hooks, before, strict=True)]
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Inside, modules run without them. Others' hooks stay; none may come or go."""
-        kept = []
-        for module, found in self._found:
-            for name, keys in found.items():
-                hooks = getattr(module, name)
-                kept.append((hooks, hooks.copy()))
-                for key in keys:
-                    del hooks[key]
+        kept = [hooks.copy() for hooks, _ in self._found]
+        for hooks, keys in self._found:
+            for key in keys:
+                del hooks[key]
         try:
             yield
         finally:
-            for hooks, as_before in reversed(kept):
+            for (hooks, _), as_before in zip(self._found, kept, strict=True):
                 hooks.clear()
                 hooks.update(as_before)
 

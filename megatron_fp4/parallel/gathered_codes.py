@@ -4,8 +4,7 @@ A linear whose weight has one set of codes for fprop and dgrad (16x16 blocks, ne
 by these codes and by nothing else of the weight. So each rank quantizes its shard of the FP32 master, and what is
 gathered are rows of codes and of scales (`quantization/square_blocks.py`): 0.56 bytes a parameter instead of 2. They
 are gathered once a step, at the linear's first use, and stay until the last backward pass, whatever `parallel.reshard`
-says, since they are all that is kept of the weight (`precision/emulated.py`). The quantizer's work, which every
-rank did for the whole weight, is shared by them.
+says, since they are all that is kept of the weight (`precision/emulated.py`).
 
     root's forward pass, weights changed    maxima of all shards' blocks; one MAX reduction of those that ranks share
     unit's forward pass                     codes and scales of its shards, gathered by FSDP with the unit's other
@@ -17,10 +16,11 @@ Codes do not depend on the mesh. FSDP cuts rows into equal chunks wherever that 
 ranks' rows takes the largest of their maxima, and the tensor's scale that of all ranks, tensor-parallel ones included
 where the linear says so. Both go in one message a step for all linears.
 
-What a linear's weight is gathered as is decided before each forward pass of the model, equally on all ranks: as BF16
-where the recipe or backend in effect wants it (blocks in BF16, after a precision switch, other formats, Transformer
-Engine) and where the weight itself is read (a probe, a recheck). A unit of which every linear is gathered as
-codes ignores `parallel.reshard`; others obey it.
+What a weight is gathered as is decided before each forward pass of the model, equally on all ranks: as BF16 where the
+recipe or backend in effect wants it (blocks in BF16, after a precision switch, other formats, Transformer Engine) and
+where the weight itself is read (a probe, a recheck). A unit of which every linear is gathered as codes ignores
+`parallel.reshard`; others obey it. Not gathered as codes: where rounding is stochastic, where W has two sets of codes
+or four-over-six, or where there is one shard (nothing is sent there).
 
 How: FSDP2 asks a parameter's local shard for `fsdp_pre_all_gather` and `fsdp_post_all_gather`, and gathers what the
 first gives. Here these are attributes of the shard itself, put there and taken away, not methods of a tensor subclass:
@@ -29,15 +29,12 @@ no memory: one NaN, seen at every place, so that a read by mistake shows. The co
 linear to take (`precision/linear.py`).
 
 The same way parameters that must never be rounded (Mamba-2's A, D and dt bias) are gathered in FP32 with their block.
-
-What it does not do: gather codes where rounding is stochastic, where W has two sets of codes or four-over-six, or where
-there is one shard (nothing is sent there; the linear quantizes what it has).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +46,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.precision.emulated import CodesOfWeight, attach_codes
-from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, local_part
+from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.square_blocks import RowBlocks, block_maxima, quantize_rows
@@ -79,50 +76,35 @@ def gather_in_fp32(unit: FSDPModule, modules: Sequence[nn.Module]) -> None:
         unit.register_forward_pre_hook(before_forward, prepend=True)
 
 
-@dataclass(frozen=True)
-class WholeWeight:
-    """What a linear's weight is before FSDP shards it: local shape, and where it lies (None: no DTensor)."""
-
-    linear: QuantizedLinear
-    shape: tuple[int, int]
-    spec: DTensorSpec | None
-
-    @staticmethod
-    def all_of(units: Iterable[nn.Module]) -> list[WholeWeight]:
-        """Of all quantized linears in `units`."""
-        linears = [module for unit in units for module in unit.modules() if isinstance(module, QuantizedLinear)]
-        return [WholeWeight.of(linear) for linear in linears]
-
-    @staticmethod
-    def of(linear: QuantizedLinear) -> WholeWeight:
-        """Of one."""
-        weight = linear.weight
-        rows, columns = local_part(weight).shape
-        return WholeWeight(linear, (rows, columns), weight._spec if isinstance(weight, DTensor) else None)
+def weight_specs(units: Iterable[nn.Module]) -> dict[QuantizedLinear, DTensorSpec | None]:
+    """Where the weights of the quantized linears in `units` lie before FSDP shards them (None: no DTensor)."""
+    linears = [module for unit in units for module in unit.modules() if isinstance(module, QuantizedLinear)]
+    return {linear: linear.weight._spec if isinstance(linear.weight, DTensor) else None for linear in linears}
 
 
 def gather_codes(
     model: nn.Module,
     units: Sequence[nn.Module],
-    weights: Sequence[WholeWeight],
+    specs: dict[QuantizedLinear, DTensorSpec | None],
     shards: DeviceMesh,
     compute_dtype: torch.dtype,
     reshard: bool,
 ) -> None:
-    """Let the `units` of a sharded `model` gather codes of `weights`, where linears multiply by codes.
+    """Let the `units` of a sharded `model` gather codes of weights, where linears multiply by codes.
 
-    shards: the axis that FSDP shards over, of several ranks. reshard: what units do that gather anything else.
+    specs: `weight_specs`. shards: the axis that FSDP shards over, of several ranks. reshard: what units do that gather
+    anything else.
     """
-    wholes = {id(whole.linear): whole for whole in weights}
     gathering = []
     for unit in units:
         assert isinstance(unit, FSDPModule)
-        params = {id(param._module_info.module): param for param in fsdp_params(unit)}
         mine = [
-            GatheredWeight(param, wholes[key], shards, compute_dtype) for key, param in params.items() if key in wholes
+            GatheredWeight(param, module, specs[module], shards, compute_dtype)
+            for param in fsdp_params(unit)
+            if isinstance(module := param._module_info.module, QuantizedLinear)
         ]
         if mine:
-            gathering.append(_Unit(unit, mine))
+            gathering.append((unit, mine))
     if gathering:
         together = GatheredCodes(model, gathering, shards, reshard)
         # In front of FSDP's own hook, which gathers.
@@ -166,11 +148,18 @@ class GatheredWeight:
     maxima: FP32 [blocks, in / block] of this rank's rows. amax, scale: FP32 0-dim, of NVFP4.
     """
 
-    def __init__(self, param: FSDPParam, whole: WholeWeight, shards: DeviceMesh, compute_dtype: torch.dtype) -> None:
-        self.param, self.weight, self.context, self.dtype = param, whole, whole.linear.context, compute_dtype
-        self.num_rows, self.num_columns = whole.shape
-        self.num_shards, self.shard = shards.size(), shards.get_local_rank()
-        self.chunk = -(-self.num_rows // self.num_shards)  # FSDP2's rows of a rank, of which the last have fewer
+    def __init__(
+        self,
+        param: FSDPParam,
+        linear: QuantizedLinear,
+        spec: DTensorSpec | None,
+        shards: DeviceMesh,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.param, self.spec, self.context, self.dtype = param, spec, linear.context, compute_dtype
+        self.num_rows, self.num_columns = param._orig_size
+        self.shard = shards.get_local_rank()
+        self.chunk = -(-self.num_rows // shards.size())  # FSDP2's rows of a rank, of which the last have fewer
         self.as_codes = False
         self.blocks = self.all_blocks = RowBlocks("nvfp4", self.num_rows, self.num_rows, 0, 0)
         self.maxima: Tensor | None = None
@@ -184,11 +173,6 @@ class GatheredWeight:
         """This rank's, of the FP32 master, [rows, in]."""
         local: Tensor = self.param._sharded_local_tensor
         return local.detach()
-
-    def part(self, shard: int) -> RowBlocks:
-        """The rows of a rank."""
-        first, end = (min(self.chunk * i, self.num_rows) for i in (shard, shard + 1))
-        return replace(self.all_blocks, first=first, end=end)
 
     def shared_blocks(self) -> list[int]:
         """The blocks whose rows several ranks hold, in order."""
@@ -210,7 +194,8 @@ class GatheredWeight:
                 else:
                     self._aside = self._aside[0], []
             self.all_blocks = RowBlocks(form, group_rows, padded, 0, self.num_rows)
-            self.blocks, self.maxima = self.part(self.shard), None
+            first, end = (min(self.chunk * i, self.num_rows) for i in (self.shard, self.shard + 1))
+            self.blocks, self.maxima = replace(self.all_blocks, first=first, end=end), None
         if codes != self.as_codes:
             # FSDP2 makes a parameter's gathered form once, and remembers the sizes of messages.
             param, (gathered, outputs) = self.param, self._aside
@@ -257,8 +242,8 @@ class GatheredWeight:
     def _placeholder(self) -> nn.Parameter:
         """Shape, dtype and place of the weight, and NaN wherever one looks."""
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.param._sharded_local_tensor.device)
-        seen: Tensor = nan.expand(self.weight.shape)
-        if (spec := self.weight.spec) is not None:
+        seen: Tensor = nan.expand(self.num_rows, self.num_columns)
+        if (spec := self.spec) is not None:
             assert spec.tensor_meta is not None
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=self.dtype))
             seen = DTensor(seen, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
@@ -266,19 +251,19 @@ class GatheredWeight:
         return self._gathered
 
 
-@dataclass
-class _Unit:
-    module: FSDPModule
-    weights: list[GatheredWeight]
-
-
 class GatheredCodes:
     """All weights of a model that may be gathered as codes: decides for each, and brings maxima together."""
 
-    def __init__(self, model: nn.Module, units: list[_Unit], shards: DeviceMesh, reshard: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[tuple[FSDPModule, list[GatheredWeight]]],
+        shards: DeviceMesh,
+        reshard: bool,
+    ) -> None:
         assert isinstance(model, FSDPModule)
         self.model, self.units, self.shards, self.reshard = model, units, shards, reshard
-        self.weights = [weight for unit in units for weight in unit.weights]
+        self.weights = [weight for _, weights in units for weight in weights]
         self._decided: list[tuple[Any, ...]] = []
         self._version: int | None = None
         self._maxima = _SharedMaxima([], shards)
@@ -289,14 +274,14 @@ class GatheredCodes:
         contexts = [weight.context for weight in self.weights]
         deciding = [(context.recipe, context.backend, context.probe, context.watcher) for context in contexts]
         version = contexts[0].step_state.weights_version
-        changed = not _same(deciding, self._decided)
+        changed = deciding != self._decided
         if changed:
             self._decide()
             self._decided = deciding
         if changed or version != self._version:
-            for unit in self.units:
-                if any(weight.as_codes for weight in unit.weights):
-                    unit.module.reshard()  # nothing, unless they were gathered and not computed with
+            for unit, weights in self.units:
+                if any(weight.as_codes for weight in weights):
+                    unit.reshard()  # nothing, unless they were gathered and not computed with
             for weight in self.weights:
                 weight.hang()
             self._maxima.measure()
@@ -304,26 +289,19 @@ class GatheredCodes:
         if self.reshard:
             # Codes stay until the optimizer wants shards.
             is_last = self.model._get_fsdp_state()._state_ctx.is_last_backward
-            for unit in self.units:
-                if all(weight.as_codes for weight in unit.weights):
-                    unit.module.set_reshard_after_backward(is_last, recurse=False)
+            for unit, weights in self.units:
+                if all(weight.as_codes for weight in weights):
+                    unit.set_reshard_after_backward(is_last, recurse=False)
 
     def _decide(self) -> None:
-        for unit in self.units:
-            unit.module.reshard()
-            for weight in unit.weights:
+        for unit, weights in self.units:
+            unit.reshard()
+            for weight in weights:
                 weight.context.weight_cache = None  # of other codes, or of the same in another form
                 weight.gather_as(weight.context.gathers_codes)
-            stay = not self.reshard or all(weight.as_codes for weight in unit.weights)
-            unit.module.set_reshard_after_forward(not stay, recurse=False)
+            stay = not self.reshard or all(weight.as_codes for weight in weights)
+            unit.set_reshard_after_forward(not stay, recurse=False)
         self._maxima = _SharedMaxima([weight for weight in self.weights if weight.as_codes], self.shards)
-
-
-def _same(these: list[tuple[Any, ...]], those: list[tuple[Any, ...]]) -> bool:
-    """The very same objects: comparing recipes takes longer."""
-    return len(these) == len(those) and all(
-        a is b for one, other in zip(these, those, strict=True) for a, b in zip(one, other, strict=True)
-    )
 
 
 class _SharedMaxima:
@@ -338,9 +316,8 @@ class _SharedMaxima:
         groups = [weight.context.amax_group("weight") for weight in self.weights]
         self.group, self.num_tensor_parallel = shards.get_group(), sum(group is not None for group in groups)
         self.tensor_parallel = groups[0] if self.num_tensor_parallel else None
-        self._message: Tensor | None = None
-        self._scales: Tensor | None = None
-        self._own: list[Tensor] = []
+        self._message = self._scales = torch.empty(0)
+        self._own: list[Tensor] = []  # this rank's maxima of shared blocks, and where they are in the message
         self._slots: list[Tensor] = []
 
     def measure(self) -> None:
@@ -349,13 +326,11 @@ class _SharedMaxima:
             return
         for weight in self.weights:
             weight.maxima = block_maxima(weight.rows, weight.blocks, weight.maxima, dtype=weight.dtype)
-        if self._message is None:
+        if not self._message.numel():
             self._lay_out()
         message, count = self._message, len(self.weights)
-        assert message is not None and self._scales is not None
         message.zero_()
-        maxima = {i: weight.maxima for i, weight in enumerate(self.weights) if weight.maxima is not None}
-        maxima = {i: of_blocks for i, of_blocks in maxima.items() if of_blocks.numel()}
+        maxima = {i: w.maxima for i, w in enumerate(self.weights) if w.maxima is not None and w.maxima.numel()}
         if maxima:  # a rank may be without rows
             largest = torch._foreach_norm([*maxima.values()], float("inf"))  # type: ignore[attr-defined]
             torch._foreach_copy_([message[i] for i in maxima], largest)
@@ -371,23 +346,18 @@ class _SharedMaxima:
         self._scales.copy_(tensor_decode_scale(message[:count], E4M3_MAX))
 
     def _lay_out(self) -> None:
-        """Where everything is in the message."""
         shared = [weight.shared_blocks() for weight in self.weights]
         widths = [weight.num_columns // weight.blocks.block for weight in self.weights]
-        size = len(self.weights) + sum(len(blocks) * width for blocks, width in zip(shared, widths, strict=True))
-        device = self.weights[0].rows.device
-        self._message = message = torch.zeros(size, device=device)
-        self._scales = torch.zeros(len(self.weights), device=device)
-        start = len(self.weights)
+        start = count = len(self.weights)
+        size, device = count + sum(len(b) * n for b, n in zip(shared, widths, strict=True)), self.weights[0].rows.device
+        self._message, self._scales = torch.zeros(size, device=device), torch.zeros(count, device=device)
         for i, (weight, blocks, width) in enumerate(zip(self.weights, shared, widths, strict=True)):
-            if weight.blocks.format == "nvfp4":
-                weight.amax, weight.scale = message[i], self._scales[i]
-            else:
-                weight.amax = weight.scale = None
-            first, count = weight.blocks.first_block, weight.blocks.num_blocks
+            has_scale = weight.blocks.format == "nvfp4"
+            weight.amax, weight.scale = (self._message[i], self._scales[i]) if has_scale else (None, None)
+            first, num_blocks = weight.blocks.first_block, weight.blocks.num_blocks
             for block in blocks:
-                if count and first <= block < first + count:
+                if num_blocks and first <= block < first + num_blocks:
                     assert weight.maxima is not None
                     self._own.append(weight.maxima[block - first])
-                    self._slots.append(message[start : start + width])
+                    self._slots.append(self._message[start : start + width])
                 start += width

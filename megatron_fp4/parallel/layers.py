@@ -35,6 +35,8 @@ from megatron_fp4.parallel.parameters import lookup, new_parameter
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.overlapped import overlapped_linear, start_all_gather, start_reduce_scatter
 
+Way = Callable[[Tensor, ParallelMesh], Tensor]
+
 
 class QuantizedLinear(nn.Module):
     """What the two parallel linears share: a weight and its context, which precision/switch.py fills in."""
@@ -155,7 +157,8 @@ def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """
     if mesh.tp_size == 1:
         return x_td
-    return _GatherTokens.apply(x_td, mesh) if mesh.sequence_parallel else _SumGradient.apply(x_td, mesh)  # type: ignore[return-value]
+    ways = (all_gather_tokens, reduce_scatter_tokens) if mesh.sequence_parallel else (_itself, all_reduce_sum)
+    return _Collective.apply(x_td, mesh, *ways)  # type: ignore[return-value]
 
 
 def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -166,7 +169,8 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """
     if mesh.tp_size == 1:
         return y_td
-    return _ScatterSum.apply(y_td, mesh) if mesh.sequence_parallel else _Sum.apply(y_td, mesh)  # type: ignore[return-value]
+    ways = (reduce_scatter_tokens, all_gather_tokens) if mesh.sequence_parallel else (all_reduce_sum, _itself)
+    return _Collective.apply(y_td, mesh, *ways)  # type: ignore[return-value]
 
 
 def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -186,44 +190,18 @@ def all_reduce_sum(x: Tensor, mesh: ParallelMesh) -> Tensor:
     return out
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: ParallelMesh) -> Tensor:
-        ctx.mesh = mesh
-        return all_gather_tokens(x, mesh)
+def _itself(x: Tensor, mesh: ParallelMesh) -> Tensor:
+    return x.view_as(x)
+
+
+class _Collective(torch.autograd.Function):
+    """One collective forward, its conjugate backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_tokens(grad_outputs[0], ctx.mesh), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, mesh: ParallelMesh) -> Tensor:
-        ctx.mesh = mesh
-        return reduce_scatter_tokens(y, mesh)
+    def forward(ctx: Any, x: Tensor, mesh: ParallelMesh, forward: Way, backward: Way) -> Tensor:
+        ctx.mesh, ctx.way = mesh, backward
+        return forward(x, mesh)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return all_gather_tokens(grad_outputs[0], ctx.mesh), None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: ParallelMesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_sum(grad_outputs[0], ctx.mesh), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, mesh: ParallelMesh) -> Tensor:
-        return all_reduce_sum(y, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.way(grad_outputs[0], ctx.mesh), None, None, None

@@ -92,11 +92,10 @@ def test_every_shipped_model_is_taken(name: str) -> None:
 
 def test_tiles_are_such_as_the_kernels_demand() -> None:
     for dim, kernels in KERNELS.items():
-        sizes = [size for tiles in kernels for size in (tiles.queries, tiles.keys)]
-        assert all(size & (size - 1) == 0 and size >= 16 for size in (dim, *sizes))
-        assert kernels.dkdv.keys % kernels.dkdv.queries == 0
+        assert all(size & (size - 1) == 0 and size >= 16 for size in (dim, *(n for tile in kernels for n in tile[:2])))
+        assert kernels.dkdv[1] % kernels.dkdv[0] == 0
         # The range of keys that every query sees ends where the tile of queries begins.
-        assert all(tiles.queries % tiles.keys == 0 for tiles in (kernels.forward, kernels.dq))
+        assert all(queries % keys == 0 for queries, keys, *_ in (kernels.forward, kernels.dq))
 
 
 @pytest.mark.parametrize("masked", [False, True])

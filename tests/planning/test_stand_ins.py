@@ -42,7 +42,7 @@ def test_attention(deterministic: bool) -> None:
     with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         q, k, v = (bf16(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
         before = ledger.live_bytes
-        y = stand_ins.attention(deterministic)(q, k, v)
+        y = stand_ins.attention(deterministic, tiled=False)(q, k, v)
         rows = 4 * BATCH * HEADS * LENGTH
         assert growth(ledger, before) == (2 * ELEMENTS + rows, 2 * ELEMENTS + rows)
         dy = torch.empty_like(y)
@@ -59,11 +59,11 @@ def test_attention_in_tiles(masked: bool) -> None:
         q, k, v = (bf16(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
         documents = Documents(torch.zeros(BATCH, LENGTH, dtype=torch.int32)) if masked else None
         before = ledger.live_bytes
-        y = stand_ins.tiled_attention(deterministic=True)(q, k, v, documents)
+        y = stand_ins.attention(deterministic=True, tiled=True)(q, k, v, documents)
         rows, bounds = 4 * BATCH * HEADS * LENGTH, 2 * 4 * BATCH * LENGTH if masked else 0
         assert growth(ledger, before) == (2 * ELEMENTS + rows + bounds,) * 2
         before = ledger.live_bytes
-        stand_ins.tiled_attention(deterministic=True)(q, k, v, documents)  # of another block
+        stand_ins.attention(deterministic=True, tiled=True)(q, k, v, documents)  # of another block
         assert ledger.live_bytes == before, "where documents begin is kept once"
         dy = torch.empty_like(y)
         before = ledger.live_bytes
