@@ -50,7 +50,7 @@ Not here, and left to the reference: four-over-six in other blocks than those of
 of other sizes than the block's, transforms along the columns, signs drawn per call, FP8.
 """
 
-# ruff: noqa: D103, SIM102 (kernels are documented by their arguments; conditions on constants are kept apart)
+# ruff: noqa: SIM102 (conditions on constants are kept apart)
 # mypy: disable-error-code="assignment, misc, var-annotated"
 from __future__ import annotations
 
@@ -120,6 +120,10 @@ def measure_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """x [rows, columns] measured, and the transformed x; positions hashed for stochastic rounding.
+
+    Writes amax int32 [2] (by atomic maxima of bits) and, for stochastic rounding, the hashes of both operands.
+    """
     if DEVICE_KEY_0:
         start_row_0 += tl.load(key_0_ptr)
         start_column_0 += tl.load(key_0_ptr + 1)
@@ -193,6 +197,10 @@ def quantize_columns_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """x [rows, columns] quantized along its columns, in blocks of 1 or BLOCK rows.
+
+    Writes BF16 values in the layout of x, or packed code bytes [rows, columns / 2] and scales [rows, columns / BLOCK].
+    """
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     # From the end backwards: the last rows that measure_kernel read are still in the cache.
@@ -258,6 +266,10 @@ def quantize_rows_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """x [rows, columns], perhaps transformed, quantized along its rows.
+
+    Writes BF16 values in the layout of x, or words of codes and pairs of scales (the order is at the top of the file).
+    """
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
@@ -332,6 +344,10 @@ def unpack_kernel(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """Words of codes and pairs of scales, as quantize_rows_kernel packs them, of one or several parts.
+
+    Writes BF16 values [rows, columns].
+    """
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
     group = tl.minimum((tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS), num_groups - 1)

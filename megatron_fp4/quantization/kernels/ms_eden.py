@@ -13,7 +13,6 @@ computed twice, which takes less time than writing and reading its result. Value
 the kernels of `fp4.py`, which unpack these, too, and what keeps bits equal is what it is there.
 """
 
-# ruff: noqa: D103 (kernels are documented by their arguments)
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
@@ -63,6 +62,10 @@ def measure_kernel(
     FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """x [tiles * 128, columns], transformed along its rows.
+
+    Writes amax int32 [1], the bits of the largest magnitude, by atomic maxima.
+    """
     column = tl.minimum(tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), num_columns - 1)
     largest = tl.zeros([COLUMNS], tl.float32)
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
@@ -94,6 +97,10 @@ def quantize_kernel(
     DEVICE_KEY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """x [tiles * 128, columns], transformed and quantized along its rows by MS-EDEN.
+
+    Writes BF16 values in the layout of x, or packed codes and scale bytes; and the decode scale.
+    """
     if DEVICE_KEY:
         start_row += tl.load(key_ptr)
         start_column += tl.load(key_ptr + 1)

@@ -13,7 +13,6 @@ As in `fp4.py`: IEEE division, no flushing of subnormals, no contraction into FM
 the reference's.
 """
 
-# ruff: noqa: D103 (kernels are documented by their arguments)
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
@@ -53,6 +52,10 @@ def maxima_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """A part's rows of x [rows, columns] and the blocks that they belong to.
+
+    Writes the largest magnitude of each block, FP32 [blocks, columns / BLOCK].
+    """
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
     group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
@@ -87,6 +90,10 @@ def quantize_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """A part's rows of x [rows, columns], quantized under the maxima of their blocks.
+
+    Writes code bytes [rows, columns / 2] and scale bytes [rows, columns / BLOCK].
+    """
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
     group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
@@ -126,6 +133,10 @@ def unpack_kernel(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """Codes and scales of groups of rows, each group in one piece.
+
+    Writes BF16 values of all groups, with zeros where rows are padding.
+    """
     # Sizes in whole blocks: loads and stores are as wide as they can be.
     PAIRS: tl.constexpr = BLOCK // 2
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
