@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.attention import Attention, qkv_order
+from models.attention import qkv_order
 from models.mamba2 import mamba_conv_order, mamba_in_proj_order
 from models.mixer import group_major_order
 from models.mlp import squared_relu
@@ -50,7 +50,7 @@ def test_equals_attention_written_out(mesh, kv_heads, rope):
 
 def test_heads_must_divide(mesh):
     with pytest.raises(ValueError, match=r"num_query_heads=4 is not a multiple of model.num_kv_heads=3"):
-        Attention(small_config(num_kv_heads=3), mesh)
+        build(small_config(num_kv_heads=3), mesh)
 
 
 def mamba_reference(x, weights, config, length):
