@@ -23,6 +23,7 @@ Exit code: 0; 1 if the dry run of `memory` failed; 2 with a line on stderr for w
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -206,7 +207,7 @@ def quantizer_rows(shape: tuple[int, ...]) -> list[dict[str, Any]]:
             measured = FusedFP4(tensor, *sides)
             runs: dict[str, tuple[Callable[[], object], float]] = {"along columns": (measured.along_columns, 4)}
             if form == "nvfp4":
-                runs["measured"] = (lambda tensor=tensor, sides=sides: FusedFP4(tensor, *sides), 2)
+                runs["measured"] = (functools.partial(FusedFP4, tensor, *sides), 2)
             if name == "x":
                 runs["along rows, packed"] = (measured.packed_rows, 2 + packed)
                 runs["unpacked"] = (measured.packed_rows().values, 2 + packed)
@@ -484,8 +485,8 @@ def memory(options: argparse.Namespace) -> int:
         execution = model_provider.planned_execution(config)
         dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, model_provider, *parts), execution)
         kernels = ", ".join(sorted(execution.kernels))
-        found = {"ranks": world_size(), "planned": asdict(dry.memory), "planned_kernels": kernels}
-        return written(found, options.output, [f"planned {dry.memory.peak / GIB:.2f} GiB ({kernels})"])
+        plan = {"ranks": world_size(), "planned": asdict(dry.memory), "planned_kernels": kernels}
+        return written(plan, options.output, [f"planned {dry.memory.peak / GIB:.2f} GiB ({kernels})"])
     if not torch.cuda.is_available():
         raise ConfigError("needs an NVIDIA GPU to measure; or use --plan-only")
     if int(os.environ.get("RANK", 0)) == 0:
@@ -496,7 +497,7 @@ def memory(options: argparse.Namespace) -> int:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
             if code := subprocess.run(command, env=environment, check=False).returncode:
                 return code
-            found = json.loads(output.read_text())
+            found: dict[str, Any] = json.loads(output.read_text())
     run = RandomRun(options.overrides, graphs=False)
     for step in range(2):
         run.reset_peak()

@@ -33,7 +33,7 @@ def weights_given(rank: int, name: str) -> tuple[int, dict[str, Any], dict[str, 
     return mesh.tp_rank, dict(zip(names, given, strict=False)), {n: whole(m.weight) for n, m in model.linears()}
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2_dp2"])
+@pytest.mark.parametrize("layout", ["tp2_dp2"])
 def test_ranks_together_multiplied_what_is_exported(layout):
     ranks = {tp: (given, masters) for tp, given, masters in launch(weights_given, LAYOUTS[layout].world, layout)}
     assert len(ranks) == 2

@@ -46,7 +46,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 # Hidden size 37 and 5 heads a group do not divide by 2: FSDP's shards are uneven.
-@pytest.mark.parametrize(("world", "tensor"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("world", "tensor"), [(2, 1), (4, 2)])
 def test_every_mesh_gives_the_same_weights(mesh: ParallelMesh, world: int, tensor: int) -> None:
     model = build_model(CONFIG, mesh, torch.bfloat16)
     initialize(model, CONFIG, seed=5)

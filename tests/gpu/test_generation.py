@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from inference.generation import Request, Sampling, Settings, generate, lower_weights, weights_as_trained
+from inference.generation import Request, Settings, generate, lower_weights, weights_as_trained
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
@@ -68,16 +68,6 @@ def test_logits_are_those_of_the_whole(mesh: ParallelMesh, pieces: list[int]) ->
     torch.testing.assert_close(decoded(model_of(mesh), pieces), whole[:, ends], rtol=0, atol=1e-4)
     error = (decoded(model_of(mesh, torch.bfloat16), pieces) - whole[:, ends]).norm()
     assert error < 1.2 * (rounded - whole)[:, ends].norm()
-
-
-def test_padding_is_not_seen(mesh: ParallelMesh) -> None:
-    """Prompts of different lengths, with and without a batch."""
-    model = model_of(mesh)
-    requests = [Request([5]), Request(list(range(30))), Request([1, 2, 3])]
-    for sampling in (Sampling(), Sampling(0.9, 0.9, seed=1)):
-        settings = Settings(10, sampling, piece=16)
-        alone = [generate(model, [request], settings)[0] for request in requests]
-        assert generate(model, requests, settings) == alone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -27,7 +27,7 @@ from models.mlp import _squared_relu, squared_relu
 from models.norm import _gated_rms_norm_in_fp32, _rms_norm_in_fp32
 from models.pattern import choose_execution
 from models.positions import Documents, rope_tables
-from models.sdpa import HEAD_DIMS, attend, attend_fused, attend_in_tiles
+from models.sdpa import attend, attend_fused
 from models.ssd import ScanInputs, fused_scan, plain_scan
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
@@ -134,12 +134,10 @@ def test_scan(lengths: list[list[int]]) -> None:
         compare(ours, plain, scan_tensors(*numbers.shape), tolerance=2e-2)
 
 
-@pytest.mark.parametrize("function", [attend, attend_fused, attend_in_tiles])
+@pytest.mark.parametrize("function", [attend, attend_fused])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("lengths", "dim"), [(None, 64), (LENGTHS, 64), (ODD, 128), (ODD, 36)])
 def test_attention(function: Any, deterministic: bool, lengths: list[list[int]] | None, dim: int) -> None:
-    if function is attend_in_tiles and dim not in HEAD_DIMS:
-        pytest.skip("other kernels take this head dimension")
     documents = None if lengths is None else Documents(numbers_of(lengths))
     shape = (2, 2048) if documents is None else documents.numbers.shape
     tensors = [randn(*shape, heads, dim) for heads in (8, 2, 2)]

@@ -39,11 +39,7 @@ RUNS = {
     "qaf": ["experiment=qaf", *SWITCH],
     "forward": [*SWITCH, "precision.switch.scope=forward"],
     "backward": [*SWITCH, "precision.switch.scope=backward"],
-    "backward to MXFP8": [*SWITCH, "precision.switch.scope=backward", "precision.switch.target=mxfp8"],
     "forward to FP8 blocks": [*SWITCH, "precision.switch.scope=forward", "precision.switch.target=fp8_block"],
-    "sensitive layers in MXFP8, then all": [
-        *("precision=nvfp4_nemotron_3", *SWITCH, "precision.switch.target=mxfp8"),
-    ],
     "a model that divides by few": [
         *("model.pattern=M*-", "model.mamba_num_heads=6", "model.mamba_num_groups=2", "model.mamba_head_dim=16"),
         *("model.num_query_heads=6", "model.head_dim=16", "model.ffn_dim=176", "precision.bf16_blocks.last=0"),

@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.conv import causal_conv_silu, fused_conv_silu
-from models.execution import Execution
-from models.hybrid import HybridModel, build_model
-from models.initialization import initialize
+from models.conv import causal_conv_silu
+from models.hybrid import HybridModel
 from models.positions import Documents, apply_rope, rope_tables
 from models.sdpa import attend, attend_fused
-from models.ssd import fused_scan, ssd_scan
-from tests.models import fused_stand_ins
-from tests.models.builders import build, local, relative_error, small_config
+from models.ssd import ssd_scan
+from tests.models.builders import build, small_config
 
 # Chunks of the scan are 8 tokens: boundaries at their ends, in their middle, several in one, and of length 1.
 LENGTHS = [[5, 1, 1, 9, 5], [21], [1] * 21, [8, 8, 5], [20, 1], [1, 20], [3, 12, 6]]
@@ -124,7 +121,7 @@ def model_and_text(mesh: Any, pattern: str, lengths: list[list[int]], **changes:
     return build(config, mesh, seed=3), text
 
 
-@pytest.mark.parametrize("pattern", ["M", "*", "-", "M-*-M-", "*M*M", "MMM", "**-"])
+@pytest.mark.parametrize("pattern", ["M", "*", "M-*-M-"])
 def test_logits_of_a_document_are_those_of_the_document_alone(mesh, pattern):
     model, text = model_and_text(mesh, pattern, LENGTHS)
     with torch.no_grad():
@@ -133,94 +130,9 @@ def test_logits_of_a_document_are_those_of_the_document_alone(mesh, pattern):
         for row, span in spans(LENGTHS):
             alone = model(text[row : row + 1, span])
             torch.testing.assert_close(logits[row : row + 1, span], alone, rtol=2e-4, atol=2e-4)
-    if {*pattern} != {"-"}:
-        assert (logits - joined).abs().max() > 0.05
+    assert (logits - joined).abs().max() > 0.05
     # A row that is one document is what it was.
     torch.testing.assert_close(logits[1], joined[1], rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("pattern", ["M", "*", "M-*-M-"])
-def test_gradients_are_those_of_the_documents_alone(mesh, pattern):
-    """Of a mean over all tokens, the mean over documents weighted by their lengths."""
-    lengths = LENGTHS[:1] + LENGTHS[3:5]
-    model, text = model_and_text(mesh, pattern, lengths)
-    tokens, targets = text[:, :-1], text[:, 1:]
-    model(tokens, targets, numbers_of(lengths)).backward()
-    together = {name: local(p.grad).clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    for row, span in spans(lengths):
-        share = (span.stop - span.start) / tokens.numel()
-        (model(tokens[row : row + 1, span], targets[row : row + 1, span]) * share).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(together[name], local(parameter.grad), rtol=1e-3, atol=2e-6, msg=name)
-
-
-@pytest.mark.parametrize("recompute", ["block", "selective"])
-def test_recomputation_changes_no_bit(mesh, recompute):
-    config = small_config(rope=True)
-    text = model_and_text(mesh, "M", LENGTHS)[1]
-    gradients = []
-    for how in ("none", recompute):
-        model = build_model(config, mesh, torch.bfloat16, Execution(recompute=how))
-        initialize(model, config, 0)
-        model(text[:, :-1], text[:, 1:], numbers_of(LENGTHS)).backward()
-        gradients.append([local(p.grad) for p in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-CONFIG = small_config(rope=True, mamba_chunk_size=16, mamba_state_dim=8, init_std=0.2)
-
-
-def as_it_is(function):
-    return function
-
-
-def fused_on_a_cpu(recompute: str = "none") -> Execution:
-    """The choices of a GPU, but for what only a GPU can compile."""
-    from megatron_fp4.parallel.cross_entropy import head_cross_entropy
-
-    def loss(*inputs, fused, **settings):
-        assert fused
-        return head_cross_entropy(*inputs, **settings)
-
-    return Execution({"scan": fused_scan, "conv": fused_conv_silu, "loss": loss}, compile=as_it_is, recompute=recompute)
-
-
-@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
-def test_the_model_gives_every_kernel_what_it_demands(mesh, monkeypatch, recompute):
-    calls = fused_stand_ins.install(monkeypatch)
-    text = torch.randint(0, CONFIG.vocab_size, (len(LENGTHS), 22), generator=torch.Generator().manual_seed(1))
-    losses, gradients = [], []
-    for execution in (fused_on_a_cpu(recompute), Execution()):
-        model = build_model(CONFIG, mesh, torch.bfloat16, execution)
-        initialize(model, CONFIG, 0)
-        loss = model(text[:, :-1], text[:, 1:], numbers_of(LENGTHS))
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append({name: local(p.grad) for name, p in model.named_parameters()})
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
-    for name, gradient in gradients[1].items():
-        # Of A, most of the parts cancel, and BF16 rounds each.
-        assert relative_error(gradients[0][name], gradient) < (0.15 if name.endswith("A_log") else 5e-2), name
-    again = 1 if recompute == "none" else 2
-    assert calls["scan"] == calls["conv"] == 2 * again  # of two Mamba-2 blocks
-    assert calls["attention"] == (2 if recompute == "block" else 1)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (4, 2, 16), (6, 2, 20)])
-def test_attention_within_documents(monkeypatch, heads, kv_heads, dim):
-    """Also with a head dimension that has to be padded."""
-    fused_stand_ins.install(monkeypatch)
-    documents = Documents(numbers_of(LENGTHS))
-    shapes = [(len(LENGTHS), 21, count, dim) for count in (heads, kv_heads, kv_heads)]
-    q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes))
-    tensors = [t.bfloat16().requires_grad_() for t in (q, k, v)]
-    y, expected = attend_fused(*tensors, documents), attend(*(t.float() for t in tensors), documents)
-    assert y.shape == expected.shape and relative_error(y, expected) < 1e-2
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9))
-    ours, reference = (torch.autograd.grad(out, tensors, dy.to(out.dtype)) for out in (y, expected))
-    for a, b in zip(ours, reference, strict=True):
-        assert relative_error(a, b) < 2e-2
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -151,17 +151,15 @@ def test_gradients_have_the_same_bits(mesh, recompute, recipe):
 
 def on_a_rank(rank: int, tensor: int, reshard: bool) -> list[str]:
     mesh = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu"))
-    wrong = []
-    for recipe in RECIPES:
-        plain = gradients("none", recipe, mesh, reshard)
-        for recompute in ("block", "selective"):
-            again = gradients(recompute, recipe, mesh, reshard)
-            wrong += [f"{recipe} {recompute} {n}" for n in plain if not torch.equal(plain[n], again[n])]
+    plain, wrong = gradients("none", "nvfp4", mesh, reshard), []
+    for recompute in ("block", "selective"):
+        again = gradients(recompute, "nvfp4", mesh, reshard)
+        wrong += [f"{recompute} {name}" for name in plain if not torch.equal(plain[name], again[name])]
     return wrong
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "reshard"), [(1, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("tensor", "reshard"), [(1, True), (2, False)])
 def test_over_ranks(tensor, reshard):
     assert launch(on_a_rank, 2, tensor, reshard) == [[], []]
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models.conv import causal_conv_silu
 from models.norm import GatedRMSNorm, RMSNorm, gated_rms_norm, rms_norm
 from models.positions import apply_rope, rope_tables
+from models.sdpa import KERNELS
 from models.ssd import ssd_scan
 from tests.models.builders import relative_error
 from tests.models.recurrence import ssd_recurrence
@@ -35,9 +36,7 @@ def value_and_gradients(function, tensors):
     return y, *torch.autograd.grad((y * weights).sum(), tensors)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("dt_max", [0.1, 5.0])
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 40, 45])
+@pytest.mark.parametrize(("length", "dt_max", "groups"), [(1, 0.1, 2), (7, 5.0, 1), (8, 0.1, 4), (45, 5.0, 2)])
 def test_equals_the_recurrence(length, dt_max, groups):
     tensors = inputs(length, groups=groups, dt_max=dt_max)
     expected = value_and_gradients(ssd_recurrence, tensors)
@@ -110,15 +109,6 @@ def test_the_convolution_equals_conv1d():
             torch.testing.assert_close(a, e)
 
 
-def test_bf16_input_is_computed_in_fp32():
-    x, weight, bias = (t.detach().float() for t in conv_inputs())
-    x = x.bfloat16().requires_grad_()
-    y = causal_conv_silu(x, weight, bias)
-    assert y.dtype == torch.float32
-    assert torch.equal(y, causal_conv_silu(x.detach().float(), weight, bias))
-    assert torch.autograd.grad(y.sum(), x)[0].dtype == torch.bfloat16
-
-
 def draws(*shapes):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -161,14 +151,6 @@ def rotate(x, position, base=10000.0):
     return apply_rope(x[None, None, None], cos[position : position + 1], sin[position : position + 1])[0, 0, 0]
 
 
-def test_products_depend_on_the_distance_only():
-    q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
-    near = rotate(q, 7) @ rotate(k, 3)
-    far = rotate(q, 57) @ rotate(k, 53)
-    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)
-    assert (near - rotate(q, 7) @ rotate(k, 5)).abs() > 0.1
-
-
 def test_pairs_are_halves_and_turn_by_their_angle():
     x = torch.zeros(8)
     x[1] = 1.0
@@ -178,8 +160,9 @@ def test_pairs_are_halves_and_turn_by_their_angle():
     torch.testing.assert_close(rotate(x, 5, base=100.0), expected)
 
 
-def test_keeps_the_dtype_and_has_a_gradient():
-    cos, sin = rope_tables(3, 8, 10000.0, "cpu")
-    assert apply_rope(torch.ones(1, 3, 2, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
-    x = torch.randn(1, 3, 2, 8, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(lambda t: apply_rope(t, cos.double(), sin.double()), [x])
+def test_tiles_of_attention_are_such_as_the_kernels_demand():
+    for dim, kernels in KERNELS.items():
+        assert all(size & (size - 1) == 0 and size >= 16 for size in (dim, *(n for tile in kernels for n in tile[:2])))
+        assert kernels.dkdv[1] % kernels.dkdv[0] == 0
+        # The range of keys that every query sees ends where the tile of queries begins.
+        assert all(queries % keys == 0 for queries, keys, *_ in (kernels.forward, kernels.dq))

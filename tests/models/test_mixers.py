@@ -48,11 +48,6 @@ def test_equals_attention_written_out(mesh, kv_heads, rope):
         assert relative_error(local(parameter.grad), weights[name].grad) < 1e-5, name
 
 
-def test_heads_must_divide(mesh):
-    with pytest.raises(ValueError, match=r"num_query_heads=4 is not a multiple of model.num_kv_heads=3"):
-        build(small_config(num_kv_heads=3), mesh)
-
-
 def mamba_reference(x, weights, config, length):
     """The mixer written out, over weights in the published order, with the recurrence instead of the scan."""
     in_weight = weights["in_proj.weight"][mamba_in_proj_order(config).argsort()]
@@ -84,8 +79,7 @@ def randomize(mixer):
         weight.data.to_local().copy_(torch.rand(weight.shape, generator=generator) + 0.5)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("length", [5, 8, 19])
+@pytest.mark.parametrize(("groups", "length"), [(1, 19), (2, 8), (4, 5)])
 def test_equals_the_mixer_written_out(mesh, groups, length):
     config = small_config(pattern="M", mamba_num_groups=groups, init_std=0.2)
     mixer = build(config, mesh).blocks[0].mixer
@@ -124,16 +118,3 @@ def test_equals_the_ffn_written_out(mesh):
 
 def test_order_of_two_groups():
     assert group_major_order((4, 2, 2), 2).tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
-
-
-def test_a_split_of_our_rows_is_the_section_by_section_split():
-    config = small_config()
-    inner, state, heads = (
-        config.mamba_inner_dim,
-        config.mamba_num_groups * config.mamba_state_dim,
-        config.mamba_num_heads,
-    )
-    sections = torch.arange(2 * inner + 2 * state + heads).split([inner, inner, state, state, heads])
-    halves = mamba_in_proj_order(config).chunk(2)
-    for rank in range(2):
-        assert torch.equal(halves[rank], torch.cat([section.chunk(2)[rank] for section in sections]))

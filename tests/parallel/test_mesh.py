@@ -5,26 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed
+from megatron_fp4.parallel.mesh import init_distributed
 from tests.training.harness import launch
-
-
-def test_an_axis_is_sliced_once(mesh: ParallelMesh) -> None:
-    """Slicing a DeviceMesh takes long, and layers ask for their axis in every call."""
-    fresh = ParallelMesh(mesh.device_mesh, mesh.device)
-    with mock.patch.object(DeviceMesh, "__getitem__", autospec=True, side_effect=DeviceMesh.__getitem__) as sliced:
-        for _ in range(3):
-            assert fresh.tp_size == 1 and fresh.tp_rank == 0 and fresh.dp_size == 1
-            assert fresh.tp is fresh.tp
-    assert sliced.call_count <= 2
-
 
 _END = """
 import atexit, sys, time
@@ -47,7 +34,7 @@ mesh.end_process(3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["nowhere", "in the group's end", "in the interpreter's end"])
+@pytest.mark.parametrize("where", ["in the group's end", "in the interpreter's end"])
 def test_no_end_hangs(where):
     done = subprocess.run([sys.executable, "-c", _END, where], capture_output=True, text=True, timeout=50)
     if where == "in the group's end":

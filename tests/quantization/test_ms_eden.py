@@ -34,9 +34,6 @@ def turned_back(z: Tensor, signs: Tensor) -> Tensor:
     return (random_hadamard_transform(tiles, 128, torch.ones(128)) * signs.double()).flatten(-2)
 
 
-# ------------------------------------------------------------------------------------------------------------ numbers
-
-
 def nearest_even(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     return grid[nearest(values, grid)]
 
@@ -101,9 +98,6 @@ def test_scales_are_rounded_stochastically_to_their_neighbours(value):
     assert torch.equal(rounded.to(torch.float8_e4m3fn).float(), rounded)
 
 
-# -------------------------------------------------------------------------------------------------------------- edges
-
-
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 def test_what_is_not_finite_poisons_everything(value):
     x = normal(4, 256)
@@ -112,8 +106,6 @@ def test_what_is_not_finite_poisons_everything(value):
     # And through the transform, where infinities meet.
     assert not quantize_ms_eden(rotated(x, random_signs(128, KEY)), key=KEY).dequantize().isfinite().any()
 
-
-# --------------------------------------------------------------------------------------------------------------- mean
 
 NUM = 150
 
@@ -147,6 +139,3 @@ def test_its_mean_is_the_tensor_and_its_error_half_of_stochastic_roundings():
     nearest = quantize_nvfp4(rotated(x, signs_of(0))).dequantize().double()
     shrunk = (turned_back(nearest, signs_of(0)) * x).sum() / energy
     assert shrunk < 0.997
-
-
-# ------------------------------------------------------------------------------------------- four over six, by squares

@@ -1,60 +1,11 @@
-"""What quantizers return, by hand; maxima of blocks; the order of block scales for tensor cores."""
+"""The order of block scales for tensor cores."""
 
 import pytest
 import torch
 
-from megatron_fp4.quantization import NVFP4Tensor, QuantizedTensor
-from megatron_fp4.quantization.elements import pack_codes
-from megatron_fp4.quantization.tensor import block_amax, swizzle_scales, unswizzle_scales
+from megatron_fp4.quantization.tensor import swizzle_scales, unswizzle_scales
 
-CODES = torch.tensor([[1, 9, 7, 15, *range(12)]], dtype=torch.uint8)
-VALUES = [0.5, -0.5, 6, -6, 0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5]
-
-
-def test_nvfp4_by_hand():
-    """With a maximum of 2688 = 6 * 448 a value is code times scale."""
-    tensor = NVFP4Tensor(
-        pack_codes(CODES), torch.tensor([[2.0]]).to(torch.float8_e4m3fn), (1, 16), torch.tensor(5376.0)
-    )
-    assert tensor.shape == (1, 16)
-    assert tensor.block_values().tolist() == [[2 * v for v in VALUES]]
-    assert tensor.dequantize().tolist() == [[4 * v for v in VALUES]]
-    assert tensor.decode_scale() == 2
-    four = NVFP4Tensor(tensor.codes, tensor.scales, (1, 16), torch.tensor(1536.0), scale_max=256.0)
-    assert four.dequantize().tolist() == [[2 * v for v in VALUES]]
-    assert tensor.dequantize(torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_mxfp4_by_hand():
-    tensor = QuantizedTensor(
-        pack_codes(torch.cat([CODES, CODES], 1)), torch.tensor([[130]], dtype=torch.uint8), (1, 32)
-    )
-    assert tensor.shape == (1, 32)
-    assert tensor.dequantize().tolist() == [[8 * v for v in VALUES * 2]]
-
-
-def test_fp8_by_hand():
-    codes = torch.arange(256.0).reshape(2, 128).clamp(max=16).to(torch.float8_e4m3fn)
-    tensor = QuantizedTensor(codes, torch.tensor([[0.5], [0.25]]), (1, 128))
-    assert tensor.shape == (2, 128)
-    assert tensor.dequantize().tolist() == [[0.5 * min(i, 16) for i in range(128)], [4.0] * 128]
-
-
-@pytest.mark.parametrize("block", [(1, 16), (16, 16), (1, 32), (32, 32), (1, 128), (128, 128)])
-def test_block_maxima_are_replicated_over_the_rows_of_a_block(block):
-    x = torch.randn(128, 256)
-    x[17, 40] = float("nan")
-    actual = block_amax(x, block)
-    assert actual.shape == (128, 256 // block[1])
-    for row in range(0, 128, 13):
-        for column in range(actual.shape[1]):
-            top = row // block[0] * block[0]
-            tile = x[top : top + block[0], column * block[1] : (column + 1) * block[1]].abs()
-            expected = tile.amax()
-            assert torch.equal(actual[row, column], expected) or (expected.isnan() and actual[row, column].isnan())
-
-
-SIZES = [(1, 1), (16, 1), (127, 3), (128, 4), (129, 5), (32, 9), (400, 17), (256, 64), (1040, 12)]
+SIZES = [(1, 1), (127, 3), (128, 4), (400, 17), (1040, 12)]
 
 
 def random_bytes(rows: int, columns: int) -> torch.Tensor:
