@@ -22,9 +22,8 @@ from analysis.runs import difference_line, differences, settings_of
 from analysis.trials import Trial, TrialFile, draw_trials, first_steps, trial_line, trial_table
 from data import provider as data
 from data.storage import default_cache_dir
-from exchange.checkpoint import checkpoint_in
 from megatron_fp4.checkpoint.config_diff import flatten
-from megatron_fp4.checkpoint.files import MANIFEST, read_manifest, read_trainer
+from megatron_fp4.checkpoint.files import MANIFEST, checkpoint_in, read_manifest, read_trainer
 from megatron_fp4.checkpoint.find import refuse_weights_only
 from megatron_fp4.config.compose import config_from_saved, group_options
 from megatron_fp4.config.environment import as_saved

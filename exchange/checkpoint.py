@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, OtherFormatError
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, OtherFormatError, checkpoint_in
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
@@ -122,24 +122,6 @@ def open_checkpoint(folder: Path, config_dir: Path) -> Checkpoint:
         raise ValueError(f"{found}: {problem}; give another checkpoint") from error
     except ConfigError as error:
         raise ValueError(f"{found}: {error}") from error
-
-
-def checkpoint_in(folder: Path) -> Path:
-    """`folder` if it is a checkpoint, else the newest whole one of the run in it; ValueError if there is none."""
-    if (folder / files.MANIFEST).is_file():
-        return folder
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is not a folder; give a checkpoint, such as RUN/checkpoints/step_00000200, or a run"
-        )
-    for root in (folder / "checkpoints", folder):
-        found = files.scan(root)
-        if whole := [path for path, manifest, _ in found if manifest is not None]:
-            return whole[0]
-        if found:
-            listing = "; ".join(f"{path.name}: {problem}" for path, _, problem in found)
-            raise ValueError(f"{folder} has no checkpoint that is whole ({listing}); give another run or checkpoint")
-    raise ValueError(f"{folder} is neither a checkpoint nor a run with checkpoints; give one that is")
 
 
 def load_model(

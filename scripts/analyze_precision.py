@@ -27,8 +27,14 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from data import provider as data
-from exchange.checkpoint import checkpoint_in
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest, read_trainer
+from megatron_fp4.checkpoint.files import (
+    DamagedCheckpointError,
+    Manifest,
+    check_file,
+    checkpoint_in,
+    read_manifest,
+    read_trainer,
+)
 from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig

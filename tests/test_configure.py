@@ -82,7 +82,7 @@ def test_a_switch_that_is_off_has_no_plan() -> None:
 
 def test_a_branch_does_not_need_its_parent_any_more(tmp_path: Path) -> None:
     branch = [f"run.dir={tmp_path}", f"checkpoint.resume={tmp_path}/gone/checkpoints/step_00000002"]
-    assert "is no checkpoint folder" in refused(*branch)
+    assert "is not a folder; give a checkpoint" in refused(*branch)
     (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
     assert pretrain.configure(branch).checkpoint.resume == branch[1].partition("=")[2]
 

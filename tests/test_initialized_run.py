@@ -167,7 +167,7 @@ def _flip(folder: Path) -> None:
 # What is done to a copy of the import, overrides, and what the line says.
 REFUSED: list[tuple[Callable[[Path], object], list[str], list[str]]] = [
     (shutil.rmtree, [], ["is not a folder; give a checkpoint"]),
-    (lambda folder: (folder / "manifest.json").unlink(), [], ["has no checkpoint; give the path of one"]),
+    (lambda folder: (folder / "manifest.json").unlink(), [], ["is neither a checkpoint nor a run"]),
     (lambda folder: (folder / "manifest.json").write_text("{}"), [], ["manifest.json has changed", "give another"]),
     (lambda folder: rewrite(folder, format=3), [], ["is of another version", "format 3, this version reads 1 to 2"]),
     (_cut, [], ["is damaged", "__0_0.distcp has", "bytes instead of"]),

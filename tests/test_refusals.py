@@ -159,7 +159,7 @@ TOGETHER = [
     # --- machine
     ("run.device=cuda", "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"),
     ("logging.memory_history=true", "logging.memory_history=true records CUDA allocations, and this run is on a CPU"),
-    ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is no checkpoint folder; give auto"),
+    ("checkpoint.resume=/no/such", "checkpoint.resume: /no/such is not a folder; give a checkpoint"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     # --- data
@@ -365,7 +365,7 @@ FILES = [
     ),
     ("plan.yaml", BINARY, "precision.bf16_blocks.file=FOLDER/plan.yaml", "plan.yaml cannot be read"),
     ("plan.yaml", b"bf16: [x]\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "lists 'x', which is no linear of"),
-    ("empty/x", b"", "checkpoint.resume=FOLDER/empty", "no whole checkpoint (manifest.json is missing); give auto"),
+    ("empty/x", b"", "checkpoint.resume=FOLDER/empty", "is neither a checkpoint nor a run with checkpoints"),
     ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "no whole checkpoint (manifest.json is not readable"),
     ("a/checkpoints/step_00000002/x", b"", "checkpoint.resume=FOLDER/a", "give FOLDER/a/checkpoints/step_00000002"),
     ("empty/x", b"", "checkpoint.initialize_from=FOLDER/empty", "empty has no checkpoint; give the path of one"),

@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import nn
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
 from megatron_fp4.checkpoint.files import Manifest, Origin
-from megatron_fp4.checkpoint.find import Damage, Finder, refuse_weights_only
+from megatron_fp4.checkpoint.find import Finder, Resumed, refuse_weights_only
 from megatron_fp4.checkpoint.initialize import check_begun_from, initialize_weights
 from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot, Staging, host_memory_error
 from megatron_fp4.checkpoint.shards import (
@@ -37,31 +36,13 @@ from megatron_fp4.checkpoint.shards import (
     state_of,
     wholes_of,
 )
-from megatron_fp4.checkpoint.sync import CheckpointError, RankSync
+from megatron_fp4.checkpoint.sync import CheckpointError, RankSync, RefusedError
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 
 logger = logging.getLogger(__name__)
 _PATIENCE = datetime.timedelta(hours=6)
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What was loaded, apart from what went into model and optimizer.
-
-    step: optimizer steps done, so also the next step's number. trainer: as it was given to `save`.
-    same_world: the job had as many ranks, and generators were restored; otherwise they are as the start left them.
-    damaged: newer checkpoints that were not whole, moved aside.
-    """
-
-    path: Path
-    step: int
-    consumed_samples: int
-    consumed_tokens: int
-    trainer: dict[str, Any]
-    same_world: bool
-    damaged: tuple[Damage, ...] = ()
 
 
 class CheckpointGoneError(CheckpointError):
@@ -94,7 +75,7 @@ class Checkpointer:
         self._identity = dict(identity)
         self._asynchronous = asynchronous
         self._saved_step: int | None = None
-        self._resumed: tuple[Path, int] | None = None
+        self._last: tuple[Path, int] | None = None
         self.origin: Origin | None = None
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
         self.initialized_from: Origin | None = None
@@ -109,15 +90,21 @@ class Checkpointer:
 
         Raises ConfigError on all ranks if a machine does not have it.
         """
-        if self._asynchronous:
-            pieces = own_pieces(state_of(model, optimizer), self._mesh.rank)
-            needed = sum(piece.values.nbytes for piece in pieces) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            problems = self._sync.gather("look for memory", lambda: host_memory_error(needed))
-            if problem := self._sync.on_rank0("look for memory", lambda: next(filter(None, problems), None)):
-                raise ConfigError(problem)
-            staging = Staging(pieces, self._mesh.device)
-            optimizer.register_step_pre_hook(lambda *_: staging.before_update())
-            self.saves.staging = staging
+        if not self._asynchronous:
+            return
+        pieces = own_pieces(state_of(model, optimizer), self._mesh.rank)
+        needed = sum(piece.values.nbytes for piece in pieces) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+        def look() -> None:
+            if problem := host_memory_error(needed):
+                raise RefusedError(problem)
+
+        try:
+            self._sync.on_all("look for memory", look)
+        except RefusedError as error:
+            raise ConfigError(str(error)) from error
+        self.saves.staging = Staging(pieces, self._mesh.device)
+        optimizer.register_step_pre_hook(lambda *_: self.before_change())
 
     def save(
         self,
@@ -138,9 +125,8 @@ class Checkpointer:
 
         Raises CheckpointError on all ranks if so many saves in a row came to nothing that the run must end.
         """
-        final = self.root / files.folder_name(step)
-        if step == self._saved_step and not self.saves.failed_in_a_row:
-            return final
+        if self.has(step) and not self.saves.failed_in_a_row:
+            return self.folder(step)
         self.saves.end()
         began = time.perf_counter()
         trainer_json = json.dumps(dict(trainer), indent=1)
@@ -158,10 +144,10 @@ class Checkpointer:
         pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
         self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json, last), began)
         self._saved_step = step
-        return final
+        return self.folder(step)
 
     def before_change(self) -> None:
-        """Let the device wait for a save's copies before weights change outside of an update."""
+        """Let the device wait for a save's copies before weights change, in an update or outside of one."""
         if self.saves.staging is not None:
             self.saves.staging.before_update()
 
@@ -211,25 +197,22 @@ class Checkpointer:
         earlier run, the given folder is not a checkpoint; and CheckpointError if reading fails otherwise.
         """
         for line in self._sync.on_rank0("clean up", lambda: files.clean_stale(self.root)):
-            self._log(logging.WARNING, f"{self.root}: {line}")
+            self._warn(f"{self.root}: {line}")
 
         def load(folder: Path, manifest: Manifest) -> dict[str, Any]:
             self._check_identity(folder, manifest, allow_mismatch)
             return load_checkpoint(folder, manifest, model, optimizer, self._sync, self._mesh.device)
 
-        def check(folder: Path, manifest: Manifest) -> None:
-            check_files(folder, manifest, self._sync)
-
-        chosen = Finder(self.root, self._sync, load, check).choose(resume)
-        if chosen is None:
+        resumed = Finder(self.root, self._sync, load).choose(resume)
+        if resumed is None:
             return None
+        self.origin = resumed.origin
+        self.initialized_from = Origin.of(resumed.trainer, "initialized_from")
+        if resumed.folder.absolute().parent == self.root.absolute():
+            self._saved_step = resumed.step
+        self._last = resumed.folder, resumed.step
         step_state.weights_version += 1
-        self.origin, manifest = chosen.origin, chosen.manifest
-        self.initialized_from = Origin.of(chosen.trainer, "initialized_from")
-        if chosen.folder.absolute().parent == self.root.absolute():
-            self._saved_step = manifest.step
-        self._resumed = chosen.folder, manifest.step
-        return self._resumed_from(chosen.folder, manifest, chosen.trainer, chosen.damaged)
+        return resumed
 
     def initialize(
         self, given: str, model: nn.Module, step_state: StepState, *, resumed: bool, allow_mismatch: bool
@@ -258,37 +241,35 @@ class Checkpointer:
         return self.root / files.folder_name(step)
 
     def last_step(self) -> int | None:
-        """The step of the checkpoint that `reload` would load: the last that was written or resumed from, if any.
+        """The step of the checkpoint that was written or loaded last, if any.
 
         Waits for the save that is on its way. Raises CheckpointError on all ranks as `save` does.
         """
         self.saves.end()
-        last = self.saves.last or self._resumed
+        last = self.saves.last or self._last
         return None if last is None else last[1]
-
-    def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, step_state: StepState) -> Resumed:
-        """Load the checkpoint of `last_step` again, in the middle of the run; see `load`."""
-        self.saves.end()
-        last = self.saves.last or self._resumed
-        assert last is not None, "there is no checkpoint to go back to: ask last_step first"
-        # What the run itself began from, or wrote, has been looked at.
-        return self.load(last[0], model, optimizer, step_state, allow_mismatch=True)
 
     def load(
         self,
-        folder: Path,
+        folder: Path | None,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         step_state: StepState,
         *,
         allow_mismatch: bool,
     ) -> Resumed:
-        """Load a checkpoint as it is: weights, moments, generators. Nothing on disk changes.
+        """Load a checkpoint as it is: weights, moments, generators. Nothing on disk changes. folder: None: the one of
+        `last_step`.
 
         What of the trainer's state is to be taken up is the caller's to decide. Raises CheckpointGoneError on all ranks
         if the checkpoint is not there or not whole; then nothing has changed, for which it is read twice. Raises
         ValueError if the run's identity differs, unless `allow_mismatch`.
         """
+        if folder is None:
+            self.saves.end()
+            last = self.saves.last or self._last
+            assert last is not None, "there is no checkpoint to go back to: ask last_step first"
+            folder = last[0]
         try:
             manifest = self._sync.on_rank0("read its manifest", lambda: files.read_manifest(folder))
             check_files(folder, manifest, self._sync)
@@ -296,16 +277,9 @@ class Checkpointer:
             raise CheckpointGoneError(f"{folder}: {error}") from error
         self._check_identity(folder, manifest, allow_mismatch)
         trainer = load_checkpoint(folder, manifest, model, optimizer, self._sync, self._mesh.device)
-        self._resumed = folder, manifest.step
+        self._last = folder, manifest.step
         step_state.weights_version += 1
-        return self._resumed_from(folder, manifest, trainer)
-
-    def _resumed_from(
-        self, folder: Path, manifest: Manifest, trainer: dict[str, Any], damaged: tuple[Damage, ...] = ()
-    ) -> Resumed:
-        consumed = manifest.consumed_samples, manifest.consumed_tokens
-        same_world = manifest.world_size == self._mesh.world_size
-        return Resumed(folder, manifest.step, *consumed, trainer, same_world, damaged)
+        return Resumed(folder, manifest, trainer)
 
     def steps_after(self, step: int) -> list[int]:
         """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that resumes
@@ -315,17 +289,16 @@ class Checkpointer:
 
     def _check_identity(self, folder: Path, manifest: Manifest, allow_mismatch: bool) -> None:
         refuse_weights_only(folder, manifest)
-        # Of all ranks, because data may differ from node to node, and a rank that leaves alone lets the others hang.
-        of_ranks = self._sync.gather("compare", lambda: identity_differences(manifest.identity, self._identity))
-        differences = self._sync.on_rank0(
-            "compare", lambda: list(dict.fromkeys(line for lines in of_ranks for line in lines))
-        )
-        if not differences:
-            return
-        if not allow_mismatch:
-            raise ValueError(other_run(folder, differences))
-        self._log(logging.WARNING, f"resuming from {folder} although it differs: {'; '.join(differences)}")
+        differences = identity_differences(manifest.identity, self._identity)
 
-    def _log(self, level: int, message: str) -> None:
+        def compare() -> None:
+            if differences and not allow_mismatch:
+                raise RefusedError(other_run(folder, differences))
+
+        self._sync.on_all("compare", compare)  # data may differ from node to node
+        if differences:
+            self._warn(f"resuming from {folder} although it differs: {'; '.join(differences)}")
+
+    def _warn(self, message: str) -> None:
         if self._mesh.rank == 0:
-            logger.log(level, message)
+            logger.warning(message)

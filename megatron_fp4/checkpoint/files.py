@@ -34,12 +34,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-TRAINER = "trainer.json"
-RANDOM_STATE = "rng.pt"
-POINTER = "latest"
 FORMAT = 2
-"""1 had a file rng_00000.pt for each rank; it is still read."""
+"""Of manifests. Format 1 had a rng_00000.pt for each rank instead of rng.pt."""
+MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng.pt", "latest"
 _FOLDER = re.compile(r"step_\d{8,}")
 
 
@@ -119,17 +116,14 @@ class Origin:
         return Origin(**trainer[key]) if trainer.get(key) else None
 
     def is_in(self, folder: Path) -> bool | None:
-        """Whether the checkpoint in `folder` is this one or equals it in every bit, which a damaged one does not; None
-        if there is none. Raises OSError."""
+        """Whether the checkpoint in `folder` is this one or equals it in every bit; None if there is none."""
         if not (folder / MANIFEST).is_file():
             return None
         try:
             other = Origin.at(folder, read_manifest(folder))
         except DamagedCheckpointError:
             return False
-        if self.manifest_sha256 == other.manifest_sha256:
-            return True
-        return self.contents_sha256 == other.contents_sha256 != ""
+        return self.manifest_sha256 == other.manifest_sha256 or self.contents_sha256 == other.contents_sha256
 
 
 def origin_state(origin: Origin | None) -> dict[str, Any] | None:
@@ -154,133 +148,6 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
 
 
-def move_aside(folder: Path) -> Path:
-    """Rename a checkpoint that is not whole to `NAME.damaged`, `.damaged.1` and so on; returns its new name."""
-    number, target = 0, folder.with_name(f"{folder.name}.damaged")
-    while target.exists():
-        number += 1
-        target = folder.with_name(f"{folder.name}.damaged.{number}")
-    os.rename(folder, target)
-    sync_folder(folder.parent)
-    return target
-
-
-def open_plain(path: Path) -> io.FileIO:
-    """Open a file of a checkpoint to read it. Raises DamagedCheckpointError if it is missing or no plain file: a link
-    may lead anywhere, and a pipe never ends."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path.name} is missing", path.name) from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DamagedCheckpointError(f"{path.name} is a link", path.name) from None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise DamagedCheckpointError(f"{path.name} is not a plain file", path.name)
-    return io.FileIO(descriptor, "rb")
-
-
-@contextlib.contextmanager
-def reading(name: str) -> Iterator[None]:
-    """What is read inside is the file `name`: EIO, the disk's own word for damage, is an UnreadableError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        raise UnreadableError(f"{name} is not readable: {os.strerror(errno.EIO)}", name) from error
-
-
-def record_of(path: Path) -> FileRecord:
-    """Read a file and say what it is. Raises DamagedCheckpointError as `open_plain` does."""
-    with reading(path.name), open_plain(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileRecord(os.fstat(file.fileno()).st_size, digest)
-
-
-def open_sized(folder: Path, name: str, record: FileRecord) -> io.FileIO:
-    """`open_plain` of a file of a checkpoint. Raises DamagedCheckpointError if it has not its size."""
-    file = open_plain(folder / name)
-    size = os.fstat(file.fileno()).st_size
-    if size != record.size:
-        file.close()
-        raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}", name)
-    return file
-
-
-def check_file(folder: Path, name: str, record: FileRecord, from_disk: bool = False) -> str | None:
-    """What is wrong with a file of a checkpoint; None if it is what the manifest says.
-
-    from_disk: read it anew; what this host's memory holds of it may be what is wrong.
-    """
-    try:
-        with reading(name), open_sized(folder, name, record) as file:
-            if from_disk:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return None if record_of(folder / name) == record else changed(name)
-    except DamagedCheckpointError as error:
-        return str(error)
-
-
-def changed(name: str) -> str:
-    """The words for a file that is not as it was written."""
-    return f"{name} has changed since it was written (its SHA-256 differs)"
-
-
-def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> bytes:
-    """A small file of a checkpoint. Raises DamagedCheckpointError if it is not what the manifest says."""
-    if name not in records:
-        raise DamagedCheckpointError(f"{MANIFEST} does not name {name}")
-    with reading(name), open_sized(folder, name, records[name]) as file:
-        content = file.readall()
-    if hashlib.sha256(content).hexdigest() != records[name].sha256:
-        raise DamagedCheckpointError(changed(name), name)
-    return content
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it down to the disk, with a digest of itself."""
-    content = dataclasses.asdict(manifest)
-    if not manifest.weights_only:  # a word that version 0.2 does not know
-        del content["weights_only"]
-    write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
-    sync_folder(folder)
-
-
-def read_trainer(folder: Path) -> dict[str, Any]:
-    """The trainer state of the checkpoint in `folder`, unchecked. Raises OSError, and ValueError for no JSON."""
-    trainer: dict[str, Any] = json.loads((folder / TRAINER).read_text())
-    return trainer
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here; OSError."""
-    try:
-        with reading(MANIFEST), open_plain(folder / MANIFEST) as file:
-            content = json.loads(file.readall())
-        if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
-            raise DamagedCheckpointError(changed(MANIFEST))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
-        raise DamagedCheckpointError(f"{MANIFEST} is not readable: {error}") from error
-    numbers = {name: content.get(name) for name in ("format", "save_index", "step", "world_size")}
-    if not all(isinstance(number, int) for number in numbers.values()):
-        listing = ", ".join(f"{name} {number!r:.40}" for name, number in numbers.items())
-        raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {listing}")
-    if not 1 <= content["format"] <= FORMAT:
-        raise OtherFormatError(f"{MANIFEST} has format {content['format']}, this version reads 1 to {FORMAT}")
-    try:
-        content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-        manifest = Manifest(**content)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {error}") from error
-    for name in manifest.files:
-        if Path(name).name != name or name in ("..", MANIFEST):  # nothing outside the folder is read
-            raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which is not the name of a file beside it")
-    return manifest
-
-
 def scan(root: Path) -> list[tuple[Path, Manifest | None, str | None]]:
     """All checkpoints as (folder, manifest, problem), those without a readable manifest first, then the newest.
 
@@ -295,6 +162,140 @@ def scan(root: Path) -> list[tuple[Path, Manifest | None, str | None]]:
             broken.append((folder, None, str(error)))
     readable.sort(key=lambda entry: entry[1].save_index, reverse=True)
     return [*broken, *((folder, manifest, None) for folder, manifest in readable)]
+
+
+def checkpoint_in(folder: Path) -> Path:
+    """`folder` if it is a checkpoint, else the newest whole one of the run in it; ValueError if there is none."""
+    if (folder / MANIFEST).exists():
+        return folder
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder; give a checkpoint, such as RUN/checkpoints/step_00000200, or a run"
+        )
+    for root in (folder / "checkpoints", folder):
+        found = scan(root)
+        if whole := [path for path, manifest, _ in found if manifest is not None]:
+            return whole[0]
+        if found:
+            listing = "; ".join(f"{path.name}: {problem}" for path, _, problem in found)
+            raise ValueError(f"{folder} has no checkpoint that is whole ({listing}); give another run or checkpoint")
+    raise ValueError(f"{folder} is neither a checkpoint nor a run with checkpoints; give one that is")
+
+
+# Reading
+
+
+def open_plain(path: Path) -> io.FileIO:
+    """Open a file of a checkpoint to read it. Raises DamagedCheckpointError if it is missing or no plain file: a link
+    may lead anywhere, and a pipe never ends."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path.name} is missing", path.name) from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise DamagedCheckpointError(f"{path.name} is a link", path.name) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedCheckpointError(f"{path.name} is not a plain file", path.name)
+    return io.FileIO(descriptor, "rb")
+
+
+@contextlib.contextmanager
+def opened(folder: Path, name: str, record: FileRecord | None = None) -> Iterator[io.FileIO]:
+    """A context with `open_plain` of a file, which must have the size in its record. EIO, the disk's own word for
+    damage, is an UnreadableError inside."""
+    try:
+        with open_plain(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if record is not None and size != record.size:
+                raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}", name)
+            yield file
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise UnreadableError(f"{name} is not readable: {os.strerror(errno.EIO)}", name) from error
+
+
+def changed(name: str) -> DamagedCheckpointError:
+    """The error for a file that is not as it was written."""
+    return DamagedCheckpointError(f"{name} has changed since it was written (its SHA-256 differs)", name)
+
+
+def check_file(folder: Path, name: str, record: FileRecord, from_disk: bool = False) -> DamagedCheckpointError | None:
+    """What is wrong with a file of a checkpoint; None if it is what the manifest says.
+
+    from_disk: read it anew; what this host's memory holds of it may be what is wrong.
+    """
+    try:
+        with opened(folder, name, record) as file:
+            if from_disk:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            same = hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+        return None if same else changed(name)
+    except DamagedCheckpointError as error:
+        return error
+
+
+def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> bytes:
+    """A small file of a checkpoint. Raises DamagedCheckpointError if it is not what the manifest says."""
+    if name not in records:
+        raise DamagedCheckpointError(f"{MANIFEST} does not name {name}")
+    with opened(folder, name, records[name]) as file:
+        content = file.readall()
+    if hashlib.sha256(content).hexdigest() != records[name].sha256:
+        raise changed(name)
+    return content
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """The trainer state of the checkpoint in `folder`, unchecked. Raises OSError, and ValueError for no JSON."""
+    trainer: dict[str, Any] = json.loads((folder / TRAINER).read_text())
+    return trainer
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here; OSError."""
+    try:
+        with opened(folder, MANIFEST) as file:
+            content = json.loads(file.readall())
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
+        raise DamagedCheckpointError(f"{MANIFEST} is not readable: {error}") from error
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+        raise DamagedCheckpointError(str(changed(MANIFEST)))
+    try:
+        for name in ("format", "save_index", "step", "world_size"):
+            if not isinstance(content[name], int):
+                raise TypeError(f"{name} is {content[name]!r:.40}")
+        if not 1 <= content["format"] <= FORMAT:
+            raise OtherFormatError(f"{MANIFEST} has format {content['format']}, this version reads 1 to {FORMAT}")
+        records = {name: FileRecord(**record) for name, record in content["files"].items()}
+        manifest = Manifest(**{**content, "files": records})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {error}") from error
+    for name in manifest.files:
+        if Path(name).name != name or name in ("..", MANIFEST):  # nothing outside the folder is read
+            raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which is not the name of a file beside it")
+    return manifest
+
+
+def read_pointer(root: Path) -> str | None:
+    """The name in `latest`; None if the file is missing, empty or no file."""
+    path = root / POINTER
+    return path.read_text(errors="replace").strip() or None if path.is_file() else None
+
+
+# Writing
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it down to the disk, with a digest of itself."""
+    content = dataclasses.asdict(manifest)
+    if not manifest.weights_only:  # a word that version 0.2 does not know
+        del content["weights_only"]
+    write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
+    sync_folder(folder)
 
 
 def next_save_index(root: Path) -> int:
@@ -329,12 +330,6 @@ def write_pointer(folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def read_pointer(root: Path) -> str | None:
-    """The name in `latest`; None if the file is missing, empty or no file."""
-    path = root / POINTER
-    return path.read_text(errors="replace").strip() or None if path.is_file() else None
-
-
 def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) -> list[Path]:
     """Remove all but the `keep` newest (0: keep all), never `just_made`, what `latest` names or those whose names are
     `needed`. Returns removed."""
@@ -349,6 +344,17 @@ def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) 
         os.rename(folder, doomed)
         shutil.rmtree(doomed)
     return removed
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename a checkpoint that is not whole to `NAME.damaged`, `.damaged.1` and so on; returns its new name."""
+    number, target = 0, folder.with_name(f"{folder.name}.damaged")
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.damaged.{number}")
+    os.rename(folder, target)
+    sync_folder(folder.parent)
+    return target
 
 
 def clean_stale(root: Path) -> list[str]:

@@ -9,7 +9,8 @@ is loaded: if any rank finds damage all learn it, and rank 0 names the next.
     required            the newest intact one                      refused
     PATH, elsewhere     the newest intact one, if this run began   PATH, unless something says that there was one
                         from PATH; otherwise refused
-    PATH, among them    PATH, unless later ones are intact         -
+    PATH, among them    PATH; refused by the caller if there are   -
+                        later ones
     never               refused by the caller                      step 0
 
 What was found damaged on the way is moved aside once an intact one is loaded, and kept: `step_00000400.damaged`. One
@@ -26,22 +27,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin, OtherFormatError
-from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync
+from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync, RefusedError
 from megatron_fp4.config.schema import Config, ConfigError
 
 logger = logging.getLogger(__name__)
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"  # as logging/ writes them
-Read = Callable[[Path, Manifest], dict[str, Any]]
-
-
-class ResumeRefusedError(CheckpointError, ValueError):
-    """What to resume from is for the user to decide; the message has the remedies. Raised on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,9 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What a start resumes from: a loaded checkpoint, its trainer state, and what was damaged and is moved aside.
+class Resumed:
+    """A checkpoint that was loaded, apart from what went into model, optimizer and generators (these only where as many
+    ranks saved it). trainer: as it was given to `Checkpointer.save`. damaged: newer ones that were not whole.
 
     origin: where the run began, if that was another run's checkpoint.
     """
@@ -67,6 +64,11 @@ class Chosen:
     damaged: tuple[Damage, ...] = ()
     origin: Origin | None = None
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, so also the next step's number."""
+        return self.manifest.step
+
 
 @dataclass(frozen=True)
 class Finder:
@@ -74,19 +76,18 @@ class Finder:
 
     load: loads a checkpoint and returns its trainer state. A collective, which raises DamageError on all ranks if any
     found the checkpoint not to be what its manifest says; what else it raises, on all ranks too, ends the search.
-    check: only looks whether a checkpoint is whole, and raises as `load` does. only_look: change nothing on disk.
+    only_look: change nothing on disk.
     """
 
     root: Path
     sync: RankSync
-    load: Read
-    check: Callable[[Path, Manifest], object]
+    load: Callable[[Path, Manifest], dict[str, Any]]
     only_look: bool = False
 
-    def choose(self, resume: str) -> Chosen | None:
+    def choose(self, resume: str) -> Resumed | None:
         """Load what `resume` (see the table above) means; None if the run begins at step 0.
 
-        Raises ResumeRefusedError on all ranks if nothing is intact or left of an earlier run, if there are checkpoints
+        Raises RefusedError on all ranks if nothing is intact or left of an earlier run, if there are checkpoints
         of another origin, or if a given one is not there or damaged; CheckpointError if it cannot be known, because
         ranks disagree about damage or nothing can be read.
         """
@@ -94,19 +95,25 @@ class Finder:
             return None
         given = None if resume in ("auto", "required") else Path(os.path.realpath(resume))
         if given is not None and is_own(self.root, given):
-            return self._go_back(given)
-        chosen = self._newest_intact()
-        if chosen is not None:
+            chosen = self._given(given)
+            return self._settle(replace(chosen, origin=Origin.of(chosen.trainer)))
+        if (newest := self._newest_intact()) is not None:
             if given is not None:
-                self._check_origin(chosen, given)
-            return self._settle(chosen)
+                self._check_origin(newest, given)
+            return self._settle(newest)
         steps, found = self.sync.on_rank0(
             "look for an earlier run", lambda: earlier_run(self.root, branch=given is not None)
         )
         if found:
-            raise ResumeRefusedError(_nothing_left(self.root, found, given))
+            again = (
+                "" if given else "start from step 0 with checkpoint.resume=never, which moves the records aside, or "
+            )
+            raise RefusedError(
+                f"run.dir={self.root.parent} is of an earlier run ({'; '.join(found)}), but there is no checkpoint to "
+                f"resume from in {self.root}: restore it, or {again}choose another run.dir"
+            )
         if resume == "required":
-            raise ResumeRefusedError(
+            raise RefusedError(
                 f"checkpoint.resume=required, but there is no checkpoint in {self.root}: mount its disk or restore it, "
                 "or begin at step 0 with checkpoint.resume=auto"
             )
@@ -120,28 +127,26 @@ class Finder:
             )
         return None
 
-    def _newest_intact(self) -> Chosen | None:
+    def _newest_intact(self) -> Resumed | None:
         """Load the newest checkpoint that is whole; None if there is none at all. Raises as `choose`."""
         candidates: list[tuple[Path, Manifest]] = []  # rank 0's
 
-        def scan() -> tuple[list[Damage], str | None]:
+        def scan() -> list[Damage]:
             broken = []
             for folder in files.list_checkpoints(self.root):
                 try:
                     candidates.append((folder, files.read_manifest(folder)))
                 except OtherFormatError as error:
-                    return [], f"{folder}: {error}; resume with the version that wrote it"
+                    raise RefusedError(f"{folder}: {error}; resume with the version that wrote it") from error
                 except DamagedCheckpointError as error:
                     broken.append(Damage(folder.name, str(error), unreadable=isinstance(error, files.UnreadableError)))
             candidates.sort(key=lambda candidate: candidate[1].save_index)
             pointer = files.read_pointer(self.root)
             if candidates and pointer is not None and not (self.root / pointer).is_dir():
                 logger.warning("%s names %s, which is not there", self.root / files.POINTER, pointer)
-            return broken, None
+            return broken
 
-        damaged, refusal = self.sync.on_rank0("scan", scan)
-        if refusal is not None:
-            raise ResumeRefusedError(refusal)
+        damaged = self.sync.on_rank0("scan", scan)
         for broken in damaged:
             self._report(broken)
         while (found := self.sync.on_rank0("scan", lambda: candidates.pop() if candidates else None)) is not None:
@@ -153,71 +158,40 @@ class Finder:
                 damaged.append(Damage(folder.name, error.reasons, unreadable=error.unreadable))
                 self._report(damaged[-1])
             else:
-                return Chosen(folder, manifest, trainer, tuple(damaged), Origin.of(trainer))
+                return Resumed(folder, manifest, trainer, tuple(damaged), Origin.of(trainer))
         if not damaged:
             return None
         listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
         if any(each.unreadable for each in damaged):  # which may be the way to the disk: a crash, and no refusal
             raise CheckpointError(f"no checkpoint under {self.root} can be read ({listing}); nothing was moved")
-        raise ResumeRefusedError(
+        raise RefusedError(
             f"there are checkpoints under {self.root}, but none is whole ({listing}). Not starting again at step 0 "
             "unasked: restore one, or begin anew in another run.dir"
         )
 
-    def _go_back(self, folder: Path) -> Chosen:
-        """Load this run's own checkpoint in `folder`, and move later ones aside if all of them are damaged.
-
-        Intact ones stay, and the caller will not overwrite them.
-        """
-        given = self._given(folder)
-        given = replace(given, origin=Origin.of(given.trainer))
-
-        def scan() -> list[tuple[Path, Manifest | Damage]]:
-            later = [each for each in files.list_checkpoints(self.root) if files.step_of(each) > given.manifest.step]
-            return [(each, _manifest_in(each)) for each in later]
-
-        damaged = []
-        try:
-            later = self.sync.on_rank0("scan", scan)
-        except DamageError:  # one of another version
-            return given
-        for other, found in later:
-            if isinstance(found, Manifest):
-                try:
-                    self.check(other, found)
-                    return given
-                except DamageError as error:
-                    confirm(other, error, self.sync)
-                    found = Damage(other.name, error.reasons)
-            damaged.append(found)
-            self._report(found)
-        return self._settle(replace(given, damaged=tuple(damaged)))
-
-    def _given(self, folder: Path) -> Chosen:
+    def _given(self, folder: Path) -> Resumed:
         """Load the checkpoint in `folder`, of this run or another. Raises as `choose`."""
 
-        def look() -> tuple[Manifest, Origin] | str:
+        key = f"checkpoint.resume={folder}"
+
+        def look() -> tuple[Manifest, Origin]:
             if not folder.is_dir():
-                return "is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200"
+                raise RefusedError(
+                    f"{key} is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200"
+                )
             try:
                 manifest = files.read_manifest(folder)
-                return manifest, Origin.at(folder, manifest)
             except OtherFormatError as error:
-                return f"is of another version: {error}"
+                raise RefusedError(f"{key} is of another version: {error}") from error
+            return manifest, Origin.at(folder, manifest)
 
         try:
-            found = self.sync.on_rank0("read a manifest", look)
-            if isinstance(found, str):
-                raise ResumeRefusedError(f"checkpoint.resume={folder} {found}")
-            return Chosen(folder, found[0], self.load(folder, found[0]), origin=found[1])
+            manifest, origin = self.sync.on_rank0("read a manifest", look)
+            return Resumed(folder, manifest, self.load(folder, manifest), origin=origin)
         except DamageError as error:
-            confirm(folder, error, self.sync)
-            if error.unreadable:
-                raise CheckpointError(f"checkpoint.resume={folder} cannot be read: {error.reasons}") from error
-            text = f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one"
-            raise ResumeRefusedError(text) from error
+            refuse_damaged(key, folder, error, self.sync)
 
-    def _check_origin(self, chosen: Chosen, given: Path) -> None:
+    def _check_origin(self, chosen: Resumed, given: Path) -> None:
         """Refuse to resume from checkpoints of a run that did not begin from `given`."""
         origin = chosen.origin
         if origin is not None:
@@ -229,13 +203,13 @@ class Finder:
             if same:  # moved, or made again in the same bits
                 return
         began = "at step 0" if origin is None else f"from {origin.path}"
-        raise ResumeRefusedError(
+        raise RefusedError(
             f"checkpoint.resume={given}, but {self.root} has checkpoints of a run that began {began} (the newest is "
             f"{chosen.folder.name}); choose another run.dir to begin from {given.name} there, or resume from them with "
             "checkpoint.resume=auto"
         )
 
-    def _settle(self, chosen: Chosen) -> Chosen:
+    def _settle(self, chosen: Resumed) -> Resumed:
         """Rename damaged checkpoints, and let the pointer name what was loaded: a run that was killed before it could
         may be finished, and save no more."""
         if self.only_look:
@@ -281,6 +255,14 @@ def confirm(folder: Path, error: DamageError, sync: RankSync) -> None:
         )
 
 
+def refuse_damaged(key: str, folder: Path, error: DamageError, sync: RankSync) -> NoReturn:
+    """Refuse the one checkpoint that the user gave as `key`, after `confirm`; on all ranks."""
+    confirm(folder, error, sync)
+    if error.unreadable:
+        raise CheckpointError(f"{key} cannot be read: {error.reasons}") from error
+    raise RefusedError(f"{key} is damaged: {error.reasons}; give another one") from error
+
+
 def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
     """Raise ValueError for a checkpoint that no run can resume from, because it has no optimizer state."""
     if manifest.weights_only:
@@ -293,15 +275,6 @@ def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
 def is_own(root: Path, given: Path) -> bool:
     """Whether `given` is one of the checkpoints under `root`, there or not."""
     return Path(os.path.realpath(given)).parent == Path(os.path.realpath(root))
-
-
-def _manifest_in(folder: Path) -> Manifest | Damage:
-    try:
-        return files.read_manifest(folder)
-    except OtherFormatError:
-        raise
-    except DamagedCheckpointError as error:
-        return Damage(folder.name, str(error))
 
 
 # What a run leaves behind besides its checkpoints, so that a start can tell a new run from one that lost them
@@ -353,56 +326,41 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                     yield record
 
 
-def _nothing_left(root: Path, found: list[str], given: Path | None) -> str:
-    remedies = [f"restore {root}"]
-    if given is None:
-        remedies.append("start from step 0 with checkpoint.resume=never, which moves the records aside")
-    remedies.append("choose another run.dir")
-    return (
-        f"run.dir={root.parent} is of an earlier run ({'; '.join(found)}), but there is no checkpoint to resume from "
-        f"in {root}: {', or '.join(remedies)}"
-    )
-
-
 # What one process can say of it before any rank waits for others, from manifests, sizes and the trainer's state alone
 
 
-def preview(config: Config, identity: Mapping[str, Any]) -> Chosen | None:
+def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
     """What a start of `config` would resume from; None if it begins at step 0. Changes nothing on disk.
 
     identity: the run's. Raises ConfigError for what a start would refuse, as far as it can be seen so; OSError.
     """
-    check_resume(config)
-    resume, root = config.checkpoint.resume, _root(config)
+    resume, root = config.checkpoint.resume, Path(config.run.dir) / "checkpoints"
     sync = OneProcess(root)
-
-    def check_sizes(folder: Path, manifest: Manifest) -> None:
-        def look() -> None:
-            for name, record in manifest.files.items():
-                files.open_sized(folder, name, record).close()
-
-        sync.on_rank0("look at it", look)
 
     def load(folder: Path, manifest: Manifest) -> dict[str, Any]:
         refuse_weights_only(folder, manifest)
         differences = identity_differences(manifest.identity, identity)
         if differences and not config.checkpoint.allow_mismatch:
             raise ConfigError(other_run(folder, differences))
-        check_sizes(folder, manifest)
-        content = sync.on_rank0("read it", lambda: files.read_checked(folder, files.TRAINER, manifest.files))
-        trainer: dict[str, Any] = json.loads(content)
-        return trainer
+
+        def look() -> dict[str, Any]:
+            for name, record in manifest.files.items():
+                with files.opened(folder, name, record):
+                    pass
+            trainer: dict[str, Any] = json.loads(files.read_checked(folder, files.TRAINER, manifest.files))
+            return trainer
+
+        return sync.on_rank0("read it", look)
 
     try:
-        found = Finder(root, sync, load, check_sizes, only_look=True).choose(resume)
+        found = Finder(root, sync, load, only_look=True).choose(resume)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    start, broken = 0, set()
-    if found is not None:
-        start, broken = found.manifest.step, {damage.name for damage in found.damaged}
-    later = [files.step_of(each) for each in files.list_checkpoints(root) if each.name not in broken]
-    if last := max((step for step in later if step > start), default=0):
-        raise ConfigError(would_overwrite(resume, start, root, last))
+    start = 0 if found is None else found.manifest.step
+    broken = {damage.name for damage in found.damaged} if found is not None else set()
+    later = [step for each in files.list_checkpoints(root) if each.name not in broken and (step := files.step_of(each))]
+    if max(later, default=0) > start:
+        raise ConfigError(would_overwrite(resume, start, root, max(later)))
     return found
 
 
@@ -411,25 +369,19 @@ def check_resume(config: Config) -> None:
 
     A branch resumes from its own checkpoints also when its parent is gone; the start sees whether they are its own.
     """
-    resume, root = config.checkpoint.resume, _root(config)
+    resume, root = config.checkpoint.resume, Path(config.run.dir) / "checkpoints"
     if config.checkpoint.initialize_from is not None or resume in ("auto", "required", "never"):
         return
     if any(root.glob("step_*")) and not is_own(root, Path(resume)):
         return
-    given = Path(resume)
-    if not given.is_dir():
-        raise ConfigError(
-            f"checkpoint.resume={resume} is no checkpoint folder; give auto, required, never or the path of one, such "
-            f"as {config.run.dir}/checkpoints/step_00000200"
-        )
     try:
-        refuse_weights_only(given, files.read_manifest(given))
+        if (found := files.checkpoint_in(Path(resume))) != Path(resume):
+            raise ValueError(f"{resume} is no checkpoint, but has some inside: give {found}")
+        refuse_weights_only(found, files.read_manifest(found))
     except DamagedCheckpointError as error:
-        inside = files.list_checkpoints(given / "checkpoints") or files.list_checkpoints(given)
-        remedy = f"it has some inside: give {inside[-1]}" if inside else "give auto, never or the path of another one"
-        raise ConfigError(f"checkpoint.resume={resume} is no whole checkpoint ({error}); {remedy}") from error
+        raise ConfigError(f"checkpoint.resume={resume} is no whole checkpoint ({error}); give another one") from error
     except (ValueError, OSError) as error:
-        raise ConfigError(f"checkpoint.resume={resume}: {error}") from error
+        raise ConfigError(f"checkpoint.resume: {error}") from error
 
 
 def would_overwrite(resume: str, start: int, root: Path, last: int) -> str:
@@ -438,7 +390,3 @@ def would_overwrite(resume: str, start: int, root: Path, last: int) -> str:
         f"checkpoint.resume={resume} starts from step {start}, but {root} already has checkpoints up to step {last}, "
         "which the run would overwrite; choose another run.dir"
     )
-
-
-def _root(config: Config) -> Path:
-    return Path(config.run.dir) / "checkpoints"

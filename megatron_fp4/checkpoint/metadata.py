@@ -7,18 +7,15 @@ them describes tensors is taken over. Anything else is damage.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import io
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -30,7 +27,6 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # torch's, of the format
-_NO_DESCRIPTION = f"{METADATA} does not describe a checkpoint"
 
 
 def _name(cls: type) -> str:
@@ -75,37 +71,26 @@ class Whole(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of its values."""
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """A thousand ranks make millions of small objects, which the collector would look through again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_gc()
 def metadata_of(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]]) -> bytes:
-    """The content of `.metadata`. pieces: of each file, by its name."""
-    # Weights and both moments are cut alike: the same objects, which a pickle then holds once.
-    chunks_of: dict[tuple[tuple[int, ...], tuple[int, ...]], ChunkStorageMetadata] = {}
+    """The content of `.metadata`. pieces: of each file, by its name.
+
+    Raises ValueError unless the pieces make up every tensor.
+    """
     chunks: list[list[ChunkStorageMetadata]] = [[] for _ in tensors]
-    names = [tensor.name for tensor in tensors]
     storage: dict[MetadataIndex, filesystem._StorageInfo] = {}
+    written = [0] * len(tensors)
     for file, of_file in pieces.items():
         for number, offsets, sizes, start, length in of_file:
-            chunk = chunks_of.get((offsets, sizes))
-            if chunk is None:
-                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                chunks_of[offsets, sizes] = chunk
-            storage[MetadataIndex(names[number], chunk.offsets)] = filesystem._StorageInfo(file, start, length)
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            storage[MetadataIndex(tensors[number].name, chunk.offsets)] = filesystem._StorageInfo(file, start, length)
             chunks[number].append(chunk)
+            written[number] += math.prod(sizes)
+    for tensor, count in zip(tensors, written, strict=True):
+        if count != math.prod(tensor.shape):
+            raise ValueError(f"{count} of {math.prod(tensor.shape)} elements of {tensor.name} were written")
     content = Metadata(
         state_dict_metadata={
             tensor.name: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), of_tensor)
@@ -118,18 +103,6 @@ def metadata_of(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]])
     return pickle.dumps(content)
 
 
-def check_complete(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """Raise ValueError unless the pieces of all files make up every tensor."""
-    written = [0] * len(tensors)
-    for of_file in pieces.values():
-        for piece in of_file:
-            written[piece.tensor] += math.prod(piece.sizes)
-    for tensor, count in zip(tensors, written, strict=True):
-        if count != math.prod(tensor.shape):
-            raise ValueError(f"{count} of {math.prod(tensor.shape)} elements of {tensor.name} were written")
-
-
-@_without_gc()
 def read_metadata(content: bytes, foreign: bool = False) -> Metadata:
     """The inverse of `metadata_of`, also of what torch itself wrote.
 
@@ -186,52 +159,47 @@ class _StandIns(pickle.Unpickler):
 
     def metadata(self) -> Metadata:
         """The real thing, of values of the expected types. Raises whatever other values come to."""
-        state = self._state(self.load(), Metadata)
-        tensors: dict[str, STORAGE_TYPES] = {
+        state = self._made(self.load(), Metadata).state
+        tensors = {
             str(name): self._tensor(saved)
             for name, saved in state["state_dict_metadata"].items()
             if not self._foreign or isinstance(saved, self._classes[_name(TensorStorageMetadata)])
         }
         places = {}
         for key, value in state["storage_data"].items():
-            index, place = self._state(key, MetadataIndex), self._state(value, filesystem._StorageInfo)
+            index, place = self._made(key, MetadataIndex).state, self._made(value, filesystem._StorageInfo).state
             if self._foreign and str(index["fqn"]) not in tensors:
                 continue
-            path, offset, length = place["relative_path"], place["offset"], place["length"]
-            if place.get("transform_descriptors") or not isinstance(path, str):
-                raise DamagedCheckpointError(f"{METADATA}: {index['fqn']} is not a plain tensor")
+            path = place["relative_path"]
+            _expect(isinstance(path, str) and not place.get("transform_descriptors"))
             real = MetadataIndex(str(index["fqn"]), self._size(index["offset"]))
-            places[real] = filesystem._StorageInfo(path, _count(offset), _count(length))
+            places[real] = filesystem._StorageInfo(path, _count(place["offset"]), _count(place["length"]))
         paths = {str(name): tuple(map(str, path)) for name, path in (state.get("planner_data") or {}).items()}
-        return Metadata(tensors, paths, places, version=str(state.get("version")))
+        return Metadata({**tensors}, paths, places, version=str(state.get("version")))
 
     def _tensor(self, saved: Any) -> TensorStorageMetadata:
-        state = self._state(saved, TensorStorageMetadata)
+        state = self._made(saved, TensorStorageMetadata).state
         dtype = self._made(state["properties"], TensorProperties).state[0]
-        if not isinstance(dtype, torch.dtype):
-            raise DamagedCheckpointError(_NO_DESCRIPTION)
-        chunks = []
-        for chunk in state["chunks"]:
-            place = self._state(chunk, ChunkStorageMetadata)
-            chunks.append(ChunkStorageMetadata(self._size(place["offsets"]), self._size(place["sizes"])))
+        _expect(isinstance(dtype, torch.dtype))
+        places = [self._made(chunk, ChunkStorageMetadata).state for chunk in state["chunks"]]
+        chunks = [ChunkStorageMetadata(self._size(place["offsets"]), self._size(place["sizes"])) for place in places]
         return TensorStorageMetadata(TensorProperties(dtype), self._size(state["size"]), chunks)
 
     def _size(self, size: Any) -> torch.Size:
         return torch.Size(map(_count, self._made(size, torch.Size).arguments[0]))
 
-    def _state(self, thing: Any, cls: type) -> dict[str, Any]:
-        state = self._made(thing, cls).state
-        if not isinstance(state, dict):
-            raise DamagedCheckpointError(_NO_DESCRIPTION)
-        return state
-
     def _made(self, thing: Any, cls: type) -> _Thing:
-        if not isinstance(thing, self._classes[_name(cls)]):
-            raise DamagedCheckpointError(_NO_DESCRIPTION)
-        return thing
+        _expect(isinstance(thing, self._classes[_name(cls)]))
+        made: _Thing = thing
+        return made
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise DamagedCheckpointError(_NO_DESCRIPTION)
-    return value
+    _expect(type(value) is int and value >= 0)
+    count: int = value
+    return count
+
+
+def _expect(condition: bool) -> None:
+    if not condition:
+        raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import mmap
 import shutil
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, check_complete, metadata_of
+from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
 from megatron_fp4.checkpoint.shards import OwnPiece, pack, write_shards
 from megatron_fp4.checkpoint.sync import CheckpointError, RankSync
 
@@ -81,13 +82,13 @@ class _OfRank(NamedTuple):
 
 @dataclass
 class Saves:
-    """The saves of one run under `root`; every method is a collective.
+    """The saves of one run under `root`; every method is a collective, unless it says otherwise.
 
     device: for the collectives of training's own group. keep: how many checkpoints to keep (0: all). staging: given,
-    saves go on in the background. max_failed: so many in a row that come to nothing end the run. before_publish: called
-    on rank 0, in whatever thread, before a checkpoint gets its name. needed: asked there for the names of checkpoints
-    that must not be removed yet. alive: called while training waits for a save that gets on. failed_in_a_row: saves
-    that came to nothing. last: the checkpoint that was made last.
+    saves are written in the background. max_failed: so many in a row that come to nothing end the run. before_publish:
+    called on rank 0, in whatever thread, before a checkpoint gets its name. needed: asked there for the names of
+    checkpoints that must not be removed yet. alive: called while training waits for a save. failed_in_a_row: saves that
+    came to nothing. last: the checkpoint that was made last.
     """
 
     root: Path
@@ -110,18 +111,16 @@ class Saves:
     _metadata: bytes = b""
     _current: SaveReport | None = None
     _began: float = 0.0
-    _ended: float = 0.0
     _reports: list[SaveReport] = field(default_factory=list)
 
     @property
-    def failed(self) -> bool:
-        """Whether this rank's save in the background has come to nothing and nobody was told."""
-        return self._thread is not None and not self._thread.is_alive() and self._outcome is not None
+    def _writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     @property
-    def on_its_way(self) -> bool:
-        """Whether this rank is writing in the background."""
-        return self._thread is not None and self._thread.is_alive()
+    def failed(self) -> bool:
+        """Whether this rank's save in the background has come to nothing, which `end` has not told yet."""
+        return self._thread is not None and not self._writing and self._outcome is not None
 
     def begin(self, snapshot: Snapshot, began: float) -> None:
         """Save; in the background if there is staging. The save before has ended (`end`).
@@ -160,7 +159,7 @@ class Saves:
         """
         pause = 0.001
         while True:
-            flags = torch.tensor([float(self.on_its_way), float(self._broken)], device=self.device)
+            flags = torch.tensor([float(self._writing), float(self._broken)], device=self.device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             writing, broken = flags.tolist()
             if broken:
@@ -177,12 +176,12 @@ class Saves:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        seconds = self._ended - self._began
-        stall = seconds if self.staging is None else self.staging.total_stall()
-        error = None if self._outcome is None else str(self._outcome)
-        report = replace(self._current, seconds=seconds, stall=stall, error=error)
+        report, self._current = self._current, None
+        if self.staging is None:
+            report = replace(report, stall=report.seconds)
+        else:
+            report = replace(report, stall=self.staging.total_stall())
         self._reports.append(report)
-        self._current = None
         if self._outcome is None:
             self.failed_in_a_row, self.last = 0, (report.folder, report.step)
             return
@@ -192,7 +191,7 @@ class Saves:
 
     def collect(self) -> list[SaveReport]:
         """Those that have ended since the last call. Not a collective: ranks may notice at different times."""
-        if self._thread is not None and not self._thread.is_alive() and self._outcome is None:
+        if self._thread is not None and not self._writing and self._outcome is None:
             self._take_note()
         reports, self._reports = self._reports, []
         return reports
@@ -211,7 +210,9 @@ class Saves:
         except Exception as error:  # not agreed upon: another rank is gone, or waits for this one
             self._broken = True
             self._outcome = CheckpointError(f"checkpoint under {self.root}: {type(error).__name__}: {error}")
-        self._ended = time.perf_counter()
+        assert self._current is not None
+        error_text = None if self._outcome is None else str(self._outcome)
+        self._current = replace(self._current, seconds=time.perf_counter() - self._began, error=error_text)
 
     def _write(self, snapshot: Snapshot) -> None:
         for pause in _LAST_PAUSES if snapshot.last else _PAUSES:
@@ -226,8 +227,7 @@ class Saves:
         return self._attempt(snapshot)
 
     def _attempt(self, snapshot: Snapshot) -> None:
-        step, sync = snapshot.manifest.step, self.sync
-        final = self.root / files.folder_name(step)
+        sync, final = self.sync, self.root / files.folder_name(snapshot.manifest.step)
         staging = final.with_name(final.name + ".tmp")
         try:
             sync.on_rank0("make a folder", lambda: _make_folder(staging, snapshot.tensors))
@@ -257,7 +257,6 @@ class Saves:
                 self._layouts |= of_rank.layouts
             # Of a save that had more tensors there may be files that this one has not.
             self._layouts = {name: layout for name, layout in self._layouts.items() if name in records}
-            check_complete(snapshot.tensors, self._layouts)
             self._metadata = metadata_of(snapshot.tensors, self._layouts)
         for name, content in (
             (METADATA, self._metadata),
@@ -272,12 +271,10 @@ class Saves:
             raise InterruptedError("the run ended while it was being written")
         files.publish(staging, final)
         try:
-            removed = files.prune(self.root, self.keep, just_made=final, needed=self.needed())
+            if removed := files.prune(self.root, self.keep, just_made=final, needed=self.needed()):
+                logger.info("removed old checkpoints: %s", ", ".join(folder.name for folder in removed))
         except OSError as error:  # the new checkpoint is safe, and that is what matters
             logger.warning("could not clear up after a save: %s", error)
-        else:
-            if removed:
-                logger.info("removed old checkpoints: %s", ", ".join(folder.name for folder in removed))
 
 
 def _make_folder(folder: Path, tensors: Sequence[Whole]) -> None:
@@ -303,45 +300,40 @@ class Staging:
 
     def __init__(self, pieces: Sequence[OwnPiece], device: torch.device) -> None:
         self._device = device
-        starts, total = [], 0
-        for piece in pieces:
-            starts.append(total)
-            total += -(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT
+        sizes = [-(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
+        starts = [0, *itertools.accumulate(sizes)]
         # Shared, not private: the loader's processes are forked from this one, and what a device writes into must not
         # be copied on that occasion.
-        self._memory = mmap.mmap(-1, max(total, 1))
+        self._memory = mmap.mmap(-1, max(starts[-1], 1))
         self._staged = {
             (piece.tensor, piece.offsets): torch.frombuffer(
                 self._memory, dtype=piece.values.dtype, count=piece.values.numel(), offset=start
             ).view(piece.values.shape)
-            for piece, start in zip(pieces, starts, strict=True)
+            for piece, start in zip(pieces, starts, strict=False)
         }
-        self.num_bytes = total
         self.stall = 0.0
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            if total > 0:
-                _lock_pages(self._memory, total, device)
+            if starts[-1] > 0:
+                _lock_pages(self._memory, starts[-1], device)
 
     def copy(self, pieces: Sequence[OwnPiece]) -> list[OwnPiece]:
         """Begin to copy; returns the pieces with the host's tensors, which hold the values after `wait`."""
-        began = time.perf_counter()
         staged = [piece._replace(values=self._staged[piece.tensor, piece.offsets]) for piece in pieces]
         if self._stream is None:
             for target, piece in zip(staged, pieces, strict=True):
                 target.values.copy_(piece.values)
-        else:
-            self._waits.clear()
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                for target, piece in zip(staged, pieces, strict=True):
-                    target.values.copy_(piece.values, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
-        self.stall = time.perf_counter() - began
+            return staged
+        self._waits.clear()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, piece in zip(staged, pieces, strict=True):
+                target.values.copy_(piece.values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
         return staged
 
     def before_update(self) -> None:

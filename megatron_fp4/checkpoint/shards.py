@@ -1,10 +1,9 @@
 """The tensors and generators of a run as files: what each rank writes, and how any mesh reads it back.
 
-A rank writes `__RANK_0.distcp` and, if it has much, `__RANK_1.distcp` and so on, side by side, which
-torch.distributed.checkpoint's readers understand: one torch.save after another.
-Of what several ranks hold alike, one of them writes it: which follows from its placement, without asking. A file is
-hashed while it is written, and while it is read: each is read once from the first byte to the last, by the ranks that
-need something in it, which is the whole check of a checkpoint; what no rank needs is read as well.
+A rank writes `__RANK_0.distcp` and, if it has much, `__RANK_1.distcp` and so on, side by side: one torch.save after
+another, which torch.distributed.checkpoint's readers understand. Of what several ranks hold alike, one writes it; its
+placement says which. A file is hashed while it is written, and while it is read: the ranks that need something in it
+read it once from the first byte to the last. That is the whole check of a checkpoint; what no rank needs is read too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -74,15 +73,18 @@ def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
     numbers = {whole.name: number for number, whole in enumerate(wholes_of(state))}
     pieces = []
     for item in planner.create_local_plan().items:
-        number, data = numbers[item.index.fqn], item.tensor_data
+        number, data, whole = numbers[item.index.fqn], item.tensor_data, planner.state_dict[item.index.fqn]
         assert data is not None
-        whole = planner.state_dict[item.index.fqn]
         if not _is_writer(whole, number, rank) or data.chunk.sizes.numel() == 0:
             continue
         values = planner.resolve_data(item)
         assert isinstance(values, Tensor)
+        if isinstance(whole, DTensor):  # ranks with other shards hold the same: those of a tensor-parallel group
+            common = whole.placements[-1].is_replicate() and whole.device_mesh.size(-1) > 1
+        else:
+            common = dist.get_world_size() > 1
         place = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-        pieces.append(OwnPiece(number, *place, values.detach(), _is_common(whole)))
+        pieces.append(OwnPiece(number, *place, values.detach(), common))
     return pieces
 
 
@@ -102,11 +104,7 @@ def _is_writer(tensor: Tensor, number: int, rank: int) -> bool:
     )
 
 
-def _is_common(tensor: Tensor) -> bool:
-    """Whether ranks with other shards hold the same: those of a tensor-parallel group, or all."""
-    if not isinstance(tensor, DTensor):
-        return dist.get_world_size() > 1
-    return tensor.placements[-1].is_replicate() and tensor.device_mesh.size(-1) > 1
+# Writing
 
 
 class Written(NamedTuple):
@@ -123,36 +121,28 @@ def write_shards(
 
     abandoned: asked between pieces; when true, an error ends the writing. Raises OSError.
     """
-    parts = split(pieces)
-    with ThreadPoolExecutor(max(len(parts), 1), thread_name_prefix="checkpoint") as pool:
-        files_of_parts = [
-            (name := f"__{rank}_{number}.distcp", pool.submit(write_shard, folder / name, part, abandoned))
-            for number, part in enumerate(parts)
-        ]
-    return {name: future.result() for name, future in files_of_parts}
+    parts = {f"__{rank}_{number}.distcp": part for number, part in enumerate(_split(pieces))}
+    with ThreadPoolExecutor(_MAX_FILES + 1, thread_name_prefix="checkpoint") as pool:
+        written = {name: pool.submit(write_shard, folder / name, part, abandoned) for name, part in parts.items()}
+    return {name: future.result() for name, future in written.items()}
 
 
-def split(pieces: Sequence[OwnPiece]) -> list[list[OwnPiece]]:
-    """Into parts of about the same size, so many that hashing them one beside the other does not take long.
+def _split(pieces: Sequence[OwnPiece]) -> list[list[OwnPiece]]:
+    """Into parts of about the same size, so many that hashing them side by side does not take long.
 
     What others need besides their own has a part to itself: they must not read a large file for it.
     """
     own, common = ([piece for piece in pieces if piece.common == kind] for kind in (False, True))
-    total = sum(piece.values.nbytes for piece in own)
-    count = min(_MAX_FILES, -(-total // _FILE_BYTES), len(own))
-    parts: list[list[OwnPiece]] = [[] for _ in range(count)] + ([common] if common else [])
-    sizes = [0] * count
-    for piece in sorted(own, key=lambda piece: -piece.values.nbytes):
-        smallest = sizes.index(min(sizes))
-        parts[smallest].append(piece)
-        sizes[smallest] += piece.values.nbytes
-    return parts
+    own.sort(key=lambda piece: -piece.values.nbytes)
+    count = min(_MAX_FILES, -(-sum(piece.values.nbytes for piece in own) // _FILE_BYTES), len(own))
+    return [part for part in (*(own[first::count] for first in range(count)), common) if part]
 
 
 def write_shard(path: Path, pieces: Sequence[OwnPiece], abandoned: Callable[[], bool]) -> Written:
     """Write pieces as one file."""
     layout = []
-    with _HashingFile(path) as file:
+    with open(path, "xb", buffering=1 << 20) as raw:
+        file = _HashingFile(raw)
         for piece in pieces:
             if abandoned():
                 raise InterruptedError("the run ended while it was being written")
@@ -166,23 +156,13 @@ def write_shard(path: Path, pieces: Sequence[OwnPiece], abandoned: Callable[[], 
 
 
 class _HashingFile:
-    """A new file, hashed while it is written."""
+    """Hashes what is written through it."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
         self._hash = hashlib.sha256()
         self._error: OSError | None = None
         self.size = 0
-
-    def __enter__(self) -> _HashingFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._file.close()
-        except OSError:
-            if error[0] is None:
-                raise
 
     def write(self, data: Any) -> int:
         self._hash.update(data)
@@ -211,6 +191,9 @@ class _HashingFile:
         return FileRecord(self.size, self._hash.hexdigest())
 
 
+# Reading
+
+
 def read_shards(folder: Path, metadata: Metadata, records: dict[str, FileRecord], state: dict[str, Any]) -> set[str]:
     """Copy the tensors of a checkpoint into `state_of`, those parts that this rank holds.
 
@@ -218,9 +201,8 @@ def read_shards(folder: Path, metadata: Metadata, records: dict[str, FileRecord]
     Raises DamagedCheckpointError if one is not, after which `state` holds nothing that can be used, and ValueError if
     the tensors of the checkpoint are not those of the run.
     """
-    reader = CheckedReader(folder, records, metadata)
-    planner = DefaultLoadPlanner()
-    check_names(metadata, state)
+    check_tensors(metadata, state)
+    reader, planner = CheckedReader(folder, records, metadata), DefaultLoadPlanner()
     with torch.no_grad():
         planner.set_up_planner(state, metadata, is_coordinator=False)
         reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -228,22 +210,22 @@ def read_shards(folder: Path, metadata: Metadata, records: dict[str, FileRecord]
     return reader.read
 
 
-def check_names(metadata: Metadata, state: dict[str, Any]) -> None:
+def check_tensors(metadata: Metadata, state: dict[str, Any]) -> None:
     """Raise ValueError if the tensors of a checkpoint are not those of the run."""
-    expected = {whole.name: whole.shape for whole in wholes_of(state)}
-    for name, shape in expected.items():
-        saved = metadata.state_dict_metadata.get(name)
-        if saved is None or not hasattr(saved, "size"):
-            raise ValueError(f"the checkpoint has no tensor {name}, which this model has")
-        if tuple(saved.size) != shape:
-            raise ValueError(f"{name} is {list(saved.size)} in the checkpoint, {list(shape)} in this model")
+    for whole in wholes_of(state):
+        saved = metadata.state_dict_metadata.get(whole.name)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise ValueError(f"the checkpoint has no tensor {whole.name}, which this model has")
+        there, here = (saved.properties.dtype, [*saved.size]), (whole.dtype, [*whole.shape])
+        if there != here:
+            raise ValueError("{} is {} {} in the checkpoint, {} {} in this model".format(whole.name, *there, *here))
 
 
 class CheckedReader(FileSystemReader):
     """Reads a checkpoint for torch.distributed.checkpoint's `load`, without unpickling what it does not know.
 
-    records: of the files, which are then read whole and compared; None: only what is asked for is read, unchecked.
-    read: names of the files that were compared.
+    A file in which anything is wanted is read whole and compared with its record. records, metadata: None: those in the
+    folder. read: names of the files that were compared. Its methods raise OSError and DamagedCheckpointError.
     """
 
     def __init__(
@@ -251,63 +233,57 @@ class CheckedReader(FileSystemReader):
     ) -> None:
         super().__init__(folder)
         self.read: set[str] = set()
-        self._folder, self._records, self._metadata = folder, records, metadata
+        self._folder, self._metadata = folder, metadata
+        self._records = files.read_manifest(folder).files if records is None else records
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises OSError and DamagedCheckpointError."""
+        """What the checkpoint holds."""
         if self._metadata is None:
-            self._metadata = read_metadata((self._folder / METADATA).read_bytes())
+            self._metadata = read_metadata(files.read_checked(self._folder, METADATA, self._records))
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises OSError and DamagedCheckpointError."""
+        """Copy what `plan` asks for to where `planner` has it."""
         wanted: dict[str, dict[int, list[tuple[int, ReadItem]]]] = {}
         for item in plan.items:
             place = self.storage_data.get(item.storage_index)
-            if item.type == LoadItemType.BYTE_IO or place is None or place.transform_descriptors:
+            if item.type == LoadItemType.BYTE_IO or place is None:
                 raise DamagedCheckpointError(f"{METADATA}: {item.storage_index.fqn} is not a plain tensor")
             of_file = wanted.setdefault(place.relative_path, {})
             of_file.setdefault(place.offset, []).append((place.length, item))
         with ThreadPoolExecutor(_MAX_FILES, thread_name_prefix="checkpoint") as pool:
-            read = {name: pool.submit(self._read_file, name, of_file, planner) for name, of_file in wanted.items()}
-        self.read |= {name for name in sorted(read) if read[name].result()}
+            reads = [pool.submit(self._read_file, name, of_file, planner) for name, of_file in wanted.items()]
+        for one in reads:
+            one.result()
+        self.read |= wanted.keys()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     @torch.no_grad()  # which holds for one thread
-    def _read_file(self, name: str, wanted: dict[int, list[tuple[int, ReadItem]]], planner: LoadPlanner) -> bool:
-        """Returns whether it was compared with its record."""
-        record = None if self._records is None else self._records.get(name)
-        if Path(name).name != name or (self._records is not None and record is None):
+    def _read_file(self, name: str, wanted: dict[int, list[tuple[int, ReadItem]]], planner: LoadPlanner) -> None:
+        if (record := self._records.get(name)) is None:
             raise DamagedCheckpointError(f"{METADATA} names the file {name!r}, which the checkpoint does not have")
         digest, position = hashlib.sha256(), 0
-        with files.reading(name), self._open(name, record) as file:
-            size = os.fstat(file.fileno()).st_size
+        with files.opened(self._folder, name, record) as raw, io.BufferedReader(raw) as file:
             for start in sorted(wanted):
                 length = wanted[start][0][0]
-                if not 0 <= start <= start + length <= size or start < position:
+                if start < position or start + length > record.size:
                     raise DamagedCheckpointError(f"{METADATA} does not describe {name}")
-                if record is None:
-                    file.seek(start)
-                else:
-                    _digest_to(file, start - position, digest, name)
-                content = read_exactly(file, length, name)
-                if record is not None:
-                    digest.update(content)
+                _digest_to(start, position, file, digest)
+                content = file.read(length)
+                digest.update(content)
                 for _, item in wanted[start]:
                     _put(content, item, planner, name)
                 position = start + length
-            if record is not None:
-                _digest_to(file, size - position, digest, name)
-                if digest.hexdigest() != record.sha256:
-                    raise DamagedCheckpointError(files.changed(name), name)
-        return record is not None
+            _digest_to(record.size, position, file, digest)
+        if digest.hexdigest() != record.sha256:
+            raise files.changed(name)
 
-    def _open(self, name: str, record: FileRecord | None) -> io.FileIO:
-        if record is None:
-            return files.open_plain(self._folder / name)
-        return files.open_sized(self._folder, name, record)
+
+def _digest_to(end: int, position: int, file: IO[bytes], digest: Any) -> None:
+    for start in range(position, end, _CHUNK):
+        digest.update(file.read(min(_CHUNK, end - start)))
 
 
 def _put(content: bytes, item: ReadItem, planner: LoadPlanner, name: str) -> None:
@@ -326,33 +302,14 @@ def _put(content: bytes, item: ReadItem, planner: LoadPlanner, name: str) -> Non
     planner.commit_tensor(item, target)
 
 
-def read_exactly(file: io.FileIO, length: int, name: str) -> bytes:
-    """The next bytes of a file that messages call `name`. Raises DamagedCheckpointError if it ends before."""
-    parts = []
-    while length > 0:  # one call returns two GiB at most
-        parts.append(file.read(length))
-        if not parts[-1]:
-            raise DamagedCheckpointError(f"{name} ends too early", name)
-        length -= len(parts[-1])
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _digest_to(file: io.FileIO, length: int, digest: Any, name: str) -> None:
-    while length > 0:
-        content = read_exactly(file, min(length, _CHUNK), name)
-        digest.update(content)
-        length -= len(content)
-
-
 def check_files(folder: Path, manifest: Manifest, sync: RankSync, names: Collection[str] | None = None) -> None:
     """Read `names` (None: all files), each rank its share. Raises DamageError on all ranks if one is not whole."""
     mine = sorted(manifest.files if names is None else names)[sync.rank :: sync.world_size]
 
     def check() -> None:
         for name in mine:
-            files.open_sized(folder, name, manifest.files[name]).close()
-            if files.record_of(folder / name) != manifest.files[name]:
-                raise DamagedCheckpointError(files.changed(name), name)
+            if problem := files.check_file(folder, name, manifest.files[name]):
+                raise problem
 
     sync.on_all("check it", check)
 
@@ -371,27 +328,27 @@ def load_checkpoint(
     be read into again), CheckpointError if it cannot be read or is of another model.
     """
     records = manifest.files
-    content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, records))
-    metadata = sync.on_all("read it", lambda: read_metadata(content))
-    state = state_of(model, optimizer)
-    read = sync.on_all("load it", lambda: read_shards(folder, metadata, records, state))
+    # Format 1 had a file for the generators of each rank.
+    of_generators = sorted(name for name in records if name == files.RANDOM_STATE or name.startswith("rng_"))
     generators: list[bytes] = []  # rank 0's
 
     def read_small() -> dict[str, Any]:
         trainer: dict[str, Any] = json.loads(files.read_checked(folder, files.TRAINER, records))
-        if files.RANDOM_STATE in records:
-            generators.extend(unpack(files.read_checked(folder, files.RANDOM_STATE, records)))
-        else:  # format 1
-            of_ranks = sorted(name for name in records if name.startswith("rng_"))
-            generators.extend(files.read_checked(folder, name, records) for name in of_ranks)
+        for name in of_generators:
+            content = files.read_checked(folder, name, records)
+            generators.extend(unpack(content) if name == files.RANDOM_STATE else [content])
         if len(generators) != manifest.world_size:
             raise DamagedCheckpointError(f"{len(generators)} ranks' generators of {manifest.world_size}")
         return trainer
 
+    content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, records))
+    metadata = sync.on_all("read it", lambda: read_metadata(content))
+    state = state_of(model, optimizer)
+    read = sync.on_all("load it", lambda: read_shards(folder, metadata, records, state))
     trainer = sync.on_rank0("read it", read_small)
-    small = {METADATA, files.TRAINER, files.RANDOM_STATE, *(name for name in records if name.startswith("rng_"))}
     of_ranks = sync.gather("check it", lambda: read)
-    left = sync.on_rank0("check it", lambda: sorted(records.keys() - small - set().union(*of_ranks)))
+    done = {METADATA, files.TRAINER, *of_generators}
+    left = sync.on_rank0("check it", lambda: sorted(records.keys() - done.union(*of_ranks)))
     check_files(folder, manifest, sync, left)
     if manifest.world_size == sync.world_size:
         mine = sync.scatter(generators)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import datetime
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -24,6 +24,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; raised on all ranks."""
 
 
+class RefusedError(CheckpointError, ValueError):
+    """What is for the user to decide; the message has the remedies. An action that raises it on one rank raises it on
+    all."""
+
+
 class DamageError(CheckpointError):
     """A checkpoint could not be read because it is not as it was written; raised on all ranks.
 
@@ -31,18 +36,11 @@ class DamageError(CheckpointError):
     checkpoint. unreadable: the disk reported an error for one of them.
     """
 
-    def __init__(self, message: str, reasons: str, files: frozenset[str], unreadable: bool) -> None:
+    def __init__(self, message: str, reasons: str, damages: Sequence[DamagedCheckpointError]) -> None:
         super().__init__(message)
-        self.reasons, self.files, self.unreadable = reasons, files, unreadable
-
-
-class _Failure(NamedTuple):
-    """What went wrong on a rank. damage: its kind; file: which is damaged, or ""."""
-
-    text: str
-    damage: bool = False
-    file: str = ""
-    unreadable: bool = False
+        self.reasons = reasons
+        self.files = {error.file for error in damages} - {""}
+        self.unreadable = any(isinstance(error, UnreadableError) for error in damages)
 
 
 class RankSync:
@@ -86,25 +84,26 @@ class RankSync:
         dist.scatter_object_list(mine, items if self.rank == 0 else None, src=0, group=self.group)
         return mine[0]  # type: ignore[no-any-return]
 
-    def _agree(self, what: str, failure: _Failure | None) -> None:
-        """Raise on all ranks, with who failed at `what` and why, if any has a failure."""
-        failures: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(failure, failures, dst=0, group=self.group)
+    def _agree(self, what: str, error: Exception | None) -> None:
+        """Raise on all ranks, with who failed at `what` and why, if any has an error."""
+        errors: list[Any] = [None] * self.world_size if self.rank == 0 else []
+        dist.gather_object(error, errors or None, dst=0, group=self.group)
         # A full disk fails everywhere for the same reason, which is said of the lowest rank that has it.
-        first = {of_rank: rank for rank, of_rank in reversed([*enumerate(failures or [])]) if of_rank is not None}
-        verdict: list[Any] = [sorted((rank, of_rank) for of_rank, rank in first.items())]
+        first = {str(one): (rank, one) for rank, one in reversed([*enumerate(errors)]) if one is not None}
+        verdict: list[Any] = [sorted(first.values(), key=lambda failure: failure[0])]
         dist.broadcast_object_list(verdict, src=0, group=self.group)
         if verdict[0]:
             self._fail(what, verdict[0])
 
-    def _fail(self, what: str, failures: list[tuple[int, _Failure]]) -> None:
-        reasons = " | ".join(f"rank {rank}: {failure.text}" for rank, failure in failures)
+    def _fail(self, what: str, failures: list[tuple[int, Exception]]) -> None:
+        if refusal := next((error for _, error in failures if isinstance(error, RefusedError)), None):
+            raise refusal
+        reasons = " | ".join(f"rank {rank}: {error}" for rank, error in failures)
         message = f"checkpoint under {self.root}: could not {what}: {reasons}"
-        damages = [failure for _, failure in failures if failure.damage]
+        damages = [error for _, error in failures if isinstance(error, DamagedCheckpointError)]
         if not damages:
             raise CheckpointError(message)
-        damaged = frozenset(failure.file for failure in damages if failure.file)
-        raise DamageError(message, reasons, damaged, any(failure.unreadable for failure in damages))
+        raise DamageError(message, reasons, damages)
 
 
 class OneProcess(RankSync):
@@ -117,20 +116,21 @@ class OneProcess(RankSync):
         try:
             return action()
         except DamagedCheckpointError as error:
-            files = frozenset({error.file} - {""})
-            raise DamageError(str(error), str(error), files, isinstance(error, UnreadableError)) from error
+            raise DamageError(str(error), str(error), [error]) from error
 
     on_all = on_rank0
 
 
-def _attempt(action: Callable[[], T]) -> tuple[T | None, _Failure | None]:
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """The result, or what went wrong: anything, because a rank that leaves alone lets the others wait for ever."""
     try:
         return action(), None
     except DamagedCheckpointError as error:
-        where = f" (on {socket.gethostname()})"
-        return None, _Failure(f"{error}{where}", True, error.file, isinstance(error, UnreadableError))
+        kind = UnreadableError if isinstance(error, UnreadableError) else DamagedCheckpointError
+        return None, kind(f"{error} (on {socket.gethostname()})", error.file)
+    except RefusedError as error:
+        return None, error
     except (OSError, ValueError, CheckpointError) as error:
-        return None, _Failure(str(error))
+        return None, CheckpointError(str(error))
     except Exception as error:
-        return None, _Failure(f"{type(error).__name__}: {error}")
+        return None, CheckpointError(f"{type(error).__name__}: {error}")

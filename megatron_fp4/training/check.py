@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint.config_diff import run_identity
-from megatron_fp4.checkpoint.find import Chosen, check_resume, preview
+from megatron_fp4.checkpoint.find import Resumed, check_resume, preview
 from megatron_fp4.config.checks import validate
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
@@ -159,11 +159,11 @@ def _check_run_dir(run_dir: Path) -> None:
         ) from error
 
 
-def _take_up(config: Config, found: Chosen | None, opened: Any) -> int:
+def _take_up(config: Config, found: Resumed | None, opened: Any) -> int:
     """Let the loader stand where the checkpoint does; returns steps done. Raises ConfigError if it cannot."""
     if found is None:
         return 0
-    start = found.manifest.step
+    start = found.step
     with configuration_errors(f"checkpoint.resume={config.checkpoint.resume} starts from step {start}: "):
         refuse_removed(found.trainer.get("config", {}))
         opened.loader.load_state_dict(found.trainer["loader"])
@@ -171,17 +171,17 @@ def _take_up(config: Config, found: Chosen | None, opened: Any) -> int:
     return start
 
 
-def _begins(config: Config, found: Chosen | None) -> str:
+def _begins(config: Config, found: Resumed | None) -> str:
     """Where the run begins, in words."""
     if found is not None:
-        return f"{found.folder}, step {found.manifest.step} of {config.train.steps}"
+        return f"{found.folder}, step {found.step} of {config.train.steps}"
     if config.checkpoint.initialize_from is not None:
         return f"none yet; begins at step 0 with the weights of {config.checkpoint.initialize_from}"
     return "none yet; begins at step 0"
 
 
 def _needs(
-    config: Config, models: ModelProvider, ranks: int, phases: Any, found: Chosen | None, start: int
+    config: Config, models: ModelProvider, ranks: int, phases: Any, found: Resumed | None, start: int
 ) -> tuple[int, str, str]:
     """By a dry run: bytes of a rank's memory at its peak, how long the steps after `start` take, what both assume."""
     from megatron_fp4.planning.dry_run import dry_run  # imports much that no run needs

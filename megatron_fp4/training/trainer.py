@@ -39,10 +39,10 @@ import torch
 
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import config_diff
-from megatron_fp4.checkpoint.checkpointer import Checkpointer, Resumed
+from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.files import origin_state
-from megatron_fp4.checkpoint.find import would_overwrite
+from megatron_fp4.checkpoint.find import Resumed, would_overwrite
 from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
@@ -332,10 +332,7 @@ class Trainer:
         """
         self.progress.at(done, "go back to a checkpoint")
         parts = self.model, self.optimizer, self.precision.step_state
-        if folder is None:
-            resumed = self.checkpointer.reload(*parts)
-        else:
-            resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
+        resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
         for callback in self.callbacks:
             callback.rolled_back(done, resumed.step, resumed.trainer.get(callback.name))
         return resumed.step

@@ -14,8 +14,7 @@ from megatron_fp4.checkpoint import files
 def make(root: Path, step: int, save_index: int, suffix: str = "") -> Path:
     folder = root / (files.folder_name(step) + suffix)
     folder.mkdir(parents=True)
-    (folder / "shard").write_bytes(b"x" * 100)
-    records = {"shard": files.record_of(folder / "shard")}
+    records = {"shard": files.write_file(folder / "shard", b"x" * 100)}
     files.write_manifest(folder, files.Manifest(save_index, step, 0, 0, 1, {"a": 1}, records, "2"))
     return folder
 
@@ -101,9 +100,9 @@ def test_damaged_files(tmp_path: Path) -> None:
     (folder / "shard").write_bytes(b"x" * 99 + b"y")
     assert "has changed" in str(files.check_file(folder, "shard", record))
     os.truncate(folder / "shard", 50)
-    assert files.check_file(folder, "shard", record) == "shard has 50 bytes instead of 100"
+    assert str(files.check_file(folder, "shard", record)) == "shard has 50 bytes instead of 100"
     (folder / "shard").unlink()
-    assert files.check_file(folder, "shard", record) == "shard is missing"
+    assert str(files.check_file(folder, "shard", record)) == "shard is missing"
 
 
 def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:

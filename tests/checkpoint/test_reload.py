@@ -54,8 +54,8 @@ def test_reload(damage: str, asynchronous: bool, tmp_path: Path, monkeypatch: py
         moved, version = state(model, optimizer), step_state.weights_version
         assert checkpointer.last_step() == 1 and not same(moved, saved)
         if damage == "none":
-            reloaded = checkpointer.reload(model, optimizer, step_state)
-            assert (reloaded.step, reloaded.trainer, reloaded.path) == (1, {"note": 1}, folder)
+            reloaded = checkpointer.load(None, model, optimizer, step_state, allow_mismatch=False)
+            assert (reloaded.step, reloaded.trainer, reloaded.folder) == (1, {"note": 1}, folder)
             assert same(state(model, optimizer), saved) and torch.equal(torch.get_rng_state(), draws)
             assert step_state.weights_version > version  # quantized weights that linears kept are of other weights
             return
@@ -67,5 +67,5 @@ def test_reload(damage: str, asynchronous: bool, tmp_path: Path, monkeypatch: py
         else:
             folder.rename(tmp_path / "elsewhere")
         with pytest.raises(CheckpointGoneError, match="step_00000001"):
-            checkpointer.reload(model, optimizer, step_state)
+            checkpointer.load(None, model, optimizer, step_state, allow_mismatch=False)
         assert same(state(model, optimizer), moved) and step_state.weights_version == version

@@ -277,7 +277,10 @@ def test_a_full_disk_is_named_by_the_file(tmp_path: Path, monkeypatch: pytest.Mo
         def write(self, data: Any) -> int:
             raise FULL
 
-        def close(self) -> None: ...
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr(shards, "open", lambda *_, **__: Full(), raising=False)
     piece = OwnPiece(0, (0,), (1000,), torch.zeros(1000))

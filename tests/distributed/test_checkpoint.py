@@ -88,8 +88,7 @@ def run(
     return {
         "start": start,
         "trainer": None if resumed is None else resumed.trainer,
-        "consumed": None if resumed is None else (resumed.consumed_samples, resumed.consumed_tokens),
-        "same_world": None if resumed is None else resumed.same_world,
+        "consumed": None if resumed is None else (resumed.manifest.consumed_samples, resumed.manifest.consumed_tokens),
         "loaded": loaded,
         "losses": losses,
         "draws": draws,
@@ -134,7 +133,7 @@ def test_resumed_is_straight_bit_for_bit(root: Path, straight: list[dict[str, An
     assert_continues(resumed, straight, start=2)
     assert straight[0]["draws"] != straight[1]["draws"]
     assert resumed[0]["trainer"] == {"skipped": 0, "note": [1, 0.1]}
-    assert resumed[0]["consumed"] == (16, 128) and resumed[0]["same_world"]
+    assert resumed[0]["consumed"] == (16, 128)
     assert names(root) == {"latest", "step_00000004", "step_00000006"}
     assert (root / "latest").read_text() == "step_00000006\n"
 
@@ -144,7 +143,6 @@ def test_two_ranks_one_rank_two_ranks(root: Path, straight: list[dict[str, Any]]
     again = launch(run, 2, str(root), 6)
     first = launch(run, 2, str(root), 6)[0]  # nothing left to do: loads what `again` saved
     assert (single["start"], again[0]["start"], first["start"]) == (2, 4, 6)
-    assert not single["same_world"]
     assert equal(again[0]["loaded"], single["final"]) and equal(first["loaded"], again[0]["final"])
     losses = [loss for loss, _ in single["losses"] + again[0]["losses"]]
     assert losses == pytest.approx([loss for loss, _ in straight[0]["losses"][2:]], rel=1e-5)

@@ -52,7 +52,7 @@ def _save_as_format_1(rank: int, root: str) -> dict[str, Any]:
     dist.barrier()
     if rank == 0:
         files.write_file(folder / "trainer.json", '{"note": [1, 0.1]}')
-        records = {path.name: files.record_of(path) for path in folder.iterdir()}
+        records = {path.name: files.write_file(path, path.read_bytes()) for path in folder.iterdir()}
         files.write_manifest(folder, files.Manifest(1, STEP, 24, 192, 2, {"run": 1}, records, "2.7.0", format=1))
         files.write_pointer(folder)
     return {"tensors": _tensors(model, optimizer), "draws": _draws()}
@@ -64,12 +64,16 @@ def _load(rank: int, root: str) -> dict[str, Any]:
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity={"run": 1})
     resumed = checkpointer.resume("auto", model, optimizer, StepState(0), allow_mismatch=False)
     assert resumed is not None
-    assert (resumed.step, resumed.consumed_samples, resumed.consumed_tokens) == (STEP, 24, 192)
+    assert (resumed.step, resumed.manifest.consumed_samples, resumed.manifest.consumed_tokens) == (STEP, 24, 192)
     assert resumed.trainer == {"note": [1, 0.1]} and not resumed.damaged
     draws = _draws()
     # The next save is of today's format, and does not touch the old one.
     checkpointer.save(STEP + 1 + dist.get_world_size(), model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
-    return {"tensors": _tensors(model, optimizer), "draws": draws, "same_world": resumed.same_world}
+    return {
+        "tensors": _tensors(model, optimizer),
+        "draws": draws,
+        "same_world": resumed.manifest.world_size == dist.get_world_size(),
+    }
 
 
 @pytest.mark.parametrize("world_size", [2, 1])
