@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -10,8 +9,6 @@ import pytest
 import yaml
 
 from data.indexed import IndexedDatasetWriter
-from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.schema import ConfigError
 from scripts import analyze_precision
 
 pytestmark = pytest.mark.slow
@@ -122,26 +119,3 @@ def test_a_checkpoint_that_is_missing_or_damaged(
     tensors.write_bytes(tensors.read_bytes()[:-1])
     assert analyze_precision.main([str(damaged)]) == 2
     assert "is damaged" in capsys.readouterr().err
-
-
-def test_a_saved_configuration_comes_back(run_dir: Path) -> None:
-    saved = json.loads((Path(_checkpoint(run_dir)) / "trainer.json").read_text())["config"]
-    config = config_from_saved(saved, [], ROOT / "configs")
-    assert config.model.pattern == "*-M" and config.data.phases[0].blend == {"a": 1.0}
-    changed = config_from_saved(saved, ["precision=mxfp4", "precision.wgrad.rht=0", "train.steps=9"], ROOT / "configs")
-    assert (
-        changed.precision.name == "mxfp4 with wgrad.rht=0"
-        and changed.precision.wgrad.rht == 0
-        and changed.train.steps == 9
-    )
-    assert changed.model == config.model
-    both = config_from_saved(saved, ["precision=nvfp4", "precision.fprop.weight.block=1x16"], ROOT / "configs")
-    assert both.precision.dgrad.weight.block == "1x16"  # which the file takes from fprop's
-    with pytest.raises(ConfigError):
-        config_from_saved(saved, ["train.steps=many"], ROOT / "configs")
-
-
-def test_the_run_recorded_its_diagnostics(run_dir: Path) -> None:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    diagnostics = [record for record in records if record["kind"] == "diagnostics"]
-    assert len(diagnostics) == 2 and diagnostics[0]["linears"]

@@ -14,29 +14,7 @@ from models import provider as models
 
 pytestmark = pytest.mark.slow
 
-NVFP4_KINDS = (
-    "nvfp4_4over6_1x16",
-    "nvfp4_4over6_1x16_qkv_bf16",
-    "nvfp4_all_the_way",
-    "nvfp4_best",
-    "nvfp4_nemotron_3",
-    "nvfp4_quartet2",
-)
-RECIPES = ("bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4", *NVFP4_KINDS)
-# Relative error of the whole gradient after one backward pass that is allowed to a recipe, against BF16.
-GRADIENT_ERROR = {
-    "bf16": 0.0,
-    "fp8_block": 0.15,
-    "mxfp8": 0.15,
-    "nvfp4": 0.6,
-    "mxfp4": 0.7,
-    "nvfp4_all_the_way": 0.7,
-    "nvfp4_nemotron_3": 0.6,
-    "nvfp4_4over6_1x16": 0.6,
-    "nvfp4_4over6_1x16_qkv_bf16": 0.6,
-    "nvfp4_best": 0.6,
-    "nvfp4_quartet2": 0.6,
-}
+RECIPES = sorted(path.stem for path in (pretrain.CONFIGS / "precision").glob("*.yaml"))
 
 
 def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
@@ -56,17 +34,13 @@ def exact(mesh: ParallelMesh) -> tuple[float, torch.Tensor]:
     return first_step(mesh, "bf16")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
 def test_first_step_of_every_recipe(mesh: ParallelMesh, exact: tuple[float, torch.Tensor], name: str) -> None:
+    """The relative error of the whole gradient is that of its number of bits, and its gain is one."""
     loss, gradient = first_step(mesh, name)
     assert abs(loss - exact[0]) < 1e-2
     error = ((gradient - exact[1]).norm() / exact[1].norm()).item()
-    assert error <= GRADIENT_ERROR[name]
-    if name != "bf16":
-        assert error > 1e-3  # something was quantized
-        gain = (gradient @ exact[1] / exact[1].square().sum()).item()
-        assert 0.9 < gain < 1.1
-
-
-def test_configs_are_all_covered() -> None:
-    assert sorted(path.stem for path in (pretrain.CONFIGS / "precision").glob("*.yaml")) == sorted(RECIPES)
+    coarse = 0.7 if name in ("mxfp4", "nvfp4_all_the_way") else 0.6
+    assert 1e-3 < error <= (0.15 if "fp8" in name else coarse)
+    gain = (gradient @ exact[1] / exact[1].square().sum()).item()
+    assert 0.9 < gain < 1.1

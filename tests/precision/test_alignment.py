@@ -210,27 +210,6 @@ def test_what_is_padded_anyway_is_padded_for_the_faster_kernel_where_that_costs_
     assert alignment.padded_group(40, 1) == 64  # 128 would be twice as much
 
 
-@pytest.mark.parametrize("recipe", [ref.nearest(NVFP4), ref.nearest(MXFP4), FP8, ref.QAF], ids=lambda r: r.name)
-def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe) -> None:
-    """Against tensors that were padded beforehand; odd sizes in both directions."""
-    x, w, dy = ref.tensors(40, 256, 24)
-    alignment = block_alignment(recipe)
-    tokens, outputs = alignment.padded_tokens(40), alignment.padded_group(24, 1)
-    assert (tokens, outputs) != (40, 24)
-    y, dx, dw = ref.run(x, w, dy, ref.context_of(recipe))
-
-    def grown(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        out = torch.zeros(rows, columns, dtype=t.dtype)
-        out[: t.shape[0], : t.shape[1]] = t
-        return out
-
-    whole = (grown(x, tokens, 256), grown(w, outputs, 256), grown(dy, tokens, outputs))
-    expected = ref.run(*whole, ref.context_of(recipe))
-    for mine, theirs in zip((y, dx, dw), (expected[0][:40, :24], expected[1][:40], expected[2][:24]), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
-    assert not expected[0][40:].any() and not expected[2][24:].any()
-
-
 def test_a_transform_of_dgrad_does_not_mix_output_features_of_two_ranks() -> None:
     """Its groups of 128 would be others on other meshes. Groups of features (heads) are padded one by one."""
     shape = LinearShape("blocks.0.mixer.up_proj", 0, 512, 640, "-", "model.hidden_dim", False, "FFN blocks' up_proj")

@@ -151,15 +151,6 @@ def test_wrong_plan_files_are_refused(tmp_path, content, message):
     assert str(file) in str(error.value)
 
 
-def test_the_written_plan_names_recipe_reason_and_share():
-    written = plan_of(Bf16BlocksConfig(last=1)).as_dict()
-    assert written["quantized_linears"] == "10 of 12"
-    assert written["bf16"] == ["blocks.5.mixer.up_proj", "blocks.5.mixer.down_proj"]
-    assert written["recipes"] == {"nvfp4": ref.NVFP4.describe(), "bf16": BF16.describe()}
-    assert written["linears"]["blocks.0.mixer.in_proj"] == {"recipe": "nvfp4", "why": RUNS}
-    assert list(written["linears"]) == [shape.name for shape in shapes()]
-
-
 @pytest.mark.parametrize("scope", ["both", "forward", "backward"])
 def test_a_switched_plan_changes_quantized_linears_only(scope):
     before, target = plan_of(Bf16BlocksConfig(first=1)), plan_of(recipe=BF16)
@@ -232,16 +223,6 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
     PrecisionController(linears, quantized, step_state)
     again, _ = results()
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def test_draws_follow_the_name_that_the_plan_gives():
-    linears = {shape.name: LinearContext() for shape in shapes()}
-    PrecisionController(linears, plan_of(), StepState(seed=3))
-    x, w, dy = ref.tensors(32, 64, 160)
-    one, other = (ref.run(x, w, dy, linears[f"blocks.{block}.mixer.in_proj"]) for block in (0, 2))
-    assert torch.equal(one[0], other[0])
-    assert not torch.equal(one[1], other[1])
-    assert not torch.equal(one[2], other[2])
 
 
 @pytest.mark.parametrize("model", ["transformer_30m", "transformer_60m", "transformer_1_2b"])
