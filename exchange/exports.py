@@ -1,4 +1,4 @@
-"""Exports of a run while it trains: `checkpoint.export_interval`, `checkpoint.export_at_end`.
+"""Exports of a run while it trains: `checkpoint.export_interval`.
 
     run.dir/exports/
       step_00000400/       whole; `made_from.json` in it says of which checkpoint
@@ -72,17 +72,16 @@ def check_exports(config: Config, plans: tuple[Plan, Plan | None]) -> None:
     interval, chosen = settings.export_interval, settings.export_format
     if interval > steps:
         raise ConfigError(
-            f"checkpoint.export_interval={interval} does nothing in a run of train.steps={steps}; give {steps} or "
-            "less, or checkpoint.export_at_end=true"
+            f"checkpoint.export_interval={interval} does nothing in a run of train.steps={steps}; give {steps} or less"
         )
-    if not interval and not settings.export_at_end:
+    if not interval:
         if chosen != CheckpointConfig().export_format:
             raise ConfigError(
-                f"checkpoint.export_format={chosen} does nothing without exports; give checkpoint.export_interval or "
-                "checkpoint.export_at_end=true"
+                f"checkpoint.export_format={chosen} does nothing without exports; give checkpoint.export_interval, "
+                f"such as {steps}"
             )
         return
-    key = f"checkpoint.export_interval={interval}" if interval else "checkpoint.export_at_end=true"
+    key = f"checkpoint.export_interval={interval}"
     if importlib.util.find_spec("safetensors") is None or importlib.util.find_spec("huggingface_hub") is None:
         raise ConfigError(f'{key} needs packages of an extra: pip install "megatron_fp4[hf]", or leave it out')
     try:
@@ -94,12 +93,11 @@ def check_exports(config: Config, plans: tuple[Plan, Plan | None]) -> None:
     if problem := refusal(_trained(config, plans[0])):
         raise ConfigError(f"checkpoint.export_format={chosen}: {problem}; give checkpoint.export_format=bf16")
     last = last_exportable(config, plans)
-    if last is not None and (settings.export_at_end or interval > last):
-        first = steps if settings.export_at_end else interval
+    if last is not None and interval > last:
         raise ConfigError(
-            f"checkpoint.export_format={chosen}: step {first} is after the precision switch (before step {last + 1}), "
-            f"which ends NVFP4 in the forward pass; give checkpoint.export_format=bf16, or an interval of at most "
-            f"{last} without export_at_end"
+            f"checkpoint.export_format={chosen}: step {interval} is after the precision switch (before step "
+            f"{last + 1}), which ends NVFP4 in the forward pass; give checkpoint.export_format=bf16, or an interval of "
+            f"at most {last}"
         )
 
 
@@ -165,7 +163,7 @@ class Exports(Callback):
     def finish(self, done: int, stop: Callable[[], bool]) -> bool:
         """Wait for all exports of a finished run; of one that has stopped, end what is being written. A collective of
         training's own group, by which ranks wait for the first one."""
-        if not (self._settings.export_interval or self._settings.export_at_end):
+        if not self._settings.export_interval:
             return True
         trainer, pause, said = self.trainer, 0.02, False
         trainer.progress.at(done, "export")
@@ -205,10 +203,10 @@ class Exports(Callback):
 
     def due(self, step: int) -> bool:
         """Whether the checkpoint of `step` steps is to be exported; the same on all ranks."""
-        interval, steps = self._settings.export_interval, self.trainer.config.train.steps
         if step == 0 or (self._last is not None and step > self._last):
             return False
-        return (self._settings.export_at_end and step == steps) or (interval > 0 and step % interval == 0)
+        interval = self._settings.export_interval
+        return interval > 0 and step % interval == 0
 
     def protected(self) -> set[str]:
         """The names of checkpoints that are still to be exported. Any thread may ask."""

@@ -1,8 +1,9 @@
 """What pretrain.py answers before it imports torch, which takes seconds: `--help`, `--version`, `--cfg job`, that its
-packages are missing; and `--multirun`, whose runs are processes of their own."""
+packages are missing; `--multirun`, whose runs are processes of their own; and a first line for a run."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -41,6 +42,9 @@ def answer(arguments: list[str], config_dir: Path) -> int | None:
         return 2
     sweeps = not {"--multirun", "-m"}.isdisjoint(arguments)
     if not (wants_help or sweeps or "--cfg" in arguments):
+        if os.environ.get("RANK", "0") == "0" and {"--check", "run.dry=true"}.isdisjoint(arguments):
+            with contextlib.suppress(OSError):  # a pipe without a reader
+                os.write(1, f"megatron_fp4 {__version__}: importing PyTorch takes some seconds\n".encode())
         return None
     from megatron_fp4.config.compose import compose_config, to_yaml  # and with it Hydra, for which no version waits
     from megatron_fp4.config.help import help_text

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[int, str]] = {
         "{{name:long,sequence_length:32,global_batch_size:8,blend:{{prose:1}}}}]",
     ),
     "prompts": (1, "validation.prompts=[def,The] validation.prompt_tokens=8"),
-    "export": (1, "checkpoint.export_at_end=true"),
+    "export": (1, "checkpoint.export_interval=6"),
 }
 
 

@@ -28,7 +28,7 @@ from tests.training.harness import whole
 # What a test of several starts needs of each: no picture, no validation, no worker to start.
 FAST = ["data.num_workers=0", "validation.num_samples=1", "validation.interval=0", "run.device=cpu"]
 FAST += ["logging.tensorboard=false", "checkpoint.keep=0", "model.pattern=M*-", "train.sequence_length=32"]
-SPIKED = ["spikes.min_history=3", "checkpoint.interval=5", "train.steps=12", "precision.switch.when=5"]
+SPIKED = ["spikes.window=6", "checkpoint.interval=5", "train.steps=12", "precision.switch.when=5"]
 SPIKED += ["train.global_batch_size=4"]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from megatron_fp4.training.build import configuration_errors
 from models.hybrid import build_model
 from models.pattern import linear_shapes
 from tests.composing import CONFIGS, composed, plans_of
+from tests.programs import ROOT
 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 
@@ -101,3 +104,15 @@ def test_what_a_disk_fails_at_is_no_refusal(number: int | None, code: ExitCode) 
         raise error
     assert exit_code_of(caught.value) is code
     assert (caught.value is error) == (code is ExitCode.CRASHED)
+
+
+@pytest.mark.parametrize(("argument", "said"), [("train.steps=3", True), ("--check", False), ("run.dry=true", False)])
+def test_a_run_says_something_before_it_imports_torch(tmp_path: Path, argument: str, said: bool) -> None:
+    """On its first rank, unless what it prints is an answer."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')\n")
+    for rank in ("0", "1"):
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "RANK": rank}
+        command = [sys.executable, str(ROOT / "pretrain.py"), argument]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.stderr == "torch is imported\n"
+        assert done.stdout.startswith("megatron_fp4") == (said and rank == "0") and done.stdout.count("\n") <= 1

@@ -25,7 +25,7 @@ FEW = [
     *SMALL, *FAST, "train.global_batch_size=2", "train.steps=4", "checkpoint.interval=0", "precision=bf16",
     "precision.switch.when=never",
 ]  # fmt: skip
-END = "checkpoint.export_at_end=true"
+END = "checkpoint.export_interval=4"
 Start = Callable[..., str]
 
 
@@ -56,14 +56,14 @@ def test_every_export_has_its_checkpoint_and_its_record(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exports, "SCRIPT", stand_in(tmp_path))
-    run_dir, overrides = tmp_path / "run", ["checkpoint.export_interval=3", END, "checkpoint.keep=1"]
+    run_dir, overrides = tmp_path / "run", ["checkpoint.export_interval=2", "checkpoint.keep=1"]
     printed = start(*overrides)
-    assert names(run_dir / "exports") == ["step_00000003", "step_00000004"]
+    assert names(run_dir / "exports") == ["step_00000002", "step_00000004"]
     assert names(run_dir / "checkpoints") == ["latest", "step_00000004"]
-    assert [event["step"] for event in events(run_dir, "checkpoint")] == [3, 4]  # the export made the first one
+    assert [event["step"] for event in events(run_dir, "checkpoint")] == [2, 4]  # the export made the first one
     found = events(run_dir, "export")
     assert [(event["step"], event["path"], event["format"]) for event in found] == [
-        (step, str(run_dir / "exports" / f"step_0000000{step}"), "bf16") for step in (3, 4)
+        (step, str(run_dir / "exports" / f"step_0000000{step}"), "bf16") for step in (2, 4)
     ]
     assert not events(run_dir, "export_failed") and "exported" in printed
     assert json.loads((run_dir / "summary.json").read_text())["exported as"] == "exports/step_00000004"
@@ -71,7 +71,7 @@ def test_every_export_has_its_checkpoint_and_its_record(
     assert "is finished" in (printed := start(*overrides)) and "lacks" not in printed
     shutil.rmtree(run_dir / "exports" / "step_00000004")
     assert "lacks its export of step 4; writing that now" in start(*overrides)
-    assert names(run_dir / "exports") == ["step_00000003", "step_00000004"] and len(losses(run_dir)) == 4
+    assert names(run_dir / "exports") == ["step_00000002", "step_00000004"] and len(losses(run_dir)) == 4
 
 
 def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(

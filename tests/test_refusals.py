@@ -82,6 +82,8 @@ KEYS = [
         "data.remote_cache=/c",
         "data.remote_cache is no key any more: blocks of URLs are kept in `remote` below data.cache",
     ),
+    ("spikes.min_history=3", "spikes.min_history is no key any more: half of spikes.window"),
+    ("checkpoint.export_at_end=true", "set checkpoint.export_interval to train.steps"),
     ("run.file_mode=0640", "run.file_mode is no key any more: set the umask of the shell"),
 ]
 VALUES = [
@@ -135,8 +137,7 @@ TOGETHER = [
         ["run.replay_interval=50", "run.deterministic=false"],
         "replay_interval=50 compares bits, which deterministic=false",
     ),
-    (["spikes.action=skip", "spikes.window=63"], "spikes: min_history=64 is more than window=63 keeps"),
-    (["spikes.action=skip", "train.steps=64"], "spikes.min_history=64 is not reached in train.steps=64"),
+    (["spikes.action=skip", "train.steps=64"], "spikes.window=128 is not half full in train.steps=64"),
     (["spikes.action=rollback", "checkpoint.interval=0"], "spikes.action=rollback has no checkpoint to go back to"),
     # --- batch, schedule, phases
     ("train.micro_batch_size=3", "train.global_batch_size=8 is not a multiple of train.micro_batch_size=3 x 1"),

@@ -104,10 +104,10 @@ def _effects(config: Config, world_size: int) -> Iterator[str]:
         yield f"parallel.reduce_gradients=each has no effect with {why}; set it to once"
     if not data.phases:
         yield "data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'"
-    if spikes.action != "none" and spikes.min_history >= train.steps:
+    if spikes.action != "none" and spikes.window >= 2 * train.steps:
         yield (
-            f"spikes.min_history={spikes.min_history} is not reached in train.steps={train.steps}, so no step would "
-            "ever be a spike; use a smaller one, or spikes.action=none"
+            f"spikes.window={spikes.window} is not half full in train.steps={train.steps}, so no step would ever be a "
+            "spike; use a smaller one, or spikes.action=none"
         )
     if spikes.action == "rollback" and not config.checkpoint.interval:
         yield (

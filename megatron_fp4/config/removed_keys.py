@@ -14,6 +14,7 @@ from typing import Any
 
 # key or section, as a pattern -> (the value that always holds now, None: none does; what to do instead)
 _REMOVED = {
+    "checkpoint.export_at_end": (False, "set checkpoint.export_interval to train.steps instead"),
     "checkpoint.local_dir": (None, "no checkpoints are kept on nodes' own disks; save shared ones more often instead"),
     "checkpoint.local_interval": (0, "no checkpoints are kept on nodes' own disks; lower checkpoint.interval instead"),
     "checkpoint.max_failed_saves": (3, "three failed saves in a row end a run; leave it out"),
@@ -32,6 +33,7 @@ _REMOVED = {
     "run.dry_host_ms": (None, "a plan assumes 3 ms of Python a linear; leave it out"),
     "run.dry_network_bandwidth": (None, "a plan assumes 40 GB/s between hosts; leave it out"),
     "run.replay_action": ("end", "a difference ends the run; leave it out, or set run.replay_interval=0"),
+    "spikes.min_history": (None, "half of spikes.window steps are needed; set that instead"),
     "run.file_mode": (None, "set the umask of the shell, such as umask 027, instead"),
 }
 # Abilities that are gone: pattern of a key -> the value under which a run did without it.

@@ -143,25 +143,15 @@ class SpikesConfig:
 
     action: `none`; `skip` (no update with that batch); `rollback` (back to the last checkpoint's weights and moments,
         and on with the next batch: the data since then is skipped).
-    threshold: in robust standard deviations above the median. window: accepted steps that it is taken over.
-    min_history: as many must have been accepted, in the same data phase and precision, before a step can be a spike.
+    threshold: in robust standard deviations above the median. window: accepted steps that it is taken over; half as
+        many must have been accepted, in the same data phase and precision, before a step can be a spike.
     max_in_row: so many spikes in a row, of rollbacks those to one checkpoint, end the run with a diagnosis.
     """
 
     action: Literal["none", "skip", "rollback"] = "none"
     threshold: Positive = 6.0
     window: AtLeastOne = 128
-    min_history: AtLeastOne = 64
     max_in_row: AtLeastOne = 5
-
-    @model_validator(mode="after")
-    def _can_find_one(self) -> SpikesConfig:
-        if self.min_history > self.window:
-            raise ValueError(
-                f"min_history={self.min_history} is more than window={self.window} keeps, so no step would ever be a "
-                f"spike; use at most {self.window}, or a longer window"
-            )
-        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -208,7 +198,7 @@ class CheckpointConfig:
         folder: the newest intact one), or an imported one, which has only weights. Later starts go on with the run's
         own.
     export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
-        Face folder, by a process beside the run (exchange/exports.py). export_at_end: export the last checkpoint.
+        Face folder, by a process beside the run (exchange/exports.py).
     export_format: of these folders' weights, as scripts/convert.py export-hf has them; NVFP4 (of ModelOpt or
         compressed-tensors) only of checkpoints whose forward pass has it, not behind a switch that ends it.
     allow_mismatch: resume, or initialize, although data, tokenizer or model differ from what the checkpoint was made
@@ -221,7 +211,6 @@ class CheckpointConfig:
     resume: PathText = "auto"
     initialize_from: PathText | None = None
     export_interval: AtLeastZero = 0
-    export_at_end: bool = False
     export_format: Literal["bf16", "fp32", "nvfp4", "nvfp4-compressed-tensors"] = "bf16"
     allow_mismatch: bool = False
 

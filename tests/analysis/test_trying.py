@@ -248,7 +248,7 @@ def test_spikes_and_steps_that_are_not_finite(
     nan = StepResult(float("nan"), float("nan"), skipped=True)
     steps = [StepResult(2.0, 1.0, False), StepResult(9.0, 1.0, True, spike=True), StepResult(2.0, 1.0, False), nan, nan]
     checkpoint = str(trunk[1] / "checkpoints" / "step_00000003")
-    settings = ["spikes.action=rollback", "spikes.min_history=1", "train.max_skipped_steps=2", "--steps", "3"]
+    settings = ["spikes.action=rollback", "spikes.window=2", "train.max_skipped_steps=2", "--steps", "3"]
     with (
         mock.patch.object(trainer, "train_step", side_effect=steps),
         mock.patch.object(trainer.Trainer, "roll_back", autospec=True, return_value=3) as roll_back,

@@ -286,7 +286,7 @@ def test_a_finished_run_waits_and_a_stop_on_any_rank_ends_that(tmp_path: Path) -
     assert (tmp_path / "waits" / "exports" / "step_00000008").is_dir()
     outcomes = launch(_ending, 2, str(tmp_path / "stops"), "hang", 1, seconds=300.0)
     assert [outcome[0] for outcome in outcomes] == [False] * 2 and outcomes[0][3] == [8]
-    assert list((tmp_path / "stops" / "exports").iterdir()) == []
+    assert not list((tmp_path / "stops").glob("exports/*"))  # on a busy machine not even the folder
 
 
 def test_a_stop_waits_for_nothing(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def config(*overrides: str) -> Config:
     return composed("train.steps=8", "model.nvfp4_bf16_blocks.last=1", *overrides)
 
 
-EACH, END = "checkpoint.export_interval=2", "checkpoint.export_at_end=true"
+EACH, END = "checkpoint.export_interval=2", "checkpoint.export_interval=8"
 NVFP4 = "checkpoint.export_format=nvfp4"
 
 
@@ -310,10 +310,10 @@ NVFP4 = "checkpoint.export_format=nvfp4"
     [
         ([], []),
         (["checkpoint.export_interval=3"], [3, 6]),
-        (["checkpoint.export_interval=4", END], [4, 8]),
+        ([END], [8]),
         ([EACH, NVFP4, "precision.switch.when=5"], [2, 4]),  # after the switch there is no NVFP4 weight
         ([EACH, NVFP4, "precision.switch.when=5", "precision.switch.scope=backward"], [2, 4, 6, 8]),
-        ([EACH, END, NVFP4, "precision.switch.when=gradient_noise"], [2, 4, 6, 8]),
+        ([EACH, NVFP4, "precision.switch.when=gradient_noise"], [2, 4, 6, 8]),
     ],
 )
 def test_which_checkpoints_are_due(overrides: list[str], steps: list[int]) -> None:
@@ -329,7 +329,7 @@ def test_which_checkpoints_are_due(overrides: list[str], steps: list[int]) -> No
     ("overrides", "words"),
     [
         (["checkpoint.export_interval=9"], ["checkpoint.export_interval=9 does nothing", "give 8 or less"]),
-        ([NVFP4], ["checkpoint.export_format=nvfp4 does nothing", "checkpoint.export_interval or"]),
+        ([NVFP4], ["checkpoint.export_format=nvfp4 does nothing", "checkpoint.export_interval, such as 8"]),
         ([EACH, "model.rope=true"], ["checkpoint.export_interval=2: no architecture", "nothing to export"]),
         ([EACH, NVFP4, "precision=bf16"], ["no linear", "with NVFP4 weights", "checkpoint.export_format=bf16"]),
         ([END, NVFP4, "precision.switch.when=5"], ["step 8 is after the precision switch (before step 6)"]),

@@ -77,13 +77,13 @@ def test_limits_are_the_definition(threshold: float) -> None:
         (losses + 1e-9, 0.1, [51]),
         (1.0, norms + 1e-9, [51]),
     ):
-        spikes = spikes_of(action="skip", threshold=threshold, window=20, min_history=10)
+        spikes = spikes_of(action="skip", threshold=threshold, window=20)
         assert feed(spikes, [*numbers, (loss, norm)]) == expected
 
 
 def test_what_is_no_measure() -> None:
     """Falling numbers, short histories, spikes, steps that are not finite, and another phase."""
-    settings: dict[str, Any] = {"action": "skip", "window": 8, "min_history": 8, "max_in_row": 100}
+    settings: dict[str, Any] = {"action": "skip", "window": 16, "max_in_row": 100}
     assert feed(spikes_of(**settings), [(10 * 0.9**i + 2, 5 * 0.9**i + 1) for i in range(60)]) == []
     assert feed(spikes_of(**settings), [(2.0, 1.0)] * 7 + [(99.0, 99.0)]) == []
     bad = [(9.0, 9.0), (math.nan, 1.0), (2.0, math.inf)] * 20
@@ -101,7 +101,7 @@ def test_none_does_nothing() -> None:
 
 
 def test_a_resumed_run_decides_as_the_straight_one() -> None:
-    settings: dict[str, Any] = {"action": "rollback", "window": 16, "min_history": 8, "max_in_row": 9}
+    settings: dict[str, Any] = {"action": "rollback", "window": 16, "max_in_row": 9}
     numbers = [*noisy(40), (9.0, 1.0), (9.0, 1.0), *noisy(20, seed=1), (9.0, 1.0)]
     straight, first, second = (spikes_of(checkpoint=30, **settings) for _ in range(3))
     expected = feed(straight, numbers)
@@ -112,7 +112,7 @@ def test_a_resumed_run_decides_as_the_straight_one() -> None:
 
 
 def test_rollbacks_to_one_checkpoint_are_a_row_whatever_lies_between() -> None:
-    spikes = spikes_of(checkpoint=5, action="rollback", window=16, min_history=8, max_in_row=3)
+    spikes = spikes_of(checkpoint=5, action="rollback", window=16, max_in_row=3)
     feed(spikes, noisy(10))
     saved = json.loads(json.dumps(spikes.state_dict()))
     for count in (1, 2):
@@ -125,7 +125,7 @@ def test_rollbacks_to_one_checkpoint_are_a_row_whatever_lies_between() -> None:
 
 def test_what_is_recorded() -> None:
     def events(checkpoint: int | None, gone: bool, **settings: Any) -> list[Any]:
-        spikes = spikes_of(checkpoint=checkpoint, window=16, min_history=8, **settings)
+        spikes = spikes_of(checkpoint=checkpoint, window=16, **settings)
         if gone:
             spikes.trainer.roll_back.side_effect = CheckpointGoneError("gone")  # type: ignore[attr-defined]
         feed(spikes, [*noisy(10), (9.0, 1.0)])

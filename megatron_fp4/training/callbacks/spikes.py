@@ -188,7 +188,7 @@ class Spikes(Callback):
             self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :]
 
     def _accepts(self, loss: float, grad_norm: float) -> bool:
-        if len(self._history) < self.config.min_history:
+        if 2 * len(self._history) < self.config.window:
             return True
         (_, loss_limit), (_, norm_limit) = self._limits()
         return loss <= loss_limit and grad_norm <= norm_limit
