@@ -17,28 +17,42 @@ codes: 0 all agrees, 1 something does not, 2 the arguments are wrong.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import math
+import os
+import platform
+import statistics
 import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
+from torch.utils import collect_env
 
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.backend_support import BACKENDS, choose_backend, recipes_by_key
-from megatron_fp4.precision.linear import LinearCall
-from megatron_fp4.precision.recipe import GEMMS, Recipe, recipe_from_config
+from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
+from megatron_fp4.precision.recipe import BF16, GEMMS, Recipe, recipe_from_config
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.transformer_engine import not_installed
 from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, sample_tensors
+from megatron_fp4.quantization.elements import E2M1_VALUES, E4M3_MAX, e2m1_values, ue8m0_values, unpack_codes
+from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.build import plans_of
 from megatron_fp4.training.check import check as check_config
 from models import provider as models
 from pretrain import CONFIGS
-from scripts.prove.machine import linear_times, machine, switches, versions
-from scripts.prove.specification import properties
 
 # Tokens, inputs, outputs and groups of these where no model is named: whole blocks of every format, and outputs that
 # must be padded.
@@ -134,7 +148,7 @@ def main(arguments: list[str]) -> int:
     print(report(definition, proofs, times, device))
     agreed = all(holds for _, holds in definition) and not any(proof.faults for proof in proofs)
     if options.transformer_engine:
-        from scripts.prove.transformer_engine import compare
+        from scripts.prove_transformer_engine import compare
 
         agreed = compare(options.overrides, steps=3) and agreed
     return 0 if agreed else 1
@@ -249,6 +263,175 @@ def nan_of(proof: Proof) -> str:
     """Whether NaN and inf reach every product."""
     found = [finding for finding in proof.findings if finding.what == "NaN and inf"]
     return "-" if not found else "NO" if any(finding.fault for finding in found) else "yes"
+
+
+# --------------------------------------------------------------------------------------------- the reference quantizers
+
+# Quotients and products are FP32: near a tie the other neighbour is as good to that precision.
+_SLACK = 1e-6
+
+
+def properties(device: torch.device) -> Iterator[tuple[str, bool]]:
+    """(what must hold of the reference quantizers, whether it does) on random tensors with outliers.
+
+    By brute force over all codes, in FP64, without their rounding: everything else is compared with them.
+    """
+    generator = torch.Generator(device).manual_seed(5)
+    x = torch.randn(256, 256, generator=generator, device=device)
+    x[:, ::41] *= 30
+    x[::9] *= 1e-3
+    e2m1 = torch.tensor([*(-value for value in E2M1_VALUES[1:]), *E2M1_VALUES], dtype=torch.float64, device=device)
+    every = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float64)
+    e4m3 = every[every.isfinite()]
+
+    nvfp4 = quantize_nvfp4(x)
+    decode = nvfp4.amax.double() / 2688
+    scales = nvfp4.scales.double()
+    blocks = x.double().unflatten(-1, (-1, 16))
+    block_amax = blocks.abs().amax(-1)
+    yield "NVFP4: block scales are the nearest E4M3 numbers", _nearest(scales, block_amax / 6 / decode, e4m3)
+    codes = e2m1_values(unpack_codes(nvfp4.codes)).double()
+    yield (
+        "NVFP4: codes are the nearest of all 15",
+        _nearest(codes, (blocks / scales[..., None] / decode).flatten(-2), e2m1),
+    )
+    square, turned = quantize_nvfp4(x, (16, 16)), quantize_nvfp4(x.t(), (16, 16))
+    same = torch.equal(unpack_codes(square.codes).t(), unpack_codes(turned.codes))
+    yield "NVFP4: 16x16 codes of the transpose are the transposed codes", same
+
+    mxfp4 = quantize_mxfp4(x)
+    powers, blocks = ue8m0_values(mxfp4.scales).double(), x.double().unflatten(-1, (-1, 32))
+    least = _least_powers(powers, blocks.abs().amax(-1) / 6)
+    yield "MXFP4: scales are the least powers of two that clip nothing", least
+    codes = e2m1_values(unpack_codes(mxfp4.codes)).double()
+    yield "MXFP4: codes are the nearest of all 15", _nearest(codes, (blocks / powers[..., None]).flatten(-2), e2m1)
+
+    mxfp8 = quantize_mxfp8(x)
+    powers = ue8m0_values(mxfp8.scales).double()
+    least = _least_powers(powers, blocks.abs().amax(-1) / E4M3_MAX)
+    yield "MXFP8: scales are the least powers of two that clip nothing", least
+    quotients = (blocks / powers[..., None]).flatten(-2)
+    yield "MXFP8: codes are the nearest E4M3 numbers", _nearest(mxfp8.codes.double(), quotients, e4m3)
+
+    fp8 = quantize_fp8(x)
+    quotients = (x.double().unflatten(-1, (-1, 128)) / fp8.scales.double()[..., None]).flatten(-2)
+    yield "FP8: codes are the nearest E4M3 numbers", _nearest(fp8.codes.double(), quotients, e4m3)
+
+    rows, columns = x.to(torch.bfloat16), x.flip(0).to(torch.bfloat16)
+    exact = rows.double() @ columns.double().t()
+    after = (random_hadamard_transform(t.double(), 16) for t in (rows, columns))
+    left, right = after
+    yield "RHT: both sides transformed, the product is the same", torch.allclose(left @ right.t(), exact, rtol=1e-10)
+
+
+def _least_powers(powers: Tensor, needed: Tensor) -> bool:
+    """Whether every power of two is at least what is needed, and half of it is less."""
+    return bool(((powers >= needed * (1 - _SLACK)) & (powers / 2 < needed * (1 + _SLACK))).all())
+
+
+def _nearest(chosen: Tensor, exact: Tensor, grid: Tensor) -> bool:
+    """Whether no number of `grid` is nearer to `exact` than `chosen` is."""
+    error = (chosen - exact).abs()
+    least = torch.full_like(error, torch.inf)
+    for value in grid.unique():
+        least = torch.minimum(least, (value - exact).abs())
+    return bool((error <= least + _SLACK * exact.abs().clamp(min=_SLACK)).all())
+
+
+# --------------------------------------------------------------------------------------------------------- this machine
+
+# Environment variables that change codes, products or kernels begin so.
+_VARIABLES = ("NVTE_", "CUBLAS_", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "TRITON_", "CUDA_MODULE_LOADING")
+
+
+def machine() -> str:
+    """The device in one line."""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        return f"{properties.name}, {capability}, {properties.multi_processor_count} SMs, {memory}"
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), no CUDA device"
+
+
+def versions() -> dict[str, str]:
+    """Name -> version."""
+    found = {"Python": platform.python_version(), "torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
+    if torch.cuda.is_available():
+        found["driver"] = str(collect_env.get_nvidia_driver_version(collect_env.run))
+    for name in ("triton", "transformer_engine", "nvidia-cublas"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def switches() -> dict[str, str]:
+    """Name -> value of every environment variable that may change bits and is set, and of torch's own switches.
+
+    Of a variable that holds a path only that it is set: reports are passed on.
+    """
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
+    matmul, smallest = torch.backends.cuda.matmul, torch.tensor([2.0**-126])
+    return {name: "set" if "/" in value else value for name, value in found.items()} | {
+        "torch allow_tf32": str(matmul.allow_tf32),
+        "torch allow_bf16_reduced_precision_reduction": str(matmul.allow_bf16_reduced_precision_reduction),
+        "torch deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "denormals on the CPU": "flushed to zero" if (smallest * 0.5 == 0).all() else "kept",
+    }
+
+
+_SPAN = 0.03  # seconds of calls that are timed together
+_ROUNDS = 7
+
+
+def linear_times(
+    shape: tuple[int, int, int, int], candidates: Mapping[str, tuple[Recipe, Backend]], device: torch.device
+) -> dict[str, float]:
+    """Milliseconds by name, `bf16` first: the median of spans of calls, taken in turns; weights quantized every call.
+
+    shape: tokens, input and output features, and groups of these. On a CPU one call a span and three rounds: a rough
+    measure.
+    """
+    steps = {"bf16": _step(Case(*shape, BF16), EMULATED, device)}
+    steps |= {name: _step(Case(*shape, recipe), backend, device) for name, (recipe, backend) in candidates.items()}
+    cuda = device.type == "cuda"
+    repeats = {}
+    for name, step in steps.items():
+        _seconds(step, 3 if cuda else 1, cuda)  # warms up
+        repeats[name] = max(2, int(_SPAN / _seconds(step, 3, cuda))) if cuda else 1
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(_ROUNDS if cuda else 3):
+        for name, step in steps.items():
+            found[name].append(_seconds(step, repeats[name], cuda))
+    return {name: statistics.median(times) * 1e3 for name, times in found.items()}
+
+
+def _step(case: Case, backend: Backend, device: torch.device) -> Callable[[], None]:
+    x, w, dy = sample_tensors(case, device)
+    state = StepState(seed=7)
+    context = LinearContext("prove", case.recipe, state, backend, num_groups=case.num_groups)
+    x, w = x.requires_grad_(), w.requires_grad_()
+
+    def step() -> None:
+        x.grad = w.grad = None
+        state.weights_version += 1
+        quantized_linear(x, w, context).backward(dy)
+
+    return step
+
+
+def _seconds(step: Callable[[], None], repeats: int, cuda: bool) -> float:
+    """Mean time of `repeats` calls in a row."""
+    if cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    if cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / repeats
 
 
 if __name__ == "__main__":

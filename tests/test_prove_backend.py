@@ -13,7 +13,6 @@ from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.quantization import nvfp4
 from megatron_fp4.quantization.elements import round_e2m1_stochastic
 from scripts import prove_backend
-from scripts.prove.specification import properties
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +69,11 @@ def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch) -> None:
 
 def test_the_reference_is_judged_too(monkeypatch) -> None:
     cpu = torch.device("cpu")
-    assert all(holds for _, holds in properties(cpu))
+    assert all(holds for _, holds in prove_backend.properties(cpu))
     monkeypatch.setattr(nvfp4, "round_e2m1_nearest", lambda x: round_e2m1_stochastic(x, torch.full_like(x, 0.45)))
-    assert [what for what, holds in properties(cpu) if not holds] == ["NVFP4: codes are the nearest of all 15"]
+    assert [what for what, holds in prove_backend.properties(cpu) if not holds] == [
+        "NVFP4: codes are the nearest of all 15"
+    ]
 
 
 def test_misuse(capsys) -> None:
