@@ -1,19 +1,14 @@
-"""What every tokenizer does, whatever file it comes from.
+"""Tokenizers: text to token ids and back, whatever file the tokenizer comes from.
 
-`tokenizer.json`, the format of `tokenizers`, alone or in the folder of a Hugging Face model.
+    tokenizer.json    the format of `tokenizers`, alone or in the folder of a Hugging Face model
+    NAME.model        SentencePiece, as Llama 2, Gemma and T5 have it
+    NAME.tiktoken     tiktoken's ranks: a token in base64 and its rank on each line. They say neither how text is cut
+                      into words nor which special tokens there are, so NAME.json beside it has to:
+                      {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}
+    tiktoken:NAME     an encoding that tiktoken knows, from its cache or the network
 
-SentencePiece models (`.model`), as Llama 2, Gemma and T5 have them.
-
-tiktoken: named encodings (from its cache or the network), and rank files with their settings beside them.
-
-A rank file (`NAME.tiktoken`: a token in base64 and its rank on each line) says neither how text is cut into words nor
-which special tokens there are, so `NAME.json` has to: {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}.
-
-The tokenizer of a corpus: opened from any kind of file, or trained.
-
-A trained one is a byte-level BPE, kept as one `tokenizer.json`. Byte-level: any text encodes without an unknown
-token and decodes to itself. Training is deterministic: the same texts in the same order and the same vocab_size
-give the same file, whatever the number of threads.
+`load_tokenizer` opens any of them. `train_tokenizer` makes a byte-level BPE, kept as one `tokenizer.json`: any text
+encodes without an unknown token and decodes to itself.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,30 +27,35 @@ import sentencepiece
 import tiktoken
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data.words import WordMemo, word_expression
+from data.words import WordMemo
 
+KINDS = "a tokenizer.json, a folder with one, a SentencePiece .model, a .tiktoken rank file, or tiktoken:NAME"
+PREFIX = "tiktoken:"
 END_OF_DOCUMENT = "<|endoftext|>"
+_MIN_VOCAB_SIZE = 256 + 1  # every byte, and the end of a document
+_SPACE = "\u2581"  # as pieces of SentencePiece write it
 
 
 class TextTokenizer(ABC):
     """Text to token ids and back. It pickles, so that a process that tokenizes gets its own.
 
     kind: how its file is written; name: where it came from, for errors and records. eod_token, eod_id: what ends a
-    document. bos_token: what the file itself says begins one, None if it does not say.
+    document. bos_token: what the file itself says begins one, None if it does not say. vocab_size: the largest id of
+    all tokens, special ones included, plus one; ids may have gaps.
     """
 
     kind: ClassVar[str]
+    vocab_size: int
 
-    def __init__(self, name: str, eod_token: str, eod_id: int, bos_token: str | None) -> None:
-        self.name = name
-        self.eod_token = eod_token
+    def __init__(self, name: str, eod_token: str, bos_token: str | None, special: Sequence[str]) -> None:
+        """special: the special tokens. Raises ValueError, naming them, if eod_token is no token."""
+        self.name, self.eod_token, self.bos_token = name, eod_token, bos_token
+        eod_id = self.token_id(eod_token)
+        if eod_id is None:
+            more = " ..." if len(special) > 8 else ""
+            has = f" (its special tokens: {', '.join(special[:8])}{more})" if special else ""
+            raise ValueError(f"{name} has no token {eod_token!r} to end a document; name the one that it has{has}")
         self.eod_id = eod_id
-        self.bos_token = bos_token
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """The largest id of all tokens, special ones included, plus one: ids may have gaps."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -92,24 +93,13 @@ class TextTokenizer(ABC):
         return found
 
 
-def end_of_document(name: str, found: int | None, token: str, others: Sequence[str]) -> int:
-    """The id `found` of the end-of-document token. Raises ValueError, with the other special tokens, if it is None."""
-    if found is None:
-        has = f" (its special tokens: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''})" if others else ""
-        raise ValueError(f"{name} has no token {token!r} to end a document; name the one that it has{has}")
-    return found
-
-
-# `tokenizers` keeps some 40 to 110 bytes of record for each byte of a batch.
-_BATCH_CHARACTERS = 1 << 20
-_CONFIGURATIONS = ("tokenizer_config.json", "special_tokens_map.json")
-
-
 class HuggingFaceTokenizer(TextTokenizer):
-    """The content of a `tokenizer.json`; `name` tells where it is from.
+    """The content of a `tokenizer.json`.
 
-    Truncation and padding that it asks for are switched off: a corpus is encoded whole. Raises ValueError for
-    content that `tokenizers` cannot read, dropout, or no end-of-document token.
+    Truncation and padding that it asks for are switched off: a corpus is encoded whole. A document ends with
+    END_OF_DOCUMENT if eod_token is None. reserved: at least so many ids, whatever the content says.
+
+    Raises ValueError for content that `tokenizers` cannot read, dropout, or no end-of-document token.
     """
 
     kind = "tokenizer.json"
@@ -117,75 +107,52 @@ class HuggingFaceTokenizer(TextTokenizer):
     def __init__(
         self, content: str, name: str, eod_token: str | None = None, bos_token: str | None = None, reserved: int = 0
     ) -> None:
-        """eod_token: END_OF_DOCUMENT if None. reserved: at least so many ids, whatever the content says."""
         try:
             settings: dict[str, Any] = json.loads(content)
-            tokenizer = Tokenizer.from_str(content)
+            self._tokenizer = tokenizer = Tokenizer.from_str(content)
         except Exception as error:  # tokenizers raises no other type
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"{name} cannot be read as a tokenizer.json ({reason}); save it again, or update tokenizers"
             ) from error
-        if settings["model"].get("dropout"):
+        if dropout := settings["model"].get("dropout"):
             raise ValueError(
-                f"{name} has dropout {settings['model']['dropout']}, which encodes a text differently each time; set "
-                "it to null in the file"
+                f"{name} has dropout {dropout}, which encodes a text differently each time; set it to null in the file"
             )
         tokenizer.no_truncation()
         tokenizer.no_padding()
         # Text that happens to spell a special token must not end a document. Not part of the content.
         tokenizer.encode_special_tokens = True
-        eod_token = eod_token or END_OF_DOCUMENT
-        special = [token["content"] for token in settings.get("added_tokens", []) if token["special"]]
-        eod_id = end_of_document(name, tokenizer.token_to_id(eod_token), eod_token, special)
-        super().__init__(name, eod_token, eod_id, bos_token)
-        self._content = content
-        self._reserved = reserved
-        self._tokenizer = tokenizer
-        self._vocab_size = max(reserved, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
-        self._settings = {key: settings.get(key) for key in ("normalizer", "pre_tokenizer", "added_tokens")}
-        self._expression = word_expression(settings)
-        self._words: WordMemo | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+        # Without the vocabulary, which `tokenizers` has.
+        self._settings = {key: settings.get(key) for key in ("normalizer", "pre_tokenizer", "added_tokens", "decoder")}
+        special = [token["content"] for token in self._settings["added_tokens"] or [] if token["special"]]
+        super().__init__(name, eod_token or END_OF_DOCUMENT, bos_token, special)
+        self.content, self._reserved = content, reserved
+        self.vocab_size = max(reserved, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """What `encode_batch` gives, as int32 each; faster where words tell all (`words.py`)."""
-        if self._expression is None:
-            return self._encode_some(texts)
-        if self._words is None:
-            self._words = WordMemo(self._settings, self._expression, self._encode_word)
-        encoded = map(self._words.encode, texts)
-        return [self._encode_some([text])[0] if ids is None else ids for text, ids in zip(texts, encoded, strict=True)]
+        """What `encode_batch` gives, as int32 each; faster where the words of a text tell its ids (`words.py`)."""
+        words = self._words
+        found = [None if words is None else words.encode(text) for text in texts]
+        others = [text for text, ids in zip(texts, found, strict=True) if ids is None]
+        rest = iter(super().encode_arrays(others) if others else ())
+        return [next(rest) if ids is None else ids for ids in found]
 
-    def _encode_word(self, word: str) -> list[int]:
-        return self._tokenizer.encode(word, add_special_tokens=False).ids
-
-    def _encode_some(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """By `tokenizers`, as many at once as its records have room for."""
-        found: list[np.ndarray] = []
-        start = size = 0
-        for end, text in enumerate(texts, start=1):
-            size += len(text)
-            if size >= _BATCH_CHARACTERS or end == len(texts):
-                found += [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts[start:end])]
-                start, size = end, 0
-        return found
+    @cached_property
+    def _words(self) -> WordMemo | None:
+        return WordMemo.of(self._settings, lambda word: self._tokenizer.encode(word, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def byte_lengths(self) -> np.ndarray | None:
-        settings = json.loads(self._content)
-        decoder = settings.get("decoder") or {}
+        decoder = self._settings["decoder"] or {}
         kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        added = {token["id"]: token for token in settings.get("added_tokens", [])}
+        added = {token["id"]: token for token in self._settings["added_tokens"] or []}
         for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if number in added:
                 lengths[number] = 0 if added[number]["special"] else len(token.encode())
@@ -193,7 +160,7 @@ class HuggingFaceTokenizer(TextTokenizer):
                 lengths[number] = len(token)  # a character for each byte
             elif kinds & {"ByteFallback", "Metaspace"}:
                 is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-                lengths[number] = 1 if is_byte else len(token.replace("\u2581", " ").encode())
+                lengths[number] = 1 if is_byte else len(token.replace(_SPACE, " ").encode())
             else:
                 return None
         return lengths
@@ -201,67 +168,19 @@ class HuggingFaceTokenizer(TextTokenizer):
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    @property
-    def content(self) -> str:
-        """Of its `tokenizer.json`."""
-        return self._content
-
     def save(self, path: str | Path) -> None:
         """Write `tokenizer.json`, which `tokenizers` and `transformers` also read."""
-        Path(path).write_text(self._content, encoding="utf-8")
+        Path(path).write_text(self.content, encoding="utf-8")
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(self._content.encode("utf-8")).hexdigest()
+        return hashlib.sha256(self.content.encode("utf-8")).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._content, self.name, self.eod_token, self.bos_token, self._reserved)
-
-
-def read_hugging_face(file: Path, eod_token: str | None) -> HuggingFaceTokenizer:
-    """A `tokenizer.json`. Raises ValueError if it is none."""
-    return HuggingFaceTokenizer(_text_of(file), str(file), eod_token)
-
-
-def read_hugging_face_folder(folder: Path, eod_token: str | None) -> HuggingFaceTokenizer:
-    """The `tokenizer.json` of a folder, with the tokens that its configuration beside it names.
-
-    A document ends with the configuration's `eos_token` if eod_token is None.
-    """
-    eos, bos, reserved = special_tokens(folder)
-    return HuggingFaceTokenizer(_text_of(folder / "tokenizer.json"), str(folder), eod_token or eos, bos, reserved)
-
-
-def special_tokens(folder: Path) -> tuple[str | None, str | None, int]:
-    """(eos_token, bos_token, largest id of an added token plus one) that a folder's configuration names."""
-    merged: dict[str, Any] = {}
-    for name in reversed(_CONFIGURATIONS):
-        if (folder / name).is_file():
-            try:
-                merged.update(json.loads(_text_of(folder / name)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{folder / name} is no JSON object ({error}); save the tokenizer again") from error
-    eos, bos = (_content(merged.get(key)) for key in ("eos_token", "bos_token"))
-    added = merged.get("added_tokens_decoder") or {}
-    return eos, bos, max((int(number) + 1 for number in added), default=0)
-
-
-def _content(token: Any) -> str | None:
-    """A token's text; configurations have it plain, or in an object with its options."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8, so no tokenizer.json; give the right file") from error
-
-
-_SPACE = "\u2581"  # how pieces write one
+        return type(self), (self.content, self.name, self.eod_token, self.bos_token, self._reserved)
 
 
 class SentencePieceTokenizer(TextTokenizer):
-    """The bytes of a SentencePiece model; `name` tells where they are from.
+    """The bytes of a SentencePiece model.
 
     It normalizes text as the model says, so decoding need not give the same text. A document ends with the model's
     own end of a sentence, `</s>` for most, if eod_token is None. Raises ValueError for bytes that are no model, or
@@ -271,35 +190,23 @@ class SentencePieceTokenizer(TextTokenizer):
     kind = "sentencepiece"
 
     def __init__(self, model: bytes, name: str, eod_token: str | None = None) -> None:
-        processor = sentencepiece.SentencePieceProcessor()
+        self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(model)
         except Exception as error:  # it raises no other type
             raise ValueError(f"{name} is no SentencePiece model; give a whole .model file") from error
-        self._processor = processor
-        self._model = model
-        size = processor.get_piece_size()
-        special = [processor.id_to_piece(i) for i in range(size) if processor.is_control(i)]
+        self.model, self.vocab_size = model, processor.get_piece_size()
+        special = [processor.id_to_piece(i) for i in range(self.vocab_size) if processor.is_control(i)]
         bos, eos = processor.bos_id(), processor.eos_id()
         if eod_token is None and eos < 0:
             raise ValueError(f"{name} has no end of a sentence to end a document; name one of {', '.join(special)}")
-        eod_token = eod_token or processor.id_to_piece(eos)
-        eod_id = end_of_document(name, self.token_id(eod_token), eod_token, special)
-        super().__init__(name, eod_token, eod_id, processor.id_to_piece(bos) if bos >= 0 else None)
-
-    @property
-    def model(self) -> bytes:
-        """Of the `.model` file."""
-        return self._model
+        bos_token = processor.id_to_piece(bos) if bos >= 0 else None
+        super().__init__(name, eod_token or processor.id_to_piece(eos), bos_token, special)
 
     @property
     def has_bytes(self) -> bool:
         """Whether bytes that no piece has are tokens of their own."""
         return any(self._processor.is_byte(number) for number in range(self.vocab_size))
-
-    @property
-    def vocab_size(self) -> int:
-        return self._processor.get_piece_size()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._processor.encode(list(texts), num_threads=1)
@@ -321,22 +228,14 @@ class SentencePieceTokenizer(TextTokenizer):
         return found if self._processor.id_to_piece(found) == token else None
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(self._model).hexdigest()
+        return hashlib.sha256(self.model).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._model, self.name, self.eod_token)
-
-
-def read_sentence_piece(file: Path, eod_token: str | None) -> SentencePieceTokenizer:
-    """A `.model` file. Raises ValueError if it is none."""
-    return SentencePieceTokenizer(file.read_bytes(), str(file), eod_token)
-
-
-PREFIX = "tiktoken:"
+        return type(self), (self.model, self.name, self.eod_token)
 
 
 class TiktokenTokenizer(TextTokenizer):
-    """Ranks of tokens, the pattern that cuts words, ids of special tokens; `name` tells where they are from.
+    """parts: ranks of tokens, the pattern that cuts words, ids of special tokens.
 
     Raises ValueError for ranks or a pattern that tiktoken refuses, or no end-of-document token.
     """
@@ -353,73 +252,107 @@ class TiktokenTokenizer(TextTokenizer):
     ) -> None:
         if len(set(ranks.values())) < len(ranks) or len({token for token in ranks if len(token) == 1}) < 256:
             raise ValueError(f"{name} is no whole rank file: a rank comes twice, or one of the 256 bytes is missing")
+        self.parts = (dict(ranks), pattern, dict(special_tokens))
         try:
             self._encoding = tiktoken.Encoding(
-                name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(special_tokens)
+                name, pat_str=pattern, mergeable_ranks=self.parts[0], special_tokens=self.parts[2]
             )
         except BaseException as error:  # it panics over a pattern, which is no Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = " ".join(str(error).split())
             raise ValueError(f"{name} cannot be read by tiktoken ({reason}); correct its pattern") from None
-        eod_token = eod_token or END_OF_DOCUMENT
-        eod_id = end_of_document(name, special_tokens.get(eod_token), eod_token, list(special_tokens))
-        super().__init__(name, eod_token, eod_id, None)
-        self._parts = (dict(ranks), pattern, dict(special_tokens))
-
-    @property
-    def parts(self) -> tuple[dict[bytes, int], str, dict[str, int]]:
-        """Ranks of tokens, the pattern that cuts words, ids of special tokens."""
-        return self._parts
-
-    @property
-    def vocab_size(self) -> int:
-        return self._encoding.max_token_value + 1
+        self.vocab_size = self._encoding.max_token_value + 1
+        super().__init__(name, eod_token or END_OF_DOCUMENT, None, list(special_tokens))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._encoding.encode_ordinary(text) for text in texts]
 
-    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(ids, dtype=np.int32) for ids in map(self._encoding.encode_ordinary, texts)]
-
     def decode(self, ids: Sequence[int]) -> str:
-        special = set(self._parts[2].values())
+        special = set(self.parts[2].values())
         return self._encoding.decode([int(i) for i in ids if int(i) not in special])
 
     def byte_lengths(self) -> np.ndarray:
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, rank in self._parts[0].items():
+        for token, rank in self.parts[0].items():
             lengths[rank] = len(token)
         return lengths
 
     def token_id(self, token: str) -> int | None:
-        return self._parts[2].get(token)
+        return self.parts[2].get(token)
 
     def fingerprint(self) -> str:
-        ranks, pattern, special = self._parts
+        ranks, pattern, special = self.parts
         digest = hashlib.sha256(json.dumps([pattern, sorted(special.items())]).encode())
         for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
             digest.update(b"%d %d " % (rank, len(token)) + token)
         return digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (*self._parts, self.name, self.eod_token)
+        return type(self), (*self.parts, self.name, self.eod_token)
 
 
-def is_rank_file(file: Path) -> bool:
+def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokenizer:
+    """Open a tokenizer of any of KINDS, recognized by what lies there.
+
+    eod_token: the token that ends a document; None means what the file says does (`eos_token` of a Hugging Face
+    folder, the end of a sentence of SentencePiece), or "<|endoftext|>" where it says nothing.
+
+    Raises FileNotFoundError, or ValueError if it is none of them, damaged, or has no such token.
+    """
+    if str(path).startswith(PREFIX):
+        return _read_encoding(str(path).removeprefix(PREFIX), eod_token)
+    path = Path(path)
+    if (path / "tokenizer.json").is_file():
+        eos, bos, reserved = _special_tokens(path)
+        return HuggingFaceTokenizer(_text_of(path / "tokenizer.json"), str(path), eod_token or eos, bos, reserved)
+    if (path / "tokenizer.model").is_file():
+        return load_tokenizer(path / "tokenizer.model", eod_token)
+    if path.is_dir():
+        raise FileNotFoundError(
+            f"the folder {path} has no tokenizer.json and no tokenizer.model; write one with transformers: "
+            f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained(...)"
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no tokenizer at {path}; give {KINDS}")
+    if path.suffix.lower() == ".tiktoken" or _is_rank_file(path):
+        return _read_ranks(path, eod_token)
+    if path.suffix.lower() == ".model":
+        return SentencePieceTokenizer(path.read_bytes(), str(path), eod_token)
+    return HuggingFaceTokenizer(_text_of(path), str(path), eod_token)
+
+
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="surrogateescape")  # what is not UTF-8 is not valid JSON later
+
+
+def _special_tokens(folder: Path) -> tuple[str | None, str | None, int]:
+    """(eos_token, bos_token, largest id of an added token plus one) that a folder's configuration names."""
+    merged: dict[str, Any] = {}
+    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        if file.is_file():
+            try:
+                merged.update(json.loads(_text_of(file)))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{file} is no JSON object ({error}); save the tokenizer again") from error
+    tokens = (merged.get(key) for key in ("eos_token", "bos_token"))
+    # Plain, or in an object with its options.
+    eos, bos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    return eos, bos, max((int(number) + 1 for number in merged.get("added_tokens_decoder") or {}), default=0)
+
+
+def _is_rank_file(file: Path) -> bool:
     """Whether a file begins as rank files do, whatever its name (Llama 3 calls its own `tokenizer.model`)."""
     with open(file, "rb") as opened:
         words = opened.readline(4096).split()
-    if len(words) != 2 or not words[1].isdigit():
-        return False
     try:
-        return bool(base64.b64decode(words[0], validate=True))
+        return len(words) == 2 and words[1].isdigit() and bool(base64.b64decode(words[0], validate=True))
     except ValueError:
         return False
 
 
-def read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
-    """A rank file and the settings beside it. Raises ValueError if one of them is missing or not as it should be."""
+def _read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
+    """A rank file and the settings beside it."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
@@ -444,8 +377,7 @@ def read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
     return TiktokenTokenizer(ranks, pattern, special, str(file), eod_token)
 
 
-def read_encoding(name: str, eod_token: str | None) -> TiktokenTokenizer:
-    """An encoding that tiktoken knows by name. Raises ValueError if it does not, or cannot fetch it."""
+def _read_encoding(name: str, eod_token: str | None) -> TiktokenTokenizer:
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise ValueError(f"tiktoken knows no encoding {name!r}; it knows {', '.join(sorted(known))}")
@@ -462,20 +394,16 @@ def read_encoding(name: str, eod_token: str | None) -> TiktokenTokenizer:
     )
 
 
-_MIN_VOCAB_SIZE = 256 + 1  # every byte, and the end of a document
-KINDS = "a tokenizer.json, a folder with one, a SentencePiece .model, a .tiktoken rank file, or tiktoken:NAME"
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Train on texts until vocab_size ids exist or no pair of tokens occurs twice: read `.vocab_size` for
-    which.
+    """Train until vocab_size ids exist or no pair of tokens occurs twice: read `.vocab_size` for which.
 
-    Raises ValueError when vocab_size cannot hold the 256 bytes and the end-of-document token.
+    Deterministic: the same texts in the same order give the same file, whatever the number of threads. Raises
+    ValueError when vocab_size cannot hold the 256 bytes and the end-of-document token.
     """
     if vocab_size < _MIN_VOCAB_SIZE:
         raise ValueError(
-            f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_MIN_VOCAB_SIZE} (256 bytes "
-            f"and {END_OF_DOCUMENT})"
+            f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_MIN_VOCAB_SIZE} (256 bytes and "
+            f"{END_OF_DOCUMENT})"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -483,49 +411,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokeniz
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
-        # Sorted, because alphabet() comes from a hash set whose order would number the bytes differently each
-        # time.
+        # alphabet() comes from a hash set, whose order would number the bytes differently each time.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return HuggingFaceTokenizer(tokenizer.to_str(), "the trained tokenizer")
-
-
-def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokenizer:
-    """Open a tokenizer of any of KINDS, told apart by what lies there.
-
-    eod_token: the token that ends a document; None means what the file says does (`eos_token` of a Hugging Face
-    folder, the end of a sentence of SentencePiece), or "<|endoftext|>" where it says nothing.
-
-    Raises FileNotFoundError, or ValueError if it is none of them, damaged, or has no such token.
-    """
-    if str(path).startswith(PREFIX):
-        return read_encoding(str(path).removeprefix(PREFIX), eod_token)
-    path = Path(path)
-    if path.is_dir():
-        return _open_folder(path, eod_token)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no tokenizer at {path}; give {KINDS}")
-    if path.suffix.lower() == ".tiktoken" or is_rank_file(path):
-        return read_ranks(path, eod_token)
-    if path.suffix.lower() == ".model":
-        return read_sentence_piece(path, eod_token)
-    return read_hugging_face(path, eod_token)
-
-
-def is_tokenizer(path: str | Path) -> bool:
-    """Whether `load_tokenizer` would find something to open: quick, and no promise that it is whole."""
-    return str(path).startswith(PREFIX) or Path(path).is_file() or Path(path).is_dir()
-
-
-def _open_folder(folder: Path, eod_token: str | None) -> TextTokenizer:
-    """The tokenizer of a Hugging Face model's folder."""
-    if (folder / "tokenizer.json").is_file():
-        return read_hugging_face_folder(folder, eod_token)
-    if (folder / "tokenizer.model").is_file():
-        return load_tokenizer(folder / "tokenizer.model", eod_token)
-    raise FileNotFoundError(
-        f"the folder {folder} has no tokenizer.json and no tokenizer.model; write one with transformers: "
-        f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...)"
-    )

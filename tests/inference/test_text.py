@@ -9,7 +9,7 @@ import pytest
 
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from inference.text import TextStream, prompt_tokens
-from tests.data.tokenizers.test_kinds import KINDS
+from tests.data.test_tokenizer import KINDS
 
 TEXT = "def naïve(): return '日本語 🙂 é' # 🇩🇪 ok\n\n"
 

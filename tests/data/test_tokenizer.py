@@ -1,0 +1,216 @@
+"""Tokenizers of every kind of file, made here: the same interface, the ids of their libraries, one line for a fault."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import tiktoken
+
+from data import words
+from data.tokenizer import END_OF_DOCUMENT, HuggingFaceTokenizer, TextTokenizer, load_tokenizer, train_tokenizer
+
+TEXTS = [
+    f"def function_{i}(argument):\n    return argument + {i}  # it's naïve, isn't it? 文字\r\n" for i in range(200)
+]
+ODD_TEXTS = ["数据 🙂 \t <0x41>\r\n  ", "naïve ☕ 文字", "\x00\x7f", "", "  leading", "x", TEXTS[3]]
+PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
+SPECIAL = {"<|endoftext|>": 300, "<|begin|>": 299}
+
+
+def hugging_face_file(folder: Path) -> Path:
+    train_tokenizer(TEXTS, 300).save(folder / "tokenizer.json")
+    return folder / "tokenizer.json"
+
+
+def hugging_face_folder(folder: Path) -> Path:
+    hugging_face_file(folder)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    for number, name in ((300, "<s>"), (307, "</s>")):  # 301 to 306 are a gap
+        settings["added_tokens"].append({**settings["added_tokens"][0], "id": number, "content": name})
+        settings["model"]["vocab"][name] = number
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>", "lstrip": false}}')
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    return folder
+
+
+def sentence_piece(folder: Path) -> Path:
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(folder / "m"),
+        vocab_size=320,
+        byte_fallback=True,
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=5,
+    )
+    return folder / "m.model"
+
+
+def ranks(folder: Path) -> Path:
+    tokens = {bytes([i]): i for i in range(256)} | {b" argument": 256, b"return": 257, b"re": 258, b"tu": 259}
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in tokens.items()]
+    (folder / "r.tiktoken").write_bytes(b"".join(lines))
+    (folder / "r.json").write_text(json.dumps({"pattern": PATTERN, "special_tokens": SPECIAL}))
+    return folder / "r.tiktoken"
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], str, str | None, int]] = {
+    "tokenizer.json": (hugging_face_file, "<|endoftext|>", None, 300),
+    "folder": (hugging_face_folder, "</s>", "<s>", 308),
+    "sentencepiece": (sentence_piece, "</s>", "<s>", 320),
+    "tiktoken": (ranks, "<|endoftext|>", None, 301),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_does_the_same(kind: str, tmp_path: Path) -> None:
+    make, eod, bos, vocab_size = KINDS[kind]
+    tokenizer = load_tokenizer(make(tmp_path))
+    assert (tokenizer.eod_token, tokenizer.bos_token, tokenizer.vocab_size) == (eod, bos, vocab_size)
+    assert tokenizer.eod_id == tokenizer.id_of(eod)
+    texts, lengths = [*ODD_TEXTS, f"def {eod} argument"], tokenizer.byte_lengths()
+    encoded = tokenizer.encode_batch(texts)
+    assert [ids.tolist() for ids in tokenizer.encode_arrays(texts)] == encoded
+    assert all(0 <= i < vocab_size and i != tokenizer.eod_id for ids in encoded for i in ids)
+    assert lengths is not None and lengths.shape == (vocab_size,) and lengths[tokenizer.eod_id] == 0
+    for text, ids in zip(texts, encoded, strict=True):
+        assert tokenizer.decode([*ids, tokenizer.eod_id]) == text and lengths[ids].sum() == len(text.encode())
+    copy: TextTokenizer = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode_batch(texts) == encoded
+    assert (copy.fingerprint(), copy.eod_id, copy.bos_token) == (tokenizer.fingerprint(), tokenizer.eod_id, bos)
+    with pytest.raises(ValueError, match=r"has no token 'no such' to end a document.*its special tokens: "):
+        load_tokenizer(make(tmp_path), "no such")
+
+
+def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: Path) -> None:
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(sentence_piece(tmp_path)))
+    assert load_tokenizer(tmp_path / "m.model").encode_batch(TEXTS) == [processor.encode(text) for text in TEXTS]
+    assert load_tokenizer(ranks(tmp_path)).encode_batch([" argument,return"]) == [[256, 44, 257]]
+    # By any other name, as Llama 3 has it.
+    (tmp_path / "r.tiktoken").rename(tmp_path / "tokenizer.model")
+    with pytest.raises(ValueError, match=r"tokenizer.model says neither pattern nor special .*: write .*\.json with"):
+        load_tokenizer(tmp_path / "tokenizer.model")
+
+
+def test_named_encodings_come_from_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network: the library's own loading is replaced, which is all that a network would do."""
+    encoding = tiktoken.Encoding(
+        "cl100k_base", pat_str=PATTERN, mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens=SPECIAL
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"cl100k_base": encoding}.__getitem__)
+    tokenizer = load_tokenizer("tiktoken:cl100k_base")
+    assert tokenizer.name == "tiktoken:cl100k_base" and tokenizer.encode_batch(["ab"]) == [[97, 98]]
+    with pytest.raises(ValueError, match=r"tiktoken knows no encoding 'mine'; it knows .*cl100k_base"):
+        load_tokenizer("tiktoken:mine")
+    monkeypatch.setattr(tiktoken, "get_encoding", {}.__getitem__)
+    with pytest.raises(ValueError, match=r"cannot fetch cl100k_base \('cl100k_base'\); connect to a network"):
+        load_tokenizer("tiktoken:cl100k_base")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", b"{", r"cannot be read as a tokenizer\.json \(.*\); save it again, or update tokenizers"),
+        ("tokenizer.json", b"[1]", r"cannot be read as a tokenizer\.json"),
+        ("tokenizer.json", b"\xff\xfe{", r"cannot be read as a tokenizer\.json"),
+        ("m.model", b"\x00garbage", r"m\.model is no SentencePiece model; give a whole \.model file"),
+        ("m.model", b"", r"m\.model is no SentencePiece model"),
+        ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is no token in base64 and its rank"),
+        ("r.tiktoken", b"IQ== 0\n", r"r\.tiktoken says neither pattern nor special tokens: write .*r\.json"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said) as refusal:
+        load_tokenizer(tmp_path / name)
+    assert "\n" not in str(refusal.value)
+
+
+def test_training_is_deterministic_and_the_fingerprint_survives_a_file(tmp_path: Path) -> None:
+    first = train_tokenizer(TEXTS, 320)
+    assert first.fingerprint() == train_tokenizer(TEXTS, 320).fingerprint()
+    assert first.fingerprint() != train_tokenizer(TEXTS, 319).fingerprint()
+    first.save(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint() == first.fingerprint()
+    assert first.eod_id not in first.encode_batch([f"x{END_OF_DOCUMENT}y"])[0]
+
+
+# --- words seen before give the ids that `tokenizers` gives -----------------------------------------------------------
+
+CONTENT = train_tokenizer(TEXTS, 400).content
+# Everything that the expressions tell apart, and what Python and `tokenizers` might see differently.
+ALPHABET = [
+    *"  \t\n\r\v\f\x1c\x1f\x85\xa0\u2003\u3000\u180e'sStTrReEvVmMlLdD09.,_-#",
+    *"\u017f\u212aé文٣²Ⅻ\u0660😀\U00020000\u200bǅﬀßİ",
+    *("e\u0301", "it's", "IT'S", "  ", "\n\n"),
+]
+
+
+def cut_by(expression: str, normalizer: str | None = None, added: str | None = None) -> HuggingFaceTokenizer:
+    """The trained tokenizer, its words cut by an expression instead of GPT-2's own."""
+    settings: dict[str, Any] = json.loads(CONTENT)
+    if expression != words.GPT2:
+        settings["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        }
+    settings["normalizer"] = {"type": normalizer} if normalizer else None
+    if added:
+        token = {"id": 400, "content": added, "special": False}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        settings["added_tokens"].append({**token, **flags})
+    return HuggingFaceTokenizer(json.dumps(settings), "a test")
+
+
+def random_texts(seed: int, number: int) -> list[str]:
+    draw = random.Random(seed)
+    texts = ["".join(draw.choices(ALPHABET, k=draw.randint(0, 60))) for _ in range(number)]
+    return texts + [text + draw.choice(TEXTS) for text in texts[::5]]
+
+
+@pytest.mark.parametrize(
+    ("expression", "normalizer"),
+    [(words.GPT2, None), (words.CL100K, "NFC"), (words.QWEN2, None), (words.QWEN2, "NFKD")],
+)
+def test_any_text_gets_the_ids_of_tokenizers(
+    expression: str, normalizer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = cut_by(expression, normalizer)
+    assert subject._words is not None
+    texts = [*random_texts(1, 800), "x".join(random_texts(2, 200)), ""]
+    expected = subject.encode_batch(texts)
+    for at_once, of_unusual in ((1 << 18, 8), (7, 1), (100, 50)):
+        monkeypatch.setattr(words, "_CHARACTERS_AT_ONCE", at_once)
+        monkeypatch.setattr(words, "_UNUSUAL_CHARACTERS_AT_ONCE", of_unusual)
+        for text, ids, right in zip(texts, subject.encode_arrays(texts), expected, strict=True):
+            assert ids.dtype == np.int32 and ids.tolist() == right, repr(text)
+
+
+def test_every_character_is_classified_as_tokenizers_does() -> None:
+    """Beside a letter, a digit, a mark and a space: a character of another class would cut other words."""
+    subject = cut_by(words.GPT2)
+    points = [point for point in range(0x3000) if not 0xD800 <= point < 0xE000]
+    text = "".join(f"a{chr(point)}1{chr(point)}. {chr(point)}" for point in points)
+    assert subject.encode_arrays([text])[0].tolist() == subject.encode_batch([text])[0]
+
+
+def test_a_token_that_is_looked_for_first_is_found() -> None:
+    subject = cut_by(words.GPT2, added="return argument")
+    texts = ["we return arguments", "return", "x return argument\n"]
+    encoded = [ids.tolist() for ids in subject.encode_arrays(texts)]
+    assert encoded == subject.encode_batch(texts)
+    assert [400 in ids for ids in encoded] == [True, False, True]
