@@ -144,12 +144,7 @@ def quantize_fp8_fused(
         _QUANTIZE,
         (-(-num_columns // 128), -(-num_rows // 128)),
         (x, out, scales, num_rows, num_columns),
-        {
-            "BLOCK_ROWS": rows,
-            "BLOCK_COLUMNS": columns,
-            "POWER_OF_TWO": power_of_two_scales,
-            "OUT": kind,
-        },
+        {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "POWER_OF_TWO": power_of_two_scales, "OUT": kind},
     )
     if kind == "values":
         return out.t() if along_rows else out
@@ -174,11 +169,6 @@ def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor
         _MATMUL,
         (-(-m // block_m) * -(-n // block_n),),
         (codes_a, codes_b, a.scales, b.scales, out, m, n, k, *strides),
-        {
-            "A_ROWS": a.block_rows,
-            "B_ROWS": b.block_rows,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-        },
+        {"A_ROWS": a.block_rows, "B_ROWS": b.block_rows, "BLOCK_M": block_m, "BLOCK_N": block_n},
     )
     return out

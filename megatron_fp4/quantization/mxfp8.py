@@ -66,12 +66,7 @@ class PackedMXFP8:
         """BF16 [columns, k = rows]: `code * scale`."""
         rows, columns = self.codes.shape
         values = torch.empty_like(self.codes, dtype=torch.bfloat16)
-        launch(
-            _DECODE,
-            _grid(rows, columns),
-            (self.codes, self.scales, values, rows, columns),
-            {},
-        )
+        launch(_DECODE, _grid(rows, columns), (self.codes, self.scales, values, rows, columns), {})
         return values.t()
 
 

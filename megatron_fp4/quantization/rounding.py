@@ -94,11 +94,8 @@ def rounding_draws(key: RoundingKey, num_rows: int, num_columns: int, device: to
 
 def _hash_positions(seed: int | Tensor, offset: int, count: int, device: torch.device | str) -> Tensor:
     position = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
-    return _mix(_as_int32((position * _GOLDEN + seed) & 0xFFFFFFFF))
-
-
-def _as_int32(values: Tensor) -> Tensor:
-    return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)
+    hashed = (position * _GOLDEN + seed) & 0xFFFFFFFF
+    return _mix(torch.where(hashed >= 2**31, hashed - 2**32, hashed).to(torch.int32))
 
 
 def _mix(x: Tensor) -> Tensor:
