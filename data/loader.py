@@ -21,7 +21,7 @@ import torch
 
 from data.order import Samples
 from data.prefetch import DeliveryTimeout, Prefetcher, WorkerDiedError
-from data.resume import OtherDataError, data_fingerprint, resume_data
+from data.resume import data_fingerprint, resume_data
 from data.schedule import PhaseSchedule
 from data.worker_process import RankMicroBatches, SlotContent
 
@@ -226,19 +226,19 @@ class MicroBatchLoader:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the data of this run (see fingerprint.py). Reads the sources' indexes once."""
+        """What identifies the data of this run (see resume.py). Reads the sources' indexes once."""
         return data_fingerprint(self.schedule, self.sources)
 
     def state_dict(self) -> dict[str, Any]:
         """consumed_samples, what each source gave of them, and the fingerprint: JSON types, equal on all ranks."""
         return {
             "consumed_samples": self.consumed_samples,
-            "position": self.schedule.position(self.consumed_samples),
+            "position": {"counts": self.schedule.counts(self.consumed_samples)},
             "fingerprint": self.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint stood; resume with the step that begins after consumed_samples.
+        """Stand where a checkpoint stood; the run resumes with the step that begins after consumed_samples.
 
         Where this run lays out its phases otherwise, or a source has got more files, what was consumed stays as it was,
         and the rest holds from there on; `changes` then says so.
@@ -246,13 +246,7 @@ class MicroBatchLoader:
         Raises ValueError, with what differs, when this run's data would not have given the samples that the
         checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
         """
-        try:
-            resumed = resume_data(state, self.schedule, self.sources, self.allow_other_data)
-        except OtherDataError as error:
-            raise ValueError(
-                f"this run's data is not the data of the checkpoint: {error}. Restore those settings and files, or "
-                "resume with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
-            ) from error
+        resumed = resume_data(state, self.schedule, self.sources, self.allow_other_data)
         self.schedule, self.sources = resumed.schedule, resumed.sources
         self.consumed_samples, self.changes = resumed.consumed, resumed.changes
         self.__dict__.pop("fingerprint", None)  # it is of schedule and sources
@@ -261,7 +255,7 @@ class MicroBatchLoader:
 class _InTurn:
     """Reads micro-batches when they are asked for: no workers."""
 
-    pids: list[int] = []  # noqa: RUF012 - of nobody
+    pids: list[int] = []  # noqa: RUF012 - never written to
 
     def __init__(self, micro_batches: RankMicroBatches, make: Callable[[int, SlotContent], MicroBatch]) -> None:
         self._micro_batches = micro_batches

@@ -1,20 +1,18 @@
-"""The samples of one source in Megatron's order, read through indices on disk that all processes map into memory.
-
-`data.order=megatron`: the samples of a Megatron run at the positions where Megatron has them.
+"""`data.order=megatron`: the samples of a Megatron run at the positions where Megatron has them.
 
 Megatron lays out a whole run before its first step (megatron_indices.py). What it lays out depends on how many samples
-the run was to have, so a run that goes on with another length goes on with another order; here that is refused.
+the run was to have, so a run that resumes with another length would have another order; that is refused.
 
 A phase of the run is laid out in one of two ways, as `data.megatron.phases` says:
 
     transitions   like a Megatron run with `--phase-transition-iterations`: every phase has indices of its own, for as
                   many samples as it has, and begins at their beginning
     relaunched    like a Megatron run that was stopped and started with another `--data-path`: every phase has indices
-                  for all samples of the run, and goes on at the position where the one before it stopped
+                  for all samples of the run, and begins at the position where the one before it stopped
 
-The indices are built once for each disk, into files that all ranks and loader workers map into memory.
-
-The phases of a run whose samples are a Megatron run's (`data.order=megatron`), as the loader asks for them.
+The indices are built once for each disk, into files that all ranks and loader workers map into memory. `MegatronSource`
+reads the samples of a source through them, `MegatronOrder` knows which source serves a position of the run, and
+`MegatronSchedule` gives the loader that order phase by phase.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.megatron_indices import DatasetIndices, blend_sizes, blending_indices, dataset_indices, split_range
-from data.order import Growth, Window, described, num_windows, replaced_file
+from data.order import Growth, Samples, Window, num_windows
 from data.schedule import Location, Phase, PhaseSchedule, SourceRange
 from data.storage import build_once, default_cache_dir
-from data.token_source import DataBundle, TokenRange, TokenSource, check_ids
+from data.token_source import DataBundle, TokenRange, TokenSource
 
 _LOOK_BACK = 1 << 14
 
@@ -101,11 +99,9 @@ class StoredBlend(_Stored):
         return [counts.get(dataset, 0) for dataset in range(len(self.counts))]
 
 
-class MegatronSource:
-    """The samples of one source by ordinal, which counts through the indices of all phases in turn.
-
-    Built by MegatronOrder. It has what a SampleSource has.
-    """
+class MegatronSource(Samples):
+    """The samples of one source by ordinal, which counts through the indices of all phases in turn. Built by
+    MegatronOrder."""
 
     order = "megatron"
 
@@ -118,18 +114,13 @@ class MegatronSource:
         vocab_size: int,
         split: Sequence[float] | None = None,
     ) -> None:
-        self.name = name
-        self.stream = stream
-        self.seq_length = seq_length
-        self.seed = seed
-        self.vocab_size = vocab_size
+        super().__init__(name, stream, seq_length, seed, vocab_size)
         self._stored: list[StoredDataset] = []
         self._bases: list[int] = []
         self.num_ordinals = 0
         first, end = split_range(split, 0, stream.num_sequences)
         borders = stream.sequence_offsets(first, end)
         self.num_samples = num_windows(int(borders[-1] - borders[0]), seq_length)
-        """Of an epoch."""
 
     def add(self, stored: StoredDataset) -> int:
         """Append the indices of a phase; returns the ordinal of their first sample."""
@@ -140,9 +131,8 @@ class MegatronSource:
         return base
 
     def pieces(self, ordinal: int) -> list[Piece]:
-        """What sample `ordinal` is made of, in order. Raises IndexError outside the indices."""
-        if not 0 <= ordinal < self.num_ordinals:
-            raise IndexError(f"sample {ordinal} of source {self.name!r} is outside its {self.num_ordinals}")
+        """What sample `ordinal` is made of, in order."""
+        assert 0 <= ordinal < self.num_ordinals, (self.name, ordinal)
         place = bisect_right(self._bases, ordinal) - 1
         document_index, sample_index, shuffle_index = self._stored[place].indices
         sample = int(shuffle_index[ordinal - self._bases[place]])
@@ -160,40 +150,20 @@ class MegatronSource:
             offset = 0
         return pieces
 
-    def sample(self, sample: int) -> np.ndarray:
-        """Sample `sample`: int64 [seq_length + 1]. Raises ValueError for a token id outside the model's vocabulary."""
-        return self._read(self.pieces(sample))
-
-    def sample_and_documents(self, sample: int) -> Window:
-        """`sample`, and int32 [seq_length + 1]: which sequence of the sample each token belongs to, from 0."""
+    def read(self, sample: int, documents: bool) -> Window:
         pieces = self.pieces(sample)
-        numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), [piece.length for piece in pieces])
-        return Window(self._read(pieces), numbers)
-
-    def _read(self, pieces: Sequence[Piece]) -> np.ndarray:
         starts = [int(self.stream.sequence_offsets(p.sequence, p.sequence + 1)[0]) + p.offset for p in pieces]
-        parts = [self.stream.tokens(start, p.length) for start, p in zip(starts, pieces, strict=True)]
-        tokens = np.concatenate(parts).astype(np.int64)
+        tokens = np.concatenate([self.stream.tokens(at, p.length) for at, p in zip(starts, pieces, strict=True)])
         assert len(tokens) == self.seq_length + 1, (self.name, len(tokens))
-        check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
-        return tokens
-
-    def epochs(self, sample: int) -> float:
-        """How often so many of its samples go through the source."""
-        return sample / self.num_samples
-
-    def description(self) -> dict[str, Any]:
-        """What a checkpoint keeps to recognise this source, as a SampleSource says it."""
-        return described(self.stream.parts, [Growth(0, len(self.stream.parts))])
+        numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), [piece.length for piece in pieces])
+        return Window(tokens, numbers if documents else None)
 
     def replaces(self, saved: Mapping[str, Any]) -> str | None:
-        """What a checkpoint's `description` has otherwise, in words. More files are another order here."""
-        if (now := len(self.stream.parts)) > len(saved["files"]):
+        if (now := len(self.stream.parts)) > len(saved["files"]):  # another order
             return f"had {len(saved['files'])} files and now has {now}; with data.order=megatron none can be added"
-        return replaced_file(self.stream.parts, saved["files"])
+        return super().replaces(saved)
 
-    def grown(self, growth: Sequence[Any]) -> MegatronSource:
-        """Itself: it has the files that it had."""
+    def grown(self, growth: Sequence[Growth]) -> MegatronSource:
         assert len(growth) == 1
         return self
 
@@ -244,10 +214,10 @@ def lay_out(spans: Sequence[tuple[int, int, Mapping[str, float]]], run: Megatron
         if run.phases == "relaunched":
             layouts.append(Layout(start, end, run.consumed_samples + start, samples, weights))
             continue
-        # The first phase began before this run, and the last one may go on after it.
+        # The first phase began before this run, and the last one may continue after it.
         before = run.consumed_samples if index == 0 else 0
-        behind = samples - total if index == len(spans) - 1 else 0
-        layouts.append(Layout(start, end, before, before + end - start + behind, weights))
+        later = samples - total if index == len(spans) - 1 else 0
+        layouts.append(Layout(start, end, before, before + end - start + later, weights))
     return layouts
 
 
@@ -286,8 +256,7 @@ class MegatronOrder:
         # Of phases that start together all but the last are empty, and bisect_right finds the last.
         phase = bisect_right(self._starts, global_sample) - 1
         layout, blend = self.layouts[phase], self._blends[phase]
-        if not layout.start <= global_sample < layout.end:
-            raise IndexError(f"sample {global_sample} is outside a run of {self.layouts[-1].end}")
+        assert layout.start <= global_sample < layout.end, global_sample
         position = layout.first + global_sample - layout.start
         dataset, sample = (0, position) if blend is None else blend.at(position)
         name = list(layout.blend)[dataset]
@@ -451,28 +420,20 @@ class MegatronSchedule(PhaseSchedule):
         self.order = order
 
     def locate(self, global_sample: int) -> Location:
-        """Phase, source and ordinal of a global sample. Raises IndexError off the run."""
         return Location(self.span_at(global_sample).name, *self.order.locate(global_sample))
 
     def source_ranges(self, start: int, end: int) -> list[SourceRange]:
-        """What the global samples [start, end) are, by phase and source. Raises IndexError off the run."""
-        if not 0 <= start <= end <= self.num_samples:
-            raise IndexError(f"global samples [{start}, {end}) are outside a run of {self.num_samples}")
         return [
             SourceRange(span.name, *found)
             for span in self.spans
             for found in self.order.ranges(max(start, span.start), min(end, span.end))
         ]
 
-    def position(self, global_sample: int) -> dict[str, dict[str, int]]:
-        """counts: of each source in [0, global_sample)."""
+    def counts(self, global_sample: int) -> dict[str, int]:
         counts: dict[str, int] = {}
         for name, first, last in self.order.ranges(0, global_sample):
             counts[name] = counts.get(name, 0) + last - first
-        return {"counts": counts, "blend_counts": {}}
-
-    def stand_at(self, global_sample: int, position: Mapping[str, Mapping[str, int]]) -> None:
-        """Nothing has to be walked."""
+        return counts
 
     def after(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
         """Raises ValueError: what Megatron laid out for a run is of that run."""

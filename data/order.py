@@ -1,24 +1,22 @@
 """The samples of one source: sample k, for any k, is a pure function of (seed, source name, order, k).
 
 A sample is a window of seq_length + 1 tokens, which shares its last token with the first of the next, so that every
-token but an epoch's first is a target exactly once an epoch, but for what is left after the last whole window
-(Megatron's cut). An epoch visits every window of the source once; k beyond it is of the next epoch, which has another
-order. Both orders are functions of (stream, key, epoch, position) and need no index on disk. Unlike Megatron's they do
-not depend on how long the run is.
+token but an epoch's first is a target exactly once an epoch, except what is left after the last whole window. Each
+epoch visits every window once, in an order of its own, which is a function of (key, epoch) and needs no index on disk.
+It does not depend on how long the run is.
 
-`WindowOrder` cuts the stream as it lies: one read a sample, but a window's documents are neighbours in the corpus,
-in every epoch.
+`WindowOrder` cuts the stream as it lies: one read a sample, but a window's documents are neighbours in the corpus in
+every epoch.
 
-`DocumentOrder` shuffles the documents first, so that an epoch has other neighbours and other cuts than the one before.
-A corpus of up to 16,384 documents is shuffled at once. Of a larger one that would need an index of 8 bytes a document
-for every epoch. So it is cut into runs of some thousand documents, all of as many tokens (a document that lies across a
-border is two); 16 runs, drawn over the whole corpus, make a group, and the documents of a group are shuffled. The
-epoch's stream is the groups' one after the other, and its windows are shuffled within the group where they begin. Where
-a group begins is arithmetic: nothing of the index is read but what a group has.
+`DocumentOrder` shuffles the documents first, so that each epoch has other neighbours and other cuts. Up to 16,384
+documents are shuffled at once. A larger corpus is cut into runs of equally many tokens, some thousand documents (a
+document across a border becomes two); 16 runs, drawn over the whole corpus, make a group, and the documents of a group
+are shuffled. The epoch's stream is its groups one after the other, and its windows are shuffled within the group where
+they begin. Where a group begins is arithmetic, so only the index entries of the group in use are read.
 
-A source may get more files while a run is under way. Then what its present epoch has left and the windows of the new
-files, evenly mixed, are one epoch: nothing of it comes twice and nothing is left out. After that come epochs over all.
-The checkpoint keeps when how many files there were (`Growth`).
+A source may get more files during a run. Then what its epoch has left and the windows of the new files, evenly mixed,
+are one epoch: nothing of it comes twice and nothing is left out. After that come epochs over all files. The checkpoint
+keeps from which sample on there were how many files (`Growth`).
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,14 +44,9 @@ def _mix(value: int) -> int:
 
 
 class Permutation:
-    """A bijection of [0, size) chosen by `key`; equal (size, key) give equal permutations on every machine.
-
-    Raises ValueError when size is not positive.
-    """
+    """A bijection of [0, size) chosen by `key`; equal (size, key) give equal permutations on every machine."""
 
     def __init__(self, size: int, key: str) -> None:
-        if size < 1:
-            raise ValueError(f"a permutation needs a positive size, got {size}")
         self.size = size
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
         self._half_mask = (1 << self._half_bits) - 1
@@ -61,9 +54,8 @@ class Permutation:
         self._round_keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_NUM_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Where `index` goes. Raises IndexError outside [0, size)."""
-        if not 0 <= index < self.size:
-            raise IndexError(f"index {index} is outside a permutation of {self.size}")
+        """Where `index` goes."""
+        assert 0 <= index < self.size, (index, self.size)
         value = self._feistel(index)
         while value >= self.size:
             value = self._feistel(value)
@@ -102,19 +94,10 @@ _SEARCHED_DOCUMENTS = 1 << 11
 
 class Window(NamedTuple):
     """tokens: integers [seq_length + 1]. documents: int32 [seq_length + 1], the number of each token's document within
-    the window, from 0; None if nobody asked for it."""
+    the window, from 0; None if not asked for."""
 
     tokens: np.ndarray
     documents: np.ndarray | None
-
-
-class Order(Protocol):
-    """Epochs of num_windows windows each."""
-
-    num_windows: int
-
-    def window(self, epoch: int, position: int, documents: bool = False) -> Window:
-        """The window at `position` of an epoch, with its documents if so asked."""
 
 
 def num_windows(num_tokens: int, seq_length: int) -> int:
@@ -129,7 +112,7 @@ def _permutation(size: int, key: str) -> Permutation:
 
 
 class WindowOrder:
-    """The windows of the stream itself, shuffled; `key` tells it from other orders."""
+    """The windows of the stream itself, shuffled. num_windows: of an epoch."""
 
     def __init__(self, stream: TokenSource, seq_length: int, key: str) -> None:
         self.num_windows = num_windows(stream.num_tokens, seq_length)
@@ -140,6 +123,7 @@ class WindowOrder:
         return _permutation(self.num_windows, f"{self._key}/{epoch}")(position)
 
     def window(self, epoch: int, position: int, documents: bool = False) -> Window:
+        """The window at `position` of an epoch, with its documents if so asked."""
         start = self.place(epoch, position) * self._seq_length
         length = self._seq_length + 1
         numbers = document_numbers(self._stream, start, length) if documents else None
@@ -154,30 +138,30 @@ class _Group(NamedTuple):
     ends: np.ndarray
 
 
-class _Kept:
-    """The latest results of a function of this process, as long as their documents together are not too many."""
+class _Groups:
+    """The groups of all sources that were used last, of up to `documents` documents together."""
 
     def __init__(self, documents: int) -> None:
         self._left = documents
-        self._kept: OrderedDict[Hashable, _Group] = OrderedDict()
+        self._kept: OrderedDict[tuple[DocumentOrder, int, int], _Group] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], _Group]) -> _Group:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        made = make()
-        self._left -= len(made.starts)
+    def get(self, order: DocumentOrder, epoch: int, group: int) -> _Group:
+        key = (order, epoch, group)
+        if key not in self._kept:
+            self._kept[key] = made = order.shuffle_group(epoch, group)
+            self._left -= len(made.starts)
+        self._kept.move_to_end(key)
         while self._left < 0 and len(self._kept) > 1:
             self._left += len(self._kept.popitem(last=False)[1].starts)
-        self._kept[key] = made
-        return made
+        return self._kept[key]
 
 
-_GROUPS = _Kept(_KEPT_DOCUMENTS)
+_GROUPS = _Groups(_KEPT_DOCUMENTS)
 
 
 class DocumentOrder:
-    """The documents of the stream, shuffled, and the windows of what comes of it, shuffled; see above."""
+    """The documents of the stream, shuffled, and the windows of what comes of it, shuffled. num_windows: of an
+    epoch."""
 
     def __init__(self, stream: TokenSource, seq_length: int, key: str) -> None:
         self.num_windows = num_windows(stream.num_tokens, seq_length)
@@ -187,15 +171,9 @@ class DocumentOrder:
             self._run = -(-stream.num_tokens * _RUN_DOCUMENTS // stream.num_documents)
         self._num_runs = max(1, stream.num_tokens // self._run)  # whole ones; what is left goes to the last group
         self._num_groups = max(1, self._num_runs // _RUNS_IN_GROUP)
-        self._token = object()  # tells this order's groups from others' in _GROUPS; a copy gets its own
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_token": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _token=object())
 
     def window(self, epoch: int, position: int, documents: bool = False) -> Window:
+        """The window at `position` of an epoch, with its documents if so asked."""
         group = min(position * self._seq_length // (self._run * _RUNS_IN_GROUP), self._num_groups - 1)
         while position < self._first_window(group):
             group -= 1
@@ -224,7 +202,7 @@ class DocumentOrder:
         tokens, lengths = np.empty(length, dtype=np.int64), []
         filled = 0
         while filled < length:
-            starts, ends = self._group(epoch, group)
+            starts, ends = _GROUPS.get(self, epoch, group)
             first = int(np.searchsorted(ends, offset, side="right"))
             last = int(np.searchsorted(ends, offset + length - filled)) + 1
             begin = int(ends[first - 1]) if first else 0
@@ -238,10 +216,8 @@ class DocumentOrder:
             group, offset = group + 1, 0
         return tokens, lengths
 
-    def _group(self, epoch: int, group: int) -> _Group:
-        return _GROUPS.get((self._token, epoch, group), lambda: self._shuffle_group(epoch, group))
-
-    def _shuffle_group(self, epoch: int, group: int) -> _Group:
+    def shuffle_group(self, epoch: int, group: int) -> _Group:
+        """The documents of a group in the order of an epoch."""
         begin, last = group * _RUNS_IN_GROUP, group + 1 == self._num_groups
         end = self._num_runs if last else begin + _RUNS_IN_GROUP
         runs = [_permutation(self._num_runs, f"{self._key}/{epoch}/runs")(place) for place in range(begin, end)]
@@ -254,6 +230,9 @@ class DocumentOrder:
         lengths = np.concatenate([np.diff(of) for of in offsets])
         order = shuffled(len(starts), f"{self._key}/{epoch}/documents {group}")
         return _Group(starts[order], np.cumsum(lengths[order]))
+
+
+Order = WindowOrder | DocumentOrder
 
 
 def _documents_within(stream: TokenSource, first: int, end: int) -> np.ndarray:
@@ -294,30 +273,6 @@ def _document_at(stream: TokenSource, token: int) -> int:
 ORDERS: dict[str, type[DocumentOrder | WindowOrder]] = {"documents": DocumentOrder, "windows": WindowOrder}
 
 
-class Samples(Protocol):
-    """The samples of one source by ordinal, as loader, fingerprint and plan ask for them. SampleSource says what each
-    member is; a wrapper such as fim.FillInTheMiddle has them too."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def stream(self) -> TokenSource: ...
-    @property
-    def seq_length(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def order(self) -> str: ...
-    @property
-    def num_samples(self) -> int: ...
-    def epochs(self, sample: int) -> float: ...
-    def sample(self, sample: int) -> np.ndarray: ...
-    def sample_and_documents(self, sample: int) -> Window: ...
-    def description(self) -> dict[str, Any]: ...
-    def replaces(self, saved: Mapping[str, Any]) -> str | None: ...
-    def grown(self, growth: Sequence[Growth]) -> Samples: ...
-
-
 class Growth(NamedTuple):
     """From sample `sample` of a source on it has `files` files."""
 
@@ -333,78 +288,131 @@ class Place(NamedTuple):
     position: int
 
 
-class _Stage(Protocol):
-    """A source between two growths."""
+class _Stage:
+    """A source from sample `first` on, when it got files, until it gets more.
 
-    def place(self, sample: int) -> Place: ...
+    First come the windows that the epoch of the stage before has left, evenly mixed with those of the files that were
+    added; then epochs of `order`, over all files.
+    """
 
-    def epochs(self, sample: int) -> float:
-        """How many epochs the samples [0, sample) are."""
-
-    def left(self, sample: int) -> int:
-        """How many samples its present epoch has from `sample` on."""
-
-
-class _Epochs:
-    """One epoch after the other, from sample `first` on, after `epochs` earlier ones."""
-
-    def __init__(self, order: Order, first: int = 0, epochs: int = 0) -> None:
-        self._order, self._first, self._epochs = order, first, epochs
-
-    def place(self, sample: int) -> Place:
-        epoch, position = divmod(sample - self._first, self._order.num_windows)
-        return Place(self._order, self._epochs + epoch, position)
-
-    def epochs(self, sample: int) -> float:
-        return self._epochs + (sample - self._first) / self._order.num_windows
-
-    def left(self, sample: int) -> int:
-        return self._order.num_windows - (sample - self._first) % self._order.num_windows
-
-
-class _Joined:
-    """What an epoch had left when files were added at sample `first`, mixed with these; then epochs over all files."""
-
-    def __init__(self, before: _Stage, first: int, added: Order, all_files: Order) -> None:
-        self._before, self._first, self._added = before, first, added
-        self._old = before.left(first)
-        self._mixed = self._old + added.num_windows
-        self._began = before.epochs(first)
-        self._after = _Epochs(all_files, first + self._mixed, int(self._began) + 1)
+    def __init__(self, order: Order, first: int = 0, before: _Stage | None = None, added: Order | None = None) -> None:
+        self._order, self._first, self._before, self._added = order, first, before, added
+        self._old = self._mixed = self._first_epoch = 0
+        self._began = 0.0
+        if before is not None and added is not None:
+            self._old = before.left(first)
+            self._mixed = self._old + added.num_windows
+            self._began = before.epochs(first)
+            self._first_epoch = int(self._began) + 1
 
     def place(self, sample: int) -> Place:
+        """Where a sample is."""
         position = sample - self._first
+        if position >= self._mixed:
+            epoch, position = divmod(position - self._mixed, self._order.num_windows)
+            return Place(self._order, self._first_epoch + epoch, position)
+        assert self._before is not None and self._added is not None
         if position < 0:
             return self._before.place(sample)
-        if position >= self._mixed:
-            return self._after.place(sample)
         old = position * self._old // self._mixed  # of those before
         if (position + 1) * self._old // self._mixed > old:
             return self._before.place(self._first + old)
         return Place(self._added, 0, position - old)
 
     def epochs(self, sample: int) -> float:
-        if sample < self._first:
+        """How many epochs the samples [0, sample) are."""
+        position = sample - self._first
+        if position < 0 and self._before is not None:
             return self._before.epochs(sample)
-        if sample - self._first >= self._mixed:
-            return self._after.epochs(sample)
-        return self._began + (int(self._began) + 1 - self._began) * (sample - self._first) / self._mixed
+        if position < self._mixed:
+            return self._began + (self._first_epoch - self._began) * position / self._mixed
+        return self._first_epoch + (position - self._mixed) / self._order.num_windows
 
     def left(self, sample: int) -> int:
+        """How many samples its present epoch has from `sample` on, which is not before the stage."""
         position = sample - self._first
-        if position < 0:
-            return self._before.left(sample)
-        return self._after.left(sample) if position >= self._mixed else self._mixed - position
+        if position < self._mixed:
+            return self._mixed - position
+        return self._order.num_windows - (position - self._mixed) % self._order.num_windows
 
 
-class SampleSource:
-    """A named token stream cut into shuffled samples.
+class Samples:
+    """The samples of one source by ordinal, which counts over the whole run.
 
     vocab_size is the model's: a token id beyond it is refused here, with the source's name, rather than in an
-    embedding kernel. order: a key of ORDERS. growth: when it got its files, if that was not at the beginning.
+    embedding kernel. num_samples: of an epoch.
+    """
 
-    Raises ValueError for a bad seq_length or order, a stream shorter than one sample, or a growth that does not end
-    with all its files.
+    order: str
+    num_samples: int
+
+    def __init__(self, name: str, stream: TokenSource, seq_length: int, seed: int, vocab_size: int) -> None:
+        self.name, self.stream, self.seq_length, self.seed = name, stream, seq_length, seed
+        self.vocab_size = vocab_size
+        self.growth = [Growth(0, len(stream.parts))]
+
+    def read(self, sample: int, documents: bool) -> Window:
+        """Sample k, with its documents if so asked; its ids are not checked."""
+        raise NotImplementedError
+
+    def sample(self, sample: int) -> np.ndarray:
+        """Sample k: int64 [seq_length + 1]. Raises ValueError for a token id outside the model's vocabulary."""
+        return self._checked(sample, documents=False).tokens
+
+    def sample_and_documents(self, sample: int) -> Window:
+        """`sample`, and int32 [seq_length + 1]: which document of the sample each token belongs to, from 0."""
+        return self._checked(sample, documents=True)
+
+    def _checked(self, sample: int, documents: bool) -> Window:
+        tokens, numbers = self.read(sample, documents)
+        tokens = tokens.astype(np.int64, copy=False)
+        check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
+        return Window(tokens, numbers)
+
+    def epochs(self, sample: int) -> float:
+        """How often the samples [0, sample) have gone through the source."""
+        return sample / self.num_samples
+
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint keeps to recognise this source: tokens and identity of each file, wherever it lies, and
+        from which sample on it had how many of them."""
+        return {
+            "files": [[part.num_tokens, part.identity()] for part in self.stream.parts],
+            "growth": [list(entry) for entry in self.growth],
+        }
+
+    def replaces(self, saved: Mapping[str, Any]) -> str | None:
+        """What of a checkpoint's `description` this source does not have any more, in words; None if it has all.
+
+        More files after those that it had replace nothing.
+        """
+        files, parts = saved["files"], self.stream.parts
+        for number, (num_tokens, identity) in enumerate(files):
+            if number >= len(parts):
+                return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"
+            part = parts[number]
+            if part.num_tokens != num_tokens or part.identity() != identity:
+                which = f", file {number + 1} of {len(files)}," if len(files) > 1 else ""
+                return (
+                    f"({part}){which} had {num_tokens} tokens (identity {_short(identity)}) and now has "
+                    f"{part.num_tokens} (identity {_short(part.identity())}); new files go after those that it had"
+                )
+        return None
+
+    def grown(self, growth: Sequence[Growth]) -> Samples:
+        """The same source, whose files came as `growth` says."""
+        raise NotImplementedError
+
+
+def _short(identity: str) -> str:
+    return identity.rpartition(":")[2][:12]
+
+
+class SampleSource(Samples):
+    """A token stream cut into shuffled samples. order: a key of ORDERS. growth: when it got its files, if that was not
+    at the beginning.
+
+    Raises ValueError for a stream shorter than one sample.
     """
 
     def __init__(
@@ -417,35 +425,21 @@ class SampleSource:
         order: str = "documents",
         growth: Sequence[Growth] = (),
     ) -> None:
-        if seq_length < 1:
-            raise ValueError(f"seq_length must be positive, got {seq_length}")
-        if order not in ORDERS:
-            raise ValueError(f"data.order={order} is not known; choose one of {', '.join(ORDERS)}")
-        self.name = name
-        self.stream = stream
-        self.seq_length = seq_length
-        self.seed = seed
-        self.vocab_size = vocab_size
+        super().__init__(name, stream, seq_length, seed, vocab_size)
         self.order = order
-        self.growth = [Growth(*entry) for entry in growth] or [Growth(0, len(stream.parts))]
+        self.growth = list(growth) or self.growth
         self.num_samples = num_windows(stream.num_tokens, seq_length)
         if self.num_samples == 0:
             raise ValueError(
                 f"source {name!r} ({stream}) has {stream.num_tokens} tokens, fewer than one sample "
                 f"of seq_length + 1 = {seq_length + 1}; shorten the sequence or add text"
             )
-        if self.growth[0].sample != 0 or self.growth[-1].files != len(stream.parts):
-            raise ValueError(f"source {name!r} has {len(stream.parts)} files, and the history {self.growth}")
-        self._stage = self._grow()
-
-    def _grow(self) -> _Stage:
-        first, *later = self.growth
-        stage: _Stage = _Epochs(self._order_of(0, first.files))
-        files = first.files
-        for growth in later:
-            added, everything = self._order_of(files, growth.files), self._order_of(0, growth.files)
-            stage, files = _Joined(stage, growth.sample, added, everything), growth.files
-        return stage
+        assert self.growth[0].sample == 0 and self.growth[-1].files == len(stream.parts), self.growth
+        files = self.growth[0].files
+        self._stage = _Stage(self._order_of(0, files))
+        for sample, more in self.growth[1:]:
+            self._stage = _Stage(self._order_of(0, more), sample, self._stage, self._order_of(files, more))
+            files = more
 
     def _order_of(self, first: int, end: int) -> Order:
         """The order of its files [first, end)."""
@@ -458,80 +452,29 @@ class SampleSource:
         return ORDERS[self.order](stream, self.seq_length, key)
 
     def grown(self, growth: Sequence[Growth]) -> SampleSource:
-        """The same with another history."""
         return SampleSource(self.name, self.stream, self.seq_length, self.seed, self.vocab_size, self.order, growth)
 
     def place(self, sample: int) -> Place:
-        """Where sample k is. Raises IndexError for a negative k."""
-        if sample < 0:
-            raise IndexError(f"sample {sample} of source {self.name!r} is negative")
+        """Where sample k is."""
         return self._stage.place(sample)
 
+    def read(self, sample: int, documents: bool) -> Window:
+        order, epoch, position = self.place(sample)
+        return order.window(epoch, position, documents)
+
     def epochs(self, sample: int) -> float:
-        """How often the samples [0, sample) have gone through the source."""
         return self._stage.epochs(sample)
 
-    def sample(self, sample: int) -> np.ndarray:
-        """Sample k of the source over the whole run: int64 [seq_length + 1].
-
-        Raises ValueError for a token id outside the model's vocabulary.
-        """
-        return self._window(sample, documents=False).tokens
-
-    def sample_and_documents(self, sample: int) -> Window:
-        """`sample`, and int32 [seq_length + 1]: which document of the sample each token belongs to, from 0."""
-        return self._window(sample, documents=True)
-
-    def _window(self, sample: int, documents: bool) -> Window:
-        order, epoch, position = self.place(sample)
-        tokens, numbers = order.window(epoch, position, documents)
-        tokens = tokens.astype(np.int64, copy=False)
-        check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
-        return Window(tokens, numbers)
-
     def description(self) -> dict[str, Any]:
-        """What a checkpoint keeps to recognise this source: tokens and identity of each file, wherever it lies, and
-        from which sample on it had how many of them."""
-        found = described(self.stream.parts, self.growth)
+        found = super().description()
         return {**found, "shuffle": _SHUFFLE} if self._is_large(len(self.stream.parts)) else found
 
     def _is_large(self, files: int) -> bool:
         return self.order == "documents" and sum(p.num_documents for p in self.stream.parts[:files]) > _GROUP_DOCUMENTS
 
     def replaces(self, saved: Mapping[str, Any]) -> str | None:
-        """What of a checkpoint's `description` this source does not have any more, in words.
-
-        More files after those that it had replace nothing.
-        """
-        if problem := replaced_file(self.stream.parts, saved["files"]):
+        if problem := super().replaces(saved):
             return problem
         if self._is_large(len(saved["files"])) and saved.get("shuffle") != _SHUFFLE:
             return f"has more than {_GROUP_DOCUMENTS:,} documents, which the checkpoint's version shuffled otherwise"
         return None
-
-
-def described(parts: Sequence[TokenSource], growth: Sequence[Growth]) -> dict[str, Any]:
-    """What a checkpoint keeps of a source's files: JSON."""
-    return {
-        "files": [[part.num_tokens, part.identity()] for part in parts],
-        "growth": [list(entry) for entry in growth],
-    }
-
-
-def replaced_file(parts: Sequence[TokenSource], files: Sequence[Sequence[Any]]) -> str | None:
-    """The first of a checkpoint's files (tokens, identity) that the source does not have any more, in words."""
-    for number, (num_tokens, identity) in enumerate(files):
-        if number >= len(parts):
-            return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"
-        part = parts[number]
-        if part.num_tokens != num_tokens or part.identity() != identity:
-            which = f", file {number + 1} of {len(files)}," if len(files) > 1 else ""
-            return (
-                f"({part}){which} had {num_tokens} tokens (identity {_short(identity)}) and now has "
-                f"{part.num_tokens} (identity {_short(part.identity())}); new files go after those that it had"
-            )
-    return None
-
-
-def _short(identity: str) -> str:
-    return identity.rpartition(":")[2][:12]

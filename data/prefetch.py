@@ -109,7 +109,7 @@ class LoaderWorkers:
             worker.process.kill()
 
     def close(self) -> None:
-        """End the workers and close their pipes, when nobody waits in `receive`."""
+        """End the workers and close their pipes, after the last `receive`."""
         self.kill()
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot even be killed
@@ -183,7 +183,7 @@ class _Worker:
         except (OSError, IndexError):
             return ""
         if letter in "Tt":
-            return f"is stopped, `kill -CONT {self.process.pid}` lets it go on"
+            return f"is stopped, `kill -CONT {self.process.pid}` lets it continue"
         return "waits for a disk" if letter == "D" else ""
 
 

@@ -1,20 +1,15 @@
-"""How long each phase of a run is: a fraction of its steps, a number of steps or tokens, or what is left.
+"""The phases of a run: which source, and which sample of it, serves each global sample.
 
-Phases of a run: spans of steps with their own blend, batch and sequence length, in one run, without a restart.
-
-The global sample index is the only clock. A phase is a span of it, in whole global batches, so that no step mixes two
-blends. A source's samples are counted over the whole run, across phases, so that nothing is seen twice before
-everything was seen once. A phase with the blend of the phase before it goes on with it: a batch size that grows in
-stages is a row of phases.
+The global sample index is the only clock. A phase is a span of it with its own blend, batch and sequence length, in
+whole global batches, so that no step mixes two blends. A source's samples are counted over the whole run, across
+phases: nothing is seen twice before everything was seen once. A phase with the blend of the phase before it continues
+that blend, so a batch size that grows in stages is a row of phases.
 
 A sample always has the run's sequence length. A phase of a shorter one cuts each of its samples into as many sequences
 as it divides into, so neither the clock nor what was consumed depends on it.
 
-A run that goes on with another number of steps, or with other phases to come, has a past that the new phases would
-not have laid out so. `PhaseSchedule.after` then keeps the spans that were consumed, as history, and lets the new
-layout begin after them; counting goes on.
-
-What a run takes from each source in each phase, in samples and epochs, before it has begun.
+A run that resumes with another number of steps, or with other phases to come, has a past that the new phases would
+not have laid out so. `PhaseSchedule.after` keeps the spans that were consumed and lets the new layout begin after them.
 """
 
 from __future__ import annotations
@@ -31,11 +26,11 @@ from data.order import Samples
 
 @dataclass(frozen=True)
 class Phase:
-    """A span of training drawn from sources by the weights of `blend` (see blend.Blend).
+    """A span of training drawn from sources by the weights of `blend`, one of them positive (see blend.Blend).
 
-    At most one length: `fraction` of the run's steps, from 0 to 1, `steps`, or `tokens` (rounded to whole steps). One
-    phase of a run may have none: it gets the rest. global_batch_size, in samples, and sequence_length: the run's if
-    None. by_tokens: the weights are the sources' tokens, which change with their files.
+    At most one length: `fraction` of the run's steps, `steps`, or `tokens` (rounded to whole steps). One phase of a run
+    may have none: it gets the rest. global_batch_size, in samples, and sequence_length: the run's if None. by_tokens:
+    the weights are the sources' tokens, which change with their files.
     """
 
     name: str
@@ -56,46 +51,39 @@ def phase_boundaries(
     A boundary is the step nearest to the sum of the lengths, so in a run of very few steps a short phase may get none.
     global_batch_size, sequence_length: in samples and tokens, the run's.
 
-    Raises ValueError when there are no phases, two share a name, one has no positive length or two of them, more than
-    one has none, or they do not fill the run.
+    Raises ValueError when one phase has two lengths, more than one has none, or they do not fill the run.
     """
-    if not phases:
-        raise ValueError("a run needs at least one phase, e.g. {name: main, blend: {code: 1.0}}")
-    names = [phase.name for phase in phases]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two phases are named {name!r}; phase names must differ")
-    lengths: list[float | None] = []
-    for phase in phases:
-        size = phase.global_batch_size or global_batch_size
-        lengths.append(_length(phase, num_steps, size * sequence_length))
-    left = num_steps - sum(length for length in lengths if length is not None)
+    names = ", ".join(phase.name for phase in phases)
+    lengths = [
+        _length(phase, num_steps, (phase.global_batch_size or global_batch_size) * sequence_length) for phase in phases
+    ]
+    taken = sum(length for length in lengths if length is not None)
     open_ones = [phase.name for phase, length in zip(phases, lengths, strict=True) if length is None]
     if len(open_ones) > 1:
         raise ValueError(
             f"the phases {' and '.join(open_ones)} have no length; give all but one of them steps, tokens or a fraction"
         )
-    if open_ones and left < 0.5:
+    if open_ones and num_steps - taken < 0.5:
         raise ValueError(
-            f"the phases beside {open_ones[0]!r} take {num_steps - left:.6g} steps of {num_steps}, so nothing is left "
-            "for it; raise train.steps or shorten them"
+            f"the phases beside {open_ones[0]!r} take {taken:.6g} steps of {num_steps}, so nothing is left for it; "
+            "raise train.steps or shorten them"
         )
     if not open_ones and all(phase.fraction is not None for phase in phases):
-        if abs(left) > 1e-6 * num_steps:
+        if abs(num_steps - taken) > 1e-6 * num_steps:
             raise ValueError(
-                f"the fractions of the phases {', '.join(names)} sum to {1 - left / num_steps:.6g}; they must sum to "
-                "1: they are shares of the whole run"
+                f"the fractions of the phases {names} sum to {taken / num_steps:.6g}; they must sum to 1: they are "
+                "shares of the whole run"
             )
-    elif not open_ones and abs(left) >= 0.5:
+    elif not open_ones and abs(num_steps - taken) >= 0.5:
         raise ValueError(
-            f"the phases {', '.join(names)} take {num_steps - left:.6g} steps in all, and the run has {num_steps}; set "
-            f"train.steps={round(num_steps - left)}, or leave out the length of one phase, which then gets the rest"
+            f"the phases {names} take {taken:.6g} steps in all, and the run has {num_steps}; set train.steps="
+            f"{round(taken)}, or leave out the length of one phase, which then gets the rest"
         )
     ends, share, steps = [], 0.0, 0.0
     for phase, length in zip(phases, lengths, strict=True):
         share += phase.fraction or 0.0
         if phase.fraction is None:
-            steps += left if length is None else length
+            steps += num_steps - taken if length is None else length
         ends.append(min(num_steps, round(share * num_steps + steps)))
     ends[-1] = num_steps
     return ends
@@ -107,10 +95,6 @@ def _length(phase: Phase, num_steps: int, tokens_per_step: int) -> float | None:
     if len(given) > 1:
         spelled = " and ".join(f"{key}={value}" for key, value in given.items())
         raise ValueError(f"phase {phase.name!r} has {spelled}; give one length")
-    for key, value in given.items():
-        if value <= 0 or (key == "fraction" and value > 1):
-            allowed = "fractions lie in (0, 1]" if key == "fraction" else "it must be positive"
-            raise ValueError(f"phase {phase.name!r} has the {key} {value}; {allowed}")
     if phase.fraction is not None:
         return phase.fraction * num_steps
     if phase.steps is not None:
@@ -122,7 +106,7 @@ def _length(phase: Phase, num_steps: int, tokens_per_step: int) -> float | None:
 class PhaseSpan:
     """A phase laid out: the steps [first_step, end_step) of batch_size samples each, from global sample `start` on.
 
-    blend_start: the global sample from which its blend is counted; that of an earlier phase if the blend goes on.
+    blend_start: the global sample from which its blend is counted; that of an earlier phase whose blend it continues.
     sequence_length: of its sequences; None for the run's. by_tokens: whether its weights are the sources' tokens.
     """
 
@@ -166,34 +150,22 @@ class SourceRange(NamedTuple):
 class PhaseSchedule:
     """The phases of a run of num_steps global batches of global_batch_size samples, unless a phase has its own size.
 
-    sequence_length: tokens of a sample, for phases whose length is in tokens.
-
-    Raises ValueError when there are no phases, two share a name, a length is not positive or they do not fill the
-    run, a sequence length does not divide the run's, or a blend is no blend.
+    sequence_length: tokens of a sample, for phases whose length is in tokens. Raises ValueError when the phases do not
+    fill the run.
     """
 
     def __init__(
         self, phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int = 1
     ) -> None:
-        if num_steps < 1 or global_batch_size < 1:
-            raise ValueError(f"a run needs steps and samples, got {num_steps} steps of {global_batch_size} samples")
         self.num_steps = num_steps
-        self.global_batch_size = global_batch_size
         spans: list[PhaseSpan] = []
         ends = phase_boundaries(phases, num_steps, global_batch_size, sequence_length)
         for phase, first, end in zip(phases, [0, *ends], ends, strict=False):
-            try:
-                blend = Blend(phase.blend or {})
-            except ValueError as error:
-                raise ValueError(f"phase {phase.name!r}: {error}") from error
             size, length = phase.global_batch_size or global_batch_size, phase.sequence_length
-            if length is not None and (length < 1 or sequence_length % length):
-                raise ValueError(
-                    f"phase {phase.name!r} has the sequence length {length}, which does not divide the run's of "
-                    f"{sequence_length}: its samples are cut into whole sequences"
-                )
             own_length = None if length == sequence_length else length
-            spans.append(PhaseSpan(phase.name, first, end, 0, size, blend, 0, own_length, phase.by_tokens))
+            spans.append(
+                PhaseSpan(phase.name, first, end, 0, size, Blend(phase.blend or {}), 0, own_length, phase.by_tokens)
+            )
         self._lay_out(spans, done=0)
 
     def _lay_out(self, spans: Sequence[PhaseSpan], done: int) -> None:
@@ -215,7 +187,6 @@ class PhaseSchedule:
         self._first_steps = [span.first_step for span in self.spans]
         # Each source's samples before a blend began, by the sample where it did, as far as they are known.
         self._offsets: dict[int, Mapping[str, int]] = {0: {}}
-        self._anchor: tuple[int, Mapping[str, Mapping[str, int]]] | None = None  # of `stand_at`
 
     def after(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
         """This schedule from sample `consumed` on, with the samples before it as `past` has them.
@@ -229,8 +200,12 @@ class PhaseSchedule:
             served[-1] = replace(last, end_step=last.first_step + -(-(consumed - last.start) // last.batch_size))
         done = served[-1].end_step if served else 0
         ours = [replace(span, first_step=max(span.first_step, done)) for span in self.spans if span.end_step > done]
-        if served and ours and _goes_on(served[-1], ours[0]):
-            served[-1] = replace(served[-1], end_step=ours.pop(0).end_step)
+        if served and ours:
+            last, next_one = (
+                (span.name, span.batch_size, span.sequence_length, span.blend) for span in (served[-1], ours[0])
+            )
+            if last == next_one:  # the phase that has served samples continues
+                served[-1] = replace(served[-1], end_step=ours.pop(0).end_step)
         schedule = copy(self)
         schedule._lay_out([*served, *ours], done)
         return schedule
@@ -258,6 +233,10 @@ class PhaseSchedule:
         # Of phases that start together all but the last are empty, and bisect_right finds the last.
         return self.spans[bisect_right(self._first_steps, step) - 1]
 
+    def span_at(self, global_sample: int) -> PhaseSpan:
+        """The phase that serves a global sample; the run's last after its end."""
+        return self.spans[bisect_right(self._starts, global_sample) - 1]
+
     def samples_before(self, step: int) -> int:
         """Global samples of the steps [0, step)."""
         span = self.span(step)
@@ -266,35 +245,26 @@ class PhaseSchedule:
     def steps_before(self, sample: int) -> int:
         """The step that begins with global sample `sample`. Raises ValueError if none does, within the run or at its
         end."""
-        span = self.spans[max(0, bisect_right(self._starts, sample) - 1)]
+        span = self.span_at(max(0, sample))
         steps, rest = divmod(sample - span.start, span.batch_size)
         if rest or not 0 <= sample <= self.num_samples:
             raise ValueError(f"sample {sample} begins no step of this run")
         return span.first_step + steps
 
     def locate(self, global_sample: int) -> Location:
-        """Phase, source and ordinal of a global sample. Raises IndexError off the run.
-
-        O(log num_phases), and what the blend's `source` costs; see blend.py.
-        """
-        if not 0 <= global_sample < self.num_samples:
-            raise IndexError(f"global sample {global_sample} is outside a run of {self.num_samples}")
-        index = bisect_right(self._starts, global_sample) - 1
-        span = self.spans[index]
+        """Phase, source and ordinal of a global sample of the run. O(log num_phases), and what the blend's `source`
+        costs."""
+        span = self.span_at(global_sample)
         source, ordinal = span.blend.source(global_sample - span.blend_start)
         return Location(span.name, source, self._offset(span).get(source, 0) + ordinal)
 
     def counts(self, global_sample: int) -> dict[str, int]:
         """How many of the global samples [0, global_sample) come from each source that gives any."""
-        return self.position(global_sample)["counts"]
+        return self._counts(self.span_at(max(0, global_sample - 1)), global_sample)
 
     def source_ranges(self, start: int, end: int) -> list[SourceRange]:
-        """What the global samples [start, end) are, by phase and source; ordinals as in `locate`.
-
-        Sources that give none of them are left out. Raises IndexError off the run.
-        """
-        if not 0 <= start <= end <= self.num_samples:
-            raise IndexError(f"global samples [{start}, {end}) are outside a run of {self.num_samples}")
+        """What the global samples [start, end) of the run are, by phase and source; ordinals as in `locate`. Sources
+        that give none of them are left out."""
         found = []
         for span in self.spans:
             first, last = max(start, span.start), min(end, span.end)
@@ -304,28 +274,6 @@ class PhaseSchedule:
                     if before.get(source, 0) < after.get(source, 0):
                         found.append(SourceRange(span.name, source, before.get(source, 0), after[source]))
         return found
-
-    def position(self, global_sample: int) -> dict[str, dict[str, int]]:
-        """What `stand_at` needs to go on from a global sample: JSON types.
-
-        counts: of each source in [0, global_sample). blend_counts: the same before the last of their blends began.
-        """
-        if self._anchor is not None and self._anchor[0] == global_sample:
-            return {key: dict(counts) for key, counts in self._anchor[1].items()}
-        served = self.span_at(max(0, global_sample - 1))
-        return {"counts": self._counts(served, global_sample), "blend_counts": dict(self._offset(served))}
-
-    def stand_at(self, global_sample: int, position: Mapping[str, Mapping[str, int]]) -> None:
-        """Take the counts of `position`, whatever served the samples before."""
-        self._anchor = global_sample, position
-        start = self.span_at(global_sample).blend_start
-        self._offsets[start] = dict(position["counts" if start == global_sample else "blend_counts"])
-
-    def span_at(self, global_sample: int) -> PhaseSpan:
-        """The span that serves a global sample, the last one at the end of the run."""
-        if not 0 <= global_sample <= self.num_samples:
-            raise IndexError(f"global sample {global_sample} is outside a run of {self.num_samples}")
-        return self.spans[bisect_right(self._starts, global_sample) - 1]
 
     def _counts(self, span: PhaseSpan, global_sample: int) -> dict[str, int]:
         counts = dict(self._offset(span))
@@ -342,11 +290,8 @@ class PhaseSchedule:
         return self._offsets[span.blend_start]
 
     def description(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps to recognise the phases, and to lay out new ones after them.
-
-        Name, samples [start, end) in batches of batch_size, sequence length if it is not the run's, the blend and the
-        sample where it began. Its weights are pairs in a list, because the order of the sources breaks ties.
-        """
+        """What a checkpoint keeps to recognise the phases, and to lay out new ones after them. Weights of a blend are
+        pairs in a list, because the order of the sources breaks ties."""
         return [
             {
                 "name": span.name,
@@ -363,29 +308,13 @@ class PhaseSchedule:
         ]
 
 
-def _goes_on(served: PhaseSpan, ours: PhaseSpan) -> bool:
-    """Whether a phase that follows one that has served samples is that phase, going on."""
-    return (served.name, served.batch_size, served.sequence_length, served.blend) == (
-        ours.name,
-        ours.batch_size,
-        ours.sequence_length,
-        ours.blend,
-    )
-
-
 def _span(entry: Mapping[str, Any]) -> PhaseSpan:
     """An entry of `PhaseSchedule.description` as the span that it was."""
-    size, first = entry["batch_size"], entry["first_step"]
+    kept = {key: entry[key] for key in ("name", "first_step", "start", "batch_size", "blend_start")}
+    end_step = entry["first_step"] + (entry["end"] - entry["start"]) // entry["batch_size"]
+    blend = Blend(dict(entry["blend"]))
     return PhaseSpan(
-        entry["name"],
-        first,
-        first + (entry["end"] - entry["start"]) // size,
-        entry["start"],
-        size,
-        Blend(dict(entry["blend"])),
-        entry["blend_start"],
-        entry["sequence_length"],
-        entry["by_tokens"],
+        **kept, end_step=end_step, blend=blend, sequence_length=entry["sequence_length"], by_tokens=entry["by_tokens"]
     )
 
 
@@ -440,19 +369,18 @@ def check_epochs(
     """Raise ValueError for sources that the run would go through more often than `limit`: of all, or by source."""
     if limit is None:
         return
-    for name in limit if isinstance(limit, Mapping) else ():
+    limits = limit if isinstance(limit, Mapping) else dict.fromkeys(sources, limit)
+    for name in limits:
         if name not in sources:
             raise ValueError(f"data.max_epochs names {name}, from which no phase draws: {', '.join(sources)}")
     found: dict[str, str] = {}
     for span, uses in planned_use(schedule, sources):
         for use in uses:
-            most = limit.get(use.source, float("inf")) if isinstance(limit, Mapping) else limit
-            one_sample = 1 / sources[use.source].num_samples
-            if use.source not in found and use.epochs_done > most + one_sample:
-                available = sources[use.source].stream.num_tokens
+            most, source = limits.get(use.source, float("inf")), sources[use.source]
+            if use.source not in found and use.epochs_done > most + 1 / source.num_samples:
                 found[use.source] = (
-                    f"{use.source} ({available:,} tokens) {use.epochs_done:.3g} times by the end of phase "
-                    f"{span.name}, where {most:g} is the limit"
+                    f"{use.source} ({source.stream.num_tokens:,} tokens) {use.epochs_done:.3g} times by the end of "
+                    f"phase {span.name}, where {most:g} is the limit"
                 )
     if found:
         raise ValueError(

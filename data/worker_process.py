@@ -124,7 +124,7 @@ ERROR_BYTES = 1 << 16
 _LONG_TEXT = 8000  # characters
 _LENGTH = struct.Struct("<Q")
 
-# What launchers, schedulers and terminals send to every process of a job: the rank answers, its workers go on.
+# What launchers, schedulers and terminals send to every process of a job: the rank answers, its workers continue.
 LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -200,7 +200,7 @@ def main(rank_pid: int, task_file: int, memory_file: int, wanted: int, ready: in
         with open(task_file, "rb") as file:
             task = pickle.load(file)
         work(task, memory, wanted, ready)
-    except BrokenPipeError:  # nobody wants it any more
+    except BrokenPipeError:  # the rank has closed the pipe
         os._exit(1)
     except Exception as error:
         write_error(memory, error)

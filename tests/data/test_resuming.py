@@ -1,4 +1,4 @@
-"""A run goes on with other phases to come, more files and more steps, and never with another past."""
+"""A run resumes with other phases to come, more files and more steps, and never with another past."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def resumed(state: dict[str, Any], *arguments: Any, **options: Any) -> MicroBatc
     return other
 
 
-def test_unchanged_data_go_on_as_if_nothing_had_been() -> None:
+def test_unchanged_data_continue() -> None:
     state = state_after(loader(), 7)
     again = resumed(state)
     assert again.changes == []
@@ -111,7 +111,7 @@ def test_phases_to_come_change_and_nothing_comes_twice() -> None:
         assert ordinal == counts[source]
         counts[source] += 1
     assert other.schedule.num_samples == 14 * BATCH + 9 * 12
-    # Another checkpoint of it goes on by itself.
+    # A later checkpoint of it resumes, too.
     rows = seen(other, 14, 23)
     assert seen(resumed(state_after(other, 18, start=14), phases, others=("prose", "new")), 18, 23) == rows[4 * 12 :]
 
@@ -146,7 +146,7 @@ def test_weights_by_tokens_follow_the_files() -> None:
     state = state_after(first, 6)
     other = resumed(state, by_tokens(FILES[:2]), FILES[:2])
     assert any("new files" in change for change in other.changes)
-    assert [span.blend.weights["code"] for span in other.schedule.spans] == pytest.approx([250 / 700, 550 / 1000])
+    assert [span.blend.shares[0] / span.blend.period for span in other.schedule.spans] == [250 / 700, 550 / 1000]
     assert [other.schedule.locate(i) for i in range(36)] == [first.schedule.locate(i) for i in range(36)]
     again = resumed(state_after(other, 9, start=6), by_tokens(FILES[:2]), FILES[:2])
     assert again.changes == [] and seen(again, 9, 20) == seen(other, 9, 20)

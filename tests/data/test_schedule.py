@@ -7,13 +7,16 @@ from collections import Counter
 import pytest
 
 from data.blend import Blend
-from data.schedule import Phase, PhaseSchedule
+from data.order import SampleSource
+from data.schedule import Phase, PhaseSchedule, check_epochs, planned_use
+from tests.data.streams import CountingStream
 
 PHASES = [
     Phase("broad", 0.7, {"code": 0.7, "prose": 0.3}),
     Phase("balanced", 0.2, {"code": 0.5, "prose": 0.5}),
     Phase("late", 0.1, {"prose": 0.6, "new": 0.4}),
 ]
+TWO = [Phase("broad", 0.8, {"code": 0.7, "prose": 0.3}), Phase("late", 0.2, {"prose": 1})]
 
 
 def test_boundaries_are_whole_steps_and_cover_the_run() -> None:
@@ -22,7 +25,7 @@ def test_boundaries_are_whole_steps_and_cover_the_run() -> None:
     assert schedule.num_samples == 606
 
 
-def test_ordinals_go_on_across_phases() -> None:
+def test_ordinals_count_across_phases() -> None:
     schedule = PhaseSchedule(PHASES, num_steps=101, global_batch_size=6)
     seen: Counter[str] = Counter()
     for i in range(schedule.num_samples):
@@ -44,9 +47,6 @@ def test_source_ranges_are_what_locate_says(start: int, end: int) -> None:
         (phase, source): list(range(*ordinals)) for phase, source, *ordinals in schedule.source_ranges(start, end)
     }
     assert ranges == located
-    for outside in ((-1, 2), (3, 2), (0, 21)):
-        with pytest.raises(IndexError, match="outside a run of 20"):
-            schedule.source_ranges(*outside)
 
 
 def spans(schedule: PhaseSchedule) -> list[tuple[str, int, int]]:
@@ -54,12 +54,12 @@ def spans(schedule: PhaseSchedule) -> list[tuple[str, int, int]]:
 
 
 def test_the_past_of_another_layout() -> None:
-    past = PhaseSchedule(PHASES, num_steps=100, global_batch_size=1)  # boundaries behind 70 and 90
-    longer = PhaseSchedule(PHASES, num_steps=200, global_batch_size=1)  # behind 140 and 180
+    past = PhaseSchedule(PHASES, num_steps=100, global_batch_size=1)  # boundaries after 70 and 90
+    longer = PhaseSchedule(PHASES, num_steps=200, global_batch_size=1)  # after 140 and 180
     tail = [("balanced", 140, 180), ("late", 180, 200)]
     for consumed, expected in {
         0: [("broad", 0, 140)],
-        50: [("broad", 0, 140)],  # goes on
+        50: [("broad", 0, 140)],  # continues
         70: [("broad", 0, 140)],
         80: [("broad", 0, 70), ("balanced", 70, 80), ("broad", 80, 140)],
         90: [("broad", 0, 70), ("balanced", 70, 90), ("broad", 90, 140)],
@@ -71,10 +71,10 @@ def test_the_past_of_another_layout() -> None:
         assert spans(longer) == [("broad", 0, 140), *tail]  # as it was
 
 
-def test_a_blend_under_way_goes_on() -> None:
+def test_a_blend_under_way_continues() -> None:
     """In a phase that starts elsewhere in the new layout but has the same blend: 8 of [70, 90) are done."""
     past = PhaseSchedule(PHASES, num_steps=100, global_batch_size=1)
-    shorter = PhaseSchedule(PHASES, num_steps=85, global_batch_size=1)  # boundaries behind 60 and 76
+    shorter = PhaseSchedule(PHASES, num_steps=85, global_batch_size=1)  # boundaries after 60 and 76
     for consumed, expected in {
         73: [("broad", 0, 70), ("balanced", 70, 76), ("late", 76, 85)],
         78: [("broad", 0, 70), ("balanced", 70, 78), ("late", 78, 85)],
@@ -111,7 +111,7 @@ def test_lengths_in_steps_tokens_and_the_rest() -> None:
             schedule.steps_before(sample)
 
 
-def test_growing_batches_go_on_with_their_blend() -> None:
+def test_growing_batches_continue_their_blend() -> None:
     blend = {"a": 0.7, "b": 0.2, "c": 0.1}
     ramp = [Phase(f"of {size}", blend=blend, steps=3, global_batch_size=size) for size in (2, 4, 6)]
     schedule = PhaseSchedule([*ramp, Phase("full", blend=blend)], num_steps=20, global_batch_size=8)
@@ -122,8 +122,8 @@ def test_growing_batches_go_on_with_their_blend() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_position_is_enough_to_go_on(seed: int) -> None:
-    """At any step: in the same phases, and in quite other ones behind it."""
+def test_a_description_is_enough_to_resume(seed: int) -> None:
+    """At any step: in quite other phases after it."""
     draw = random.Random(seed)
 
     def some_phases() -> list[Phase]:
@@ -136,26 +136,89 @@ def test_a_position_is_enough_to_go_on(seed: int) -> None:
     def laid_out(phases: list[Phase]) -> PhaseSchedule:
         return PhaseSchedule(phases, sum(phase.steps or 0 for phase in phases), 4)
 
-    phases = some_phases()
-    whole = laid_out(phases)
+    whole = laid_out(some_phases())
     consumed = whole.samples_before(draw.randint(0, whole.num_steps))
-    position = json.loads(json.dumps(whole.position(consumed)))
-    again = laid_out(phases)
-    again.stand_at(consumed, position)
-    rest = range(consumed, whole.num_samples)
-    assert [again.locate(i) for i in rest] == [whole.locate(i) for i in rest]
-    assert again.position(consumed) == position
-
     other = laid_out([*some_phases(), Phase("last", blend={"d": 1}, steps=30)])
-    description = json.loads(json.dumps(whole.description()))
-    behind = other.after(description, consumed)
-    behind.stand_at(consumed, position)
-    seen = Counter(position["counts"])
-    for i in range(consumed, behind.num_samples):
-        location = behind.locate(i)
+    after = other.after(json.loads(json.dumps(whole.description())), consumed)
+    assert [after.locate(i) for i in range(consumed)] == [whole.locate(i) for i in range(consumed)]
+    seen = Counter(whole.counts(consumed))
+    for i in range(consumed, after.num_samples):
+        location = after.locate(i)
         assert location.ordinal == seen[location.source]
         seen[location.source] += 1
-    assert dict(seen) == behind.counts(behind.num_samples)
-    assert other.after(json.loads(json.dumps(behind.description())), consumed).description() == behind.description()
+    assert dict(seen) == after.counts(after.num_samples)
+    assert other.after(json.loads(json.dumps(after.description())), consumed).description() == after.description()
     steps = whole.steps_before(consumed)
-    assert [behind.samples_before(s) for s in range(steps + 1)] == [whole.samples_before(s) for s in range(steps + 1)]
+    assert [after.samples_before(s) for s in range(steps + 1)] == [whole.samples_before(s) for s in range(steps + 1)]
+
+
+def test_lengthening_again_and_again() -> None:
+    """From 300 to 400 and, in the middle of what that added, to 1000."""
+
+    def laid_out(steps: int) -> PhaseSchedule:
+        return PhaseSchedule(PHASES, steps, 8)
+
+    first = laid_out(300)
+    second = laid_out(400).after(first.description(), first.samples_before(300))
+    consumed = second.samples_before(370)
+    third = laid_out(1000).after(second.description(), consumed)
+    assert [third.locate(i) for i in range(consumed)] == [second.locate(i) for i in range(consumed)]
+    names = [(span.name, span.end_step) for span in third.spans if span.num_samples]
+    assert names == [
+        ("broad", 210), ("balanced", 270), ("late", 300), ("balanced", 360), ("late", 370),
+        ("broad", 700), ("balanced", 900), ("late", 1000),
+    ]  # fmt: skip
+
+
+def sources() -> dict[str, SampleSource]:
+    tokens = {"code": 1601, "prose": 801}  # 100 and 50 samples
+    return {name: SampleSource(name, CountingStream([n]), 16, 0, 10**6) for name, n in tokens.items()}
+
+
+def test_the_plan_is_what_the_run_takes() -> None:
+    schedule = PhaseSchedule(TWO, num_steps=50, global_batch_size=4)
+    taken: Counter[tuple[str, str]] = Counter()
+    for i in range(schedule.num_samples):
+        location = schedule.locate(i)
+        taken[location.phase, location.source] += 1
+    rows = [(span.name, use) for span, uses in planned_use(schedule, sources()) for use in uses]
+    assert {(phase, use.source): use.samples for phase, use in rows} == dict(taken)
+    assert [(use.source, round(use.epochs, 3), round(use.epochs_done, 3)) for _, use in rows] == [
+        ("code", 1.12, 1.12),
+        ("prose", 0.96, 0.96),
+        ("prose", 0.8, 1.76),
+    ]
+    assert [use.share for _, use in rows] == [0.7, 0.3, 1.0]
+
+
+def test_a_limit_of_epochs() -> None:
+    schedule = PhaseSchedule(TWO, num_steps=50, global_batch_size=4)
+    for limit in (None, 2, 1.76, {"prose": 2}, {"code": 1.12}):
+        check_epochs(schedule, sources(), limit)
+    with pytest.raises(ValueError) as refusal:
+        check_epochs(schedule, sources(), 1)
+    assert str(refusal.value) == (
+        "the run would go through code (1,601 tokens) 1.12 times by the end of phase broad, where 1 is the limit; "
+        "prose (801 tokens) 1.76 times by the end of phase late, where 1 is the limit: lower their weights in "
+        "data.phases or train.steps, add text, or raise data.max_epochs"
+    )
+    with pytest.raises(ValueError, match=r"prose .* where 1\.5 is the limit"):
+        check_epochs(schedule, sources(), {"prose": 1.5})
+    with pytest.raises(ValueError, match="names porse, from which no phase draws: code, prose"):
+        check_epochs(schedule, sources(), {"porse": 1.5})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([{"steps": 5, "fraction": 0.5}, {}], "phase 'p0' has fraction=0.5 and steps=5; give one length"),
+        ([{}, {}], "the phases p0 and p1 have no length; give all but one"),
+        ([{"steps": 20}, {}], "beside 'p1' take 20 steps of 20, so nothing is left"),
+        ([{"fraction": 0.5}, {"fraction": 0.4}], "sum to 0.9; they must sum to 1"),
+        ([{"steps": 5}, {"steps": 6}], "take 11 steps in all, and the run has 20; set train.steps=11"),
+    ],
+)
+def test_phases_that_do_not_fill_the_run(lengths: list[dict[str, float]], message: str) -> None:
+    phases = [Phase(f"p{i}", blend={"a": 1}, **length) for i, length in enumerate(lengths)]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        PhaseSchedule(phases, 20, 4)
