@@ -8,7 +8,7 @@ went.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 from data.tokenizer import TextTokenizer, load_tokenizer
 from exchange.architectures import Section, from_hf, sections_of, to_hf
 from exchange.checkpoint import Checkpoint
-from exchange.hf_export import CONFIG, excluded_modules, is_hf_import
+from exchange.hf_export import CONFIG, excluded_modules
 from exchange.hf_import import Shards, read_config
 from exchange.nvfp4 import TrainedPlan, decoded, is_calibrated, layout_of, multiplied_weight
 
@@ -48,7 +48,7 @@ class Folder:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path / CONFIG}: its quantization_config is not one of exports from here") from error
         self.shards = Shards(path)
-        self.names = frozenset(self.shards.names)
+        self.names = self.shards.names
 
     @property
     def title(self) -> str:
@@ -72,8 +72,6 @@ class FolderCheck:
         self.folder, self.checkpoint, self.trained, self.tokenizer = folder, checkpoint, trained, tokenizer
         self.sections = sections_of(checkpoint.config.model)
         self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.fp4().items()}
-        # Exported again as it was imported: in the types and with the configuration that it came with.
-        self.is_again = is_hf_import(checkpoint) and folder.config == json.loads(checkpoint.file(CONFIG))
 
     def findings(self) -> Iterator[Finding]:
         """One kind of thing after the other. Raises DamagedCheckpointError and ValueError for what cannot be read."""
@@ -88,7 +86,7 @@ class FolderCheck:
             yield self._tokenizer(self.tokenizer)
 
     def _configuration(self) -> Finding:
-        """Of one that was written here every key, of others what makes the same model."""
+        """Every key that an export writes of the model."""
         model, config = self.checkpoint.config.model, self.folder.config
         try:
             read = from_hf(config)
@@ -96,11 +94,11 @@ class FolderCheck:
             return Finding(CONFIG, "", [f"it is not a configuration of such a model: {error}"])
         have = asdict(model)
         problems = [f"{k} is {v!r} there and {have[k]!r} in the checkpoint" for k, v in read.items() if have[k] != v]
-        expected = {} if self.is_again else to_hf(model)
+        expected = to_hf(model)
         for key, value in expected.items():
             if key not in config or config[key] != value:
                 problems.append(f"{key} is {config.get(key)!r} and should be {value!r}")
-        return Finding(CONFIG, f"{len(expected) or len(read)} keys", problems)
+        return Finding(CONFIG, f"{len(expected)} keys", problems)
 
     def _presence(self) -> Finding:
         """Every tensor is there, and none that belongs to nothing."""
@@ -120,19 +118,18 @@ class FolderCheck:
 
     def _plain_tensors(self) -> Finding:
         problems, count = list[str](), 0
-        dtypes = self.checkpoint.trainer["imported"]["dtypes"] if self.is_again else {}
         for name, parts in self.sections.items():
             if name not in self.rows:
                 ours = self.checkpoint.tensor(name)
                 count += len(parts)
                 for part in parts:
                     if part.name in self.folder.names:
-                        problems += self._plain(part, ours, dtypes)
+                        problems += self._plain(part, ours)
         return Finding("tensors in plain types", f"{count}", problems)
 
-    def _plain(self, part: Section, ours: Tensor, dtypes: Mapping[str, str]) -> list[str]:
+    def _plain(self, part: Section, ours: Tensor) -> list[str]:
         found = self.folder.shards.tensor(part.name)
-        declared = dtypes.get(part.name) or ("float32" if part.fp32 else self.folder.config.get("dtype"))
+        declared = "float32" if part.fp32 else self.folder.config.get("dtype")
         if str(found.dtype) != f"torch.{declared}":
             return [f"{part.name} is {found.dtype} and should be {declared}"]
         return _differences(part.name, found, part.published(ours).to(found.dtype).reshape(part.shape), bits=True)

@@ -1,7 +1,6 @@
-"""A checkpoint of a run, opened by one process that has no mesh and perhaps little memory.
+"""A checkpoint of a run, opened by one process without a mesh and with little memory.
 
-Tensors are read as they are asked for, by their global shape, whatever ranks wrote them. `verify` compares every file
-with its SHA-256 first.
+Tensors are read as they are asked for, by their global shape, whatever ranks wrote them.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, OtherFormatError, checkpoint_in
@@ -25,7 +25,7 @@ from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
-from models.execution import PLAIN, Execution
+from models.execution import PLAIN
 from models.hybrid import HybridModel, build_model
 from models.pattern import check_model
 
@@ -36,9 +36,9 @@ _READERS = 4
 class Checkpoint:
     """What a checkpoint holds. Nothing is loaded; nothing in the folder is changed.
 
-    manifest, trainer: as they were saved. config: the run's. tensors: the model's parameters by name, with their shapes
-    in FP32. Raises DamagedCheckpointError if the folder is not whole, as far as can be seen without reading it all;
-    ConfigError if its configuration is of another version.
+    manifest, trainer: as they were saved. config: the run's. tensors: the shapes of the model's parameters, by name.
+    Raises DamagedCheckpointError for a folder in which files are missing or have other sizes, and ConfigError for a
+    configuration of another version.
     """
 
     def __init__(self, folder: Path, config_dir: Path) -> None:
@@ -73,13 +73,8 @@ class Checkpoint:
         """Whether there is no optimizer state in it."""
         return self.manifest.weights_only
 
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return str(self.folder)
-
     def verify(self) -> None:
-        """Read every file and compare it with the manifest. Raises DamagedCheckpointError, which names the file."""
+        """Read every file and compare it with its SHA-256. Raises DamagedCheckpointError, which names the file."""
         with ThreadPoolExecutor(_READERS) as pool:
             records = self.manifest.files
             for problem in pool.map(lambda name: files.check_file(self.folder, name, records[name]), records):
@@ -87,19 +82,15 @@ class Checkpoint:
                     raise DamagedCheckpointError(f"{self.folder} is damaged: {problem}; give another checkpoint")
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter, FP32 on the CPU, of its global shape.
-
-        Raises KeyError for a name that is not in `tensors`, DamagedCheckpointError for pieces that are not readable.
-        """
-        full = _PREFIX + name
-        saved = self._metadata.state_dict_metadata[full]
+        """A parameter, FP32 on the CPU, of its global shape. Raises DamagedCheckpointError for unreadable pieces."""
+        saved = self._metadata.state_dict_metadata[_PREFIX + name]
         assert isinstance(saved, TensorStorageMetadata)
         if saved.properties.dtype != torch.float32:
-            raise DamagedCheckpointError(f"{full} is {saved.properties.dtype}; masters are FP32")
-        return read_region(self.folder, self._metadata, full, [slice(0, size) for size in saved.size])
+            raise DamagedCheckpointError(f"{name} is {saved.properties.dtype}; masters are FP32")
+        return read_region(self.folder, self._metadata, _PREFIX + name, [slice(0, size) for size in saved.size])
 
     def file(self, name: str) -> bytes:
-        """The content of a small file of the checkpoint. Raises DamagedCheckpointError if it is not as it was saved."""
+        """The content of a small file. Raises DamagedCheckpointError if it is not as it was saved."""
         if name not in self.manifest.files:
             raise DamagedCheckpointError(f"{files.MANIFEST} does not name {name}")
         return files.read_checked(self.folder, name, self.manifest.files)
@@ -125,11 +116,7 @@ def open_checkpoint(folder: Path, config_dir: Path) -> Checkpoint:
 
 
 def load_model(
-    checkpoint: Checkpoint,
-    *,
-    compute_dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    execution: Execution = PLAIN,
+    checkpoint: Checkpoint, *, compute_dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> HybridModel:
     """The model with the checkpoint's weights on one process, none of its linears quantized.
 
@@ -141,50 +128,51 @@ def load_model(
         init_distributed(device.type, checkpoint.config.parallel.timeout_seconds)
     alone = build_mesh(ParallelConfig(), device)
     with torch.device("meta"):
-        model = build_model(checkpoint.config.model, alone, compute_dtype, execution)
+        model = build_model(checkpoint.config.model, alone, compute_dtype, PLAIN)
     model.to_empty(device=device)
-    check_tensors({name: p.shape for name, p in model.named_parameters()}, checkpoint.tensors, checkpoint.name)
+    check_tensors({name: p.shape for name, p in model.named_parameters()}, checkpoint)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.to_local().copy_(checkpoint.tensor(name))
     return model.eval()
 
 
-def check_tensors(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size], where: str) -> None:
-    """Raise ValueError, with the first tensor that differs, unless `found` are the tensors that a model has."""
-    for name in (*expected, *found):
-        have, want = found.get(name), expected.get(name)
+def check_tensors(expected: Mapping[str, Sequence[int]], checkpoint: Checkpoint) -> None:
+    """Raise ValueError, with the first tensor that differs, unless the checkpoint has tensors of `expected` shapes."""
+    for name in (*expected, *checkpoint.tensors):
+        have, want = checkpoint.tensors.get(name), expected.get(name)
         if have is None or want is None or tuple(have) != tuple(want):
             shapes = ["no such tensor" if shape is None else str(list(shape)) for shape in (have, want)]
-            raise ValueError(f"{where}: {name} is {shapes[0]} there, {shapes[1]} in the model of its configuration")
+            raise ValueError(
+                f"{checkpoint.folder}: {name} is {shapes[0]} there, {shapes[1]} in the model of its configuration"
+            )
 
 
 def read_region(folder: Path, metadata: Metadata, name: str, region: Sequence[slice]) -> Tensor:
     """Part of a tensor of a folder that torch.distributed.checkpoint wrote, FP32 on the CPU. region: of each axis.
 
-    Raises DamagedCheckpointError for pieces that are missing, not readable or of another shape or type than they are
-    said to be, and for files outside the folder.
+    Raises DamagedCheckpointError for pieces that are missing, not readable, of another shape or type than the metadata
+    says, or outside the folder.
     """
     saved = metadata.state_dict_metadata[name]
     assert isinstance(saved, TensorStorageMetadata)
     result = torch.empty([part.stop - part.start for part in region])
     written = 0
     for chunk in saved.chunks:
-        common, inside, target = [], [], []
+        inside, target = [], []
         for part, first, size in zip(region, chunk.offsets, chunk.sizes, strict=True):
             low, high = max(part.start, first), min(part.stop, first + size)
-            common.append(high - low)
             inside.append(slice(low - first, high - first))
             target.append(slice(low - part.start, high - part.start))
-        if min(common) <= 0:
+        if any(part.stop <= part.start for part in target):
             continue
         place = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
         if place is None or Path(place.relative_path).name != place.relative_path:
             raise DamagedCheckpointError(f"{METADATA} names no file of the checkpoint for a piece of {name}")
         try:
             with files.open_plain(folder / place.relative_path) as file:
-                window = io.BufferedReader(_Window(file, place.offset, place.length))
-                piece = torch.load(window, map_location="cpu", weights_only=True)
+                view: Any = _create_file_view(io.BufferedReader(file), place.offset, place.length)
+                piece = torch.load(view, map_location="cpu", weights_only=True)
         except DamagedCheckpointError:
             raise
         except Exception as error:  # whatever torch makes of damaged bytes
@@ -193,36 +181,7 @@ def read_region(folder: Path, metadata: Metadata, name: str, region: Sequence[sl
         if not isinstance(piece, Tensor) or piece.shape != chunk.sizes or piece.dtype != saved.properties.dtype:
             raise DamagedCheckpointError(f"{place.relative_path}: {name} is not what {METADATA} says")
         result[tuple(target)] = piece[tuple(inside)]
-        written += math.prod(common)
+        written += math.prod(part.stop - part.start for part in target)
     if written != result.numel():
         raise DamagedCheckpointError(f"{METADATA} has {written} of {result.numel()} elements of {name}")
     return result
-
-
-class _Window(io.RawIOBase):
-    """The bytes [start, start + length) of a file, as a file."""
-
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(self._length - self._at, 0)]
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(view) or 0
-        self._at += count
-        return count

@@ -42,6 +42,7 @@ from exchange.nvfp4 import TrainedPlan, refusal
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError
+from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step
@@ -82,7 +83,7 @@ def check_exports(config: Config, plans: tuple[Plan, Plan | None]) -> None:
             )
         return
     key = f"checkpoint.export_interval={interval}"
-    if importlib.util.find_spec("safetensors") is None or importlib.util.find_spec("huggingface_hub") is None:
+    if importlib.util.find_spec("safetensors") is None:
         raise ConfigError(f'{key} needs packages of an extra: pip install "megatron_fp4[hf]", or leave it out')
     try:
         architecture_of(config.model)
@@ -269,7 +270,7 @@ class Exports(Callback):
         while self._running is None and self._waiting:
             step = self._waiting.pop(0)
             try:
-                _move_aside(self._folder(step))
+                move_aside(self._folder(step))
                 self._running = step, _Process(self._arguments(step))
             except OSError as error:
                 self._failed(step, str(error))
@@ -344,12 +345,3 @@ class _Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._output.close()
-
-
-def _move_aside(folder: Path) -> None:
-    """Give another export of that step a number."""
-    number = 0
-    while os.path.lexists(folder if number == 0 else folder.with_name(f"{folder.name}.{number}")):
-        number += 1
-    if number:
-        os.rename(folder, folder.with_name(f"{folder.name}.{number}"))

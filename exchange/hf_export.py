@@ -1,14 +1,14 @@
 """A checkpoint as a Hugging Face folder: config.json, safetensors, tokenizer, generation config, model card.
 
-One parameter after another is read, whatever mesh wrote them, so memory holds a shard and a parameter. The folder is
-written under another name and renamed: there is a whole one, or none.
+One parameter after another is read, whatever mesh wrote them, so memory holds a shard and a parameter. There is a whole
+folder, or none.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,23 @@ from exchange.nvfp4 import Layout, TrainedPlan, reordered, trained_weight
 from exchange.tokenizer import tokenizer_files
 from exchange.weights_only import new_folder
 from megatron_fp4 import __version__
-from megatron_fp4.checkpoint.files import TRAINER
 from megatron_fp4.logging.metrics import last_validation
-from megatron_fp4.quantization.tensor import NVFP4Tensor
 from megatron_fp4.runtime.revision import revision
 from models.pattern import parameter_count
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 2 << 30
-HUGGING_FACE = "hugging_face"
-"""`format` of an imported checkpoint that was such a folder."""
 Progress = Callable[[int, int], None]
-"""Is told the bytes of weights written, and all of them."""
+"""Is told how many of how many elements of weights are written."""
 
 
 class PlainEncoder:
     """Turns our parameters into the tensors of a folder, one at a time: in `dtype`, but in FP32 where rounding is not
-    allowed (A_log, D, dt_bias).
+    allowed (A_log, D, dt_bias)."""
 
-    dtypes: published name -> another dtype, as an imported folder had it.
-    """
-
-    def __init__(self, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-        self.dtype, self._dtypes = dtype, dict(dtypes or {})
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
     @property
     def description(self) -> str:
@@ -54,24 +47,11 @@ class PlainEncoder:
             return "The FP32 master weights."
         return f"The FP32 master weights, in {_name(self.dtype)}; A_log, D and dt_bias in float32."
 
-    def stored(self, name: str, sections: Sequence[Section]) -> dict[str, Tensor]:
-        """What our parameter `name` becomes, before it is read: tensors without data."""
-        return {s.name: torch.empty(s.shape, dtype=self._dtype(s), device="meta") for s in sections}
-
     def tensors(self, name: str, sections: Sequence[Section], ours: Tensor) -> dict[str, Tensor]:
-        """The tensors of `stored` from the whole parameter: FP32 on the CPU, our order of rows.
-
-        Raises ValueError where a finite number would become infinite.
-        """
-        found = {}
-        for section in sections:
-            values = section.published(ours).view(section.shape)
-            written = values.to(self._dtype(section))
-            if written.dtype == torch.float16 and not torch.equal(written.isinf(), values.isinf()):
-                largest = float(values.abs().max())
-                raise ValueError(f"{section.name} has values up to {largest:.4g}, beyond float16; choose another dtype")
-            found[section.name] = written
-        return found
+        """What our parameter `name` becomes, by published names. ours: the whole of it, FP32 on the CPU, our order of
+        rows."""
+        dtypes = (torch.float32 if section.fp32 else self.dtype for section in sections)
+        return {s.name: s.published(ours).view(s.shape).to(d) for s, d in zip(sections, dtypes, strict=True)}
 
     def config_entries(self) -> dict[str, Any]:
         """More for config.json."""
@@ -80,9 +60,6 @@ class PlainEncoder:
     def extra_files(self) -> dict[str, bytes]:
         """More files of the folder."""
         return {}
-
-    def _dtype(self, section: Section) -> torch.dtype:
-        return self._dtypes.get(section.name, torch.float32 if section.fp32 else self.dtype)
 
 
 class NVFP4Encoder(PlainEncoder):
@@ -122,26 +99,15 @@ class NVFP4Encoder(PlainEncoder):
             text += " Input scales are from calibration on held-out text."
         return text
 
-    def stored(self, name: str, sections: Sequence[Section]) -> dict[str, Tensor]:
-        if name not in self._rows:
-            return super().stored(name, sections)
-        found: dict[str, Tensor] = {}
-        for section in sections:
-            rows, columns = section.shape
-            codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")
-            scales = torch.empty(rows, columns // 16, dtype=torch.float8_e4m3fn, device="meta")
-            empty = NVFP4Tensor(codes, scales, (1, 16), torch.ones(()))
-            found |= self._layout.tensors(section.module, empty, self._amax(name))
-        return found
-
     def tensors(self, name: str, sections: Sequence[Section], ours: Tensor) -> dict[str, Tensor]:
         """Raises ValueError for NaN or inf."""
         if name not in self._rows:
             return super().tensors(name, sections, ours)
         made, found = trained_weight(ours, self._rows[name], self.trained.compute_dtype), dict[str, Tensor]()
+        amax = None if self._input_amax is None else self._input_amax[name.removesuffix(".weight")]
         for section in sections:
             part = made if section.rows is None else reordered(made, section.rows)
-            found |= self._layout.tensors(section.module, part, self._amax(name))
+            found |= self._layout.tensors(section.module, part, amax)
         return found
 
     def config_entries(self) -> dict[str, Any]:
@@ -150,9 +116,6 @@ class NVFP4Encoder(PlainEncoder):
 
     def extra_files(self) -> dict[str, bytes]:
         return self._layout.extra_files(self.excluded, self._input_amax is not None)
-
-    def _amax(self, name: str) -> Tensor | None:
-        return None if self._input_amax is None else self._input_amax[name.removesuffix(".weight")]
 
 
 def excluded_modules(sections: Sections, quantized: Collection[str]) -> list[str]:
@@ -182,25 +145,16 @@ def export_hf(
     an output that exists or lies inside the checkpoint; DamagedCheckpointError for a checkpoint that is not whole; and
     OSError. Then nothing is left.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards
-
     config = checkpoint.config.model
     sections = sections_of(config)
-    check_tensors({name: shape_of(parts) for name, parts in sections.items()}, checkpoint.tensors, checkpoint.name)
+    check_tensors({name: shape_of(parts) for name, parts in sections.items()}, checkpoint)
     length = sequence_length(checkpoint)
     files = {} if tokenizer is None else tokenizer_files(tokenizer, length)
-    stored = {key: value for name, parts in sections.items() for key, value in encoder.stored(name, parts).items()}
-    split = split_torch_state_dict_into_shards(
-        stored, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
-    )
     special = _special_ids(checkpoint, tokenizer)
     described = {**to_hf(config), **special, "max_position_embeddings": length, **encoder.config_entries()}
     checkpoint.verify()  # last, because it reads all of a large checkpoint, moments included
     with new_folder(output, checkpoint.folder) as folder:
-        _write_shards(folder, checkpoint, encoder, sections, split.filename_to_tensors, progress)
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (folder / INDEX).write_text(_json(index))
+        _write_shards(folder, _encoded(checkpoint, encoder, sections, progress), shard_bytes)
         (folder / CONFIG).write_text(_json(described))
         generation = {key: value for key, value in special.items() if value is not None}
         if not described["use_cache"]:  # of config.json, `generate` does not take it
@@ -211,59 +165,52 @@ def export_hf(
             (folder / name).write_bytes(content)
 
 
-def export_again(checkpoint: Checkpoint, output: Path, *, progress: Progress = lambda done, total: None) -> None:
-    """Write the folder that a checkpoint was imported from once more: its files byte for byte, its tensors in the types
-    and shards that they had. Raises as `export_hf` does."""
-    imported, sections = checkpoint.trainer["imported"], sections_of(checkpoint.config.model)
-    encoder = PlainEncoder(torch.float32, {n: getattr(torch, dtype) for n, dtype in imported["dtypes"].items()})
-    shards = imported["shards"]
-    names = sorted(part.name for parts in sections.values() for part in parts)
-    if sorted(n for group in shards.values() for n in group) != names or any(Path(n).name != n for n in shards):
-        raise ValueError(
-            f"{checkpoint.folder}: {TRAINER} does not describe the folder it was imported from; add --dtype"
-        )
-    with new_folder(output, checkpoint.folder) as folder:
-        _write_shards(folder, checkpoint, encoder, sections, shards, progress)
-        for name in imported["files"]:
-            (folder / name).write_bytes(checkpoint.file(name))
+def _encoded(
+    checkpoint: Checkpoint, encoder: PlainEncoder, sections: Sections, progress: Progress
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the folder by name, one parameter after the other."""
+    written, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
+    for name, parts in sections.items():
+        yield from encoder.tensors(name, parts, checkpoint.tensor(name)).items()
+        written += checkpoint.tensors[name].numel()
+        progress(written, total)
 
 
-def is_hf_import(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint was such a folder, and can become it again."""
-    return checkpoint.trainer.get("imported", {}).get("format") == HUGGING_FACE
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Files of at most `shard_bytes` each, or one tensor, named as transformers does. Raises OSError."""
+    shards: list[list[str]] = []
+    content: dict[str, Tensor] = {}
+    size = total = 0
+    for name, tensor in tensors:
+        if content and size + tensor.nbytes > shard_bytes:
+            _write_shard(folder / f"{len(shards)}", content)
+            shards.append(list(content))
+            content, size = {}, 0
+        content[name] = tensor
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    _write_shard(folder / f"{len(shards)}", content)
+    shards.append(list(content))
+    if len(shards) == 1:
+        (folder / "0").rename(folder / SINGLE)
+        return
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for number, file in enumerate(files):
+        (folder / f"{number}").rename(folder / file)
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    (folder / INDEX).write_text(_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def _write_shards(
-    folder: Path,
-    checkpoint: Checkpoint,
-    encoder: PlainEncoder,
-    sections: Sections,
-    shards: Mapping[str, Sequence[str]],
-    progress: Progress,
-) -> None:
-    """shards: file -> the tensors in it. Raises OSError."""
+def _write_shard(path: Path, content: dict[str, Tensor]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    stored = {name: encoder.stored(name, parts) for name, parts in sections.items()}
-    owner = {key: name for name, tensors in stored.items() for key in tensors}
-    written, total = 0, sum(tensor.nbytes for tensors in stored.values() for tensor in tensors.values())
+    try:
+        save_file(content, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"{path.parent} cannot be written ({error}); make room, or name another folder") from error
     mask = os.umask(0)
     os.umask(mask)
-    made: dict[str, Tensor] = {}
-    for file, names in shards.items():
-        content: dict[str, Tensor] = {}
-        for key in names:
-            if key not in made:
-                made = encoder.tensors(owner[key], sections[owner[key]], checkpoint.tensor(owner[key]))
-            content[key] = made.pop(key)
-        try:
-            save_file(content, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # what it makes of a full disk
-            raise OSError(f"{folder / file} cannot be written ({error}); make room, or name another folder") from error
-        (folder / file).chmod(0o666 & ~mask)  # it makes them for their owner alone
-        written += sum(tensor.nbytes for tensor in content.values())
-        progress(written, total)
+    path.chmod(0o666 & ~mask)  # it makes them for their owner alone
 
 
 def sequence_length(checkpoint: Checkpoint) -> int:

@@ -13,20 +13,19 @@ from torch import Tensor
 
 from data.tokenizer import load_tokenizer
 from exchange.architectures import Section, Sections, from_hf, ours_of, sections_of, shape_of
-from exchange.hf_export import CARD, CONFIG, GENERATION, HUGGING_FACE, INDEX, SINGLE, SPECIAL_IDS
+from exchange.hf_export import CONFIG, INDEX, SINGLE, SPECIAL_IDS
 from exchange.nvfp4 import decoded, layout_of
 from exchange.tokenizer import TOKENIZER_FILES
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
 from models.pattern import check_model
 
-_KEPT = (CONFIG, GENERATION, CARD, INDEX, *TOKENIZER_FILES, "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 
 
 class Shards:
-    """The tensors of a folder by name. files: file -> the tensors in it.
+    """The tensors of a folder by name. names: of all.
 
     Raises ValueError, naming folder and file, for files that are missing, damaged or do not hold what the index says.
     """
@@ -43,21 +42,16 @@ class Shards:
                 raise ValueError(f"{folder / INDEX} is not readable ({error}); fetch the folder again") from error
         elif not (folder / SINGLE).is_file():
             raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give the folder of a model in safetensors")
-        self.files: dict[str, list[str]] = {}
+        self._file_of: dict[str, str] = {}
         for name in files:
             if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{folder / INDEX} names {name!r}, which is not a file beside it")
             with self._opened(name) as file:
-                self.files[name] = list(file.keys())
-        self._file_of = {tensor: name for name, tensors in self.files.items() for tensor in tensors}
+                self._file_of |= dict.fromkeys(file.keys(), name)
+        self.names = frozenset(self._file_of)
         for tensor, name in weight_map.items():
             if self._file_of.get(tensor) != name:
                 raise ValueError(f"{folder / name} does not hold {tensor}, which {INDEX} says it does; fetch it again")
-
-    @property
-    def names(self) -> list[str]:
-        """Of all tensors."""
-        return list(self._file_of)
 
     def stored(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape, without reading the values."""
@@ -102,7 +96,7 @@ def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | N
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder / CONFIG} does not describe a model ({error!r}); fetch the folder again") from error
     tensors, sections, vocab_size = _Weights(folder, content), sections_of(config.model), config.model.vocab_size
-    dtypes = _check(folder, tensors, sections)
+    _check(folder, tensors, sections)
     has_tokenizer = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
     tokenizer = load_tokenizer(folder) if has_tokenizer else None
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
@@ -110,22 +104,18 @@ def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | N
             f"{folder}: its tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size}; fetch the folder "
             "again, or take its tokenizer away"
         )
-    kept = {name: (folder / name).read_bytes() for name in _KEPT if (folder / name).is_file()}
+    kept = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
     length = content.get("max_position_embeddings")
     write_weights_only(
         checkpoint,
         config,
         (NewTensor(ours, tuple(shape_of(p)), partial(_load, tensors, p)) for ours, p in sections.items()),
         imported={
-            # Only one without codes can be written again as it was.
-            "format": HUGGING_FACE if tensors.layout is None else f"{HUGGING_FACE}_{tensors.layout.name}",
+            "format": "hugging_face" if tensors.layout is None else f"hugging_face_{tensors.layout.name}",
             "from": folder.resolve().name,
             "model_type": content["model_type"],
             "sequence_length": length if type(length) is int and length > 0 else None,
             "special_ids": {key: content[key] for key in SPECIAL_IDS if key in content},
-            "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
-            "shards": tensors.files,
-            "files": sorted(kept),
         },
         tokenizer=None if tokenizer is None else tokenizer.fingerprint(),
         extra_files=kept,
@@ -180,12 +170,12 @@ class _Weights(Shards):
 _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
-def _check(folder: Path, tensors: _Weights, sections: Sections) -> dict[str, torch.dtype]:
-    """The type of each tensor, once all that the model needs are there, of the right shapes, and no others."""
-    dtypes, names = dict[str, torch.dtype](), set(tensors.names)
+def _check(folder: Path, tensors: _Weights, sections: Sections) -> None:
+    """Raise ValueError unless all that the model needs is there, of the right shapes and types, and nothing else."""
+    needed = set[str]()
     for part in (part for parts in sections.values() for part in parts):
         stored = tensors.parts(part)
-        if missing := [name for name in stored if name not in names]:
+        if missing := [name for name in stored if name not in tensors.names]:
             raise ValueError(f"{folder} has no tensor {missing[0]}, which its {CONFIG} asks for")
         dtype, shape = tensors.stored(stored[0])
         if len(stored) > 1 and dtype == torch.uint8:
@@ -194,11 +184,10 @@ def _check(folder: Path, tensors: _Weights, sections: Sections) -> dict[str, tor
             raise ValueError(f"{folder}: {stored[0]} is {dtype}; weights in 16 or 32 bits, or NVFP4, can be imported")
         if shape != part.shape:
             raise ValueError(f"{folder}: {stored[0]} is {list(shape)}, {list(part.shape)} by its {CONFIG}")
-        dtypes |= {name: tensors.stored(name)[0] for name in stored}
-    unknown = sorted(name for name in names - dtypes.keys() if not name.endswith(_OF_ACTIVATIONS))
+        needed |= {*stored}
+    unknown = sorted(name for name in tensors.names - needed if not name.endswith(_OF_ACTIVATIONS))
     if unknown:
         raise ValueError(f"{folder} has a tensor {unknown[0]}, which a model of its {CONFIG} does not have")
-    return dtypes
 
 
 def _load(tensors: _Weights, parts: list[Section]) -> Tensor:

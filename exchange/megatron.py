@@ -82,7 +82,7 @@ def export_megatron(
     if layers == "numbered" and model_class(config) == "mamba":
         raise ValueError("the layers of Megatron's hybrid models are always numbered; leave --layers out")
     wanted = {parameter.name: torch.Size(parameter.shape) for parameter in parameters(config, layers)}
-    check_tensors(wanted, checkpoint.tensors, checkpoint.name)
+    check_tensors(wanted, checkpoint)
     length = sequence_length(checkpoint)
     of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     arguments = arguments_of(config, length, dtype == torch.bfloat16)

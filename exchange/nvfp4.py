@@ -31,7 +31,6 @@ Read: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -370,25 +369,10 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
     rows, columns = codes.shape[0], codes.shape[1] * 2
     if tuple(scales.shape) != (rows, columns // _BLOCK) or columns % _BLOCK:
         raise ValueError(f"scales are {list(scales.shape)} for {rows} x {columns} codes")
-    pairs, block = _tables()
-    values = pairs[codes.long()].view(rows, columns // _BLOCK, _BLOCK)
-    return (values * block[scales.view(torch.uint8).long()][..., None]).view(rows, columns)
+    values = _PAIRS[codes.long()].view(rows, columns // _BLOCK, _BLOCK)
+    return (values * scales.to(torch.float32)[..., None]).view(rows, columns)
 
 
-@functools.cache
-def _tables() -> tuple[Tensor, Tensor]:
-    """FP32 [256, 2], the two values of each byte of codes, and FP32 [256], the value of each scale."""
-    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    grid = [*magnitudes, *(-value for value in magnitudes)]
-    pairs = torch.tensor([[grid[byte & 15], grid[byte >> 4]] for byte in range(256)])
-    return pairs, torch.tensor([_e4m3(byte) for byte in range(256)])
-
-
-def _e4m3(byte: int) -> float:
-    """OCP FP8: exponent bias 7, no infinity, NaN where exponent and mantissa are all ones."""
-    sign, exponent, mantissa = (-1.0 if byte & 0x80 else 1.0), byte >> 3 & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return float("nan")
-    if exponent == 0:
-        return sign * mantissa * 2.0**-9
-    return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# FP32 [256, 2]: the two values of each byte.
+_PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])

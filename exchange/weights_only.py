@@ -2,7 +2,7 @@
 an import makes and `checkpoint.initialize_from` begins a run from.
 
 The checkpoint is one like any other (megatron_fp4/checkpoint/files.py) of step 0, with `weights_only` in its manifest,
-so that every mesh reads it; and it keeps the files that came with the weights, such as the tokenizer.
+so that every mesh reads it; and it keeps the files of the tokenizer that came with the weights.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _LOCK = ".being_written"
 
 def check_output(output: Path, checkpoint: Path | None = None) -> None:
     """Raise ValueError if `output` exists or lies inside `checkpoint`."""
-    if output.exists() or output.is_symlink():
+    if os.path.lexists(output):
         raise ValueError(f"{output} exists already; name another folder, or remove it")
-    if checkpoint is not None and checkpoint.resolve() in (output.resolve(), *output.resolve().parents):
+    if checkpoint is not None and checkpoint.resolve() in output.resolve().parents:
         raise ValueError(f"{output} lies inside the checkpoint {checkpoint}; name a folder elsewhere")
 
 

@@ -20,8 +20,7 @@ from data.provider import open_held_out
 from data.validation import ValidationSet, Yardstick
 from exchange.checkpoint import Checkpoint, load_model
 from inference.generation import lower_weights
-from inference.models import OpenedFolder, Progress, Row, Scorer
-from inference.text import markdown
+from inference.models import OpenedFolder, Progress, Row, Scorer, markdown
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.precision.plan import Plan
@@ -178,8 +177,3 @@ def agreement_table(windows: Windows, reference: Losses, others: Sequence[Losses
 def furthest(reference: Losses, losses: Losses) -> float:
     """The largest difference of any set, in nats."""
     return max(abs(losses.nats[name] - loss) for name, loss in reference.nats.items())
-
-
-def is_exact(opened: OpenedFolder) -> bool:
-    """Whether a folder has the checkpoint's weights to the last bit, so that it has to agree: FP32, not quantized."""
-    return opened.stored == "float32"

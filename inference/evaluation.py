@@ -31,10 +31,11 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import lm_eval.api.model
 import lm_eval.api.task
+import lm_eval.models.huggingface
 import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
@@ -42,11 +43,16 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import t as student
 from tqdm import tqdm
 
-from inference.models import OpenedFolder, Progress, Row, Scorer, first_line
-from inference.text import markdown
+from inference.models import OpenedFolder, Progress, Row, Scorer, first_line, markdown
 
-# A bar for each task, which lm-eval has no option to leave out.
-lm_eval.api.task.tqdm = partial(tqdm, disable=True)
+
+def _no_bar(*arguments: Any, **options: Any) -> Any:
+    return tqdm(*arguments, **(options | {"disable": True}))
+
+
+# lm-eval has no option to leave its bars out.
+for _module in (lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface):
+    _module.tqdm = _no_bar
 # Rows that generate at a time, by default.
 _GENERATING_ROWS = 16
 # For the few metrics whose standard error lm-eval draws.
@@ -82,18 +88,6 @@ class FolderModel(HFLM):
             max_length=max_length,
         )
         self._scorer, self._progress = Scorer(opened.model, batch_rows), progress
-
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: nats, and whether it is what greedy decoding says."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Of each text, in nats, cut into windows of `max_length` that follow each other."""
-        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """What the model writes after each context, up to a stop sequence."""
-        return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True, override_bs: Any = None
@@ -189,7 +183,7 @@ def standard_error(influences: Sequence[float]) -> float | None:
 def _influences(value: float, documents: Sequence[Any]) -> list[float] | None:
     if documents and all(isinstance(x, (int, float)) for x in documents):
         mean = math.fsum(documents) / len(documents)
-        if _equal(mean, value):
+        if math.isclose(mean, value, rel_tol=1e-9, abs_tol=1e-12):
             return [x - mean for x in documents]
         documents = [(x, 1) for x in documents]  # a perplexity of single log-likelihoods
     if documents and all(isinstance(x, (tuple, list)) and len(x) == 2 for x in documents):
@@ -200,13 +194,9 @@ def _influences(value: float, documents: Sequence[Any]) -> list[float] | None:
         perplexity = math.exp(min(nats, 700))
         # f and f' of the two statistics that lm-eval makes of such pairs.
         for result, slope in ((nats / math.log(2), 1 / math.log(2)), (perplexity, perplexity)):
-            if _equal(result, value):
+            if math.isclose(result, value, rel_tol=1e-9, abs_tol=1e-12):
                 return [slope * (-a - nats * b) / (length / len(documents)) for a, b in documents]
     return None
-
-
-def _equal(a: float, b: float) -> bool:
-    return math.isfinite(a) and math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
 
 @dataclass(frozen=True)
@@ -348,9 +338,9 @@ def evaluation_table(models: Sequence[Examined]) -> str:
     return "\n".join(lines)
 
 
-def _rows(models: Sequence[Examined]) -> list[Metric]:
+def _rows(models: Sequence[Examined]) -> dict[Metric, None]:
     """The metrics of all models, as the first has them, then others."""
-    return list(dict.fromkeys(row for model in models for row in model.scores))
+    return dict.fromkeys(row for model in models for row in model.scores)
 
 
 def _difference_of(first: Examined, other: Examined, row: Metric) -> Difference | None:

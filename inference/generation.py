@@ -2,7 +2,8 @@
 
 All linears compute each token by itself, whatever else is in the batch, as long as no activation is quantized; then a
 text depends on its prompt and the draws alone, but for the rounding of GEMMs of other sizes. `lower_weights` and
-`weights_as_trained` make a loaded model such; prompts.py does it for one that is trained.
+`weights_as_trained` make a loaded model such; prompts.py does it for one that is trained. `TextStream` decodes tokens
+while they come, a whole character at a time.
 
 What is drawn for a text is a function of its prompt, the seed, the sample's number and the token's place alone. So a
 text does not change with the batch it is in, the machine or the number of ranks, as far as the logits do not.
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from data.tokenizer import TextTokenizer
 from megatron_fp4.parallel.layers import all_gather_tokens
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import Plan
@@ -32,6 +34,10 @@ from models.hybrid import HybridModel
 
 NOT_FINITE = -1
 """The token where logits are not finite."""
+# What an unfinished character decodes to.
+_REPLACEMENT = "\ufffd"
+# Tokens of the prompt that are decoded with the new ones: tokenizers leave out the space in front of a first word.
+_CONTEXT = 64
 
 
 @dataclass(frozen=True)
@@ -277,3 +283,43 @@ def _check_known(name: str, recipe: Recipe, shards: int) -> None:
             f"{name} was trained with a tensor scale for each of {shards} shards (precision.amax=shard), which one "
             "process does not repeat: take the masters"
         )
+
+
+class TextStream:
+    """The text of new tokens after `prompt`, in pieces that joined are the whole: a token may be part of a character,
+    and then its text comes with the token that completes it."""
+
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-_CONTEXT:])
+        self._said = len(self._ids)
+
+    def add(self, token: int) -> str:
+        """What can be said now; may be empty."""
+        self._ids.append(token)
+        return self._new(end=False)
+
+    def end(self) -> str:
+        """What is left, with a replacement character for a part of one."""
+        return self._new(end=True)
+
+    def _new(self, end: bool) -> str:
+        before, now = (self._tokenizer.decode(ids) for ids in (self._ids[: self._said], self._ids))
+        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not end):
+            return ""
+        # What has been said now is the context of what follows, and ends with a whole character.
+        self._ids = self._ids[self._said :]
+        self._said = len(self._ids)
+        return now[len(before) :]
+
+
+def prompt_tokens(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """The tokens of a prompt; of an empty one the end of a document, after which another begins.
+
+    Raises ValueError for text that is no Unicode, as a command line in another encoding makes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt {text!r} is not UTF-8") from error
+    return tokenizer.encode_batch([text])[0] or [tokenizer.eod_id]

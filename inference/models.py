@@ -1,9 +1,12 @@
 """The models of a command line: Hugging Face folders as they are, and checkpoints, exported for as long as they are
-looked at; opened by transformers, and the log-probabilities that they give to tokens, in bounded memory."""
+looked at; opened by transformers, and the log-probabilities that they give to tokens, in bounded memory; and what both
+ways to compare them print."""
 
 from __future__ import annotations
 
+import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +45,7 @@ class Model:
         """For the record."""
         if self.checkpoint is None:
             return {"path": str(self.path)}
-        return {"path": self.checkpoint.name, "step": self.checkpoint.step, "tokens": self.checkpoint.tokens}
+        return {"path": str(self.checkpoint.folder), "step": self.checkpoint.step, "tokens": self.checkpoint.tokens}
 
 
 def models_of(texts: Sequence[str], config_dir: Path) -> list[Model]:
@@ -275,3 +278,29 @@ class Scorer:
         if self._plain_head:
             return decoder(tokens, use_cache=False)[0], head
         return self._model(tokens, use_cache=False).logits, lambda logits: logits
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
+    """A table whose columns also stand below each other on a terminal; all but the first `left` to the right."""
+    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+class ProgressLine:
+    """How far it is, on a terminal's stderr once a second; elsewhere nothing."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._last = what, 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty() and (done == total or time.monotonic() - self._last > 1.0):
+            self._last = time.monotonic()
+            end = "\r" if done < total else "\033[K\r"
+            text = f"{self._what}: {done:,} of {total:,}" if done < total else ""
+            print(f"\r{text}", end=end, file=sys.stderr, flush=True)

@@ -11,8 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data.tokenizer import TextTokenizer
-from inference.generation import Continuation, NotFiniteError, Request, Sampling, Settings, stream
-from inference.text import prompt_tokens
+from inference.generation import (
+    Continuation,
+    NotFiniteError,
+    Request,
+    Sampling,
+    Settings,
+    prompt_tokens,
+    stream,
+)
 from megatron_fp4.config.schema import ValidationConfig
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.switch import PrecisionController

@@ -46,13 +46,13 @@ from exchange.architectures import sections_of
 from exchange.calibration import calibrated_inputs
 from exchange.check import Folder, FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf_export import SHARD_BYTES, NVFP4Encoder, PlainEncoder, export_again, export_hf, is_hf_import
+from exchange.hf_export import SHARD_BYTES, NVFP4Encoder, PlainEncoder, export_hf
 from exchange.hf_import import import_hf
 from exchange.megatron import export_megatron, import_megatron, start_command
 from exchange.nvfp4 import LAYOUTS, PLANS, trained_plan
 from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
-from inference.text import ProgressLine
+from inference.models import ProgressLine
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.runtime.closed_pipe import end_without_reader
@@ -106,9 +106,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             continue
         formats = "hf: weights in --dtype (the default). nvfp4: in the layout of ModelOpt, or of compressed-tensors"
         part.add_argument("--format", choices=("hf", *FORMATS), default="hf", help=formats)
-        part.add_argument(
-            "--dtype", choices=("bfloat16", "float32", "float16"), help="of the weights (default bfloat16)"
-        )
+        part.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (default bfloat16)")
         size = f"size of a safetensors file at most (default {SHARD_BYTES / 2**30:g})"
         part.add_argument("--shard-gib", type=_size, help=size)
         group = part.add_argument_group("NVFP4, the weights of linears that were trained in it")
@@ -159,35 +157,23 @@ def export_hf_command(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder: `AutoModelForCausalLM.from_pretrained` and serving engines load it.
 
     Hybrids become `nemotron_h`, Transformers with RoPE `arcee`. The checkpoint may be of any mesh; one process reads it
-    tensor by tensor, after every file has been compared with its SHA-256. An imported checkpoint without --dtype
-    becomes again the folder that it was, byte for byte.
+    tensor by tensor, after every file has been compared with its SHA-256.
     """
     _check_export_options(options)
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS), time.monotonic()
     check_output(options.output, checkpoint.folder)
-    if is_hf_import(checkpoint) and options.format == "hf" and options.dtype is None:
-        changes = {"tokenizer": options.tokenizer, "no-tokenizer": options.no_tokenizer, "shard-gib": options.shard_gib}
-        if given := [name for name, value in changes.items() if value]:
-            raise ValueError(
-                f"--{given[0]}: without --dtype an import becomes the folder that it was, byte for byte; add --dtype, "
-                "or leave it out"
-            )
-        checkpoint.verify()
-        export_again(checkpoint, options.output, progress=ProgressLine("bytes written"))
-    else:
-        tokenizer = _tokenizer(options, checkpoint)
-        encoder = PlainEncoder(getattr(torch, options.dtype or "bfloat16"))
-        if options.format != "hf":
-            encoder = _nvfp4_encoder(options, checkpoint)
-        shard_bytes = SHARD_BYTES if options.shard_gib is None else int(options.shard_gib * 2**30)
-        export_hf(
-            checkpoint,
-            options.output,
-            encoder=encoder,
-            tokenizer=tokenizer,
-            shard_bytes=shard_bytes,
-            progress=ProgressLine("bytes written"),
-        )
+    encoder = PlainEncoder(getattr(torch, options.dtype or "bfloat16"))
+    tokenizer = _tokenizer(options, checkpoint)
+    if options.format != "hf":
+        encoder = _nvfp4_encoder(options, checkpoint)
+    export_hf(
+        checkpoint,
+        options.output,
+        encoder=encoder,
+        tokenizer=tokenizer,
+        shard_bytes=SHARD_BYTES if options.shard_gib is None else int(options.shard_gib * 2**30),
+        progress=ProgressLine("elements written"),
+    )
     _say_written(options.output, checkpoint, began)
     return 0
 

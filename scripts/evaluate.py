@@ -40,13 +40,13 @@ from inference.agreement import (
     folder_losses,
     framework_losses,
     furthest,
-    is_exact,
     open_windows,
     recorded_losses,
 )
 from inference.models import (
     DTYPES,
     Model,
+    ProgressLine,
     as_folder,
     device_named,
     first_line,
@@ -55,7 +55,6 @@ from inference.models import (
     tokenizers_of,
 )
 from inference.tasks import load_tasks, prepare_environment, task_names
-from inference.text import ProgressLine
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_file
@@ -198,7 +197,7 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
         shown.append(Losses("recorded by the run", recorded))
     if options.as_trained:
         if checkpoint.weights_only:
-            raise ValueError(f"--as-trained: {checkpoint.name} has weights only, which no run of ours trained")
+            raise ValueError(f"--as-trained: {checkpoint.folder} has weights only, which no run of ours trained")
         plan = plan_in_effect(plans_of(checkpoint.config, model_provider), checkpoint.trainer["switch"]["switched_at"])
         quantized = f"{plan.num_quantized} of {len(plan.rows)} linears quantized"
         title = f"framework as trained: {checkpoint.config.precision.compute_dtype}, {quantized}"
@@ -212,12 +211,13 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
         with as_folder(model, "float32") as folder:
             opened = open_folder(folder, device, "float32", with_tokenizer=False)
             found = folder_losses(opened, windows, ProgressLine(model.name))
-            stored = "" if opened.stored == "float32" else f" (stored in {opened.stored})"
-            shown.append(Losses(f"transformers, FP32: {model.name}{stored}", found, is_exact(opened)))
+            exact = opened.stored == "float32"  # it has the checkpoint's weights to the last bit, and has to agree
+            stored = "" if exact else f" (stored in {opened.stored})"
+            shown.append(Losses(f"transformers, FP32: {model.name}{stored}", found, exact))
             del opened
         _free()
     apart = [losses for losses in shown if losses.exact and furthest(reference, losses) > TOLERANCE]
-    print(f"step {checkpoint.step} of {checkpoint.name}: {windows.targets:,} targets\n")
+    print(f"step {checkpoint.step} of {checkpoint.folder}: {windows.targets:,} targets\n")
     print(agreement_table(windows, reference, shown))
     for losses in apart:
         print(
@@ -230,7 +230,7 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
         {
             "command": ["evaluate.py", *arguments],
             "step": checkpoint.step,
-            "checkpoint": checkpoint.name,
+            "checkpoint": str(checkpoint.folder),
             "nats": {losses.title: losses.nats for losses in (*shown, reference)},
             "bits_per_byte": {
                 losses.title: {n: windows.yardsticks[n].bits_per_byte(x) for n, x in losses.nats.items()}

@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import pretrain
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
-from inference.generation import Request, Sampling, Settings, generate, lower_weights
-from inference.text import prompt_tokens
+from inference.generation import Request, Sampling, Settings, generate, lower_weights, prompt_tokens
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
 from pretrain import CONFIGS
@@ -132,23 +131,6 @@ def test_what_is_piped_in_is_a_prompt(run: Path, said, monkeypatch: pytest.Monke
     assert (code, out) == (2, "") and "there is no prompt" in err[0]
 
 
-def test_ids_in_and_out(run: Path, said) -> None:
-    code, out, _ = said(run, "--raw", "--prompt", "5, 6 7", "--max-tokens", 4, "--temperature", 0)
-    ids = [int(word) for word in out.split()]
-    assert code == 0 and ids[:3] == [5, 6, 7] and len(ids) == 7
-    _, more, _ = said(run, "--raw", "--prompt", out, "--prompt", "1", "--max-tokens", 2, "--temperature", 0)
-    _, longer, _ = said(run, "--raw", "--prompt", "5 6 7", "--max-tokens", 6, "--temperature", 0)
-    assert more.splitlines()[1] == longer.rstrip()
-
-
-def test_weights_as_trained(run: Path, said) -> None:
-    code, out, err = said(run, "--prompt", PROMPT, "--weights", "trained", "--max-tokens", 12)
-    assert code == 0 and out.startswith(PROMPT)
-    assert "weights of 6 of 8 linears as they were trained, float32 on cpu" in err[0]
-    code, _, err = said(run, "--prompt", PROMPT, "--weights", "trained", "--max-tokens", 3, "--dtype", "bfloat16")
-    assert code == 0 and "bfloat16 on cpu" in err[0]
-
-
 def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
     """Behind a switch to BF16 nothing is quantized any more."""
     checkpoint = open_checkpoint(run, CONFIGS)
@@ -170,7 +152,6 @@ REFUSED = {
     "equal samples": (["RUN", "--prompt", "a", "--samples", "2", "--temperature", "0"], "would all be the same"),
     "no ids": (["RUN", "--prompt", "a", "--raw"], "the prompt 'a' is no list of token ids"),
     "unknown ids": (["RUN", "--prompt", "512", "--raw"], "has the token 512; the model has ids from 0 to 511"),
-    "no file": (["RUN", "--file", "nowhere"], "No such file or directory"),
     "memory": (["RUN", "--prompt", "a", "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory"),
 }  # fmt: skip
 
@@ -195,16 +176,6 @@ def test_weights_alone(said, tmp_path: Path) -> None:
     assert code == 0 and len(out.split()) == 6
     code, _, err = said(tmp_path / "c", "--raw", "--prompt", "1", "--weights", "trained")
     assert code == 2 and "has no linear whose weights were quantized in the forward pass" in err[-1]
-
-
-def test_weights_that_are_not_finite(said, tmp_path: Path) -> None:
-    config = small_config(pattern="M*")
-    with alone() as mesh:
-        tensors = tensors_of(strong_model(config, mesh))
-        tensors["head.weight"][3] = torch.nan
-        checkpoint_of(tmp_path / "c", config, tensors)
-    code, _, err = said(tmp_path / "c", "--raw", "--prompt", "1")
-    assert code == 2 and err[-1] == "generate.py: the model's logits are not finite"
 
 
 def test_ctrl_c_ends_without_a_traceback(run: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
-from exchange.weights_only import NewTensor, new_folder, write_weights_only
+from exchange.weights_only import new_folder
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from pretrain import CONFIGS
@@ -63,19 +60,6 @@ def test_a_written_one_is_read_back(tmp_path: Path, mesh: ParallelMesh, monkeypa
     assert all(torch.equal(loaded[name], values) for name, values in tensors_of(model).items())
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path, mesh: ParallelMesh) -> None:
-    config = checkpoint_of(tmp_path / "w", CASES["mamba"], tensors_of(strong_model(CASES["mamba"], mesh))).config
-
-    def breaks() -> torch.Tensor:
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space"):
-        write_weights_only(tmp_path / "b", config, [NewTensor("head.weight", (4, 4), breaks)], imported={})
-    with pytest.raises(ValueError, match="exists already"):
-        write_weights_only(tmp_path / "w", config, [], imported={})
-    assert [path.name for path in tmp_path.iterdir()] == ["w"]
-
-
 @pytest.fixture
 def whole(tmp_path: Path, mesh: ParallelMesh) -> Checkpoint:
     return checkpoint_of(tmp_path / "w", CASES["mamba"], tensors_of(strong_model(CASES["mamba"], mesh)))
@@ -100,14 +84,6 @@ def test_nothing_outside_the_folder_is_read(tmp_path: Path, whole: Checkpoint) -
         whole.tensor("head.weight")
 
 
-def test_tensors_of_another_model_are_refused(tmp_path: Path, mesh: ParallelMesh) -> None:
-    tensors = tensors_of(strong_model(CASES["mamba"], mesh))
-    del tensors["blocks.1.mixer.conv.bias"]
-    checkpoint = checkpoint_of(tmp_path / "w", CASES["mamba"], tensors)
-    with pytest.raises(ValueError, match=r"blocks.1.mixer.conv.bias is no such tensor there, \[\d+\] in the model"):
-        load_model(checkpoint)
-
-
 def content(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
@@ -130,23 +106,10 @@ def test_a_folder_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_command_left_is_replaced(tmp_path: Path) -> None:
-    program = """
-import sys, time
-from pathlib import Path
-from exchange.weights_only import new_folder
-with new_folder(Path(sys.argv[1])) as folder:
-    (folder / "half").write_text("written")
-    print("writing", flush=True)
-    time.sleep(600)
-"""
-    command = [sys.executable, "-c", program, str(tmp_path / "out")]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        with pytest.raises(ValueError, match="another command is writing"):
-            new_folder(tmp_path / "out").__enter__()
-        process.send_signal(signal.SIGKILL)
-    assert content(tmp_path / "out.tmp")["half"] == "written"
+    """It has our lock file, which no process locks."""
+    (tmp_path / "out.tmp").mkdir()
+    for name in (".being_written", "half"):
+        (tmp_path / "out.tmp" / name).touch()
     with new_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("1")
     assert content(tmp_path / "out") == {"a": "1"} and not (tmp_path / "out.tmp").exists()

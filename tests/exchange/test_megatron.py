@@ -23,7 +23,7 @@ from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import sequence_length
 from exchange.megatron import export_megatron, import_megatron
 from exchange.megatron_files import MegatronFolder, PieceWriter
-from exchange.megatron_model import arguments_of, as_shell, extra_states, parameters, settings_of
+from exchange.megatron_model import arguments_of, as_shell, extra_states, parameters
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
@@ -123,17 +123,6 @@ def test_there_and_back(case: str, checkpoints: dict[str, Checkpoint], tmp_path:
     assert torch.equal(opened.tensor("output_layer.weight", rows=7), whole[:7])
 
 
-def test_arguments_say_what_the_model_is() -> None:
-    for case in CASES:
-        model = config_of(case).model
-        told = settings_of(arguments_of(model, 64, bf16=True))
-        assert told["num_query_heads"] == 4 and told["num_kv_heads"] == 2 and told["head_dim"] == 24
-        assert told["norm_eps"] == model.norm_eps and told["rope"] == model.rope
-        assert told.get("mamba_num_groups") == (2 if "M" in model.pattern else None)
-    few = {"num_attention_heads": 8, "hidden_size": 512, "num_query_groups": 1, "group_query_attention": False}
-    assert settings_of(few) == {"num_query_heads": 8, "num_kv_heads": 8, "head_dim": 64}
-
-
 def test_flags_survive_a_shell(tmp_path: Path) -> None:
     (tmp_path / "M-x-M-").touch()  # what an unquoted pattern would become
     (tmp_path / "args.sh").write_text(as_shell(arguments_of(config_of("hybrid").model, 64, bf16=True)))
@@ -160,16 +149,6 @@ def test_models_that_megatron_has_not(case: str, overrides: list[str], layers: A
     with pytest.raises(ValueError, match=words):
         export_megatron(checkpoint, tmp_path / "out", layers=layers)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-def test_nothing_half_written(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
-    def full(done: int, total: int) -> None:
-        if done > total / 2:
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
-        export_megatron(checkpoints["hybrid"], tmp_path / "out", progress=full)
-    assert list(tmp_path.iterdir()) == []
 
 
 def foreign(folder: Path, checkpoint: Checkpoint, change: Change) -> Path:

@@ -143,10 +143,6 @@ TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], obj
         "modelopt", lambda t, _: t["backbone.layers.5.mixer.up_proj.weight"][0, 0].add_(1),
         "backbone.layers.5.mixer.up_proj.weight: 1 of 6144 elements differ; [0, 0] is",
     ),
-    "A_log in BF16": (
-        "modelopt", lambda t, _: t.update({_A_LOG: t[_A_LOG].bfloat16()}),
-        "A_log is torch.bfloat16 and should be float32",
-    ),
     "a tensor of nothing": (
         "modelopt", lambda t, _: t.update({"backbone.layers.1.mixer.up_proj.input_scale": torch.ones(())}),
         "backbone.layers.1.mixer.up_proj.input_scale belongs to nothing",
@@ -163,7 +159,6 @@ TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], obj
         "modelopt", lambda _, c: c.update(time_step_min=0.001), "time_step_min is 0.001 and should be 0.0",
     ),
 }  # fmt: skip
-_A_LOG = "backbone.layers.0.mixer.A_log"
 
 
 @pytest.mark.slow

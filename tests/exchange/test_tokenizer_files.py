@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-import transformers
 from transformers import AutoTokenizer
 
 from data.tokenizer import (
@@ -70,12 +69,6 @@ def test_transformers_encodes_as_in_training(kind: str, tmp_path: Path) -> None:
     # Only they read a special token where a text spells it out.
     assert [theirs(text)["input_ids"] for text in TEXTS[:-1]] == tokenizer.encode_batch(TEXTS[:-1])
     assert theirs.eos_token_id == theirs.pad_token_id == tokenizer.eod_id and theirs.model_max_length == 128
-
-
-def test_a_function_of_transformers_is_not_taken_for_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are called convert_slow_tokenizer; which one `transformers` has depends on what was imported before."""
-    monkeypatch.setattr(transformers, "convert_slow_tokenizer", lambda: None)
-    assert "tokenizer.json" in tokenizer_files(ranks(), 128)
 
 
 def test_a_folder_keeps_its_configuration(tmp_path: Path) -> None:

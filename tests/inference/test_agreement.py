@@ -13,7 +13,7 @@ import torch
 
 import pretrain
 from data.indexed import IndexedDatasetWriter
-from inference.agreement import TOLERANCE, rows_of
+from inference.agreement import TOLERANCE
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
 from tests.inference.folders import checkpoint_of, folder_of
@@ -129,12 +129,3 @@ def test_what_cannot_be_compared_is_one_line(
         assert evaluate.main([*given, *arguments]) == 2
         refusal = capsys.readouterr().err
         assert message in refusal and refusal.count("\n") == 1
-
-
-def test_rows_are_windows_or_pieces_of_documents() -> None:
-    tokens, targets = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, 3, -1, 5, -1]])
-    (whole,) = rows_of(tokens, targets, None)
-    assert (whole.tokens, whole.positions, whole.targets) == ([1, 2, 3, 4, 5], [0, 1, 3], [2, 3, 5])
-    first, second = rows_of(tokens, targets, torch.tensor([[0, 0, 0, 1, 2]]))  # the last has no target that counts
-    assert (first.tokens, first.positions, first.targets) == ([1, 2, 3], [0, 1], [2, 3])
-    assert (second.tokens, second.positions, second.targets) == ([4], [0], [5])

@@ -152,27 +152,6 @@ def test_they_are_those_of_lm_evals_own_class(
     assert model.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), abs=1e-3)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_generation_in_a_padded_batch_is_that_of_single_rows(name: str, opened: dict[str, OpenedFolder]) -> None:
-    """And what recomputing the whole prefix says, token by token."""
-    from inference.evaluation import FolderModel
-
-    model = FolderModel(opened[name], batch_rows=4)
-    contexts = [" ".join(WORDS[:n]) for n in (1, 3, 7, 14)]
-    settings = {"until": [], "max_gen_toks": 8}
-    together = model.generate_until(requests(*((context, settings) for context in contexts)))
-    for context, written in zip(contexts, together, strict=True):
-        assert model.generate_until(requests((context, settings))) == [written]
-        tokens = opened[name].tokenizer.encode(context)
-        for _ in range(8):
-            with torch.no_grad():
-                tokens.append(int(opened[name].model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        new = tokens[-8:]
-        if opened[name].tokenizer.eos_token_id not in new:
-            assert written == opened[name].tokenizer.decode(new)
-    assert len(set(together)) > 1
-
-
 @pytest.fixture(scope="module")
 def examined(folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_files: Path) -> dict[str, Any]:
     """Three tasks on two models, one of them a checkpoint; the record."""
@@ -224,18 +203,6 @@ def test_the_record_adds_up(examined: dict[str, Any], folders: dict[str, Path]) 
     assert {"lm_eval", "transformers", "torch", "python"} <= examined["versions"].keys()
     assert examined["tasks"]["fox_text"]["documents"] == 10 and len(examined["tasks"]["fox_text"]["sha256"]) == 64
     assert examined["command"][0] == "evaluate.py" and "--batch-size" in examined["command"]
-
-
-def test_the_same_model_twice_does_not_differ(
-    folders: dict[str, Path], task_files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = folders["hybrid"]
-    tasks = ["--tasks", f"{task_files}/text.yaml", "--limit", "3", "--dtype", "float32", "--max-length", "32"]
-    assert evaluate.main([f"a={folder}", f"b={folder}", *tasks]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "bits_per_byte" in line]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:3] == ["fox_text", "bits_per_byte (lower is better)", "3"]
-    assert cells[3] == cells[4] and cells[5] == "+0.0000 [+0.0000, +0.0000]"
 
 
 def test_a_model_that_cannot_be_examined_takes_no_scores_with_it(
@@ -338,19 +305,3 @@ def test_what_a_user_gets_wrong_is_one_line(
         (task_files / "gone.yaml").unlink()
     refusal = capsys.readouterr().err
     assert re.search(message, refusal) and refusal.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "name a MODEL"),
-        (["--validation", "x", "--tasks", "builtin"], "--tasks does nothing with --validation"),
-        (["x", "--json", "/nowhere/scores.json"], "there is no folder /nowhere"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        evaluate.main(arguments)
-    assert message in capsys.readouterr().err

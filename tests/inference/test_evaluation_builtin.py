@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from data.builtin import CODE, HELD_OUT_FRACTION, PROSE, Document, paragraphs, split_documents
 from inference import tasks
-from inference.tasks import item_folder, load_dataset, make_items
+from inference.tasks import make_items
 
 VERBS = ("returns", "raises", "holds", "ignores", "computes", "removes")
 
@@ -57,23 +54,3 @@ def test_a_cloze_item_is_a_line_without_its_last_word(items: dict[str, list[dict
 
 def test_items_do_not_depend_on_the_order_of_documents(items: dict[str, list[dict]]) -> None:
     assert make_items(corpus()[::-1]) == items
-
-
-def test_they_are_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(tasks, "collect_documents", lambda library: made.append(library) or corpus())
-    monkeypatch.setattr(tasks, "check_enough", lambda documents, library: None)
-    folders = {item_folder(tmp_path), item_folder(tmp_path)}
-    assert len(made) == 1 == len(folders)
-    (folder,) = folders
-    lines = (folder / "cloze_code.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == make_items(corpus())["cloze_code"]
-
-
-def test_a_damaged_cache_and_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "item_folder", lambda: tmp_path)
-    (tmp_path / "cloze_code.jsonl").write_text('{"context": ')
-    with pytest.raises(ValueError, match=r"are damaged .*; delete the folder"):
-        load_dataset("cloze", "code", version=1.0)
-    with pytest.raises(ValueError, match=r"of version 2.0, and items are made of version 1"):
-        load_dataset("cloze", "code", version=2.0)

@@ -67,12 +67,6 @@ def test_what_makes_documents_hard_for_both_cancels() -> None:
     assert not alone.paired and alone.margin is not None and alone.margin > 8 * spread
 
 
-def test_a_perplexity_of_single_log_likelihoods_is_known() -> None:
-    values = [-1.0, -2.0, -4.0]
-    found = score(math.exp(7 / 3), 5.0, documents(values))
-    assert found.stderr == pytest.approx(math.exp(7 / 3) * statistics.stdev(values) / math.sqrt(3))
-
-
 def test_what_is_no_mean_and_no_quotient_stands_alone() -> None:
     """Such as an F1: what lm-eval says of its error is taken, and documents are not paired."""
     found = score(0.75, 0.1, documents([(1, 1), (0, 1), (1, 0)]))
@@ -90,11 +84,6 @@ def test_what_is_no_mean_and_no_quotient_stands_alone() -> None:
 def test_other_documents_are_not_paired() -> None:
     a, b = score(0.5, None, documents([0.0, 1.0])), score(1.0, None, {(0, "other"): 1.0, (1, "hash 1"): 1.0})
     assert not difference(a, b).paired and difference(a, a).paired
-
-
-def test_one_document_has_no_error() -> None:
-    found = score(1.0, None, documents([1.0]))
-    assert found.stderr is None and difference(found, found).margin is None
 
 
 def test_of_two_equal_models_one_difference_in_twenty_is_marked() -> None:

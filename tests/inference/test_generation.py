@@ -123,12 +123,6 @@ def test_prompts_that_are_none_are_refused(hybrid: HybridModel, tokens: list[int
         generate(hybrid, [Request([1]), Request(tokens)], Settings(1))
 
 
-@pytest.mark.parametrize("values", [{"max_tokens": 0}, {"max_tokens": 1, "piece": 0}])
-def test_settings_that_are_none_are_refused(values: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="0 is less than 1"):
-        Settings(**values)
-
-
 def test_a_model_without_finite_numbers_says_so(hybrid: HybridModel) -> None:
     hybrid.final_norm.weight.data.to_local().fill_(torch.nan)
     with pytest.raises(NotFiniteError, match="not finite"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from inference.text import TextStream, prompt_tokens
+from inference.generation import TextStream, prompt_tokens
 from tests.data.test_tokenizer import KINDS
 
 TEXT = "def naïve(): return '日本語 🙂 é' # 🇩🇪 ok\n\n"
