@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from data.loader import MicroBatch
-from data.provider import held_out_sets, open_held_out
+from data.provider import open_held_out
 from exchange.checkpoint import Checkpoint, load_model
 from exchange.nvfp4 import TrainedPlan
 from megatron_fp4.config.schema import Config
@@ -86,12 +86,12 @@ def calibrated_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Conf
 
 def _held_out_batches(config: Config, num_samples: int) -> Iterator[MicroBatch]:
     """Sequences of the run's held-out sets in turn, spread over each, one at a time; fewer if there are no more."""
-    bundle, _ = open_held_out(config)
-    if not bundle.validation:
+    _, sets = open_held_out(config)
+    if not sets:
         raise ValueError(
             "the run has no held-out text to calibrate with; name some by --data-override data.validation.NAME=PATH"
         )
-    each = replace(config.validation, num_samples=-(-num_samples // len(bundle.validation)))
-    sets = held_out_sets(replace(config, validation=each), bundle)
+    each = replace(config.validation, num_samples=-(-num_samples // len(sets)))
+    _, sets = open_held_out(replace(config, validation=each))
     rounds = itertools.zip_longest(*(held_out.batches(1, 0, 1) for held_out in sets))
     return itertools.islice((batch for batches in rounds for batch in batches if batch is not None), num_samples)
