@@ -126,29 +126,23 @@ def _operand(operand: OperandConfig, key: str) -> Iterator[str]:
 
 def _ms_eden(config: PrecisionConfig, slot: OperandSlot, operand: OperandConfig, key: str) -> Iterator[str]:
     """MS-EDEN corrects groups that a transform with random signs mixed, and keeps the mean of gradients right."""
-    rht, given = getattr(config, slot.gemm).rht, f"{key}.{slot.key}.rounding=ms_eden"
-    if FORMATS[operand.format].encode_ms_eden is None:
-        owners = " or ".join(name for name, form in FORMATS.items() if form.encode_ms_eden is not None)
-        yield f"{given} does not go with format={operand.format}; it is for {owners}: use another rounding or format"
-    if slot.gemm == "fprop":
-        yield (
-            f"{given} is for dgrad and wgrad, whose errors must average out; in the forward pass rounding to nearest "
-            "errs less: use nearest"
-        )
-    if operand.block != "1x16":
-        yield f"{given} does not go with block={operand.block}; set block to 1x16"
-    if operand.four_over_six != "none":
-        yield f"{given} does not go with four_over_six: it chooses its scales itself; set one to nearest or false"
-    if rht != MS_EDEN_GROUP:
-        yield (
-            f"{given} does not go with {key}.{slot.gemm}.rht={rht}: it corrects groups of {MS_EDEN_GROUP} that one "
-            f"transform mixed; set {key}.{slot.gemm}.rht={MS_EDEN_GROUP}"
-        )
-    if config.rht_signs != "fresh":
-        yield (
-            f"{given} does not go with {key}.rht_signs={config.rht_signs}: its mean is right over random signs alone; "
-            f"set {key}.rht_signs=fresh"
-        )
+    rht, owners = getattr(config, slot.gemm).rht, [name for name, form in FORMATS.items() if form.encode_ms_eden]
+    wrong = {
+        f"does not go with format={operand.format}; it is for {' or '.join(owners)}: use another rounding or format": (
+            operand.format not in owners
+        ),
+        "is for dgrad and wgrad, whose errors must average out; in the forward pass rounding to nearest errs less: use "
+        "nearest": slot.gemm == "fprop",
+        f"does not go with block={operand.block}; set block to 1x16": operand.block != "1x16",
+        "does not go with four_over_six: it chooses its scales itself; set one to nearest or false": (
+            operand.four_over_six != "none"
+        ),
+        f"does not go with {key}.{slot.gemm}.rht={rht}: it corrects groups of {MS_EDEN_GROUP} that one transform "
+        f"mixed; set {key}.{slot.gemm}.rht={MS_EDEN_GROUP}": rht != MS_EDEN_GROUP,
+        f"does not go with {key}.rht_signs={config.rht_signs}: its mean is right over random signs alone; set "
+        f"{key}.rht_signs=fresh": config.rht_signs != "fresh",
+    }
+    yield from (f"{key}.{slot.key}.rounding=ms_eden {why}" for why, holds in wrong.items() if holds)
 
 
 def _source(config: PrecisionConfig, key: str) -> Iterator[str]:
