@@ -2,7 +2,7 @@
 
 From the ground up: `storage` (ranges of files and of a store's objects), `indexed` (the file format), `token_source`
 and `sources` (many files as one source), `tokenizer`, `order` (a source's shuffled samples), `blend` and `schedule`
-(which source serves global sample i), `prefetch` and `loader` (workers, micro-batches, state), `resume` (what a
+(which source serves global sample i), `workers` and `loader` (processes, micro-batches, state), `resume` (what a
 checkpoint knows of the data), `validation` (fixed held-out windows), `builtin` (the corpus every Python carries),
 `megatron_order` (Megatron-core's samples), `provider` (the table of kinds, and the data of a run), `prepare` (text to
 tokens).

@@ -1,17 +1,18 @@
 """The loader: every rank's micro-batches as a pure function of (seed, phases, global sample index).
 
-Global batch b covers the global samples [b * G, (b + 1) * G). Its micro-batch m covers `micro_batch_size`
-consecutive ones of them, and data-parallel rank r of R takes m = r, r + R, r + 2R, ...: the same
-micro-batches exist at any R, so another number of ranks or workers, or a restart anywhere, changes neither
-their content nor their order. The whole state is the number of samples consumed.
+Global batch b covers the global samples [b * G, (b + 1) * G). Its micro-batch m covers `micro_batch_size` consecutive
+ones of them, and data-parallel rank r of R takes m = r, r + R, r + 2R, ...: the same micro-batches exist at any R, so
+another number of ranks or workers, or a restart anywhere, changes neither their content nor their order. The whole
+state is the number of samples consumed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,11 +21,11 @@ import numpy as np
 import torch
 
 from data.order import Samples
-from data.prefetch import DeliveryTimeout, Prefetcher, WorkerDiedError
 from data.resume import data_fingerprint, resume_data
 from data.schedule import PhaseSchedule
-from data.worker_process import RankMicroBatches, SlotContent
+from data.workers import LoaderError, Prefetcher, RankMicroBatches, SlotContent
 
+_STEPS_AHEAD = 2
 UNCOUNTED = -1
 """A target that does not count: its token has no loss, and the mean is over the others."""
 
@@ -99,21 +100,16 @@ def without_boundaries(targets: torch.Tensor, documents: torch.Tensor) -> torch.
     return targets.masked_fill(documents[:, 1:] != documents[:, :-1], UNCOUNTED)
 
 
-class LoaderError(RuntimeError):
-    """A loader worker died, or none delivers any more."""
-
-
 class MicroBatchLoader:
     """Loads one rank's micro-batches, step by step.
 
     `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers processes
-    prepare the micro-batches of the next `prefetch` steps ahead of time; with 0 the rank prepares each when
-    it needs it, and prefetch has no meaning. device: where the rank will send them; for a GPU they lie in page-locked
-    memory. The global random state is left alone. Workers that deliver nothing for timeout_seconds (0: for ever) are an
-    error that names them. masked, boundary_loss: as `data.documents=masked` and `data.boundary_loss`.
+    prepare the micro-batches of the next two steps ahead of time; with 0 the rank reads each when it needs it. device:
+    where the rank will send them; for a GPU they lie in page-locked memory. Workers that deliver nothing for
+    timeout_seconds (0: for ever) are an error that names them. masked, boundary_loss: as `data.documents=masked` and
+    `data.boundary_loss`. A phase's batch divides into whole rounds of micro-batches.
 
-    Raises ValueError when a source is missing or the global batch does not divide into whole rounds of
-    micro-batches.
+    Raises ValueError when a source is missing.
     """
 
     def __init__(
@@ -125,27 +121,14 @@ class MicroBatchLoader:
         dp_size: int,
         num_workers: int = 1,
         device: torch.device | None = None,
-        prefetch: int = 2,
         allow_other_data: bool = False,
         timeout_seconds: float = 0.0,
         masked: bool = False,
         boundary_loss: bool = True,
     ) -> None:
-        if not 0 <= dp_rank < dp_size:
-            raise ValueError(f"dp_rank is {dp_rank}, which is not a rank of dp_size {dp_size}")
         for span in schedule.spans:
-            if micro_batch_size < 1 or span.batch_size % (micro_batch_size * dp_size):
-                raise ValueError(
-                    f"the global batch of {span.batch_size} samples in phase {span.name!r} is not a multiple of "
-                    f"micro_batch_size * dp_size = {micro_batch_size} * {dp_size}: every rank must get equally many "
-                    "whole micro-batches"
-                )
-        if num_workers < 0 or prefetch < 1:
-            raise ValueError(f"num_workers is {num_workers} and prefetch {prefetch}; they start at 0 and at 1")
+            assert span.batch_size % (micro_batch_size * dp_size) == 0, (span, micro_batch_size, dp_size)
         schedule.check_sources(sources)
-        settings = {(s.seq_length, s.seed, s.order) for s in (sources[name] for name in schedule.source_names)}
-        if len(settings) > 1:
-            raise ValueError(f"the sources differ in (seq_length, seed, order): {sorted(settings)}; make them agree")
         self.schedule = schedule
         self.sources = {name: sources[name] for name in schedule.source_names}
         self.micro_batch_size = micro_batch_size
@@ -153,7 +136,6 @@ class MicroBatchLoader:
         self.dp_size = dp_size
         self.num_workers = num_workers
         self.device = device or torch.device("cpu")
-        self.prefetch = prefetch
         self.allow_other_data = allow_other_data
         self.timeout_seconds = timeout_seconds
         self.masked = masked
@@ -174,55 +156,40 @@ class MicroBatchLoader:
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step.
 
-        Workers live until the iterator ends or is closed. Raises ValueError for a span outside the run.
+        Workers live until the iterator ends or is closed. Raises LoaderError where they die or deliver nothing, and
+        what reading raises.
         """
-        if not 0 <= start_step <= end_step <= self.schedule.num_steps:
-            raise ValueError(
-                f"steps [{start_step}, {end_step}) are outside the run of {self.schedule.num_steps} steps "
-                "that the phases were laid out for"
-            )
-        return self._steps(start_step, end_step)
-
-    def _steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
-        micro_batches = RankMicroBatches(
-            self.schedule,
-            self.sources,
-            self.micro_batch_size,
-            self.dp_rank,
-            self.dp_size,
-            start_step,
-            end_step,
-            self.masked,
-        )
-        with contextlib.closing(self._reader(micro_batches)) as reader:
-            self.worker_pids = reader.pids
+        own = self.micro_batch_size, self.dp_rank, self.dp_size
+        micro_batches = RankMicroBatches(self.schedule, self.sources, *own, start_step, end_step, self.masked)
+        with contextlib.closing(self._batches(micro_batches)) as batches:
             for step in range(start_step, end_step):
                 began = time.perf_counter()
-                with self._named_rank(step):
-                    batch = [reader.next(self.timeout_seconds) for _ in range(self.num_micro_batches(step))]
+                try:
+                    batch = list(itertools.islice(batches, self.num_micro_batches(step)))
+                except LoaderError as error:
+                    raise LoaderError(
+                        f"no data for step {step + 1} (data-parallel rank {self.dp_rank}, host {socket.gethostname()}, "
+                        f"data.num_workers={self.num_workers}): {error}"
+                    ) from error
                 self.consumed_samples = self.schedule.samples_before(step + 1)
                 self.data_wait = time.perf_counter() - began
                 yield batch
 
-    def _reader(self, micro_batches: RankMicroBatches) -> Prefetcher[MicroBatch] | _InTurn:
+    def _batches(self, micro_batches: RankMicroBatches) -> Generator[MicroBatch, None, None]:
+        """All micro-batches in order: read when they are asked for, or ahead by workers."""
         make = partial(_tensors, micro_batches, self.device, self.boundary_loss)
         if self.num_workers == 0:
-            return _InTurn(micro_batches, make)
+            slot = np.empty(micro_batches.slot_size, np.int32)
+            for number in range(len(micro_batches)):
+                micro_batches.read_into(number, slot)
+                yield make(number, micro_batches.content(slot))
+            return
         most = max(self.num_micro_batches(span.first_step) for span in self.schedule.spans)
-        slots = -(-self.prefetch * most // self.num_workers)
-        return Prefetcher(micro_batches, make, self.num_workers, slots, most)
-
-    @contextlib.contextmanager
-    def _named_rank(self, step: int) -> Iterator[None]:
-        """Say where it was that workers died or deliver nothing."""
-        try:
-            yield
-        except (WorkerDiedError, DeliveryTimeout) as error:
-            late = f" for {self.timeout_seconds:.0f} s" if isinstance(error, DeliveryTimeout) else ""
-            raise LoaderError(
-                f"no data for step {step + 1}{late} (data-parallel rank {self.dp_rank}, host {socket.gethostname()}, "
-                f"data.num_workers={self.num_workers}): {error}"
-            ) from error
+        slots = -(-_STEPS_AHEAD * most // self.num_workers)
+        with contextlib.closing(Prefetcher(micro_batches, make, self.num_workers, slots, most)) as prefetcher:
+            self.worker_pids = prefetcher.pids
+            for _ in range(len(micro_batches)):
+                yield prefetcher.next(self.timeout_seconds)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -250,27 +217,6 @@ class MicroBatchLoader:
         self.schedule, self.sources = resumed.schedule, resumed.sources
         self.consumed_samples, self.changes = resumed.consumed, resumed.changes
         self.__dict__.pop("fingerprint", None)  # it is of schedule and sources
-
-
-class _InTurn:
-    """Reads micro-batches when they are asked for: no workers."""
-
-    pids: list[int] = []  # noqa: RUF012 - never written to
-
-    def __init__(self, micro_batches: RankMicroBatches, make: Callable[[int, SlotContent], MicroBatch]) -> None:
-        self._micro_batches = micro_batches
-        self._make = make
-        self._slot = np.empty(micro_batches.slot_size, np.int32)
-        self._numbers = iter(range(len(micro_batches)))
-
-    def next(self, timeout_seconds: float) -> MicroBatch:
-        """The next micro-batch, however long it takes."""
-        number = next(self._numbers)
-        self._micro_batches.read_into(number, self._slot)
-        return self._make(number, self._micro_batches.content(self._slot))
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _tensors(

@@ -82,19 +82,13 @@ def test_micro_batches_are_the_schedules_samples_in_order(sources: Sources) -> N
             assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
 
 
-@pytest.mark.parametrize("dp_size", [2, 4])
-def test_order_is_the_same_at_any_data_parallel_size(sources: Sources, dp_size: int) -> None:
-    assert step_hashes(sources, dp_size) == step_hashes(sources)
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_order_is_the_same_at_any_number_of_workers(sources: Sources, num_workers: int) -> None:
-    assert step_hashes(sources, num_workers=num_workers) == step_hashes(sources)
-
-
-@pytest.mark.parametrize("start", [5, 14, 15, 18], ids=["mid-phase", "boundary", "after boundary", "last"])
-@pytest.mark.parametrize(("dp_size", "num_workers"), [(1, 0), (2, 1), (1, 2)])
-def test_restart_anywhere_gives_the_same_batches(sources: Sources, start: int, dp_size: int, num_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("start", "dp_size", "num_workers"), [(0, 4, 0), (0, 1, 2), (14, 2, 1), (15, 1, 0), (18, 2, 0)]
+)
+def test_order_is_the_same_at_any_size_and_from_anywhere(
+    sources: Sources, start: int, dp_size: int, num_workers: int
+) -> None:
+    """In the middle of a phase, at a boundary (14, 18) and after it."""
     assert step_hashes(sources, dp_size, num_workers, (start, NUM_STEPS)) == step_hashes(sources)[start:]
 
 
@@ -125,30 +119,20 @@ def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset:
     before = loader(sources)
     before.consumed_samples = 15 * GLOBAL_BATCH
     state = before.state_dict()
-    resume(state, sources)
     with pytest.raises(ValueError, match=r"data\.seed \(by default run\.seed\) was 5 and is now 6"):
         resume(state, open_sources(make_dataset, seed=6))
-    other = PhaseSchedule([Phase("only", 1.0, {"code": 0.7, "prose": 0.3})], NUM_STEPS, GLOBAL_BATCH)
-    with pytest.raises(ValueError, match="phases up to sample 120 were"):
-        resume(state, sources, other)
     swapped = [Phase(p.name, p.fraction, dict(reversed(p.blend.items()))) for p in PHASES]
     with pytest.raises(ValueError, match="phases up to sample 120 were"):  # ties in the blend fall otherwise
         resume(state, sources, PhaseSchedule(swapped, NUM_STEPS, GLOBAL_BATCH))
-    with pytest.raises(ValueError, match=r"source 'code' .* had 500 tokens .* and now has 600"):
-        resume(state, open_sources(make_dataset, num_tokens=600))
-    other_seed = open_sources(make_dataset, seed=6)
-    changed = MicroBatchLoader(schedule(), other_seed, MICRO_BATCH, 0, 1, allow_other_data=True)
-    changed.load_state_dict(state)
-    assert changed.consumed_samples == 15 * GLOBAL_BATCH
 
 
 def samples(steps: Iterable[list[MicroBatch]]) -> list[str]:
     return [batch_hash(batches) for batches in steps]
 
 
-@pytest.mark.parametrize("done", [3, 14, 15, 17, 19, NUM_STEPS])
+@pytest.mark.parametrize("done", [3, 14, 17, NUM_STEPS])
 def test_a_longer_run_keeps_its_past_and_lays_out_the_rest(sources: Sources, done: int) -> None:
-    """Of 20 steps with boundaries behind steps 14 and 18 to 40 steps with boundaries behind 28 and 36."""
+    """Of 20 steps with boundaries after steps 14 and 18 to 40 steps with boundaries after 28 and 36."""
     before = loader(sources)
     past = samples(before.steps(0, done))
     longer = resume(json.loads(json.dumps(before.state_dict())), sources, schedule(40))
@@ -166,7 +150,7 @@ def test_a_longer_run_keeps_its_past_and_lays_out_the_rest(sources: Sources, don
     assert counted["code"] / total == pytest.approx(shares, abs=0.02)
 
 
-@pytest.mark.parametrize("again", [18, 19, 25, 28, 29, 39])
+@pytest.mark.parametrize("again", [18, 25, 28])
 def test_a_lengthened_run_resumes_as_if_it_had_not_stopped(sources: Sources, again: int) -> None:
     before = loader(sources)
     list(before.steps(0, 18))
