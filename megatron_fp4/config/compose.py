@@ -1,13 +1,14 @@
 """From the YAML files under `configs/` and the overrides of a command line to one frozen `Config`.
 
-Hydra composes plain dictionaries, and the dataclasses of `megatron_fp4.config.schema` check them: what a user got wrong
-is a `ConfigError` of one line. Nothing depends on the time or the rank: every rank composes the same configuration by
-itself, and no OmegaConf object leaves this file.
+Hydra composes the groups into plain dictionaries, values of the command line are set in these, and the dataclasses of
+`megatron_fp4.config.schema` check them: what a user got wrong is a `ConfigError` of one line. Nothing depends on the
+time or the rank: every rank composes the same configuration by itself, and no OmegaConf object leaves this file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -28,22 +29,13 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_fp4.config.environment import as_saved, environment_texts
-from megatron_fp4.config.errors import (
-    explain,
-    explain_value,
-    file_of,
-    keys_of,
-    parts_of,
-    shown,
-    suggest,
-    type_at,
-    unknown_key,
-)
+from megatron_fp4.config.errors import explain, explain_value, parts_of, shown, suggest, type_at, unknown_key
 from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.removed_keys import leaves, renewed, why_removed
 from megatron_fp4.config.schema import ADDED, Config, ConfigError
 
 _T = TypeVar("_T")
+_LENIENT = ConfigDict(coerce_numbers_to_str=True)
 # The group of which several options may be chosen, or none.
 _SEVERAL = "experiment"
 # Between the name of a precision file and what a run has otherwise; the keys that make a recipe.
@@ -64,9 +56,10 @@ def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
     if not (folders[0] / "config.yaml").is_file():
         raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
     groups = group_options(*folders)
-    for override in overrides:
-        _check_override(parse_override(override), override, groups)
-    return _whole(_compose("config", overrides, folders), overrides, folders)
+    checked = [_check_override(override, groups) for override in overrides]
+    chosen = [override for override, parsed in zip(overrides, checked, strict=True) if parsed.key_or_group in groups]
+    values = [parsed for parsed in checked if parsed.key_or_group not in groups]
+    return _whole(_changed(_compose("config", chosen, folders), values, folders), values, folders)
 
 
 def config_from_saved(
@@ -86,27 +79,26 @@ def config_from_saved(
     environment variable that is not set.
     """
     overrides, folders = _folders(overrides, config_dir)
-    recipes, changes = [], []
+    recipe, changes = None, []
     for override in overrides:
         parsed = parse_override(override)
         if parsed.key_or_group == "precision" and isinstance(parsed.value(), str):
-            recipes.append(str(parsed.value()))
-            continue
-        if "." not in parsed.key_or_group or parsed.is_add():
+            recipe = str(parsed.value())
+        elif "." not in parsed.key_or_group or parsed.is_add():
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
-        _check_override(parsed, override, {})
-        changes.append(override)
+        else:
+            changes.append(_check_override(override, {}))
     _refuse_resolvers(saved)
     keys = _written(saved)
-    for name in recipes:
+    if recipe is not None:
         config = _whole(_changed(keys, changes, folders), changes, folders)
-        own = [override for override in changes if override.startswith("precision.")]
-        precision, texts = _precision("precision", name, config, folders, "precision", own)
+        own = [change for change in changes if change.key_or_group.startswith("precision.")]
+        precision, texts = _precision("precision", recipe, config, folders, "precision", own)
         others = {key: text for key, text in config.from_environment.items() if not key.startswith("precision.")}
         keys = _written(as_saved(replace(config, precision=precision, from_environment={**others, **texts})))
     config = _whole(_changed(keys, changes, folders), changes, folders)
     if opens_data:
-        _refuse_urls(config, [parse_override(override).key_or_group for override in changes])
+        _refuse_urls(config, [change.key_or_group for change in changes])
     return config
 
 
@@ -183,43 +175,41 @@ def parse_override(override: str) -> Override:
     raise ConfigError(f"cannot parse {override!r}; write key=value as one word, such as train.steps=100{quoted}")
 
 
-def _check_override(parsed: Override, override: str, groups: Mapping[str, Sequence[str]]) -> None:
-    """Raise ConfigError for a key that is none or cannot have the value, for which Hydra would blame another key."""
-    key, value = parsed.key_or_group, None if parsed.is_sweep_override() else parsed.value()
+def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Override:
+    """A word of the command line whose key can have its value. Raises ConfigError for any other."""
+    parsed = parse_override(override)
+    key, parts = parsed.key_or_group, parts_of(parsed.key_or_group)
+    hint = type_at(parts)
     if parsed.is_delete():
         raise ConfigError(f"{override}: nothing can be deleted; set another value or choose another option instead")
-    parts = parts_of(key)
-    hint = type_at(parts)
     if parsed.is_sweep_override():
         a_list = f", or a list: {key}=[...]" if get_origin(hint) is list else ""
         raise ConfigError(f"{override} gives several values; give one{a_list}, or add --multirun for a run with each")
     if key.startswith("hydra."):
         raise ConfigError(f"{override}: Hydra's own settings have no effect here; drop it")
+    value = parsed.value()
     if key in groups:
         if parsed.package is not None or parsed.is_add():
             raise ConfigError(f"{override}: write {key}=..., without a sign or a package")
         if not isinstance(value, str) and key != _SEVERAL:
             raise ConfigError(f"{override}: give one option of {key}; {suggest('', groups[key])}")
-        return
-    if hint is None or parts[0] in ADDED:
+        return parsed
+    if hint is None or parts[0] in ADDED or why_removed(key):
         raise ConfigError(unknown_key(key))
-    if why := why_removed(key):
-        raise ConfigError(why)
+    for place in range(1, len(parts)):
+        if get_origin(type_at(parts[:place])) is list:
+            raise ConfigError(f"{override}: give the list whole: {'.'.join(parts[:place])}=[...]")
     if parsed.is_add() and is_dataclass(type_at(parts[:-1])):
         raise ConfigError(f"{override}: {key} is a key already; write {override.lstrip('+')}, without +")
-    if "${" in override or value == "???":
-        return
-    if is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{override}: should be keys of it: {', '.join(keys_of(hint))}")
-        return
-    try:
-        TypeAdapter(hint, config=ConfigDict(coerce_numbers_to_str=True)).validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(explain_value(error, value, *parts)) from error
+    if "${" not in override and value != "???" and not (is_dataclass(hint) and isinstance(value, Mapping)):
+        try:  # here, because what refers to this key would be blamed
+            TypeAdapter(hint, config=None if is_dataclass(hint) else _LENIENT).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(explain_value(error, value, *parts)) from error
+    return parsed
 
 
-def _compose(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+def _compose(name: str, groups: Sequence[str], folders: Sequence[Path]) -> DictConfig:
     hydra_defaults()
     # Hydra's state is global and one failed or foreign initialization would make the next one fail.
     GlobalHydra.instance().clear()
@@ -228,9 +218,9 @@ def _compose(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Di
     others = ",".join(f"'file://{folder}'" for folder in folders if folder != first)
     try:
         with initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pretrain"):
-            return compose(name, overrides=[*overrides, f"hydra.searchpath=[{others}]"] if others else list(overrides))
+            return compose(name, overrides=[*groups, f"hydra.searchpath=[{others}]"] if others else list(groups))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # ValueError: Hydra's own
-        raise ConfigError(explain(error, overrides, folders)) from error
+        raise ConfigError(explain(error, folders)) from error
 
 
 def hydra_defaults() -> None:
@@ -251,7 +241,7 @@ def _defaults() -> DictConfig:
     return defaults
 
 
-def _resolved(composed: Any, overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
+def _resolved(composed: Any, folders: Sequence[Path]) -> dict[str, Any]:
     if "${now:" in OmegaConf.to_yaml(composed):
         raise ConfigError(
             "${now:...} differs between ranks and restarts; write a fixed name, such as run.dir=runs/name"
@@ -259,19 +249,19 @@ def _resolved(composed: Any, overrides: Sequence[str], folders: Sequence[Path]) 
     try:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, overrides, folders)) from error
+        raise ConfigError(explain(error, folders)) from error
 
 
-def _whole(composed: Any, overrides: Sequence[str], folders: Sequence[Path]) -> Config:
+def _whole(composed: Any, changes: Sequence[Override], folders: Sequence[Path]) -> Config:
     """`composed` resolved, checked and completed: recipes of exceptions, the precision after a switch, and the texts of
     what came from the environment."""
-    keys = _resolved(composed, overrides, folders)
+    keys = _resolved(composed, folders)
     for added in ADDED:
         if added in keys:
             raise ConfigError(unknown_key(added))
     config = _checked(Config, keys, folders)
     config = replace(config, from_environment=environment_texts(composed))
-    config = replace(config, precision=_named(config, overrides, folders))
+    config = replace(config, precision=_named(config, changes, folders))
     precision, texts = _with_recipes(config.precision, config, folders, "precision")
     config = replace(config, precision=precision, from_environment={**config.from_environment, **texts})
     if (switch := config.precision.switch).when == "never":  # a switch that is off may name any target
@@ -281,18 +271,21 @@ def _whole(composed: Any, overrides: Sequence[str], folders: Sequence[Path]) -> 
     return replace(config, after_switch=after, from_environment={**config.from_environment, **texts, **of_recipes})
 
 
-def _named(config: Config, overrides: Sequence[str], folders: Sequence[Path]) -> PrecisionConfig:
+def _named(config: Config, changes: Sequence[Override], folders: Sequence[Path]) -> PrecisionConfig:
     """The precision of `config`; what it has otherwise than the file of its name becomes part of its name, so that two
     recipes never share one where they are shown."""
     precision = config.precision
     name = precision.name.partition(_OTHERWISE)[0]
-    given = any(override.lstrip("+").startswith(_OF_RECIPES) for override in overrides)
+    given = any(change.key_or_group.startswith(_OF_RECIPES) for change in changes)
     if (name == precision.name and not given) or name not in group_options(*folders).get("precision", {}):
         return precision
     plain, _ = _precision("precision", name, config, folders, "precision")
-    own, usual = dict(leaves(asdict(precision))), dict(leaves(asdict(plain)))
-    found = {key: value for key, value in own.items() if f"precision.{key}".startswith(_OF_RECIPES) and key in usual}
-    changed = {key: value for key, value in found.items() if value != usual[key]}
+    usual = dict(leaves(asdict(plain)))
+    changed = {
+        key: value
+        for key, value in leaves(asdict(precision))
+        if f"precision.{key}".startswith(_OF_RECIPES) and usual.get(key, value) != value
+    }
     texts = []
     for key, value in changed.items():
         if key.startswith("dgrad.weight.") and changed.get(key.replace("dgrad", "fprop")) == value:
@@ -303,7 +296,7 @@ def _named(config: Config, overrides: Sequence[str], folders: Sequence[Path]) ->
 
 
 def _precision(
-    key: str, name: str, config: Config, folders: Sequence[Path], path: str, changes: Sequence[str] = ()
+    key: str, name: str, config: Config, folders: Sequence[Path], path: str, changes: Sequence[Override] = ()
 ) -> tuple[PrecisionConfig, dict[str, str]]:
     """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config` with `changes`
     of its keys; other overrides of the run's own precision do not carry over to it. Also its texts of the environment,
@@ -313,9 +306,8 @@ def _precision(
     own = _compose(f"precision/{name}", [], folders)
     texts = {other: text for other, text in config.from_environment.items() if not other.startswith("precision")}
     merged = OmegaConf.merge(as_saved(replace(config, precision=PrecisionConfig(), from_environment=texts)), own)
-    if changes:
-        merged = _changed(merged, changes, folders)
-    keys = _resolved(merged.precision, [], folders)
+    merged = _changed(merged, changes, folders)
+    keys = _resolved(merged.precision, folders)
     return _checked(PrecisionConfig, keys, folders, "precision"), environment_texts(merged.precision, path)
 
 
@@ -336,15 +328,14 @@ def _with_recipes(
     return replace(precision, exceptions=exceptions), texts
 
 
-def _changed(keys: Any, changes: Sequence[str], folders: Sequence[Path]) -> Any:
-    """`keys` with `changes` (`key=value`) merged in."""
-    changed = OmegaConf.create(keys)
+def _changed(keys: Any, changes: Sequence[Override], folders: Sequence[Path]) -> DictConfig:
+    """A copy of `keys` with `changes` set in it."""
+    changed = copy.deepcopy(keys) if isinstance(keys, DictConfig) else OmegaConf.create(keys)
     try:
         for change in changes:
-            parsed = parse_override(change)
-            OmegaConf.update(changed, parsed.key_or_group, parsed.value(), merge=True)
+            OmegaConf.update(changed, change.key_or_group, change.value(), merge=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, changes, folders)) from error
+        raise ConfigError(explain(error, folders)) from error
     return changed
 
 
@@ -353,8 +344,7 @@ def _checked(cls: type[_T], keys: Mapping[str, Any], folders: Sequence[Path], *p
     try:
         return cls(**keys)
     except ValidationError as error:
-        where = file_of(error, keys, folders, *path)
-        raise ConfigError(where + explain_value(error, keys, *path)) from error
+        raise ConfigError(explain_value(error, keys, *path, folders=folders)) from error
 
 
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:

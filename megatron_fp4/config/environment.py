@@ -1,14 +1,13 @@
 """Values that come from environment variables: used in a run, but written nowhere.
 
 `data.cache_dir=${oc.env:SCRATCH}/corpus` may stand in a config file because the value is another on every machine, or
-is nobody's business. So what a run saves of its configuration keeps the text, and who reads it resolves it again.
+private. So what a run saves of its configuration keeps the text, and who reads it resolves it again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -16,8 +15,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from megatron_fp4.config.schema import Config
-
-_RESOLVER = "oc.env"
 
 
 def environment_texts(composed: Any, path: str = "") -> dict[str, str]:
@@ -28,12 +25,30 @@ def environment_texts(composed: Any, path: str = "") -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     asked: list[str] = []
-    with _recording(asked.append):
-        for key, text, resolve in _interpolations(composed, path):
-            asked.clear()
-            resolve()
-            if asked:
-                texts[key] = text
+
+    def env(key: str, *default: Any) -> Any:
+        asked.append(key)
+        return oc.env(key, *default)
+
+    def walk(node: DictConfig | ListConfig, path: str) -> None:
+        keys: list[Any] = list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
+        for key in keys:
+            inner = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}".lstrip(".")
+            child: Any = node._get_node(key)
+            if OmegaConf.is_interpolation(node, key):
+                asked.clear()
+                if isinstance(value := node[key], DictConfig | ListConfig):
+                    OmegaConf.to_container(value, resolve=True)
+                if asked:
+                    texts[inner] = str(child._value())
+            elif isinstance(child, DictConfig | ListConfig) and not OmegaConf.is_missing(node, key):
+                walk(child, inner)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    try:
+        walk(composed, path)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     return texts
 
 
@@ -43,44 +58,9 @@ def as_saved(config: Config) -> dict[str, Any]:
     for key, text in keys.pop("from_environment").items():
         parts = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key)]
         node: Any = keys
-        try:
+        with contextlib.suppress(KeyError, IndexError, TypeError):  # code has put something else there since
             for part in parts[:-1]:
                 node = node[part]
             node[parts[-1]]
-        except (KeyError, IndexError, TypeError):  # code has put something else there since
-            continue
-        node[parts[-1]] = text
+            node[parts[-1]] = text
     return keys
-
-
-@contextmanager
-def _recording(asked: Callable[[str], None]) -> Iterator[None]:
-    """Inside, every look into the environment by a configuration is told to `asked`."""
-
-    def env(key: str, *default: Any) -> Any:
-        asked(key)
-        return oc.env(key, *default)
-
-    OmegaConf.register_new_resolver(_RESOLVER, env, replace=True)
-    try:
-        yield
-    finally:
-        OmegaConf.register_new_resolver(_RESOLVER, oc.env, replace=True)
-
-
-def _interpolations(node: Any, path: str) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Every value that is an interpolation: its key, its text, and a function that resolves all of it."""
-    if not isinstance(node, DictConfig | ListConfig):
-        return
-    keys: list[Any] = list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
-    for key in keys:
-        inner = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}" if path else str(key)
-        child: Any = node._get_node(key)
-        if OmegaConf.is_interpolation(node, key):
-            yield inner, str(child._value()), lambda: _resolved(node[key])  # noqa: B023 (called before the next one)
-        elif not OmegaConf.is_missing(node, key):
-            yield from _interpolations(child, inner)
-
-
-def _resolved(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value

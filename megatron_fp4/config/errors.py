@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import functools
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -15,50 +14,40 @@ from typing import Any
 
 import yaml
 from hydra.errors import MissingConfigException
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from megatron_fp4.config.removed_keys import why_removed
 from megatron_fp4.config.schema import ADDED, Config
 
-# How a value is written here, for pydantic's words.
-_PLAINER = {
-    "a valid dictionary": "a mapping, {name: ...}",
-    "a valid list": "a list, [...]",
-    "a valid string": "text",
-    "a valid boolean": "true or false",
-    "a valid number": "a number",
-}
 HELP = "`python pretrain.py --help` lists every key and option"
 
 
-def explain_value(error: ValidationError, value: Any, *path: str | int) -> str:
-    """What is wrong with the first value that the schema refuses. value: what the schema was given for the key `path`
-    (without: for a whole `Config`)."""
-    location, found = _first(error, value)
-    keys = [*path, *location]
+def explain_value(error: ValidationError, value: Any, *path: str | int, folders: Sequence[Path] = ()) -> str:
+    """What is wrong with the first value that the schema refuses, after the file among `folders` that has it. value:
+    what the schema was given for the key `path` (without: for a whole `Config`)."""
+    located = [(_location(one["loc"], value), one) for one in error.errors()]
+    # A key of several types has an error for each; one that lies deeper is of the type that was meant.
+    first = located[0][0]
+    location = max((place for place, _ in located if place[: len(first)] == first), key=len)
+    found = [one for place, one in located if place == location]
+    keys, wrong = [*path, *location], _at(value, location)
+    where = _file_with(keys, wrong, folders)
     if found[0]["type"] == "unexpected_keyword_argument":
-        return unknown_key(key_of(keys))
-    value = _at(value, location)
-    said = " or ".join(dict.fromkeys(_plain(one["msg"]) for one in found))
-    if is_dataclass(hint := type_at(keys)) and not isinstance(value, Mapping):
-        said = f"should be keys of it: {', '.join(keys_of(hint))}"
-    settings = isinstance(value, Mapping) and found[0]["type"] == "value_error"  # which do not go together
-    return f"{key_of(keys)}{'' if settings else '=' + shown(value)}: {said}".removeprefix(": ")
+        return where + unknown_key(key_of(keys))
+    said = " or ".join(dict.fromkeys(re.sub(r"^Value error, | or an instance of \w+", "", one["msg"]) for one in found))
+    together = isinstance(wrong, Mapping) and found[0]["type"] == "value_error"  # settings of a section
+    return where + f"{key_of(keys)}{'' if together else '=' + shown(wrong)}: {said}".removeprefix(": ")
 
 
-def file_of(error: ValidationError, value: Any, folders: Sequence[Path], *path: str | int) -> str:
-    """`FILE: ` of the config file that has what `explain_value` explains; nothing if none has it."""
-    location, _ = _first(error, value)
-    wrong, keys = _at(value, location), [*path, *location]
-    for file in config_files(folders):
-        with contextlib.suppress(yaml.YAMLError, ValueError, OSError):  # a broken file that the run does not read
-            text = file.read_text()
-            below = keys[file.parent.name == keys[0] :] if keys else []
-            if below and str(below[-1]) in text and _at(yaml.safe_load(text), below) == wrong:
-                return f"{file}: "
-    return ""
+def _location(parts: Sequence[str | int], value: Any) -> list[str | int]:
+    """pydantic's place of an error without the types that it names between keys."""
+    found: list[str | int] = []
+    for part in parts:
+        with contextlib.suppress(KeyError, IndexError, TypeError):
+            value = value[part]
+            found.append(part)
+    return found
 
 
 def _at(value: Any, location: Sequence[str | int]) -> Any:
@@ -69,95 +58,55 @@ def _at(value: Any, location: Sequence[str | int]) -> Any:
         return object()
 
 
-def _first(error: ValidationError, value: Any) -> tuple[list[str | int], list[ErrorDetails]]:
-    """The place of the first error and what is wrong there: of a key of several types something for each. An error
-    deeper in the same key is of the type that was meant."""
-    located = [(_location(one, value), one) for one in error.errors()]
-    first = located[0][0]
-    deepest = max((place for place, _ in located if place[: len(first)] == first), key=len)
-    return deepest, [one for place, one in located if place == deepest]
+def _file_with(keys: Sequence[str | int], value: Any, folders: Sequence[Path]) -> str:
+    """`FILE: ` of the config file that has `value` at `keys`; nothing if none has it."""
+    for file in _files(folders):
+        with contextlib.suppress(yaml.YAMLError, ValueError):  # a broken file that the run does not read
+            below = keys[file.parent.name == keys[0] :] if keys else []
+            if below and _at(yaml.safe_load(file.read_text()), below) == value:
+                return f"{file}: "
+    return ""
 
 
-def _location(error: ErrorDetails, value: Any) -> list[str | int]:
-    """pydantic's place of an error without the types that it names between keys."""
-    found: list[str | int] = []
-    for part in error["loc"]:
-        with contextlib.suppress(KeyError, IndexError, TypeError):
-            value = value[part]
-            found.append(part)
-    return found
-
-
-def _plain(message: str) -> str:
-    message = re.sub(r"^Value error, |, unable to .*", "", message).replace("Input should", "should")
-    for words, plainer in _PLAINER.items():
-        message = message.replace(words, plainer)
-    return message
-
-
-def config_files(folders: Sequence[Path]) -> list[Path]:
-    """All of them."""
+def _files(folders: Sequence[Path]) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
 
 
-def explain(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> str:
-    """What is wrong with the files in `folders`, or with how `overrides` and they go together. error: what Hydra,
+def explain(error: Exception, folders: Sequence[Path]) -> str:
+    """What is wrong with the files in `folders`, or with how they and overrides go together. error: what Hydra,
     OmegaConf or the YAML parser raised."""
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
-        where = f"{mark.name}, line {mark.line + 1}" if mark else str(getattr(error, "name", folders[0]))
+        where = f"{mark.name}, line {mark.line + 1}" if mark else getattr(error, "name", folders[0])
         return f"{where}: not valid YAML ({getattr(error, 'problem', None) or 'unreadable'}); correct that line"
+    by = re.match(r"In '([^']+)'", str(error))
+    named = [folder / f"{by[1]}.yaml" for folder in folders if by and by[1] != "config"]
+    where = next((f"{path}: " for path in named if path.exists()), "")
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        by = re.match(r"In '([^']+)'", str(error))
-        where = _where(by[1], folders) if by and by[1] != "config" else ""
         names = [name for name in error.options or [] if name]
         return f"{where}{group}={option}: there is no {group} config of that name; {suggest(option, names)}"
-    file = re.match(r"In '([^']+)':", str(error))
-    where = _where(file[1], folders) if file else ""
-    suspects = [Path(where.removesuffix(": "))] if where else config_files(folders)
-    for path in suspects if where or isinstance(error, UnicodeDecodeError) else ():
-        if wrong := _no_keys(path):
-            return f"{path} {wrong}"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
-    message = str(cause or error).strip().splitlines()[0].rstrip(".")
     key = str(getattr(cause, "full_key", "") or "")
-    given = next((f"{one}: " for one in overrides if one.lstrip("+").partition("=")[0] == key), where or f"{key}: ")
-    if isinstance(cause, InterpolationKeyError):
-        name = re.search(r"Interpolation key '([^']+)'", message)
-        return f"{where}{key} refers to {name[1] if name else 'a key'}, which is not set; set it, or give {key}=..."
-    if variable := re.search(r"Environment variable '([^']+)' not found", message):
-        return (
-            f"{where}{key} takes its value from the environment variable {variable[1]}, which is not set; "
-            f"export {variable[1]}=..., or give {key}=..."
-        )
-    if isinstance(cause, MissingMandatoryValue):
-        return f"{where}{key} is not set and has no default; give {key}=..."
+    if not key:
+        for path in [path for path in named if path.exists()] or _files(folders):
+            try:
+                content = yaml.safe_load(path.read_text())
+            except UnicodeDecodeError:
+                return f"{path} is no text in UTF-8, so no config file; choose another, or remove it"
+            except yaml.YAMLError:
+                continue
+            if content is not None and not isinstance(content, Mapping):
+                return f"{path} holds no keys but {shown(content)[:40]}; write `key: value` on a line each"
     if key and type_at(parts_of(key)) is None:
-        return f"{where}{unknown_key(key)}"
-    remedy = f"give the list whole: {key.partition('[')[0]}=[...]" if "[" in key else HELP
-    return f"{given.removeprefix(': ')}{message}; {remedy}"
-
-
-def _where(name: str, folders: Sequence[Path]) -> str:
-    """`FILE: ` of the config file that Hydra calls by this name."""
-    found = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").exists()]
-    return f"{found[0]}: " if found else ""
-
-
-def _no_keys(path: Path) -> str | None:
-    """What a config file has instead of keys."""
-    with contextlib.suppress(yaml.YAMLError, OSError):
-        try:
-            content = yaml.safe_load(path.read_text())
-        except UnicodeDecodeError:
-            return "is no text in UTF-8, so no config file; choose another, or remove it"
-        if content is not None and not isinstance(content, Mapping):
-            what = "a list" if isinstance(content, list) else f"the text {str(content)[:40]!r}"
-            return f"holds {what} instead of keys; write `key: value` on a line each"
-    return None
+        return where + unknown_key(key)
+    message = str(cause or error).strip().splitlines()[0].rstrip(".")
+    message = re.sub(r'^KeyError raised while resolving interpolation: "(.*)"$', r"\1", message)
+    return (
+        f"{where}{key}: {message}; set it, or give {key.partition('[')[0]}=..." if key else f"{where}{message}; {HELP}"
+    )
 
 
 def unknown_key(key: str) -> str:
@@ -165,20 +114,13 @@ def unknown_key(key: str) -> str:
     if why := why_removed(key):
         return why
     parts = parts_of(key)
-    parent = type_at(parts[:-1])
-    if parent is not None and not is_dataclass(parent):
-        return f"{key} is not a key: {key_of(parts[:-1])} is no section"
-    siblings = list(keys_of(parent)) if is_dataclass(parent) else []
-    stem = key.removesuffix(parts[-1])
-    known = list(all_keys())
-    close = [stem + name for name in difflib.get_close_matches(parts[-1], siblings, n=2)]
-    close += [name for name in known if name.split(".")[-1] == parts[-1]]
-    close += difflib.get_close_matches(key, known, n=2, cutoff=0.8)
-    if close := list(dict.fromkeys(close))[:3]:
-        return f"{key} is not a key; did you mean {' or '.join(close)}?"
-    if siblings:
-        return f"{key} is not a key; {stem.rstrip('.') or 'the top level'} has {', '.join(siblings)}"
-    return f"{key} is not a key; {HELP}"
+    section, siblings = key.removesuffix(parts[-1]), keys_of(type_at(parts[:-1]))
+    known = [*(section + name for name in siblings), *all_keys()]
+    close = [one for one in known if one.rpartition(".")[2] == parts[-1]] or difflib.get_close_matches(key, known, n=2)
+    if close:
+        return f"{key} is not a key; did you mean {' or '.join(dict.fromkeys(close[:3]))}?"
+    there = f"{section.rstrip('.') or 'the top level'} has {', '.join(siblings)}" if siblings else HELP
+    return f"{key} is not a key; {there}"
 
 
 def suggest(wrong: str, options: Sequence[str]) -> str:
@@ -206,34 +148,24 @@ def all_keys(hint: Any = Config, path: str = "") -> Iterator[str]:
     """Every key, sections before what they hold."""
     for name, inner in keys_of(hint).items():
         yield path + name
-        if is_dataclass(inner):
-            yield from all_keys(inner, f"{path}{name}.")
+        yield from all_keys(inner, f"{path}{name}.")
 
 
 def keys_of(hint: Any) -> dict[str, Any]:
-    """The keys that a user can set in a dataclass, and their types."""
-    return {key: inner for key, inner in typing.get_type_hints(hint, include_extras=True).items() if key not in ADDED}
+    """The keys that a user can set in a dataclass, and their types; none of any other type."""
+    hints = typing.get_type_hints(hint, include_extras=True) if is_dataclass(hint) else {}
+    return {key: inner for key, inner in hints.items() if key not in ADDED}
 
 
 def type_at(location: Sequence[str | int]) -> Any:
     """The type of the field at a key's parts; None if there is none."""
     hint: Any = Config
     for part in location:
-        hint = next((one for one in branches(hint) if typing.get_origin(one) in (list, dict)), hint)
-        if is_dataclass(hint):
-            hint = keys_of(hint).get(str(part))
-        elif typing.get_origin(hint) in (list, dict):
-            hint = typing.get_args(hint)[-1]
-        else:
+        inner = [one for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) in (list, dict)]
+        hint = typing.get_args(inner[0])[-1] if inner else keys_of(hint).get(str(part))
+        if hint is None:
             return None
     return hint
-
-
-def branches(hint: Any) -> list[Any]:
-    """The types that a key may have, null left out."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [branch for branch in typing.get_args(hint) if branch is not types.NoneType]
-    return [hint]
 
 
 def parts_of(key: str) -> list[str]:
