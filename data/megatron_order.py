@@ -20,9 +20,9 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -352,18 +352,17 @@ class MegatronOrder:
         return StoredDataset(self._stored_at(key, build))
 
     def _blend(self, weights: Sequence[float], size: int) -> StoredBlend:
-        return StoredBlend(self._stored_at(["blend", weights, size], partial(_build_blend, weights=weights, size=size)))
+        def build(folder: Path) -> None:
+            datasets, samples = blending_indices(weights, size)
+            np.save(folder / "dataset_index.npy", datasets)
+            np.save(folder / "dataset_sample_index.npy", samples)
+            np.save(folder / "counts.npy", np.bincount(datasets, minlength=len(weights)))
 
-    def _stored_at(self, key: Sequence[Any], build: Any) -> Path:
+        return StoredBlend(self._stored_at(["blend", weights, size], build))
+
+    def _stored_at(self, key: Sequence[Any], build: Callable[[Path], None]) -> Path:
         name = hashlib.sha256(json.dumps([_FORMAT, *key]).encode()).hexdigest()[:24]
         return build_once(self._folder / f"{key[0]}-{name}", build)
-
-
-def _build_blend(folder: Path, weights: Sequence[float], size: int) -> None:
-    datasets, samples = blending_indices(weights, size)
-    np.save(folder / "dataset_index.npy", datasets)
-    np.save(folder / "dataset_sample_index.npy", samples)
-    np.save(folder / "counts.npy", np.bincount(datasets, minlength=len(weights)))
 
 
 def order_differences(saved: Mapping[str, Any], current: Mapping[str, Any], consumed: int) -> list[str]:
@@ -392,12 +391,13 @@ def order_differences(saved: Mapping[str, Any], current: Mapping[str, Any], cons
 
 
 class MegatronSchedule(PhaseSchedule):
-    """A PhaseSchedule whose phases take Megatron's samples, from `stand_on` on.
+    """A PhaseSchedule whose phases take Megatron's samples.
 
     Phases in a row with one blend are one for Megatron: a batch size that grows changes no order.
     """
 
     order: MegatronOrder
+    """Of these `layouts`; to be set once the data is open, before a sample is asked for."""
 
     def __init__(
         self, phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int, run: MegatronRun
@@ -414,10 +414,6 @@ class MegatronSchedule(PhaseSchedule):
                 # Megatron normalizes the floats as they are written; whole numbers in proportion can be a bit off.
                 spans.append((span.start, span.end, blends[span.name]))
         self.layouts: list[Layout] = lay_out(spans, run)
-
-    def stand_on(self, order: MegatronOrder) -> None:
-        """Take the samples of `order`, which has these `layouts`."""
-        self.order = order
 
     def locate(self, global_sample: int) -> Location:
         return Location(self.span_at(global_sample).name, *self.order.locate(global_sample))
@@ -461,25 +457,6 @@ def check_megatron(data: Any) -> None:
     split_range(run.split, 0, 1)
     if run.phases == "relaunched" and len(data.phases) == 1:
         raise ValueError("data.megatron.phases=relaunched has no effect with one phase; leave it out")
-
-
-def open_megatron(
-    schedule: MegatronSchedule,
-    streams: Mapping[str, TokenSource],
-    run: MegatronRun,
-    sequence_length: int,
-    seed: int,
-    vocab_size: int,
-    cache_dir: str | Path | None,
-) -> MegatronOrder:
-    """The order of a schedule, which stands on it afterwards; builds its indices or finds them.
-
-    Raises ValueError for a source that is not there, and as MegatronOrder does.
-    """
-    schedule.check_sources(streams)
-    order = MegatronOrder(schedule.layouts, streams, run, sequence_length, seed, vocab_size, cache_dir)
-    schedule.stand_on(order)
-    return order
 
 
 def held_out_by_split(bundle: DataBundle, split: Sequence[float] | None) -> Mapping[str, TokenSource]:

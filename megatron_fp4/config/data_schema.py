@@ -31,8 +31,8 @@ class PhaseConfig:
     fraction, steps, tokens: its length, at most one of them, a fraction of the run's steps; one phase of a run may have
         none and gets the rest. Boundaries are whole steps.
     blend: source name -> weight, or `tokens`: all sources, weighted by the tokens that they have.
-    global_batch_size, sequence_length: where they are not `train`'s. Batches that grow are a row of phases, which go on
-        with the same blend. A phase of shorter sequences cuts each of `train.sequence_length` tokens into several, so
+    global_batch_size, sequence_length: where they are not `train`'s. Batches that grow are a row of phases, which
+        continue the same blend. A phase of shorter sequences cuts each of `train.sequence_length` tokens into several, so
         its steps have as many tokens.
     """
 
@@ -53,7 +53,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class MegatronConfig:
-    """The Megatron run whose samples `data.order=megatron` goes on with. Its `--seed` is `data.seed` (or
+    """The Megatron run whose samples `data.order=megatron` continues. Its `--seed` is `data.seed` (or
     `run.seed`), its `--seq-length` `train.sequence_length`, and the sources are in the blend in the order of its
     prefixes.
 
@@ -61,7 +61,7 @@ class MegatronConfig:
         without `data.validation` the second one is held out. null: all, as with `--train-data-path`.
     train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`: the order depends on it. null: up
         to the end of this run.
-    consumed_samples: how many of them Megatron has trained on; this run begins behind them. With `transitions`, of the
+    consumed_samples: how many of them Megatron has trained on; this run begins after them. With `transitions`, of the
         phase that it was in.
     phases: `transitions`: each phase has an order of its own, as with `--phase-transition-iterations`; `relaunched`:
         each takes up the order of its blend over the whole run, as when Megatron was started with another
@@ -95,12 +95,12 @@ class DataConfig:
         already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).
     seed: of that order; null means `run.seed`. Runs of one `run.seed` and several of these begin with the
         same weights and read other samples; runs of several `run.seed` and one of these read the same.
-    megatron: the run that `data.order=megatron` goes on with.
+    megatron: the run that `data.order=megatron` continues.
     phases: spans of the run, each with its own blend of sources; their lengths add up to the run.
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
         takes. A run that would exceed it does not start.
     documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document: attention,
-        Mamba-2's state and convolution stop at boundaries, and positions begin anew behind them).
+        Mamba-2's state and convolution stop at boundaries, and positions begin anew after them).
     boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
     num_workers: loader processes per rank, which prepare the micro-batches of two steps ahead; 0 for none.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.

@@ -130,26 +130,6 @@ def samples(steps: Iterable[list[MicroBatch]]) -> list[str]:
     return [batch_hash(batches) for batches in steps]
 
 
-@pytest.mark.parametrize("done", [3, 14, 17, NUM_STEPS])
-def test_a_longer_run_keeps_its_past_and_lays_out_the_rest(sources: Sources, done: int) -> None:
-    """Of 20 steps with boundaries after steps 14 and 18 to 40 steps with boundaries after 28 and 36."""
-    before = loader(sources)
-    past = samples(before.steps(0, done))
-    longer = resume(json.loads(json.dumps(before.state_dict())), sources, schedule(40))
-    names = [longer.schedule.locate(i * GLOBAL_BATCH).phase for i in range(40)]
-    old = ["broad"] * 14 + ["balanced"] * 4 + ["late"] * 2
-    assert names == old[:done] + ["broad"] * (28 - done) + ["balanced"] * 8 + ["late"] * 4
-    assert samples(longer.steps(0, done)) == past
-    counted = dict.fromkeys(("code", "prose"), 0)
-    for i in range(40 * GLOBAL_BATCH):  # nothing is left out, nothing comes twice
-        _, source, ordinal = longer.schedule.locate(i)
-        assert ordinal == counted[source]
-        counted[source] += 1
-    total = sum(counted.values())
-    shares = sum({"broad": 0.7, "balanced": 0.5, "late": 0.3}[name] for name in names) / 40
-    assert counted["code"] / total == pytest.approx(shares, abs=0.02)
-
-
 @pytest.mark.parametrize("again", [18, 25, 28])
 def test_a_lengthened_run_resumes_as_if_it_had_not_stopped(sources: Sources, again: int) -> None:
     before = loader(sources)

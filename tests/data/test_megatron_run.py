@@ -97,7 +97,7 @@ def test_phases_in_a_row_with_one_blend_are_one(tmp_path: Path) -> None:
     assert digest(samples(loader, 0, 200)) == GOLDEN["uneven"]["samples"]
 
 
-def test_a_checkpoint_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     def loader_of(*more: str, steps: int | None = None) -> MicroBatchLoader:
         return opened(overrides(UNEVEN, tmp_path, *more, steps=steps), 24)[1]
 
