@@ -32,8 +32,8 @@ class PhaseConfig:
         none and gets the rest. Boundaries are whole steps.
     blend: source name -> weight, or `tokens`: all sources, weighted by the tokens that they have.
     global_batch_size, sequence_length: where they are not `train`'s. Batches that grow are a row of phases, which
-        continue the same blend. A phase of shorter sequences cuts each of `train.sequence_length` tokens into several, so
-        its steps have as many tokens.
+        continue the same blend. A phase of shorter sequences cuts each of `train.sequence_length` tokens into
+        several, so its steps have as many tokens.
     """
 
     name: str = "main"
