@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from collections import Counter
@@ -54,9 +53,9 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def composed_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What this process composes of the project's configurations, except in tests of composing."""
-    with contextlib.nullcontext() if request.path.parent.name == "config" else quick_composing(KNOWN):
+def composed_quickly() -> Iterator[None]:
+    """Hydra composes each choice of the project's groups once in this process."""
+    with quick_composing(KNOWN):
         yield
 
 
