@@ -59,18 +59,12 @@ from megatron_fp4.runtime.run_state import RunState, explain, sole_run
 from megatron_fp4.runtime.signals import StopRequest
 from megatron_fp4.runtime.stop_conditions import StopConditions
 from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism, world_size
-from megatron_fp4.training.callbacks.banner import Banner
-from megatron_fp4.training.callbacks.diagnostics import QuantizationDiagnostics
+from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
+from megatron_fp4.training.callbacks.numerics import QuantizationDiagnostics, ReplayCheck, Switch, Verify
 from megatron_fp4.training.callbacks.profiling import MemoryHistory, Profile
-from megatron_fp4.training.callbacks.records import Records
-from megatron_fp4.training.callbacks.replay import ReplayCheck
-from megatron_fp4.training.callbacks.skipped_steps import SkippedSteps
-from megatron_fp4.training.callbacks.spikes import Spikes
-from megatron_fp4.training.callbacks.summary import Summary, report
-from megatron_fp4.training.callbacks.switch import Switch
+from megatron_fp4.training.callbacks.reporting import Banner, Records, Summary, report
 from megatron_fp4.training.callbacks.validation import Validation
-from megatron_fp4.training.callbacks.verify import Verify
 from megatron_fp4.training.check import check, print_check, print_dry_run
 from megatron_fp4.training.trainer import Callback, Trainer
 from models import provider as models
@@ -80,23 +74,24 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 
 def callbacks_of(config: Config) -> list[Callback]:
     """What the run does besides its training steps, in this order."""
-    return [
+    callbacks = [
         Banner(),
         Kernels(data.default_cache_dir() / "autotuning"),  # pinned before any kernel runs
         Verify(),  # raises before anything else judges a step
         Switch(),  # before all that read a recipe
-        ReplayCheck(),
-        QuantizationDiagnostics(),
+        ReplayCheck() if config.run.replay_interval else None,
+        QuantizationDiagnostics() if config.precision.diagnostics.interval else None,
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),
         Records(),  # after measurements, which are part of a step's time
         Spikes(config.spikes),  # answered after the step's record
         Validation(),  # after a rollback, before a save
-        Prompts(),
+        Prompts() if config.validation.prompts else None,
         Exports(last_exportable(config, plans_of(config, models))),
         Summary(),
-        MemoryHistory(),
-        Profile(),  # innermost: it sees the step alone
+        MemoryHistory() if config.logging.memory_history else None,
+        Profile() if config.logging.profile_steps else None,  # innermost: it sees the step alone
     ]
+    return [callback for callback in callbacks if callback is not None]
 
 
 def main(arguments: list[str], signals: StopRequest | None = None) -> int:

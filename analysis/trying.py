@@ -35,14 +35,12 @@ from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism
+from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spike, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
-from megatron_fp4.training.callbacks.skipped_steps import SkippedSteps
-from megatron_fp4.training.callbacks.spikes import Spike, Spikes
-from megatron_fp4.training.callbacks.switch import Switch
+from megatron_fp4.training.callbacks.numerics import Switch, Verify
 from megatron_fp4.training.callbacks.validation import held_out_losses
-from megatron_fp4.training.callbacks.verify import Verify
 from megatron_fp4.training.check import check
-from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
 

@@ -44,7 +44,7 @@ from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError
 from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step
 
 logger = logging.getLogger(__name__)

@@ -45,11 +45,10 @@ class Prompts(AtValidation):
 
     def record(self, done: int) -> None:
         trainer, config = self.trainer, self.trainer.config
-        if config.validation.prompts:
-            trainer.make_room()
-            trainer.progress.at(done, "text samples")
-            parts = trainer.model, trainer.precision, trainer.data.bundle.tokenizer
-            trainer.log.texts(done, text_samples(*parts, config.validation, config.run.seed, trainer.progress))
+        trainer.make_room()
+        trainer.progress.at(done, "text samples")
+        parts = trainer.model, trainer.precision, trainer.data.bundle.tokenizer
+        trainer.log.texts(done, text_samples(*parts, config.validation, config.run.seed, trainer.progress))
 
 
 def text_samples(

@@ -56,8 +56,7 @@ from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
 from megatron_fp4.training.build import plans_of, set_determinism
 from megatron_fp4.training.check import check
-from megatron_fp4.training.gradients import ALONE
-from megatron_fp4.training.step import accumulate
+from megatron_fp4.training.step import ALONE, accumulate
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
 from pretrain import CONFIGS

@@ -67,7 +67,7 @@ from megatron_fp4.training.build import (
 )
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import StepResult, train_step
+from megatron_fp4.training.step import StepResult, accumulate, update
 from models import provider as model_provider
 from pretrain import CONFIGS, configure
 
@@ -301,11 +301,10 @@ class RandomRun:
         dist.barrier()
         self._synchronize()
         began = time.perf_counter()
-        result = train_step(
-            self.model, self.optimizer, self.batches, self.mesh, self.step_state,
-            step=number, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, reshard=config.parallel.reshard,
-            graphs=self.graphs,
-        )  # fmt: skip
+        parts = self.mesh, self.step_state
+        self.step_state.step = number
+        loss = accumulate(self.model, self.batches, *parts, reshard=config.parallel.reshard, graphs=self.graphs)
+        result = update(self.optimizer, loss, *parts, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm)
         self._synchronize()
         return result, time.perf_counter() - began
 

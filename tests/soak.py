@@ -154,10 +154,10 @@ PLACES: dict[str, Place] = {
     "start: loaded": Place(
         "megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", after=True, repeats=0, resumes=True
     ),
-    "step": Place("megatron_fp4.training.trainer", "train_step", repeats=6),
-    "step done": Place("megatron_fp4.training.trainer", "train_step", after=True, repeats=6),
+    "step": Place("megatron_fp4.training.trainer", "accumulate", repeats=6),
+    "step done": Place("megatron_fp4.training.trainer", "update", after=True, repeats=6),
     "validation": Place("megatron_fp4.training.callbacks.validation", "held_out_losses", repeats=2),
-    "end: summary": Place("megatron_fp4.training.callbacks.summary", "summarize", repeats=0, ranks="first"),
+    "end: summary": Place("megatron_fp4.training.callbacks.reporting", "summarize", repeats=0, ranks="first"),
     "end: picture": Place("megatron_fp4.logging.pictures", "plot_loss", repeats=0, ranks="first"),
     "end": Place("megatron_fp4.runtime.errors", "leave_distributed", repeats=0),
 }

@@ -21,7 +21,7 @@ from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.runtime.signals import StopRequest
 from megatron_fp4.training import trainer
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.step import accumulate
 from tests.test_pretrain import SMALL
 from tests.training.harness import whole
 
@@ -43,23 +43,18 @@ def small_corpus(folder: Path) -> list[str]:
     return ["data=indexed", f"data.sources={{code: {folder}/code, prose: {folder}/prose}}", phases]
 
 
-def spiking(
-    rank: int, spikes: list[int], factor: float, before_step: Callable[[Any, Any, int], None] = lambda *_: None
-) -> Callable[..., Any]:
-    """A `train_step` in which the last rank's loss is `factor` times itself in the steps `spikes`, counted from 1."""
+def spiking(rank: int, spikes: list[int], factor: float) -> Callable[..., Any]:
+    """An `accumulate` in which the last rank's loss is `factor` times itself in the steps `spikes`, counted from 1."""
     hooked = False
 
-    def spiked_step(
-        model: Any, optimizer: Any, batches: Any, mesh: Any, step_state: Any, *, step: int, **settings: Any
-    ) -> Any:
+    def spiked(model: Any, batches: Any, mesh: Any, step_state: Any, **settings: Any) -> Any:
         nonlocal hooked
         if not hooked and rank == mesh.world_size - 1:
             model.register_forward_hook(lambda _, __, loss: loss * factor if step_state.step + 1 in spikes else loss)
         hooked = True
-        before_step(model, optimizer, step)
-        return train_step(model, optimizer, batches, mesh, step_state, step=step, **settings)
+        return accumulate(model, batches, mesh, step_state, **settings)
 
-    return spiked_step
+    return spiked
 
 
 def spiked_run(
@@ -75,16 +70,20 @@ def spiked_run(
     config = pretrain.configure([*SMALL, *FAST, *SPIKED, *overrides])
     began: dict[str, Any] = {}
 
-    def before_step(model: Any, optimizer: Any, step: int) -> None:
-        if step + 1 == kill_before:
-            os.kill(os.getpid(), signal.SIGKILL)
-        state = {**model.state_dict(), **optimizer_state(model, optimizer)}
-        sums = {name: whole(value).double().sum().item() for name, value in state.items()}
-        began[str(step + 1)] = [sums, torch.rand(()).item(), random.random()]
+    class Beginnings(trainer.Callback):
+        def before_step(self, step: trainer.Step) -> None:
+            if step.done == kill_before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model = self.trainer.model
+            state = {**model.state_dict(), **optimizer_state(model, self.trainer.optimizer)}
+            sums = {name: whole(value).double().sum().item() for name, value in state.items()}
+            began[str(step.done)] = [sums, torch.rand(()).item(), random.random()]
 
+    callbacks = pretrain.callbacks_of(config)
     with (
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
-        mock.patch.object(trainer, "train_step", spiking(rank, spikes, factor, before_step)),
+        mock.patch.object(pretrain, "callbacks_of", lambda _: [*callbacks, Beginnings()]),
+        mock.patch.object(trainer, "accumulate", spiking(rank, spikes, factor)),
     ):
         try:
             assert pretrain.train(config, StopRequest()) == 0

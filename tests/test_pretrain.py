@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_fp4.precision import verify as kernel_tests
 from megatron_fp4.runtime.errors import ExitCode
-from megatron_fp4.training.callbacks.verify import Verify
+from megatron_fp4.training.callbacks.numerics import Verify
 from tests.programs import ROOT, Program, as_child, environments_of_ranks
 
 STEPS = 8

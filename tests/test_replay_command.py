@@ -34,7 +34,7 @@ def _spiked(rank: int, run_dir: str, corpus: list[str]) -> list[Any]:
         with (
             contextlib.redirect_stdout(printed),
             mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
-            mock.patch.object(trainer, "train_step", spiking(rank, spikes, 20.0)),
+            mock.patch.object(trainer, "accumulate", spiking(rank, spikes, 20.0)),
         ):
             code = replay.replay(replay.parse([f"{run_dir}/checkpoints/step_00000005", "--steps", "7"]))
         outcomes.append((code, printed.getvalue()))

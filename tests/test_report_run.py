@@ -17,7 +17,7 @@ from megatron_fp4.logging.files import REPORT_FILE
 from megatron_fp4.logging.goodput import goodput_of
 from megatron_fp4.logging.run_folder import open_run, read_records
 from megatron_fp4.runtime.revision import revision
-from megatron_fp4.training.callbacks.summary import report as write_page
+from megatron_fp4.training.callbacks.reporting import report as write_page
 from scripts import report
 from tests.programs import ROOT, Program
 from tests.test_pretrain import SMALL

@@ -83,13 +83,14 @@ def test_skips_alike_on_all_ranks_and_too_many_end_the_run_with_a_diagnosis(corp
 def test_ends_with_exit_code_3_and_one_line(
     corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train_step = trainer.train_step
+    update = trainer.update
 
-    def refused(*args: Any, step: int, **settings: Any) -> Any:
+    def refused(optimizer: Any, loss: Any, mesh: Any, step_state: Any, **settings: Any) -> Any:
         accept = settings.pop("accept")
-        return train_step(*args, step=step, accept=lambda *numbers: step + 1 < 5 and accept(*numbers), **settings)
+        settings["accept"] = lambda *numbers: step_state.step + 1 < 5 and accept(*numbers)
+        return update(optimizer, loss, mesh, step_state, **settings)
 
-    monkeypatch.setattr(trainer, "train_step", refused)
+    monkeypatch.setattr(trainer, "update", refused)
     overrides = [*SMALL, *FAST, *SPIKED, *corpus, f"run.dir={tmp_path}", "spikes.action=skip", "spikes.max_in_row=1"]
     assert pretrain.main(overrides) == 3
     (line,) = capsys.readouterr().err.splitlines()

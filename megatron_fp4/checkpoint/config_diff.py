@@ -17,7 +17,7 @@ from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.removed_keys import removed_values, renewed
 from megatron_fp4.config.schema import Config, ScheduleConfig
 from megatron_fp4.precision.switch import PrecisionSwitch
-from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.optimizer import WSDSchedule
 
 NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
 """Keys under `model` that are a label, and precision."""

@@ -1,4 +1,8 @@
-"""A step that failed, computed again under watch: where numbers stopped being finite, or what made it a spike."""
+"""A step that failed, computed again under watch: where numbers stopped being finite, or what made it a spike.
+
+All ranks call these functions together, before weights change; the StepState must still be the failed step's, so that
+stochastic rounding repeats itself. Gradients are dropped.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,21 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.gradients import ALONE, GlobalBatch, MicroBatch, holds_first_copy, sum_replicated_gradients
-from megatron_fp4.training.step import StepResult, accumulate, global_batch_of
+from megatron_fp4.training.providers import MicroBatch
+from megatron_fp4.training.step import (
+    ALONE,
+    GlobalBatch,
+    StepResult,
+    accumulate,
+    global_batch_of,
+    holds_first_copy,
+    sum_replicated_gradients,
+)
 
 _LISTED = 3
 
@@ -39,42 +51,34 @@ class NonFiniteReport:
         """Whether it names a place in this rank's own computation, not only (reduced) gradients."""
         return bool(self.weights or self.output or self.output_gradient)
 
-    def __bool__(self) -> bool:
-        return self.has_origin or bool(self.gradients)
-
     def __str__(self) -> str:
-        lines = []
-        if self.weights:
-            lines.append(f"weights of {_shorten(self.weights)}")
-        if self.output is not None:
-            lines.append(f"first in the forward pass: the output of {self.output}")
-        if self.output_gradient is not None:
-            lines.append(f"first in the backward pass: the gradient of the output of {self.output_gradient}")
-        if self.gradients:
-            lines.append(f"gradients of {_shorten(self.gradients)}")
-        return "; ".join(lines) or "everything was finite"
+        parts = {
+            f"weights of {_shorten(self.weights)}": self.weights,
+            f"first in the forward pass: the output of {self.output}": self.output,
+            f"first in the backward pass: the gradient of the output of {self.output_gradient}": self.output_gradient,
+            f"gradients of {_shorten(self.gradients)}": self.gradients,
+        }
+        return "; ".join(text for text, found in parts.items() if found)
 
 
 def find_nonfinite(
     model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, step_state: StepState, whole: GlobalBatch = ALONE
 ) -> NonFiniteReport:
-    """Run forward and backward of one micro-batch again and report where numbers stop being finite.
+    """Run forward and backward of one micro-batch of each rank again and report where numbers stop being finite.
 
-    All ranks must call it together (FSDP gathers and reduces), each with a micro-batch of its own. The StepState's
-    step must still be that of the failed step, so that stochastic rounding repeats itself. whole: the step's global
-    batch, of whose loss this is a part as in the step. Gradients are dropped.
+    whole: the step's global batch, of whose loss this is a part as in the step.
     """
     report = NonFiniteReport(weights=[n for n, p in model.named_parameters() if not _is_finite(p)])
 
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:
         def after_forward(module: nn.Module, inputs: object, output: object) -> None:
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if report.output is None and not _is_finite(tensor):
                     report.output = name
                 if tensor.requires_grad:
                     tensor.register_hook(after_backward)
 
-        def after_backward(gradient: torch.Tensor) -> None:
+        def after_backward(gradient: Tensor) -> None:
             if report.output_gradient is None and not _is_finite(gradient):
                 report.output_gradient = name
 
@@ -98,18 +102,15 @@ def find_nonfinite(
 def diagnose_nonfinite(
     model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, step_state: StepState
 ) -> str:
-    """Run a failed step's micro-batches again and say, in a sentence a rank, where numbers stopped being finite.
-
-    All ranks must call it together, with equally many micro-batches.
-    """
+    """Run a failed step's micro-batches, equally many on each rank, again and say where numbers stop being finite."""
     mine, whole = [], global_batch_of(micro_batches, mesh)
     for micro_batch in micro_batches:
         report = find_nonfinite(model, micro_batch, mesh, step_state, whole)
         mine.append((f"rank {mesh.rank}, micro-batch {micro_batch.index}", report))
     of_ranks: list[list[tuple[str, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine)
-    # One culprit spoils the reduced gradients of all ranks, so gradients alone accuse nobody while there is better.
-    found = [entry for entries in of_ranks for entry in entries if entry[1]]
+    found = [(where, report) for entries in of_ranks for where, report in entries if str(report)]
+    # One culprit spoils the reduced gradients of all ranks, so gradients alone accuse no rank while there is better.
     found = [entry for entry in found if entry[1].has_origin] or found
     if not found:
         return (
@@ -125,12 +126,8 @@ def diagnose_spike(
     model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, step_state: StepState, result: StepResult
 ) -> str:
     """Run the refused step's micro-batches again and say, the same on all ranks: whether loss and gradient norm come
-    out as they were in `result`, which micro-batches have the largest losses, which parameters most of the gradient.
-
-    All ranks must call it together, before weights change; the StepState's step must still be the step's. Gradients are
-    dropped.
-    """
-    losses: list[torch.Tensor] = []
+    out as they were in `result`, which micro-batches have the largest losses, which parameters most of the gradient."""
+    losses: list[Tensor] = []
     handle = model.register_forward_hook(lambda module, inputs, loss: losses.append(loss.detach()))
     try:
         accumulate(model, micro_batches, mesh, step_state)
@@ -169,18 +166,17 @@ def diagnose_spike(
     )
 
 
-def _tensors(output: object) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, (tuple, list)):
-        return [tensor for item in output for tensor in _tensors(item)]
-    return []
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors among what a module takes or gives: one, or tuples and lists of them."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, (tuple, list)) else []
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     local = local_part(tensor)
     return not local.is_floating_point() or bool(local.isfinite().all())
 
 
 def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

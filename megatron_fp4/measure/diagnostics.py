@@ -1,11 +1,11 @@
 """What quantization does to the operands and the three products of linears, measured while they train.
 
-    diagnostics = Diagnostics(config.precision.diagnostics.interval, linears)
-    with diagnostics.measuring(step):
-        result = train_step(...)
-    record = diagnostics.collect()          # None unless the step was measured
+    probe = Probe()
+    with probe.attached(linears):
+        ...                                     train one step
+    record = diagnostics_record(probe.collect(list(linears)))
 
-In a due step a `Probe` hangs on every linear's context. The linear's autograd function shows it the raw x, W and dy and
+A `Probe` hangs on every linear's context. The linear's autograd function shows it the raw x, W and dy and
 the results y, dx and dW of the first micro-batch; it quantizes each operand again, with the same draws and the same
 tensor maxima, and computes each product again from the unquantized tensors with FP32 accumulation. The *actual* results
 are compared with those, so a backend that computes something else than it should is seen here too. (y and dx are in
@@ -38,7 +38,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -85,32 +85,6 @@ _BAND_ROWS = 128  # the rows of the largest block
 _TOGETHER = 16  # samples that are quantized together
 # FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
 _CHUNK_ELEMENTS = 2**24
-
-
-class Diagnostics:
-    """Measures `linears` (name -> context, the same on all ranks) in every `interval`-th step; never if 0."""
-
-    def __init__(self, interval: int, linears: Mapping[str, LinearContext]) -> None:
-        self.interval = interval
-        self._linears = dict(linears)
-        self._probe: Probe | None = None
-
-    def due(self, step: int) -> bool:
-        """Whether `step` (from 0) is one to measure: 0, interval, 2 interval, ..."""
-        return self.interval > 0 and step % self.interval == 0
-
-    def measuring(self, step: int) -> AbstractContextManager[object]:
-        """A context for the training step `step`, in which the linears are measured if it is due."""
-        if not self.due(step):
-            return nullcontext()
-        self._probe = Probe()
-        return self._probe.attached(self._linears)
-
-    def collect(self) -> Record | None:
-        """The measurements since the last call, over all ranks; None if there are none. Collective after a due step."""
-        probe, self._probe = self._probe, None
-        found = probe.collect(list(self._linears)) if probe is not None else {}
-        return diagnostics_record(found) if found else None
 
 
 def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> Record:

@@ -38,8 +38,8 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import Gemm, Recipe
 from megatron_fp4.precision.switch import PrecisionController
-from megatron_fp4.training.gradients import MicroBatch, holds_first_copy, sum_replicated_gradients
-from megatron_fp4.training.step import accumulate
+from megatron_fp4.training.providers import MicroBatch
+from megatron_fp4.training.step import accumulate, holds_first_copy, sum_replicated_gradients
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,14 @@ class GradientNoise:
         """||g_ref|| / ||g_q - g_ref||, infinite without noise."""
         return _ratio(self.reference_norm, self.noise_norm)
 
-    @property
-    def sigma_q(self) -> float:
-        """Standard deviation of the noise per coordinate."""
-        return self.noise_norm / math.sqrt(self.num_coordinates)
-
     def as_record(self) -> dict[str, Any]:
-        """What `metrics.jsonl` gets besides `kind` and `step`; `parameters` maps names to their own ratios."""
+        """What `metrics.jsonl` gets besides `kind` and `step`; sigma_q: the noise's standard deviation per coordinate;
+        `parameters` maps names to their own ratios."""
         return {
             "ratio": self.ratio,
             "gradient_norm": self.reference_norm,
             "noise_norm": self.noise_norm,
-            "sigma_q": self.sigma_q,
+            "sigma_q": self.noise_norm / math.sqrt(self.num_coordinates),
             "parameters": {name: _ratio(*norms) for name, norms in self.parameters.items()},
         }
 
@@ -92,14 +88,13 @@ def gradient_noise(
     mesh: ParallelMesh,
     controller: PrecisionController,
     *,
-    step: int,
     reshard: bool = False,
 ) -> GradientNoise:
-    """Measure the gradient of the training step `step` twice, without updating; see the top of this file.
+    """Measure the gradient of the controller's step twice, without updating; see the top of this file.
 
-    model, micro_batches, mesh, step, reshard: as for `train_step`, which may follow and is not affected: weights,
-    recipes, StepState and gradients are as before, and kept quantized weights are dropped (and made again, the same).
-    controller: of all linears. The model must draw nothing from torch's generators.
+    model, micro_batches, mesh, reshard: as for `accumulate`, which may follow and is not affected: weights, recipes and
+    gradients are as before, and kept quantized weights are dropped (and made again, the same). controller: of all
+    linears; its StepState says which step it is. The model must draw nothing from torch's generators.
 
     Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
     Collective: all ranks call it, with equally many micro-batches.
@@ -107,25 +102,27 @@ def gradient_noise(
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
     gradients = [parameter.grad for parameter in parameters]
-    step_state = controller.step_state
-    before = (step_state.step, step_state.micro_batch)
-    step_state.step = step
 
     def gradients_now() -> list[Tensor | None]:
         """The mean gradient over the global batch of each parameter, as a training step has it: the local part."""
         for parameter in parameters:
             parameter.grad = None
-        accumulate(model, micro_batches, mesh, step_state, reshard=reshard)
+        accumulate(model, micro_batches, mesh, controller.step_state, reshard=reshard)
         sum_replicated_gradients(parameters, mesh)
         return [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
 
+    sums = torch.zeros(len(parameters), 2, dtype=torch.float64, device=mesh.device)  # reference, noise
     try:
         quantized = gradients_now()
         with controller.other_recipes(bf16_backward):
             reference = gradients_now()
-        sums = _squared_norms(parameters, quantized, reference, mesh)
+        for row, parameter, g_q, g_ref in zip(sums, parameters, quantized, reference, strict=True):
+            if g_q is None or g_ref is None or not holds_first_copy(parameter, mesh):
+                continue
+            if g_ref.numel() > 0:  # an FSDP shard may be empty
+                row[0] = torch.linalg.vector_norm(g_ref, dtype=torch.float64).square()
+                row[1] = torch.linalg.vector_norm(g_q - g_ref, dtype=torch.float64).square()
     finally:
-        step_state.step, step_state.micro_batch = before
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
@@ -135,32 +132,9 @@ def gradient_noise(
         reference_norm=math.sqrt(sum(reference for reference, _ in squares)),
         noise_norm=math.sqrt(sum(noise for _, noise in squares)),
         num_coordinates=sum(parameter.numel() for parameter in parameters),
-        parameters={
-            name: (math.sqrt(reference), math.sqrt(noise))
-            for name, (reference, noise) in zip(named, squares, strict=True)
-        },
+        parameters={name: (math.sqrt(r), math.sqrt(n)) for name, (r, n) in zip(named, squares, strict=True)},
     )
 
 
-@torch.no_grad()
-def _squared_norms(
-    parameters: Sequence[nn.Parameter],
-    quantized: Sequence[Tensor | None],
-    reference: Sequence[Tensor | None],
-    mesh: ParallelMesh,
-) -> Tensor:
-    """This rank's share of the squared norms (reference, noise) of each parameter: FP64 [parameters, 2]."""
-    sums = torch.zeros(len(parameters), 2, dtype=torch.float64, device=mesh.device)
-    for row, parameter, g_q, g_ref in zip(sums, parameters, quantized, reference, strict=True):
-        if g_q is None or g_ref is None or not holds_first_copy(parameter, mesh):
-            continue
-        if g_ref.numel() > 0:  # an FSDP shard may be empty
-            row[0] = torch.linalg.vector_norm(g_ref, dtype=torch.float64).square()
-            row[1] = torch.linalg.vector_norm(g_q - g_ref, dtype=torch.float64).square()
-    return sums
-
-
 def _ratio(reference: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return reference / noise
+    return math.inf if noise == 0 else reference / noise

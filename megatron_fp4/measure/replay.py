@@ -1,20 +1,17 @@
 """Silent data corruption: one micro-batch computed twice, every number compared.
 
-    replay = Replay(interval, model, mesh, controller)
-    replayed = replay.before_step(step, micro_batches)          None unless the step is due
-
 A processor that sometimes computes wrongly says nothing; the run only gets worse (Dixit et al., "Silent Data
 Corruptions at Scale", arXiv:2102.11245; Llama 3, arXiv:2407.21783, section 3.3.4, counts six in 54 days). With
 deterministic kernels the same computation gives the same bits, so a difference between two is a fault of the machine.
 
-In the due step, before it is trained on, each rank runs forward and backward over the first of its micro-batches twice
-and keeps a checksum of everything that it made itself, in the order of execution: its shards of the weights; inputs,
-results and gradients of modules; of linears also what their GEMMs were given and gave before any collective; gradients
-of parameters before they are reduced. Collectives carry a wrong number to other ranks, so the rank is named whose first
+Before a step is trained on, each rank runs forward and backward over the first of its micro-batches twice and keeps a
+checksum of everything that it made itself, in the order of execution: its shards of the weights; inputs, results and
+gradients of modules; of linears also what their GEMMs were given and gave before any collective; gradients of
+parameters before they are reduced. Collectives carry a wrong number to other ranks, so the rank is named whose first
 difference comes earliest. Ranks agree on that by one all-reduce of a number; only a difference costs more.
 
-Nothing of the run changes: gradients are dropped, the StepState is put back, and nothing draws from a generator. It
-costs two micro-batches of compute, and reading what is checked.
+Nothing of the run changes: gradients are dropped, and nothing draws from a generator. It costs two micro-batches of
+compute, and reading what is checked.
 
 What it cannot see: a fault that repeats itself exactly, and whatever happens outside of these two computations: the
 reduction of gradients and the update.
@@ -33,14 +30,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_fp4.measure.diagnosis import tensors_in
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearCall
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.errors import WrongNumbersError
-from megatron_fp4.training.gradients import GlobalBatch, MicroBatch
-from megatron_fp4.training.step import accumulate, global_batch_of
+from megatron_fp4.training.providers import MicroBatch
+from megatron_fp4.training.step import GlobalBatch, accumulate, global_batch_of
 
 _WIDTH = 4096
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -96,70 +94,55 @@ class Replayed:
         }
 
 
-class Replay:
-    """Replays a micro-batch of each rank every `interval` steps; 0: never."""
+def replay(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, controller: PrecisionController
+) -> Replayed:
+    """Compute the first of this rank's micro-batches of the controller's step twice. A collective."""
+    # Divided as in the step: the computation is the one that is about to be trained on.
+    whole = global_batch_of(micro_batches, mesh)
+    once, again = (compute(model, micro_batches[0], whole, mesh, controller) for _ in range(2))
+    assert once.names == again.names, "the same computation took another course"
+    step, checked = controller.step_state.step, len(once.names)
+    differs = (torch.stack(once.sums) != torch.stack(again.sums)).any(1)
+    first = torch.where(differs, torch.arange(checked, device=differs.device), checked).min()
+    earliest = first.clone()
+    dist.all_reduce(earliest, op=dist.ReduceOp.MIN)
+    if int(earliest) == checked:
+        return Replayed(step, checked, [])
+    mine, place = None, int(first)
+    if place < checked:
+        where = f"{socket.gethostname()}, {mesh.device}"
+        mine = Difference(mesh.rank, where, micro_batches[0].index, place, once.names[place], int(differs.sum()))
+    of_ranks: list[Difference | None] = [None] * mesh.world_size
+    dist.all_gather_object(of_ranks, mine)
+    found = sorted((one for one in of_ranks if one is not None), key=lambda one: (one.place, one.rank))
+    return Replayed(step, checked, found)
 
-    def __init__(self, interval: int, model: nn.Module, mesh: ParallelMesh, controller: PrecisionController) -> None:
-        self.interval = interval
-        self._model, self._mesh, self._controller = model, mesh, controller
 
-    def due(self, step: int) -> bool:
-        """Whether `step` (from 0) is replayed."""
-        return self.interval > 0 and step % self.interval == 0
+def compute(
+    model: nn.Module, micro_batch: MicroBatch, whole: GlobalBatch, mesh: ParallelMesh, controller: PrecisionController
+) -> Trace:
+    """Run forward and backward of a micro-batch that is a part of `whole`; checksums of all that was made."""
+    trace = Trace()
 
-    def before_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> Replayed | None:
-        """Compute the first of this rank's micro-batches of `step` (from 0) twice, if the step is due. Collective."""
-        if not self.due(step):
-            return None
-        step_state = self._controller.step_state
-        before = (step_state.step, step_state.micro_batch)
-        step_state.step = step
-        try:
-            # Divided as in the step: the computation is the one that is about to be trained on.
-            whole = global_batch_of(micro_batches, self._mesh)
-            once, again = (self._compute(micro_batches[0], whole) for _ in range(2))
-        finally:
-            step_state.step, step_state.micro_batch = before
-        return self._compare(step, micro_batches[0].index, once, again)
-
-    def _compute(self, micro_batch: MicroBatch, whole: GlobalBatch) -> _Trace:
-        trace = _Trace()
-        for name, parameter in self._model.named_parameters():
-            trace.add(f"weights of {name}", parameter)
-        self._forget()
-        with trace.of(self._model):
-            accumulate(self._model, [micro_batch], self._mesh, self._controller.step_state, whole=whole)
-        self._forget()
-        return trace
-
-    def _forget(self) -> None:
+    def forget() -> None:
         """Drop gradients, and the codes that linears keep of their weights: they would not be made a second time."""
-        for parameter in self._model.parameters():
+        for parameter in model.parameters():
             parameter.grad = None
-        for context in self._controller.linears.values():
+        for context in controller.linears.values():
             context.weight_cache = None
 
-    def _compare(self, step: int, micro_batch: int, once: _Trace, again: _Trace) -> Replayed:
-        assert once.names == again.names, "the same computation took another course"
-        differs = (torch.stack(once.sums) != torch.stack(again.sums)).any(1)
-        places = torch.arange(len(once.names), device=differs.device)
-        first = torch.where(differs, places, len(once.names)).min()
-        earliest = first.clone()
-        dist.all_reduce(earliest, op=dist.ReduceOp.MIN)
-        if int(earliest) == len(once.names):
-            return Replayed(step, len(once.names), [])
-        mine, place = None, int(first)
-        if place < len(once.names):
-            where = f"{socket.gethostname()}, {self._mesh.device}"
-            mine = Difference(self._mesh.rank, where, micro_batch, place, once.names[place], int(differs.sum()))
-        of_ranks: list[Difference | None] = [None] * self._mesh.world_size
-        dist.all_gather_object(of_ranks, mine)
-        found = sorted((one for one in of_ranks if one is not None), key=lambda one: (one.place, one.rank))
-        return Replayed(step, len(once.names), found)
+    for name, parameter in model.named_parameters():
+        trace.add(f"weights of {name}", parameter)
+    forget()
+    with trace.of(model):
+        accumulate(model, [micro_batch], mesh, controller.step_state, whole=whole)
+    forget()
+    return trace
 
 
 @dataclass
-class _Trace:
+class Trace:
     """Names and checksums (int64 [3], on the device) of what one computation made, in order."""
 
     names: list[str] = field(default_factory=list)
@@ -189,14 +172,14 @@ class _Trace:
 
     def _see_inputs(self, name: str) -> Callable[[nn.Module, Any], None]:
         def before_forward(module: nn.Module, inputs: Any) -> None:
-            for tensor in _tensors(inputs):
+            for tensor in tensors_in(inputs):
                 self.add(f"the input of {name}", tensor)
 
         return before_forward
 
     def _see_outputs(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 self.add(f"the output of {name}", tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self.add(f"the gradient of the output of {name}", gradient))
@@ -224,7 +207,7 @@ class _Trace:
 class _LinearTrace:
     """Sees the GEMMs of a linear: what they are given and what they give, before any collective."""
 
-    trace: _Trace
+    trace: Trace
     name: str
     reads_weights: ClassVar[bool] = False
 
@@ -240,14 +223,6 @@ class _LinearTrace:
         for gemm, product in (("dgrad", dx), ("wgrad", dw)):
             if product is not None:
                 self.trace.add(f"the {gemm} product of {self.name}", product)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, (tuple, list)):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
 
 
 def checksum(tensor: Tensor) -> Tensor:

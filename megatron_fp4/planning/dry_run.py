@@ -42,7 +42,8 @@ from megatron_fp4.precision.overlapped import Pending
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.providers import TensorMicroBatch
+from megatron_fp4.training.step import accumulate, update
 
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
@@ -160,17 +161,11 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
             watch = _Watch(model, controller.linears, ledger, optimizer)
 
             def step(number: int, count: int) -> None:
-                train_step(
-                    model,
-                    optimizer,
-                    _micro_batches(config, count),
-                    mesh,
-                    step_state,
-                    step=number,
-                    lr=config.optimizer.lr,
-                    clip_norm=config.optimizer.clip_norm,
-                    reshard=config.parallel.reshard,
-                )
+                step_state.step = number
+                batches, reshard = _micro_batches(config, count), config.parallel.reshard
+                loss = accumulate(model, batches, mesh, step_state, reshard=reshard)
+                clip_norm = config.optimizer.clip_norm
+                update(optimizer, loss, mesh, step_state, lr=config.optimizer.lr, clip_norm=clip_norm)
 
             # Two micro-batches: whatever DTensor looks up once per kind of operation, it has looked up then.
             step(0, min(shown, 2))
@@ -206,17 +201,7 @@ def _ends(order: Sequence[Message], names: Mapping[str, str]) -> dict[Message, i
     return _named(Counter(found), names)
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    index: int
-    tokens: Tensor
-    targets: Tensor
-    documents: Tensor | None
-    num_documents: int | None
-    num_targets: int | None
-
-
-def _micro_batches(config: Config, count: int) -> list[_MicroBatch]:
+def _micro_batches(config: Config, count: int) -> list[TensorMicroBatch]:
     """Of rows that are one document each, where documents are masked."""
     shape = (config.train.micro_batch_size, config.train.sequence_length)
     batches = []
@@ -224,11 +209,8 @@ def _micro_batches(config: Config, count: int) -> list[_MicroBatch]:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         masked = config.data.documents == "masked"
         documents = torch.zeros(shape, dtype=torch.int32) if masked else None
-        num_documents, num_targets = (
-            shape[0] if masked else None,
-            None if config.data.boundary_loss else targets.numel(),
-        )
-        batches.append(_MicroBatch(index, tokens, targets, documents, num_documents, num_targets))
+        num_targets = None if config.data.boundary_loss else targets.numel()
+        batches.append(TensorMicroBatch(index, tokens, targets, documents, shape[0] if masked else None, num_targets))
     return batches
 
 

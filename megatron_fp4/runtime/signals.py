@@ -1,9 +1,9 @@
 """Stopping on request: a signal to any rank ends the run on all ranks after the same step.
 
 SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT and SIGQUIT (of schedulers, launchers, terminals and people) only set a flag.
-Each step's all-reduce carries it (train_step's `requests`), so no rank stops alone; the loop then saves and leaves. A
-signal that comes `SECOND_AFTER` seconds after the first, or later, leaves at once: schedulers and torchrun deliver the
-same request twice within moments, a person who insists takes longer.
+Each step's all-reduce carries it (`requests`), so no rank stops alone; the loop then saves and leaves. A signal
+that comes `SECOND_AFTER` seconds after the first, or later, leaves at once: schedulers and torchrun deliver the same
+request twice within moments, a person who insists takes longer.
 
 A worker of torchrun also asks the kernel for SIGHUP when torchrun dies: it would otherwise train on alone, holding the
 machines. Such a SIGHUP never counts as a second signal.

@@ -26,8 +26,8 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
 from megatron_fp4.runtime.errors import is_users_to_mend
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
+from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import ModelProvider
-from megatron_fp4.training.schedule import WSDSchedule
 
 
 def precisions(config: Config) -> dict[str, PrecisionConfig]:

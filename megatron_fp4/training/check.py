@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,10 @@ from megatron_fp4.training.build import (
     sharded_model,
     world_size,
 )
-from megatron_fp4.training.callbacks.banner import when_it_switches
-from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.providers import DataProvider, ModelProvider
-from megatron_fp4.training.schedule import WSDSchedule
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.callbacks.reporting import when_it_switches
+from megatron_fp4.training.optimizer import WSDSchedule, build_optimizer
+from megatron_fp4.training.providers import DataProvider, ModelProvider, TensorMicroBatch
+from megatron_fp4.training.step import accumulate, update
 from megatron_fp4.training.trainer import check_samples
 
 if TYPE_CHECKING:
@@ -209,21 +208,6 @@ def _needs(
     return dry.memory.peak, f"about {rounded_time(seconds)}", f"{memory}; {told}, without validation and saves"
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A micro-batch of zeros."""
-
-    index: int
-    tokens: torch.Tensor
-    documents: torch.Tensor | None = None
-    num_documents: int | None = None
-    num_targets: int | None = None
-
-    @property
-    def targets(self) -> torch.Tensor:
-        return self.tokens
-
-
 def _seconds_of_a_sequence(config: Config, models: ModelProvider) -> float:
     """Forward and backward of one sequence, on one rank that is all there is, by the run's first recipe."""
     train, flops = config.train, _flops_of(config, models)
@@ -231,7 +215,8 @@ def _seconds_of_a_sequence(config: Config, models: ModelProvider) -> float:
     rows = train.micro_batch_size if flops * train.micro_batch_size <= _MOST_FLOPS_TIMED else 1
     count = min(2, per_rank) if flops * rows * 2 <= _MOST_FLOPS_TIMED else 1
     alone = replace(config, parallel=ParallelConfig())
-    batch = [_Row(index, torch.zeros(rows, train.sequence_length, dtype=torch.int64)) for index in range(count)]
+    tokens = torch.zeros(rows, train.sequence_length, dtype=torch.int64)
+    batch = [TensorMicroBatch(index, tokens, tokens) for index in range(count)]
     threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ and world_size() > 1:
         torch.set_num_threads(1)  # as torchrun gives its workers
@@ -242,9 +227,9 @@ def _seconds_of_a_sequence(config: Config, models: ModelProvider) -> float:
         optimizer = build_optimizer(model, config.optimizer)
         for step in range(2):  # the first makes moments and whatever else is made once
             began = time.perf_counter()
-            train_step(
-                model, optimizer, batch, mesh, step_state, step=step, lr=1e-6, clip_norm=config.optimizer.clip_norm
-            )
+            step_state.step = step
+            loss = accumulate(model, batch, mesh, step_state)
+            update(optimizer, loss, mesh, step_state, lr=1e-6, clip_norm=config.optimizer.clip_norm)
         return (time.perf_counter() - began) / (count * rows)
     finally:
         leave_distributed()

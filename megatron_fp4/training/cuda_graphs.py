@@ -44,7 +44,7 @@ from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.training.gradients import GlobalBatch, MicroBatch
+from megatron_fp4.training.providers import MicroBatch
 
 EAGER_STEPS = 2
 
@@ -180,15 +180,15 @@ class MicroBatchGraphs:
         return self._first is not None
 
     @contextmanager
-    def step(self, micro_batches: Sequence[MicroBatch], whole: GlobalBatch, step_state: StepState) -> Iterator[bool]:
-        """A context for the micro-batches of one step; inside, whether `run` computes them."""
+    def step(self, micro_batches: Sequence[MicroBatch], of: int, step_state: StepState) -> Iterator[bool]:
+        """A context for this rank's micro-batches of one step, out of `of`; inside, whether `run` computes them."""
         if self._failed:
             self.release()
         if self._failed or self._watched() or not _alike(micro_batches):
             self.make_room()
             yield False
             return
-        signature = self._signature_of(micro_batches[0], whole)
+        signature = self._signature_of(micro_batches[0], of)
         if signature != self._signature:
             self.release()
             self._signature, self._eager_steps = signature, 0
@@ -196,7 +196,7 @@ class MicroBatchGraphs:
             self._keys = DeviceKeys(recipes, self._mesh.device)
         graphs = self._eager_steps >= EAGER_STEPS
         self._eager_steps += 1
-        self._num_micro_batches, self._position = whole.num_micro_batches, 0
+        self._num_micro_batches, self._position = of, 0
         step_state.keys = self._keys
         try:
             yield graphs
@@ -320,10 +320,10 @@ class MicroBatchGraphs:
         contexts = self._linears.values()
         return any(context.probe is not None or context.watcher is not None for context in contexts)
 
-    def _signature_of(self, micro_batch: MicroBatch, whole: GlobalBatch) -> Any:
+    def _signature_of(self, micro_batch: MicroBatch, of: int) -> Any:
         return (
             micro_batch.tokens.shape,
-            whole.num_micro_batches,
+            of,
             [context.recipe for context in self._linears.values()],
             [local_part(parameter).data_ptr() for parameter in self._parameters],
         )

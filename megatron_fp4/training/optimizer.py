@@ -1,23 +1,37 @@
-"""AdamW over the sharded FP32 parameters, which are themselves the master weights.
+"""The optimizer, AdamW, and its learning rate as a pure function of the step: warm-up, stable, decay (WSD).
 
-Each rank updates its own shards; moments are FP32 DTensors placed like their parameter. The
-implementation is torch's fused one: the multi-tensor kernels of Transformer Engine and apex are
-not used: on an H200 torch's updates the 1.29 billion parameters of the 1.2B model in 10.4 ms (scripts/benchmark.py),
-Transformer Engine's took 10.8 ms (apex's was not measured), and only torch's can leave out an update without the host
-waiting for the norm.
+    lr
+    peak |      ________________
+         |    /                 \\
+         |   /                   \\
+    min  |  /                     \\_
+         +--|----|--------------|---|--> step
+            0  warmup_steps     |   num_steps - 1
+                             decay_start_step
+
+Steps count from 0, and lr(step) is what update `step` uses. Nothing is remembered between calls, so a resumed run
+needs no schedule state.
+
+The parameters, FP32 and sharded, are themselves the master weights. Each rank updates its own shards; moments are FP32
+DTensors placed like their parameter. The implementation is torch's fused one: on an H200 it updates the 1.29 billion
+parameters of the 1.2B model in 10.4 ms (scripts/benchmark.py), Transformer Engine's took 10.8 ms, and only torch's can
+leave out an update without the host waiting for the norm.
 
 The moments exist from the start instead of from the first update: a run that does not fit in memory fails at once,
 and a checkpoint has the same tensors before the first update, after it, and when every step so far was skipped.
-
 Hyperparameters (betas, decay, ...) are not in the state: on resume the configuration's hold.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from megatron_fp4.config.schema import OptimizerConfig
+from megatron_fp4.config.schema import Config, OptimizerConfig, ScheduleConfig
+from megatron_fp4.precision.switch import switch_step
 
 OPTIMIZER = "torch.optim.AdamW (fused)"
 """For the log."""
@@ -26,12 +40,17 @@ OPTIMIZER = "torch.optim.AdamW (fused)"
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) over all trainable parameters of `model`.
 
-    Call it after `model` has been sharded and its parameters hold values: it takes the parameters as they are.
-    The learning rate starts at config.lr; `set_lr` changes it.
+    Call it after `model` has been sharded and its parameters hold values. The learning rate starts at config.lr;
+    `set_lr` changes it.
     """
     groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    _create_moments(optimizer)
+    for parameter in optimizer_parameters(optimizer):  # as torch.optim.Adam._init_group does in the first step
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
     return optimizer
 
 
@@ -96,11 +115,89 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """What AdamW's first step would create: see torch.optim.Adam._init_group with fused=True."""
-    for parameter in optimizer_parameters(optimizer):
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
+# What is left of (peak - minimum) once a fraction p of the decay is done; every shape is exactly 0 at p = 1, so the
+# last step gets the minimum bit for bit. "1-sqrt" is from Hägele et al., arXiv:2405.18392, section 4.
+_REMAINDERS: dict[str, Callable[[float], float]] = {
+    "linear": lambda p: 1.0 - p,
+    "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
+    "1-sqrt": lambda p: 1.0 - math.sqrt(p),
+}
+
+
+class WSDSchedule:
+    """Warm-up, stable, decay over `num_steps` steps.
+
+    warmup_steps: how many steps warm up; the last of them already has the peak rate.
+    decay_start_step: the first step whose rate lies below the peak again (num_steps if nothing decays).
+
+    Raises ValueError for what no run can mean: no step, a peak that is not positive, fractions that overlap,
+    exponential decay to zero.
+    """
+
+    def __init__(self, config: ScheduleConfig, peak_lr: float, num_steps: int) -> None:
+        if num_steps < 1:
+            raise ValueError(f"train.steps is {num_steps}; a schedule needs at least 1 step")
+        if not (peak_lr > 0 and math.isfinite(peak_lr)):
+            raise ValueError(f"optimizer.lr is {peak_lr}; give a positive learning rate")
+        if config.warmup_fraction + config.decay_fraction > 1.0:
+            raise ValueError(
+                f"schedule.warmup_fraction {config.warmup_fraction} and schedule.decay_fraction "
+                f"{config.decay_fraction} overlap: their sum must not exceed 1; lower one"
+            )
+        if config.decay == "exponential" and config.decay_fraction > 0 and config.min_lr_ratio == 0:
+            raise ValueError(
+                "schedule.decay=exponential never reaches schedule.min_lr_ratio=0; give a ratio above 0, "
+                "or another decay"
+            )
+        self.peak_lr = peak_lr
+        self.min_lr_ratio = config.min_lr_ratio
+        self.decay = config.decay
+        self.num_steps = num_steps
+        self.decay_start_step = num_steps - _count(config.decay_fraction, num_steps)
+        # In a very short run both roundings go up; the decay wins, because it must end at the minimum.
+        self.warmup_steps = min(_count(config.warmup_fraction, num_steps), self.decay_start_step)
+
+    @classmethod
+    def of(cls, config: Config) -> WSDSchedule:
+        """The schedule of the run that `config` describes. Raises ValueError as the class does."""
+        return cls(config.schedule, config.optimizer.lr, config.train.steps)
+
+    def switch_step(self, when: str) -> int | None:
+        """The step before which a precision switch `when` happens, as `precision.switch.switch_step` has it.
+
+        Raises ValueError as that does, and for a switch before a decay that does not come.
+        """
+        if when == "before_decay" and self.decay_start_step == self.num_steps:
+            raise ValueError(
+                "precision.switch.when=before_decay, but schedule.decay_fraction never decays; give a fraction above "
+                "0, or a step or never as precision.switch.when"
+            )
+        return switch_step(when, self.num_steps, self.decay_start_step)
+
+    def lr(self, step: int, switched_at: int | None = None, rewarm_steps: int = 0) -> float:
+        """The learning rate of update `step`, from 0 to num_steps - 1.
+
+        Warm-up climbs linearly from peak / warmup_steps (never 0); decay ends at exactly peak * min_lr_ratio on
+        the last step. If the precision switched at step `switched_at`, the rate climbs once more over
+        `rewarm_steps` steps (0: it does not) from its scheduled value / rewarm_steps to its scheduled value.
+        """
+        assert 0 <= step < self.num_steps, f"step {step} of {self.num_steps}"
+        lr = self._scheduled(step)
+        if switched_at is not None and switched_at <= step < switched_at + rewarm_steps:
+            lr *= (step - switched_at + 1) / rewarm_steps
+        return lr
+
+    def _scheduled(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak_lr * ((step + 1) / self.warmup_steps)
+        if step < self.decay_start_step:
+            return self.peak_lr
+        progress = (step - self.decay_start_step + 1) / (self.num_steps - self.decay_start_step)
+        if self.decay == "exponential":
+            return self.peak_lr * self.min_lr_ratio**progress
+        remainder = _REMAINDERS[self.decay](progress)
+        return self.peak_lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * remainder)
+
+
+def _count(fraction: float, num_steps: int) -> int:
+    return max(1, round(fraction * num_steps)) if fraction > 0 else 0

@@ -7,6 +7,7 @@ names; nothing under megatron_fp4 imports either.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,40 @@ class ModelProvider(Protocol):
         """What computes the model, for people."""
 
 
+class MicroBatch(Protocol):
+    """What a step needs of a micro-batch. index: within the global batch, the same whichever rank computes it."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def tokens(self) -> torch.Tensor: ...  # int64 [micro_batch_size, sequence_length]
+
+    @property
+    def targets(self) -> torch.Tensor: ...  # int64, the same shape
+
+    @property
+    def documents(self) -> torch.Tensor | None: ...  # int32, the same shape: numbers of documents, if they are masked
+
+    @property
+    def num_documents(self) -> int | None: ...  # of all rows together, if they are masked
+
+    @property
+    def num_targets(self) -> int | None: ...  # how many targets count, where negative ones do not; None: all do
+
+
+@dataclass(frozen=True)
+class TensorMicroBatch:
+    """A `MicroBatch` of tensors at hand."""
+
+    index: int
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None = None
+    num_documents: int | None = None
+    num_targets: int | None = None
+
+
 class DataProvider(Protocol):
     """A module with these functions."""
 
@@ -90,7 +125,7 @@ class DataProvider(Protocol):
     def open_data(self, config: Config, mesh: ParallelMesh, is_refusal: Callable[[Exception], bool]) -> Any:
         """The run's data, agreed on by all ranks; a collective. Raises ValueError on all ranks.
 
-        loader: `steps(first, last)` yields this rank's micro-batches (gradients.py) of each step; `consumed_samples`,
+        loader: `steps(first, last)` yields this rank's micro-batches (`MicroBatch`) of each step; `consumed_samples`,
         `data_wait` and `changes` (lines: what is other data than the checkpoint's); it has the state of the data.
         phases: as above, with `samples_before(step)`, `span(step)` and `source_ranges(first, last)`.
         validation: held-out sets, each with `name` and `batches(size, dp_rank, dp_size)`. bundle: with the `tokenizer`.

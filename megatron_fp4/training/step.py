@@ -1,12 +1,12 @@
-"""One training step: accumulate, reduce, look, then update or skip.
+"""One training step: `accumulate` the gradient over micro-batches, then `update` the weights, or skip the step.
 
-The step talks to other ranks twice beyond what the model and FSDP do: the sum over the tensor axis (with sequence
+A step talks to other ranks twice beyond what the model and FSDP do: the sum over the tensor axis (with sequence
 parallelism only) and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and what ranks request (to
 stop, to save, ...). Since all ranks have the same, they clip, skip and stop alike. Reading these is its only host sync,
-behind which the device must not run dry: whether to update and by how much to clip is decided on the device, and the
+after which the device must not run dry: whether to update and by how much to clip is decided on the device, and the
 host reads once it has launched the update (torch's fused AdamW). Only what the host must decide itself, about spikes
-or for a kernel that always updates, waits for the numbers.
-Where not all targets count, one number goes before: how many do.
+or for a kernel that always updates, waits for the numbers. Where not all targets count, one number goes before: how
+many do.
 
 The loss of a global batch is the mean over its targets. Where all targets count, every micro-batch has equally many and
 their means are averaged. Where some do not (`data.boundary_loss=false`), the mean is
@@ -15,6 +15,8 @@ their means are averaged. Where some do not (`data.boundary_loss=false`), the me
 
 so that every one of them weighs the same however the batch is cut into micro-batches and ranks: ranks add up how many
 they have before the first backward pass, and a micro-batch's mean is weighted by its share of that number.
+
+A gradient is a DTensor placed like its parameter; FSDP has summed it over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -29,25 +31,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from megatron_fp4.parallel.data_parallel import without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
-from megatron_fp4.training.gradients import (
-    GlobalBatch,
-    MicroBatch,
-    clip_gradients,
-    clip_gradients_on_device,
-    squared_norm_share,
-    sum_replicated_gradients,
-)
 from megatron_fp4.training.optimizer import can_skip_on_device, optimizer_parameters, set_lr, step_unless
+from megatron_fp4.training.providers import MicroBatch
+
+
+class GlobalBatch(NamedTuple):
+    """What a micro-batch is a part of. num_targets: how many targets of the global batch count, int64 0-dim on the
+    device; None: all do."""
+
+    num_micro_batches: int
+    num_targets: Tensor | None = None
+
+
+ALONE = GlobalBatch(1)
+"""For a micro-batch of which only its own mean is wanted."""
 
 
 class StepRequests(NamedTuple):
-    """What ranks tell each other with a step: of one rank when given to `train_step`, of any rank in its result.
+    """What ranks tell each other with a step: of one rank when given to `update`, of any rank in its result.
 
     stop: to end after this step, with a checkpoint (runtime/stop_conditions.py). save: a checkpoint now. save_failed:
     this rank's last save in the background came to nothing.
@@ -66,9 +77,8 @@ class StepResult:
     """What a step did; the same on all ranks.
 
     loss: mean NLL in nats over the targets of the global batch that count, before the update. grad_norm: global L2 norm
-    before clipping.
-    skipped: weights and optimizer are as they were, because loss or norm was not finite or, with `spike`, was refused.
-    requests: of any rank.
+    before clipping. skipped: weights and optimizer are as they were, because loss or norm was not finite or, with
+    `spike`, was refused. requests: of any rank.
     """
 
     loss: float
@@ -76,82 +86,6 @@ class StepResult:
     skipped: bool
     requests: StepRequests = NO_REQUESTS
     spike: bool = False
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[MicroBatch],
-    mesh: ParallelMesh,
-    step_state: StepState,
-    *,
-    step: int,
-    lr: float,
-    clip_norm: float,
-    reshard: bool = False,
-    requests: StepRequests = NO_REQUESTS,
-    accept: Callable[[float, float], bool] | None = None,
-    progress: Progress | None = None,
-    graphs: MicroBatchGraphs | None = None,
-) -> StepResult:
-    """Update `model` once, with the mean gradient over the global batch (see the top of this file).
-
-    model(tokens, targets, ...) returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's, equally
-    many and equally large on all ranks. step: from 0. clip_norm: 0 for none. reshard: also free gathered
-    parameters between micro-batches. requests: this rank's. accept: of finite loss and norm (`StepResult`), the same on
-    all ranks, whether to update; None: always. progress: is told where in the step this rank is.
-    graphs: as for `accumulate`.
-    FSDP must add gradients up over ranks (`apply_data_parallel` sees to that).
-    """
-    parameters = optimizer_parameters(optimizer)
-    assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
-
-    step_state.step, progress = step, progress or Progress()
-    told = _on_device([*map(float, requests)], mesh.device)
-    loss = accumulate(model, micro_batches, mesh, step_state, reshard=reshard, progress=progress, graphs=graphs)
-    progress.at(step + 1, "sums over all ranks")
-    sum_replicated_gradients(parameters, mesh)
-
-    # All ranks of a tensor-parallel group have the same loss; it counts once.
-    counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
-    totals = torch.cat((torch.stack((counted_loss, squared_norm_share(parameters, mesh))), told))
-    dist.all_reduce(totals)
-    totals_on_host = _Copy(totals)
-    ahead = accept is None and can_skip_on_device(optimizer)
-    if ahead:
-        norm = totals[1].sqrt()
-        clip_gradients_on_device(parameters, norm, clip_norm)
-        set_lr(optimizer, lr)
-        step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
-    mean_loss, squared_norm, *counts = totals_on_host.wait()
-
-    progress.at(step + 1, "update")
-    grad_norm = math.sqrt(squared_norm)
-    finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
-    spike = finite and accept is not None and not accept(mean_loss, grad_norm)
-    skipped = spike or not finite
-    if not ahead and not skipped:
-        clip_gradients(parameters, grad_norm, clip_norm)
-        set_lr(optimizer, lr)
-        optimizer.step()
-    if not skipped:
-        step_state.weights_version += 1
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike)
-
-
-def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> GlobalBatch:
-    """The global batch that data-parallel ranks have `micro_batches` of, equally many each. Collective if not all
-    targets count."""
-    # The backward pass of a micro-batch must not depend on how many ranks share the work.
-    num_micro_batches = len(micro_batches) * mesh.dp_size
-    counts = [batch.num_targets for batch in micro_batches if batch.num_targets is not None]
-    if not counts:
-        return GlobalBatch(num_micro_batches)
-    assert len(counts) == len(micro_batches), "micro-batches of one run are all of one kind"
-    num_targets = torch.full((), sum(counts), dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(num_targets, group=mesh.dp_group)
-    return GlobalBatch(num_micro_batches, num_targets)
 
 
 def accumulate(
@@ -168,23 +102,24 @@ def accumulate(
     """Add the gradient of `micro_batches` to `.grad`; returns their loss as FP64, 0-dim.
 
     Both are sums over this rank's micro-batches of their parts of `whole`, so that the sums over ranks are means over
-    the global batch (see the top of this file); None: `global_batch_of(micro_batches, mesh)`, which all ranks then call
-    together. FSDP adds the gradients up over ranks, once, after the last micro-batch, or (`mesh.reduce_each`) after
-    each; what is replicated over tensor-parallel ranks is the caller's (`gradients.sum_replicated_gradients`).
+    the global batch; None: `global_batch_of(micro_batches, mesh)`, which all ranks then call together. FSDP adds the
+    gradients up over ranks, once, after the last micro-batch, or (`mesh.reduce_each`) after each.
 
-    model: as `inputs_of` feeds it. step_state: its step is the caller's to set. reshard: also free gathered parameters
-    between micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can
-    be; None: all is computed eagerly.
+    model: as `inputs_of` feeds it; returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's,
+    equally many and equally large on all ranks. step_state: its step is the caller's to set. reshard: also free
+    gathered parameters between micro-batches. progress: is told which micro-batch it is. graphs: those of `model`,
+    replayed where they can be; None: all is computed eagerly.
     """
-    if whole is None:
-        whole = global_batch_of(micro_batches, mesh)
-    with nullcontext(False) if graphs is None else graphs.step(micro_batches, whole, step_state) as replays:
-        loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
+    whole = whole or global_batch_of(micro_batches, mesh)
+    number = whole.num_micro_batches
+    replaying = nullcontext(False) if graphs is None else graphs.step(micro_batches, number, step_state)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    with replaying as replays:
         for position, micro_batch in enumerate(micro_batches, start=1):
             if progress is not None:
-                progress.at(
-                    step_state.step + 1, f"forward and backward of micro-batch {position} of {len(micro_batches)}"
-                )
+                where = f"forward and backward of micro-batch {position} of {len(micro_batches)}"
+                progress.at(step_state.step + 1, where)
             passes = _prepare_fsdp(model, mesh, position == 1, position == len(micro_batches), reshard)
             if replays and graphs is not None and (replayed := graphs.run(micro_batch, step_state)) is not None:
                 loss_sum += replayed
@@ -196,16 +131,31 @@ def accumulate(
                     (loss / whole.num_micro_batches).backward()
                     loss_sum += loss.detach()
                 else:
-                    weight = whole.weight(micro_batch)
+                    assert micro_batch.num_targets is not None
+                    weight = micro_batch.num_targets / whole.num_targets.clamp(min=1).to(torch.float64)
                     (loss * weight.to(loss.dtype)).backward()
                     loss_sum += loss.detach() * weight
     return loss_sum / whole.num_micro_batches if whole.num_targets is None else loss_sum
 
 
+def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> GlobalBatch:
+    """The global batch that data-parallel ranks have `micro_batches` of, equally many each. Collective if not all
+    targets count."""
+    # The backward pass of a micro-batch must not depend on how many ranks share the work.
+    num_micro_batches = len(micro_batches) * mesh.dp_size
+    counts = [batch.num_targets for batch in micro_batches if batch.num_targets is not None]
+    if not counts:
+        return GlobalBatch(num_micro_batches)
+    assert len(counts) == len(micro_batches), "micro-batches of one run are all of one kind"
+    num_targets = torch.full((), sum(counts), dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(num_targets, group=mesh.dp_group)
+    return GlobalBatch(num_micro_batches, num_targets)
+
+
 def inputs_of(
     micro_batch: MicroBatch, mesh: ParallelMesh, step_state: StepState
 ) -> tuple[Tensor, Tensor, dict[str, Tensor | int | None]]:
-    """What the model is called with for a micro-batch, on the device; the StepState is set to it.
+    """What the model is called with for a micro-batch, on the device; `step_state` is set to it.
 
     model(tokens, targets), with `documents`, `num_documents` and `num_targets` by name where there are any, returns the
     mean loss over the targets that count, FP32 0-dim, 0 if none does.
@@ -239,24 +189,119 @@ def _prepare_fsdp(
     return nullcontext()
 
 
-def _on_device(numbers: list[float], device: torch.device) -> Tensor:
-    """FP64, without waiting for what the device still does, as a copy from pageable memory would."""
-    pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+def update(
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor,
+    mesh: ParallelMesh,
+    step_state: StepState,
+    *,
+    lr: float,
+    clip_norm: float,
+    requests: StepRequests = NO_REQUESTS,
+    accept: Callable[[float, float], bool] | None = None,
+    progress: Progress | None = None,
+) -> StepResult:
+    """Update the weights with what `accumulate` has left, `loss` and gradients, or skip the step; drop the gradients.
+
+    clip_norm: of the global gradient, 0 for none. requests: this rank's. accept: of finite loss and norm
+    (`StepResult`), the same on all ranks, whether to update; None: always. progress: is told where this rank is.
+    """
+    parameters, progress = optimizer_parameters(optimizer), progress or Progress()
+    progress.at(step_state.step + 1, "sums over all ranks")
+    sum_replicated_gradients(parameters, mesh)
+
+    # All ranks of a tensor-parallel group have the same loss; it counts once.
+    counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
+    # Pinned: a copy from pageable memory would wait for what the device still does.
+    told = torch.tensor([*map(float, requests)], dtype=torch.float64, pin_memory=loss.is_cuda)
+    told = told.to(mesh.device, non_blocking=True)
+    totals = torch.cat((torch.stack((counted_loss, squared_norm_share(parameters, mesh))), told))
+    dist.all_reduce(totals)
+    totals_on_host = totals.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event() if totals.is_cuda else None
+    if arrived is not None:
+        arrived.record()
+    norm = totals[1].sqrt()
+    ahead = accept is None and can_skip_on_device(optimizer)
+    if ahead:
+        clip_gradients(parameters, norm, clip_norm)
+        set_lr(optimizer, lr)
+        step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
+    if arrived is not None:
+        arrived.synchronize()
+    mean_loss, squared_norm, *counts = totals_on_host.tolist()
+
+    progress.at(step_state.step + 1, "update")
+    grad_norm = math.sqrt(squared_norm)
+    finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
+    spike = finite and accept is not None and not accept(mean_loss, grad_norm)
+    skipped = spike or not finite
+    if not ahead and not skipped:
+        clip_gradients(parameters, norm, clip_norm)
+        set_lr(optimizer, lr)
+        optimizer.step()
+    if not skipped:
+        step_state.weights_version += 1
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike)
 
 
-class _Copy:
-    """A copy of a tensor on the host, on its way while the device is given more to do."""
+@torch.no_grad()
+def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> None:
+    """Add up, over the tensor-parallel group, the gradients of parameters that are replicated over it.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor.to("cpu", non_blocking=True)  # pinned, from CUDA
-        self._arrived = torch.cuda.Event() if tensor.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
+    With sequence parallelism each rank of the group has seen only its slice of the sequence, so a replicated
+    parameter (a norm's scale) holds a part of its gradient on each. One all-reduce for all of them, in place.
+    Without sequence parallelism every rank already holds the whole, and nothing is done.
+    """
+    if not mesh.sequence_parallel or mesh.tp_size == 1:
+        return
+    parts = [local_part(p.grad) for p in parameters if p.grad is not None and is_replicated(p)]
+    if not parts:
+        return
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat, group=mesh.tp_group)
+    for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(total.view_as(part))
 
-    def wait(self) -> list[float]:
-        """The numbers, once they are there; what was given to the device since may still run."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        numbers: list[float] = self._copy.tolist()
-        return numbers
+
+@torch.no_grad()
+def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> Tensor:
+    """This rank's share of the squared L2 norm of all gradients: 0-dim FP64 on the mesh's device.
+
+    The sum of the shares over all ranks counts every element once: of the ranks that hold the same shard, only
+    the first contributes. The caller reduces, so that the sum can travel with other numbers.
+    """
+    mine = [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
+    if not mine:
+        return torch.zeros((), dtype=torch.float64, device=mesh.device)
+    # Accumulated in FP64: squares of FP32 gradients neither overflow nor vanish in it.
+    norms = torch._foreach_norm(mine, 2.0, dtype=torch.float64)  # type: ignore[attr-defined]
+    return torch.stack(norms).square().sum()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, clip_norm: float) -> None:
+    """Scale all gradients so that their global norm, `norm` before (0-dim FP64), becomes at most `clip_norm` (0: no
+    limit).
+
+    A norm within the limit makes the factor 1, which is multiplied too, so that the host need not know the norm.
+    """
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    if clip_norm == 0 or not gradients:
+        return
+    limit = torch.full_like(norm, clip_norm)  # `clip_norm / norm` would multiply by the reciprocal: other bits
+    factor = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+    torch._foreach_mul_(gradients, factor.to(torch.float32))  # type: ignore[attr-defined]
+
+
+def holds_first_copy(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
+    """Whether this rank is the first of those that hold the same shard of `parameter`."""
+    sharded: set[str] = set()
+    if isinstance(parameter, DTensor):
+        assert not any(isinstance(placement, Partial) for placement in parameter.placements)
+        names = parameter.device_mesh.mesh_dim_names or ()
+        sharded = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
+    return all(
+        name in sharded or mesh.device_mesh.get_local_rank(name) == 0 for name in mesh.device_mesh.mesh_dim_names or ()
+    )

@@ -3,24 +3,8 @@
     trainer = Trainer(config, models, data, callbacks, mesh)
     ending = trainer.train(stops)
 
-What a run can do besides training steps is in its callbacks, one file an ability in callbacks/ and one ordered list in
-pretrain.py; the trainer knows none of them. What lives longer than a run's parts (process group, lock, signals,
-state.json) is pretrain.py's. A callback overrides the hooks that it needs, in the order in which a run calls them:
-
-    start(done)             the run is resumed, its records are open, no step and no kernel has run
-    before_step(step)       its micro-batches are there
-    around_step(step)       a context manager around forward, backward and update
-    accept(loss, norm)      whether to update, all ranks alike; None: it does not judge
-    after_step(step)        `step.result` is there; set `step.save` for a checkpoint
-    rolled_back(done, checkpoint, state)    weights, moments and generators are those of `checkpoint` again
-    on_checkpoint(done)     a checkpoint is about to be saved
-    saved(reports)          saves have ended; reports differ between ranks, so no collective here
-    finish(done, stop)      training is over, the last checkpoint is on the disk: wait for what is still on its way
-    close()                 however the run ends, also where `start` failed
-    conclude()              the run has done all its steps, and its records are closed
-
-Hooks are called on all ranks in the order of the list, so they may use collectives, but decide only by what all ranks
-know.
+What a run can do besides training steps is in its callbacks, one ordered list in pretrain.py; the trainer knows none of
+them. What lives longer than a run's parts (process group, lock, signals, state.json) is pretrain.py's.
 """
 
 from __future__ import annotations
@@ -49,7 +33,6 @@ from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.run_log import RunLog
 from megatron_fp4.logging.summary import Missing, missing_of
-from megatron_fp4.measure.machine import memory_size
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend_support import agreed_backend
 from megatron_fp4.precision.rng import StepState
@@ -65,11 +48,9 @@ from megatron_fp4.training.build import (
     initialized_model,
     is_refusal,
 )
-from megatron_fp4.training.gradients import MicroBatch
-from megatron_fp4.training.optimizer import OPTIMIZER, build_optimizer
-from megatron_fp4.training.providers import DataProvider, ModelProvider
-from megatron_fp4.training.schedule import WSDSchedule
-from megatron_fp4.training.step import NO_REQUESTS, StepRequests, StepResult, train_step
+from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule, build_optimizer
+from megatron_fp4.training.providers import DataProvider, MicroBatch, ModelProvider
+from megatron_fp4.training.step import NO_REQUESTS, StepRequests, StepResult, accumulate, update
 
 # So many failed saves in a row end the run.
 _MAX_FAILED_SAVES = 3
@@ -101,55 +82,63 @@ class Step:
 
 
 class Callback:
-    """An ability of a run; the top of this file has its hooks. trainer: whose callback it is, known before."""
+    """An ability of a run. It overrides the hooks that it needs; they stand in the order in which a run calls them.
+
+    Hooks are called on all ranks in the order of the list, so they may use collectives, but decide only by what all
+    ranks know. trainer: whose callback it is, known before.
+    """
 
     name = ""
     """The key of its state in checkpoints; "" for none. A callback that is not in the list keeps no state."""
     accept: Callable[[float, float], bool] | None = None
+    """(loss, norm) -> whether to update, all ranks alike; None: it does not judge."""
     trainer: Trainer
 
+    def load_state_dict(self, state: Any) -> None:
+        """Of a checkpoint; None: it has none."""
+
+    def lacking(self, done: int) -> list[str]:
+        """What a run that has done all its steps still lacks, for a line; asked on the first rank."""
+        return []
+
     def start(self, done: int) -> None:
-        """`done` steps are done. Where that is all of them: write what is lacking."""
+        """The run is resumed after `done` steps, its records are open, no step and no kernel has run. Where all steps
+        are done: write what is lacking."""
 
     def before_step(self, step: Step) -> None:
-        """See the top of this file, as for the others."""
+        """Its micro-batches are there."""
 
     def around_step(self, step: Step) -> AbstractContextManager[object]:
-        """Entered before `train_step`, left after it."""
+        """A context for forward, backward and update."""
         return nullcontext()
 
     def after_step(self, step: Step) -> None:
-        """In the order of the list."""
+        """`step.result` is there; set `step.save` for a checkpoint."""
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
-        """After `done` steps. state: this callback's in the checkpoint of step `checkpoint`, None if it has none."""
+        """After `done` steps weights, moments and generators are those of the checkpoint of step `checkpoint` again.
+        state: this callback's in it, None if it has none."""
 
     def on_checkpoint(self, done: int) -> None:
-        """A checkpoint of `done` steps."""
+        """A checkpoint of `done` steps is about to be saved."""
+
+    def state_dict(self) -> Any:
+        """For the checkpoint: JSON types, the same on all ranks."""
+        return None
 
     def saved(self, reports: Sequence[SaveReport]) -> None:
-        """After every step, and at the end."""
+        """Saves have ended; asked after every step and at the end. Reports differ between ranks: no collective here."""
 
     def finish(self, done: int, stop: Callable[[], bool]) -> bool:
-        """After `done` steps. stop: whether this rank is asked to stop. Returns False if that came first."""
+        """Training is over after `done` steps, the last checkpoint is on the disk: wait for what is still on its way.
+        stop: whether this rank is asked to stop. Returns False if that came first."""
         return True
 
     def close(self) -> None:
-        """Give back what is held; in the reverse order."""
+        """Give back what is held, however the run ends, also where `start` failed; in the reverse order."""
 
     def conclude(self) -> None:
-        """Of a finished run."""
-
-    def lacking(self, done: int) -> list[str]:
-        """What a run that has done all its steps still lacks, for a line; asked on the first rank, before `start`."""
-        return []
-
-    def state_dict(self) -> Any:
-        """JSON types, the same on all ranks."""
-        return None
-
-    def load_state_dict(self, state: Any) -> None:
-        """Before `start`. None: the checkpoint has none."""
+        """The run has done all its steps, and its records are closed."""
 
 
 class Trainer:
@@ -185,7 +174,9 @@ class Trainer:
             self.data = data.open_data(config, mesh, is_refusal)
             identity = run_identity(config, self.data.fingerprint)
             self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.log = RunLog(config, active=mesh.rank == 0 and not quiet, memory_size=memory_size(mesh.device))
+        on_gpu = mesh.device.type == "cuda"
+        memory = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
+        self.log = RunLog(config, active=mesh.rank == 0 and not quiet, memory_size=memory)
         self.checkpointer = Checkpointer(
             Path(config.run.dir) / "checkpoints",
             mesh,
@@ -233,29 +224,31 @@ class Trainer:
 
     def steps(self, first: int, last: int, stops: StopConditions | None = None) -> Generator[Step]:
         """Train the steps [first, last), each yielded when it is done. stops: are asked with each step."""
+        config, mesh, state, progress = self.config, self.mesh, self.precision.step_state, self.progress
         accept = next((callback.accept for callback in self.callbacks if callback.accept is not None), None)
         for index, batch in enumerate(self._batches(first, last), start=first):
             step = Step(index, batch, began=time.perf_counter() - self.data.loader.data_wait)
-            self.progress.at(step.done, "before the step")
+            state.step = index
+            progress.at(step.done, "before the step")
             for callback in self.callbacks:
                 callback.before_step(step)
             with ExitStack() as around:
                 for callback in self.callbacks:
                     around.enter_context(callback.around_step(step))
-                step.result = train_step(
-                    self.model,
+                reshard = config.parallel.reshard
+                loss = accumulate(
+                    self.model, batch, mesh, state, reshard=reshard, progress=progress, graphs=self.graphs
+                )
+                step.result = update(
                     self.optimizer,
-                    batch,
-                    self.mesh,
-                    self.precision.step_state,
-                    step=index,
+                    loss,
+                    mesh,
+                    state,
                     lr=self.lr(index),
-                    clip_norm=self.config.optimizer.clip_norm,
-                    reshard=self.config.parallel.reshard,
+                    clip_norm=config.optimizer.clip_norm,
                     requests=self._requests(stops),
                     accept=accept,
-                    progress=self.progress,
-                    graphs=self.graphs,
+                    progress=progress,
                 )
             for callback in self.callbacks:
                 callback.after_step(step)
@@ -367,7 +360,7 @@ class Trainer:
             self.graphs.make_room()
 
     def compute_again(self, diagnose: Callable[..., str], batch: Sequence[MicroBatch], *more: Any) -> str:
-        """What `diagnose` finds by running the micro-batches `batch` once more."""
+        """What `diagnose` (measure/diagnosis.py) finds by running the micro-batches `batch` once more."""
         self.make_room()
         return diagnose(self.model, batch, self.mesh, self.precision.step_state, *more)
 

@@ -250,7 +250,8 @@ def test_spikes_and_steps_that_are_not_finite(
     checkpoint = str(trunk[1] / "checkpoints" / "step_00000003")
     settings = ["spikes.action=rollback", "spikes.window=2", "train.max_skipped_steps=2", "--steps", "3"]
     with (
-        mock.patch.object(trainer, "train_step", side_effect=steps),
+        mock.patch.object(trainer, "accumulate"),
+        mock.patch.object(trainer, "update", side_effect=steps),
         mock.patch.object(trainer.Trainer, "roll_back", autospec=True, return_value=3) as roll_back,
     ):
         assert compare.main(["try", checkpoint, "bf16", "nvfp4", *settings]) == 0

@@ -13,8 +13,7 @@ from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointGoneError
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import train_step
-from tests.training.harness import alone, toy, toy_batches, whole
+from tests.training.harness import alone, toy, toy_batches, train_step, whole
 
 
 def state(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:

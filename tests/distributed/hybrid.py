@@ -23,9 +23,9 @@ from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
-from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from tests.training.harness import train_step
 
 # Four of everything that tensor-parallel ranks divide among them. The rows of a group of in_proj, 16 + 16 + 8 + 8 + 2,
 # are no multiple of 16, as in the 12B model.

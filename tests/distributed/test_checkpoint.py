@@ -27,8 +27,8 @@ from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.signals import StopRequest
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
-from megatron_fp4.training.step import StepRequests, train_step
-from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
+from megatron_fp4.training.step import StepRequests
+from tests.training.harness import launch, toy, toy_batches, toy_mesh, train_step, whole
 
 pytestmark = pytest.mark.slow
 

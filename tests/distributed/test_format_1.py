@@ -18,8 +18,7 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.shards import capture_random_state, state_of
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import train_step
-from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
+from tests.training.harness import launch, toy, toy_batches, toy_mesh, train_step, whole
 
 pytestmark = pytest.mark.slow
 STEP = 3

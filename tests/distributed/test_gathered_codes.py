@@ -21,11 +21,10 @@ from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.validation import evaluate
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.distributed.hybrid import MODEL, NVFP4, Layout, micro_batches, whole
-from tests.training.harness import launch
+from tests.training.harness import launch, train_step
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,8 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
-from megatron_fp4.training.step import train_step
 from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, relative_error, sharded_model, whole
-from tests.training.harness import launch
+from tests.training.harness import launch, train_step
 
 pytestmark = pytest.mark.slow
 

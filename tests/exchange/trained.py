@@ -13,7 +13,7 @@ from data import provider as data
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer import train_tokenizer
 from megatron_fp4.parallel.mesh import build_mesh
-from megatron_fp4.training.callbacks.switch import Switch
+from megatron_fp4.training.callbacks.numerics import Switch
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
 from pretrain import configure

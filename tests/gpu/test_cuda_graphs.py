@@ -20,10 +20,9 @@ from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.training.build import initialized_model, set_determinism
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
 from models import provider as models
 from pretrain import configure
-from tests.training.harness import ToyBatch
+from tests.training.harness import ToyBatch, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STEPS, MICRO_BATCHES = 9, 3

@@ -23,9 +23,9 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization import square_blocks
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
 from tests.distributed.hybrid import NVFP4, micro_batches, whole
 from tests.distributed.test_gathered_codes import model_on
+from tests.training.harness import train_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,7 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
-from megatron_fp4.training.step import train_step
-from tests.training.harness import ToyBatch, ToyModel, toy_batches, whole
+from tests.training.harness import ToyBatch, ToyModel, toy_batches, train_step, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

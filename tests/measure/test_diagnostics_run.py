@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ModelConfig, OptimizerConfig
-from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
+from megatron_fp4.measure.diagnostics import Probe, diagnostics_record, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -23,10 +23,9 @@ from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
 from models.hybrid import build_model
 from models.initialization import initialize
-from tests.training.harness import ToyBatch, launch, toy_mesh, whole
+from tests.training.harness import ToyBatch, launch, toy_mesh, train_step, whole
 
 pytestmark = pytest.mark.slow
 
@@ -87,9 +86,8 @@ class Run:
         return result.loss, result.grad_norm
 
     def noise(self, step: int) -> Any:
-        return gradient_noise(
-            self.model, self.batches(step), self.mesh, self.controller, step=step, reshard=self.reshard
-        )
+        self.step_state.step = step
+        return gradient_noise(self.model, self.batches(step), self.mesh, self.controller, reshard=self.reshard)
 
     def weights(self) -> list[Tensor]:
         return [whole(parameter) for parameter in self.model.parameters()]
@@ -100,11 +98,13 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _train(run: Run, interval: int, num_steps: int = 4) -> tuple[list[tuple[float, float]], list[Any]]:
-    diagnostics, losses, records = Diagnostics(interval, run.linears), [], []
+    losses, records = [], []
     for step in range(num_steps):
-        with diagnostics.measuring(step):
+        probe = Probe()
+        with probe.attached(run.linears if interval and step % interval == 0 else {}):
             losses.append(run.step(step))
-        records.append(diagnostics.collect())
+        found = probe.collect(list(run.linears))
+        records.append(diagnostics_record(found) if found else None)
     return losses, records
 
 
@@ -177,9 +177,7 @@ def _noise_between_steps(rank: int, tp_size: int, reshard: bool) -> Any:
     for step in range(3):
         losses.append(plain.step(step))
         recipes = {name: context.recipe for name, context in measured.linears.items()}
-        step_state = replace(measured.step_state)
         noises.append(measured.noise(step))
-        assert measured.step_state == step_state
         assert recipes == {name: context.recipe for name, context in measured.linears.items()}
         assert all(parameter.grad is None for parameter in measured.model.parameters())
         losses_measured.append(measured.step(step))
@@ -195,7 +193,8 @@ def test_measuring_noise_changes_nothing(world: int, tp_size: int, reshard: bool
             assert 1 < noise.ratio < 20
             # g_q is the gradient of the step that followed.
             assert abs(grad_norm - noise.reference_norm) <= noise.noise_norm
-            assert noise.sigma_q * math.sqrt(noise.num_coordinates) == pytest.approx(noise.noise_norm)
+            sigma_q = noise.as_record()["sigma_q"]
+            assert sigma_q * math.sqrt(noise.num_coordinates) == pytest.approx(noise.noise_norm)
             total = math.sqrt(sum(n * n for _, n in noise.parameters.values()))
             assert noise.noise_norm == pytest.approx(total)
 

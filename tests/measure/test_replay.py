@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import pretrain
-from megatron_fp4.measure.replay import Replay, Replayed, checksum
+from megatron_fp4.measure import replay as replaying
+from megatron_fp4.measure.replay import Replayed, checksum, replay
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.fp32_gradients import local_part
 from models.attention import Attention
@@ -56,9 +57,11 @@ def test_weighted_sum_is_the_definition() -> None:
 
 
 def _train(run: Run, interval: int) -> tuple[list[Any], list[Replayed | None]]:
-    replay, losses, found = Replay(interval, run.model, run.mesh, run.controller), [], []
+    losses, found = [], list[Replayed | None]()
     for step in range(NUM_STEPS):
-        found.append(replay.before_step(step, run.batches(step)))
+        run.step_state.step = step
+        due = interval and step % interval == 0
+        found.append(replay(run.model, run.batches(step), run.mesh, run.controller) if due else None)
         losses.append(run.step(step))
     return losses, found
 
@@ -122,7 +125,7 @@ def _corrupted(rank: int, tp_size: int, kinds: list[str]) -> list[Any]:
 def _corrupted_once(rank: int, tp_size: int, kind: str) -> Any:
     run = Run(toy_mesh(tp_size, sequence_parallel=tp_size > 1), NVFP4)
     linears = list(run.linears.values())
-    replay = Replay(1, run.model, run.mesh, run.controller)
+    compute = replaying.compute
     if rank == 1:
         # fprop, dgrad and wgrad of each linear: the second computation begins with the fourth product.
         if kind in ("fprop", "dgrad", "wgrad"):
@@ -137,7 +140,7 @@ def _corrupted_once(rank: int, tp_size: int, kind: str) -> Any:
 
             mixer.out_proj.register_forward_pre_hook(spoiled)
         if kind == "weights":
-            compute, calls_of = replay._compute, []
+            calls_of = []
 
             def compute_spoiled(*arguments: Any) -> Any:
                 calls_of.append(1)
@@ -146,9 +149,11 @@ def _corrupted_once(rank: int, tp_size: int, kind: str) -> Any:
                     shard.copy_(flipped(shard))
                 return compute(*arguments)
 
-            replay._compute = compute_spoiled  # type: ignore[method-assign]
-    found = replay.before_step(0, run.batches(0))
-    assert found is not None
+            replaying.compute = compute_spoiled
+    try:
+        found = replay(run.model, run.batches(0), run.mesh, run.controller)
+    finally:
+        replaying.compute = compute
     return replace(found, differences=[replace(one, where="") for one in found.differences]), str(found)
 
 

@@ -18,12 +18,11 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.models.builders import small_config
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, alone, launch, toy_mesh, whole
+from tests.training.harness import ToyBatch, alone, launch, toy_mesh, train_step, whole
 
 CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64)
 

@@ -116,7 +116,7 @@ def test_a_stopped_rank_is_named(small: list[str], tmp_path: Path) -> None:
     for text in (at_half_time, at_the_end):
         assert named in text and advice in text and "waiting: rank 0 in step" in text
     assert "Timed out waiting" in at_the_end
-    assert "train_step" in (tmp_path / "run" / "ranks" / "rank_00000.stack").read_text()
+    assert "accumulate" in (tmp_path / "run" / "ranks" / "rank_00000.stack").read_text()
 
 
 def test_an_exception_on_one_rank_ends_all_and_is_told(small: list[str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_fp4.precision.verify import RecheckError
 from megatron_fp4.runtime import errors
 from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersError, code_for_launcher, exit_code_of
 from megatron_fp4.runtime.run_state import explain
-from megatron_fp4.training.callbacks.skipped_steps import NonFiniteError
+from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.programs import fork_server
 
 LINE = "pretrain.py: train.stepz is not a key; did you mean train.steps?"

@@ -24,7 +24,7 @@ from megatron_fp4.runtime import run_state
 from megatron_fp4.runtime.errors import ExitCode, exit_code_of
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, write_state
-from megatron_fp4.training.callbacks.skipped_steps import NonFiniteError
+from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.test_slurm import decide
 from tests.training.harness import launch
 

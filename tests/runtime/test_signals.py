@@ -13,8 +13,8 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime import signals
 from megatron_fp4.runtime.signals import SIGNALS, StopRequest
 from megatron_fp4.runtime.stop_conditions import StopConditions
-from megatron_fp4.training.step import StepRequests, train_step
-from tests.training.harness import launch, toy, toy_batches, toy_mesh
+from megatron_fp4.training.step import StepRequests
+from tests.training.harness import launch, toy, toy_batches, toy_mesh, train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,8 +13,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,12 @@ from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import local_parameter as local
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.providers import MicroBatch
+from megatron_fp4.training.providers import TensorMicroBatch as ToyBatch
+from megatron_fp4.training.step import StepResult, accumulate, update
 from tests.programs import fork_server
 
 VOCAB_SIZE = 32
@@ -121,16 +125,6 @@ def toy_mesh(tp_size: int = 1, sequence_parallel: bool = False, replicate: int =
     return ParallelMesh(mesh.device_mesh, mesh.device, sequence_parallel)
 
 
-@dataclass(frozen=True)
-class ToyBatch:
-    index: int
-    tokens: Tensor
-    targets: Tensor
-    documents: Tensor | None = None
-    num_documents: int | None = None
-    num_targets: int | None = None
-
-
 def toy_batches(step: int, mesh: ParallelMesh, num_global: int = 4, rows: int = 2) -> list[ToyBatch]:
     """This rank's micro-batches of a step, dealt round robin; the global batch is the same at any mesh."""
     batches = []
@@ -191,6 +185,24 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32, o
     apply_data_parallel(model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=dtype, reshard=False)
     torch.manual_seed(seed + 100 + mesh.rank)
     return model, build_optimizer(model, OptimizerConfig(lr=1e-2))
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[MicroBatch],
+    mesh: ParallelMesh,
+    step_state: StepState,
+    *,
+    step: int,
+    reshard: bool = False,
+    graphs: MicroBatchGraphs | None = None,
+    **settings: Any,
+) -> StepResult:
+    """One step as a Trainer makes it, without callbacks."""
+    step_state.step = step
+    loss = accumulate(model, micro_batches, mesh, step_state, reshard=reshard, graphs=graphs)
+    return update(optimizer, loss, mesh, step_state, **settings)
 
 
 def whole(tensor: Tensor) -> Tensor:

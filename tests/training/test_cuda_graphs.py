@@ -27,14 +27,13 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs, choose_graphs, made_by_pytorch
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from pretrain import configure
 from tests.composing import plans_of
 from tests.models.builders import small_config
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, alone
+from tests.training.harness import ToyBatch, alone, train_step
 
 CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64, pattern="M-")
 
@@ -91,7 +90,8 @@ class Job:
             self.graphs.make_room()
         rows = [PlannedLinear(LinearShape(name, 0, 0, 0), linear.recipe, "") for name, linear in self.linears.items()]
         controller = PrecisionController(self.linears, Plan(tuple(rows)), self.step_state)
-        return gradient_noise(self.model, self.batches(step), self.mesh, controller, step=step)
+        self.step_state.step = step
+        return gradient_noise(self.model, self.batches(step), self.mesh, controller)
 
     def validate(self) -> float:
         with torch.no_grad():

@@ -11,8 +11,7 @@ from data.validation import ValidationSet
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.validation import evaluate
-from megatron_fp4.training.step import train_step
-from tests.training.harness import LENGTH, VOCAB_SIZE, ToyBatch, alone, launch, toy, toy_batches, toy_mesh
+from tests.training.harness import LENGTH, VOCAB_SIZE, ToyBatch, alone, launch, toy, toy_batches, toy_mesh, train_step
 
 NUM_GLOBAL = {"web": 3, "code": 1, "long": 5}  # with 2 ranks: 2 + 1, 1 + 0, 3 + 2
 

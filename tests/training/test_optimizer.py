@@ -5,8 +5,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state, parameter_groups
-from megatron_fp4.training.step import train_step
-from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh, whole
+from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh, train_step, whole
 
 
 class Everything(nn.Module):

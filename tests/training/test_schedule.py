@@ -3,7 +3,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from megatron_fp4.config.schema import ScheduleConfig
-from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.optimizer import WSDSchedule
 
 PEAK = 3e-4
 DECAYS = get_args(get_type_hints(ScheduleConfig)["decay"])

@@ -13,10 +13,10 @@ import torch
 from megatron_fp4.measure.diagnosis import diagnose_nonfinite, find_nonfinite
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.callbacks.skipped_steps import NonFiniteError, SkippedSteps
-from megatron_fp4.training.step import StepResult, train_step
+from megatron_fp4.training.callbacks.bad_steps import NonFiniteError, SkippedSteps
+from megatron_fp4.training.step import StepResult
 from megatron_fp4.training.trainer import Step
-from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh
+from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh, train_step
 
 GOOD, BAD = StepResult(2.0, 1.0, False), StepResult(math.nan, 1.0, True)
 SPIKE = StepResult(9.0, 1.0, True, spike=True)

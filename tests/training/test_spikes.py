@@ -14,7 +14,7 @@ import pytest
 
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.config.schema import SpikesConfig
-from megatron_fp4.training.callbacks.spikes import SpikeError, Spikes
+from megatron_fp4.training.callbacks.bad_steps import SpikeError, Spikes
 from megatron_fp4.training.step import StepResult
 from megatron_fp4.training.trainer import Step
 

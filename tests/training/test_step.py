@@ -13,8 +13,8 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import rounded_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import StepRequests, StepResult, train_step
-from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, whole
+from megatron_fp4.training.step import StepRequests, StepResult
+from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, train_step, whole
 
 
 def _train(rank: int, num_steps: int, replicate: int = 1, **keywords: Any) -> tuple[list[float], list[float], Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.training.gradients import MicroBatch
+from megatron_fp4.training.providers import MicroBatch, TensorMicroBatch
 from megatron_fp4.training.step import inputs_of
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 
@@ -134,19 +133,7 @@ def _loss(model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, step_state: S
     return loss
 
 
-@dataclass(frozen=True)
-class _Filler:
-    """A micro-batch that counts nothing."""
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    documents: torch.Tensor | None
-    num_documents: int | None
-    index: int = 0
-    num_targets: int | None = None
-
-
-def _common_shape(sources: Mapping[str, MicroBatches], mesh: ParallelMesh) -> tuple[list[int], _Filler]:
+def _common_shape(sources: Mapping[str, MicroBatches], mesh: ParallelMesh) -> tuple[list[int], MicroBatch]:
     """How many forwards of each source every rank runs, and the micro-batch for those that count nothing: zeros in the
     shape of the largest, with documents if others have them, since these run other kernels."""
     firsts = [next(iter(mine)) for mine in sources.values() if len(mine)]
@@ -156,4 +143,5 @@ def _common_shape(sources: Mapping[str, MicroBatches], mesh: ParallelMesh) -> tu
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.dp_group)
     rows, length, masked, *counts = agreed.tolist()
     tokens = torch.zeros(rows, length, dtype=torch.int64)
-    return counts, _Filler(tokens, tokens, tokens.to(torch.int32) if masked else None, rows if masked else None)
+    documents = tokens.to(torch.int32) if masked else None
+    return counts, TensorMicroBatch(0, tokens, tokens, documents, rows if masked else None)

@@ -1,6 +1,7 @@
-"""Spikes: steps whose loss or gradient norm lies far above what the steps before it had.
+"""Steps that make no update: those whose numbers are not finite, and spikes.
 
-A step is a spike if its loss or its gradient norm exceeds, over the last `window` accepted steps,
+Steps that are not finite are skipped and counted; too many in a row end the run. A spike is a step whose loss or
+gradient norm exceeds, over the last `window` accepted steps,
 
     median + threshold * max(1.4826 * MAD, floor * median)         MAD: the median distance from the median
 
@@ -12,9 +13,8 @@ checkpoint and skipping the data of all steps since is PaLM's (arXiv:2204.02311,
 - One-sided: what falls is no spike. While the loss falls quickly the median lies above it and the MAD is wide.
 - The floors are for histories that are nearly flat, and for gradient norms, whose ordinary outliers reach twice the
   median: with a threshold of 6 a loss must be 3% above its median, a norm 2.2 times its median.
-- A change that is meant (another data phase, another precision) starts a new history (`Spikes.before_step`).
-- Only finite numbers come here; the others are the non-finite guard's (skipped_steps.py), and neither counts as a
-  spike nor ends a row of them.
+- A change that is meant (another data phase, another precision) starts a new history.
+- A step that is not finite is no spike, and neither ends a row of the other.
 
 Loss and norm are the step's all-reduced numbers, so all ranks decide alike, and the whole state is in the checkpoint,
 so a resumed run decides as the straight one.
@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.config.schema import SpikesConfig
-from megatron_fp4.measure.diagnosis import diagnose_spike
+from megatron_fp4.measure.diagnosis import diagnose_nonfinite, diagnose_spike
 from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.training.step import StepResult
 from megatron_fp4.training.trainer import Callback, Step
@@ -37,16 +37,67 @@ from megatron_fp4.training.trainer import Callback, Step
 _LOSS_FLOOR, _NORM_FLOOR = 0.005, 0.2
 
 
+class NonFiniteError(DivergedError):
+    """Too many steps in a row were skipped."""
+
+
 class SpikeError(DivergedError):
     """Too many spikes in a row."""
 
 
+class SkippedSteps(Callback):
+    """Counts steps that were skipped because they were not finite.
+
+    max_in_row: so many in a row end the run of `num_steps` steps, which also ends so if none of them made an update.
+    consecutive: since the last update. total: since the run began. without_update: steps since the last update, spikes
+    included.
+    """
+
+    name = "skipped"
+
+    def __init__(self, max_in_row: int, num_steps: int) -> None:
+        self.max_in_row, self.num_steps = max_in_row, num_steps
+        self.consecutive = self.total = self.without_update = 0
+
+    def after_step(self, step: Step) -> None:
+        """Raises NonFiniteError on all ranks, with a diagnosis."""
+        result = step.result
+        if not result.skipped:
+            self.consecutive = self.without_update = 0
+            return
+        self.without_update += 1
+        if result.spike:
+            return
+        self.consecutive += 1
+        self.total += 1
+        none = step.done == self.num_steps and self.without_update >= step.done
+        if none or self.consecutive >= self.max_in_row:
+            end = "the run ends without an update: " if none else ""
+            raise NonFiniteError(
+                f"{end}{self.consecutive} steps in a row were not finite, up to step {step.done} (loss {result.loss}, "
+                f"gradient norm {result.grad_norm}): weights and optimizer are those after step "
+                f"{step.done - self.without_update}. {self.trainer.compute_again(diagnose_nonfinite, step.batch)}"
+            )
+        self.trainer.log.metrics.event(step.done, "skip", **self.state_dict())
+
+    def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
+        """The updates since the checkpoint are undone."""
+        self.without_update = done - checkpoint
+
+    def state_dict(self) -> Any:
+        """The counts."""
+        return {"consecutive": self.consecutive, "total": self.total, "without_update": self.without_update}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Those of a checkpoint, also of a run that counted less."""
+        self.consecutive, self.total = state["consecutive"], state["total"]
+        self.without_update = state.get("without_update", self.consecutive)
+
+
 @dataclass(frozen=True)
 class Spike:
-    """A step that was refused. step: steps done, it included. in_row, total: spikes so far, with this one.
-
-    loss_limit, grad_norm_limit: what loss and norm were allowed to be; their medians in loss_median, grad_norm_median.
-    """
+    """A step that was refused. step: steps done, it included. *_limit: what was allowed. *_median: over the history.
+    in_row, total: spikes so far, with this one."""
 
     step: int
     loss: float
@@ -59,14 +110,13 @@ class Spike:
     total: int
 
     def __str__(self) -> str:
-        parts = []
-        for name, value, limit, median in (
-            ("loss", self.loss, self.loss_limit, self.loss_median),
-            ("gradient norm", self.grad_norm, self.grad_norm_limit, self.grad_norm_median),
-        ):
-            above = "over" if value > limit else "within"
-            parts.append(f"{name} {value:.4g} ({above} {limit:.4g}, median {median:.4g})")
-        return ", ".join(parts)
+        return ", ".join(
+            f"{name} {value:.4g} ({'over' if value > limit else 'within'} {limit:.4g}, median {median:.4g})"
+            for name, value, limit, median in (
+                ("loss", self.loss, self.loss_limit, self.loss_median),
+                ("gradient norm", self.grad_norm, self.grad_norm_limit, self.grad_norm_median),
+            )
+        )
 
 
 class Spikes(Callback):
@@ -127,42 +177,43 @@ class Spikes(Callback):
 
     def answer(self, spike: Spike) -> None:
         """Go back to the last checkpoint if the configuration says so and there is one, and record what was done."""
-        trainer, config = self.trainer, self.config
-        restored = None
-        action: str = config.action
-        if spike.in_row >= config.max_in_row:
+        trainer, restored, action = self.trainer, None, "skip"
+        if spike.in_row >= self.config.max_in_row:
             answer, action = "the run ends", "end"
-        elif action == "skip":
+        elif self.config.action == "skip":
             answer = "skipped"
         elif self.last_checkpoint() is None:
             answer = "skipped, because there is no checkpoint yet to go back to"
         else:
             try:
-                restored = trainer.roll_back(spike.step)
+                restored, action = trainer.roll_back(spike.step), "rollback"
                 answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
             except CheckpointGoneError as error:
                 answer = f"skipped, because going back failed: {error}"
         first = spike.step - 1 if restored is None else restored
         samples = trainer.samples(first), trainer.samples(spike.step)
-        sources = trainer.data.phases.source_ranges(*samples)
         trainer.log.metrics.event(
             spike.step,
             "spike",
             **{key: value for key, value in asdict(spike).items() if key != "step"},
-            action=action if restored is not None or action == "end" else "skip",
+            action=action,
             checkpoint=restored,
             steps=[first + 1, spike.step],
             samples=[samples[0], samples[1] - 1],
             sources=[
                 {"phase": found.phase, "source": found.source, "first": found.start, "last": found.end - 1}
-                for found in sources
+                for found in trainer.data.phases.source_ranges(*samples)
             ],
         )
         trainer.log.console.event(spike.step, f"spike: {spike}; {answer}")
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
         """The measure is again what it was at the checkpoint, the counts stay."""
-        self._take_measure(state)
+        self._regime, self._history = "", []
+        # Steps that are not looked at leave no history, and what was before them is no measure of those after.
+        if state is not None and self.config.action != "none":
+            self._regime = state["regime"]
+            self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :]
 
     def state_dict(self) -> Any:
         """Counts and history."""
@@ -176,16 +227,9 @@ class Spikes(Callback):
 
     def load_state_dict(self, state: Any) -> None:
         """Those of a checkpoint; None: of a run that knew of no spikes."""
-        self._take_measure(state)
+        self.rolled_back(0, 0, state)
         if state is not None:
             self.in_row, self.total, self._checkpoint = state["in_row"], state["total"], state["checkpoint"]
-
-    def _take_measure(self, state: Any) -> None:
-        self._regime, self._history = "", []
-        # Steps that are not looked at leave no history, and what was before them is no measure of those after.
-        if state is not None and self.config.action != "none":
-            self._regime = state["regime"]
-            self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :]
 
     def _accepts(self, loss: float, grad_norm: float) -> bool:
         if 2 * len(self._history) < self.config.window:

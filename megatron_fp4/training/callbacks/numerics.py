@@ -1,0 +1,110 @@
+"""What a run does about its numerics besides training: compare kernels, switch the precision, compute a micro-batch
+twice, measure what quantization does. How is in precision/verify.py and switch.py, and in measure/."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megatron_fp4.measure.diagnostics import Probe, diagnostics_record, diagnostics_scalars
+from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
+from megatron_fp4.measure.replay import ReplayError, replay
+from megatron_fp4.precision import verify
+from megatron_fp4.precision.verify import Recheck, RecheckError
+from megatron_fp4.training.trainer import Callback, Step
+
+
+class Verify(Callback):
+    """Compares native kernels with the reference: on random tensors before the first step, on one linear's own every
+    `precision.recheck_interval` steps."""
+
+    def start(self, done: int) -> None:
+        """Raises SelfTestError if a native kernel computes something else than the reference."""
+        trainer = self.trainer
+        train, linears, precision = trainer.config.train, trainer.precision.linears, trainer.config.precision
+        backend = next(iter(linears.values())).backend
+        if backend.name != "emulated":
+            cases = verify.cases_of(trainer.precision.plans, linears, train.micro_batch_size * train.sequence_length)
+            trainer.log.console.text(verify.require(backend, cases, trainer.mesh.device))
+        self._recheck = Recheck(precision.recheck_interval, linears)
+
+    def around_step(self, step: Step) -> AbstractContextManager[object]:
+        """One linear is watched if one is due."""
+        return self._recheck.watching(step.index)
+
+    def after_step(self, step: Step) -> None:
+        """Raises RecheckError on all ranks if it was at fault."""
+        if (found := self._recheck.collect()) is None or not found.faults:
+            return
+        self.trainer.log.metrics.event(step.done, "recheck", linear=found.linear, faults=found.faults)
+        raise RecheckError(f"{found}; set precision.backend=emulated, or precision.recheck_interval=0 to train on")
+
+
+class Switch(Callback):
+    """Puts the plan after the switch into effect, when the configuration or the gradient's noise says so."""
+
+    name = "switch"
+
+    def before_step(self, step: Step) -> None:
+        """Measure if that is due, and switch if it is time."""
+        trainer = self.trainer
+        if trainer.precision.before_step(step.index, lambda: self._measure(step).ratio):
+            trainer.log.switch(step.index)
+
+    def _measure(self, step: Step) -> GradientNoise:
+        trainer = self.trainer
+        trainer.make_room()
+        reshard = trainer.config.parallel.reshard
+        noise = gradient_noise(trainer.model, step.batch, trainer.mesh, trainer.precision, reshard=reshard)
+        trainer.log.metrics.record(step.done, "gradient_noise", noise.as_record(), noise.scalars())
+        threshold = trainer.config.precision.switch.threshold
+        text = f"gradient over quantization noise {noise.ratio:.3f}, switch below {threshold:.3f}"
+        trainer.log.console.event(step.index, text)
+        return noise
+
+    def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
+        """The plan is again that of the checkpoint."""
+        self.load_state_dict(state)
+
+    def state_dict(self) -> Any:
+        """Whether and when it switched."""
+        return self.trainer.precision.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Raises ValueError if the checkpoint is after a switch that this run does not have."""
+        self.trainer.precision.load_state_dict(state)
+
+
+class ReplayCheck(Callback):
+    """Computes a micro-batch of each rank twice every `run.replay_interval` steps."""
+
+    def before_step(self, step: Step) -> None:
+        """Raises ReplayError on all ranks if a rank's computations differ."""
+        trainer = self.trainer
+        if step.index % trainer.config.run.replay_interval:
+            return
+        trainer.make_room()
+        trainer.progress.at(step.done, "replay")
+        replayed = replay(trainer.model, step.batch, trainer.mesh, trainer.precision)
+        if replayed.differences:
+            trainer.log.metrics.event(step.done, "replay", **replayed.as_event())
+            raise ReplayError(f"{replayed}; test that machine, or set run.replay_interval=0 to train on")
+
+
+class QuantizationDiagnostics(Callback):
+    """Probes the linears of every `precision.diagnostics.interval`-th step; gradient noise and replays, which are
+    outside of it, are not probed."""
+
+    _probe: Probe | None = None
+
+    def around_step(self, step: Step) -> AbstractContextManager[object]:
+        """With a probe at each linear if the step is due."""
+        due = step.index % self.trainer.config.precision.diagnostics.interval == 0
+        self._probe = Probe() if due else None
+        return nullcontext() if self._probe is None else self._probe.attached(self.trainer.precision.linears)
+
+    def after_step(self, step: Step) -> None:
+        """Record what was measured, if anything is quantized."""
+        if self._probe is not None and (found := self._probe.collect(list(self.trainer.precision.linears))):
+            record = diagnostics_record(found)
+            self.trainer.log.metrics.record(step.done, "diagnostics", record, diagnostics_scalars(record))
