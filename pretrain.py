@@ -37,6 +37,8 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: a s
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -116,7 +118,14 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
             (print_check if checks else print_dry_run)(config, models, data)
             return ExitCode.FINISHED
         check_launch()
-        return train(config, signals)
+        with only_run(config, signals) as (trainer, state):
+            stops = StopConditions(Path(config.run.dir), config.run.max_minutes, signals, trainer.mesh.rank == 0)
+            code = state.ended(*trainer.train(stops))
+            signals.over()  # first: torchrun may already be ending whoever is still there
+            wanted = trainer.log.opened or not (Path(config.run.dir) / REPORT_FILE).exists()
+            if wanted and code is ExitCode.FINISHED and config.logging.report:
+                report(trainer, CONFIGS)
+        return code
     except (ConfigError, DivergedError, WrongNumbersError, SelfTestError) as error:
         signals.hush()
         return explain(error, run_dir, lambda: signals.requested)
@@ -137,8 +146,9 @@ def configure(overrides: list[str]) -> Config:
     return config
 
 
-def train(config: Config, signals: StopRequest) -> ExitCode:
-    """Train as the only run in run.dir; returns the exit code."""
+@contextmanager
+def only_run(config: Config, signals: StopRequest) -> Iterator[tuple[Trainer, RunState]]:
+    """Inside, this start is the only run in run.dir: its trainer, and its state.json."""
     run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
     record_collectives(run_dir)
     device = init_distributed(device_type_of(config), timeout)
@@ -155,12 +165,7 @@ def train(config: Config, signals: StopRequest) -> ExitCode:
         progress.at(0, "build")
         trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress)
         trainer.log.times = ledger
-        code = state.ended(*trainer.train(StopConditions(run_dir, config.run.max_minutes, signals, active=first_rank)))
-        signals.over()  # first: torchrun may already be ending whoever is still there
-        wanted = trainer.log.opened or not (run_dir / REPORT_FILE).exists()
-        if wanted and code is ExitCode.FINISHED and config.logging.report:
-            report(trainer, CONFIGS)
-        return code
+        yield trainer, state
 
 
 if __name__ == "__main__":

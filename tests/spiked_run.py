@@ -19,6 +19,7 @@ import pretrain
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.runtime.signals import StopRequest
+from megatron_fp4.runtime.stop_conditions import StopConditions
 from megatron_fp4.training import trainer
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import accumulate
@@ -86,7 +87,9 @@ def spiked_run(
         mock.patch.object(trainer, "accumulate", spiking(rank, spikes, factor)),
     ):
         try:
-            assert pretrain.train(config, StopRequest()) == 0
+            with pretrain.only_run(config, StopRequest()) as (run, state):
+                stops = StopConditions(Path(config.run.dir), 0.0, StopRequest(), active=False)
+                assert state.ended(*run.train(stops)) == 0
         except DivergedError as error:
             return {"error": str(error)}
     return began
