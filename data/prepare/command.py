@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from data.indexed import check_whole
 from data.prepare.merge import merge
 from data.prepare.prepare import NewTokenizer, Prepared, State, prepare, validation_prefix, work_path
-from data.prepare.readers import FORMATS, TEXT_UNITS, find_files, is_saved_folder, open_dataset, open_files
+from data.prepare.readers import FORMATS, TEXT_UNITS, find_files, has_one_split, open_dataset, open_files
 from data.prepare.tokenize import POLICIES, Options, WorkerDied
 from data.sources import prefixes
 from data.tokenizer import END_OF_DOCUMENT, KINDS, PREFIX, load_tokenizer
@@ -58,8 +58,8 @@ def parse(arguments: list[str], description: str | None = None) -> argparse.Name
     add = parser.add_argument
     add("--format", choices=FORMATS, help="of --files; json: one JSON object a line; json and text also compressed")
     add("--files", nargs="+", metavar="PATTERN", help="paths, or quoted patterns: 'corpus/**/*.jsonl'")
-    add("--dataset", metavar="NAME", help="instead of files: a save_to_disk folder, a folder of data files, or a "
-        "name of the Hugging Face hub")  # fmt: skip
+    add("--dataset", nargs="+", metavar="NAME", help="instead of --files, through the package datasets: a name of the "
+        "Hugging Face hub, a folder (save_to_disk, or data files), or data files and quoted patterns")  # fmt: skip
     add("--subset", metavar="NAME", help="of --dataset, where it has several")
     add("--split", help="of --dataset: train, or a slice such as train[:1%%]")
     add("--field", help="JSON field or column that holds the text, meta.text for one inside meta (default text)")
@@ -140,8 +140,8 @@ def check_options(options: argparse.Namespace) -> None:
     source = "--files" if options.files is not None else "--dataset"
     if options.files is not None and options.format is None:
         raise ValueError("--files needs --format")
-    if options.dataset is not None and options.split is None and not is_saved_folder(options.dataset):
-        raise ValueError("--dataset needs --split")
+    if options.dataset is not None and options.split is None and not has_one_split(options.dataset):
+        raise ValueError(f"--dataset {options.dataset[0]} needs --split, such as train or train[:1%]")
     trains = options.train_tokenizer is not None
     without_effect = [
         ("--subset", options.subset, options.files is not None, source),

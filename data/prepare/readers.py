@@ -23,6 +23,15 @@ from typing import Any, BinaryIO, NamedTuple
 FORMATS = ("json", "parquet", "text")
 SEPARATORS = {"paragraph": b"\n\n", "line": b"\n"}
 TEXT_UNITS = ("document", *SEPARATORS)
+# Endings of files that `datasets` reads, and what it calls them.
+DATA_FILES = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".txt": "text",
+}
 
 # Of input in a task: enough that sending it costs little, little enough that no core waits for the last one.
 TASK_BYTES = 1 << 20
@@ -135,26 +144,45 @@ def open_files(format: str, files: Sequence[Path], field: str = "text", text_uni
     return [Part(partial(read, path, field), (path,)) for path in files]
 
 
-def open_dataset(name: str, split: str | None, field: str = "text", subset: str | None = None) -> list[Part]:
-    """One split, or slice of a split (`train[:1%]`), of a dataset as one part of a corpus, read by `datasets`.
+def open_dataset(
+    names: Sequence[str], split: str | None = None, field: str = "text", subset: str | None = None
+) -> list[Part]:
+    """One split, or slice of a split (`train[:1%]`), of what `datasets` reads, as one part of a corpus.
 
-    name: a folder that `save_to_disk` wrote, a local folder of data files, or a name of the Hugging Face hub, which
-    is read over the network each time. Raises ValueError for a split or subset that is missing or means nothing, and
-    where the package `datasets` is not installed.
+    names: a folder that `save_to_disk` wrote, a folder of data files, a name of the Hugging Face hub (read over the
+    network each time), or data files and patterns of them, all of one kind of DATA_FILES. split: None where there is
+    only one.
+
+    Raises FileNotFoundError for a pattern without a file; ValueError for a split or subset that is missing or means
+    nothing, files of no or several kinds, and where the package `datasets` is not installed.
     """
-    _package("datasets", f"the dataset {name}")
-    if is_saved_folder(name):
-        if subset is not None:
-            raise ValueError(f"{name} was written by save_to_disk and has no subset {subset!r}; leave it out")
-        files = tuple(sorted(path for path in Path(name).rglob("*") if path.is_file()))
-        return [Part(partial(_saved_folder_tasks, name, split, field), files)]
-    if split is None:
-        raise ValueError(f"of the dataset {name} a split is needed, such as train or train[:1%]; name it with --split")
-    return [Part(partial(_hub_tasks, name, split, field, subset))]
+    _package("datasets", f"--dataset {names[0]}")
+    if has_one_split(names) and subset is not None:
+        raise ValueError(f"{names[0]} has no subset {subset!r}; leave it out")
+    if are_files(names):
+        files = find_files(names)
+        kinds = {DATA_FILES.get(path.suffix.lower(), "") for path in files}
+        if len(kinds) > 1 or "" in kinds:
+            raise ValueError(f"--dataset {names[0]}: give files of one kind, ending in {', '.join(DATA_FILES)}")
+        source = (*kinds, *(glob.escape(str(path)) for path in files))  # `datasets` takes patterns
+    else:
+        source, files = (names[0],), sorted(path for path in Path(names[0]).rglob("*") if path.is_file())
+        if split is None and not has_one_split(names):
+            raise ValueError(f"--dataset {names[0]} needs --split, such as train or train[:1%]")
+    return [Part(partial(_dataset_tasks, source, split, field, subset), tuple(files))]
 
 
-def is_saved_folder(name: str) -> bool:
-    """Whether `save_to_disk` wrote this folder: one split, or several of a dictionary."""
+def are_files(names: Sequence[str]) -> bool:
+    """Whether names of a dataset are data files or patterns, rather than one folder or name of the hub."""
+    return len(names) > 1 or Path(names[0]).is_file() or glob.has_magic(names[0])
+
+
+def has_one_split(names: Sequence[str]) -> bool:
+    """Whether a dataset may need no split to be named: data files, and a folder that `save_to_disk` wrote."""
+    return are_files(names) or _is_saved(names[0])
+
+
+def _is_saved(name: str) -> bool:
     return any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
 
 
@@ -389,16 +417,12 @@ def _parquet_tasks(path: Path, field: str, watch: Watch) -> Iterator[Task]:
             rows, size = file.metadata.num_rows, path.stat().st_size
 
             def columns() -> Iterator[list[Any]]:
-                names = file.schema_arrow.names
-                column = field if field in names else field.partition(".")[0]
-                number = 0
-                if column not in names:
-                    yield from _missing(rows)
-                    return
-                for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=[field]):
+                names, number = file.schema_arrow.names, 0
+                column = field if {field, field.partition(".")[0]} & {*names} else names[0]  # which counts the rows
+                for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=[column]):
                     number += batch.num_rows
                     watch(size * number // max(rows, 1))
-                    yield _python_values(batch, column, field)
+                    yield _python_values(batch, field)
 
             yield from _row_tasks(str(path), columns(), field)
     except (_package("pyarrow", str(path)).ArrowException, OSError) as error:
@@ -424,76 +448,60 @@ def _row_tasks(where: str, batches: Iterable[list[Any]], field: str) -> Iterator
         yield partial(row_records, where, first, values, field)
 
 
-def _saved_folder_tasks(name: str, split: str | None, field: str, watch: Watch) -> Iterator[Task]:
-    datasets = _package("datasets", name)
-    where = " ".join(filter(None, (name, split)))
-    try:
+def _dataset_tasks(
+    source: tuple[str, ...], split: str | None, field: str, subset: str | None, watch: Watch
+) -> Iterator[Task]:
+    """source: a folder or a name of the hub; or a kind of file, and files."""
+    files = source[1:] or source
+    more = f"and {len(files) - 1} more" if len(files) > 1 else None
+    where = " ".join(filter(None, (files[0], more, subset, split)))
+
+    def columns() -> Iterator[list[Any]]:
+        for table in _tables(source, split, subset):
+            if names := table.column_names:  # unknown before some streams are read
+                # Reading the others takes time; if there is no such field, one column counts the rows.
+                wanted = [name for name in (field, field.partition(".")[0]) if name in names]
+                table = table.select_columns([*wanted, names[0]][:1])
+            for batch in table.with_format("arrow").iter(_ROWS_AT_ONCE):
+                yield _python_values(batch, field)
+
+    yield from _row_tasks(where, _explained(where, columns()), field)
+
+
+def _tables(source: tuple[str, ...], split: str | None, subset: str | None) -> list[Any]:
+    datasets, name = _package("datasets", source[-1]), source[0]
+    if len(source) == 1 and _is_saved(name):
         found = datasets.load_from_disk(name)
-    except Exception as error:  # it promises no type
-        raise ValueError(f"datasets cannot read {where}: {_in_a_line(error)}") from error
-    splits = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
-    if split is None:
-        if len(splits) > 1:
-            raise ValueError(f"{name} has several splits; name one with --split: {', '.join(splits)}")
-        tables = list(splits.values())
-    else:
+        splits = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
+        if split is None and len(splits) > 1:
+            raise ValueError(f"it has several splits; name one with --split: {', '.join(splits)}")
+        if split is None:
+            return list(splits.values())
         try:
             lengths = {key: len(table) for key, table in splits.items()}
             chosen = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
-            tables = [splits[part.splitname].select(range(part.from_, part.to)) for part in chosen]
+            return [splits[part.splitname].select(range(part.from_, part.to)) for part in chosen]
         except (ValueError, KeyError, AssertionError) as error:
-            raise ValueError(
-                f"{name} has no split {split!r} ({_in_a_line(error)}); its splits: {', '.join(splits)}"
-            ) from error
-    total, size = sum(map(len, tables)), sum(file.stat().st_size for file in Path(name).rglob("*") if file.is_file())
-
-    def columns() -> Iterator[list[Any]]:
-        number = 0
-        for table in tables:
-            column = field if field in table.column_names else field.partition(".")[0]
-            if column not in table.column_names:
-                yield from _missing(len(table))
-                continue
-            for batch in table.select_columns([column]).with_format("arrow").iter(_ROWS_AT_ONCE):
-                number += batch.num_rows
-                watch(number * size // total)
-                yield _python_values(batch, column, field)
-
-    yield from _row_tasks(where, _explained(where, columns()), field)
+            raise ValueError(f"no split {split!r} ({_in_a_line(error)}); its splits: {', '.join(splits)}") from error
+    # A whole split streams; a slice is first loaded into the cache of `datasets`, which alone can slice.
+    streams = "[" not in (split or "") and "+" not in (split or "")
+    given = {"data_files": list(source[1:])} if len(source) > 1 else {"name": subset}
+    return [datasets.load_dataset(name, split=split or "train", streaming=streams, **given)]
 
 
-def _hub_tasks(name: str, split: str, field: str, subset: str | None, watch: Watch) -> Iterator[Task]:
-    """A whole split streams; a slice is first loaded into the cache of `datasets`, which alone can slice."""
-    datasets = _package("datasets", name)
-    where = " ".join(filter(None, (name, subset, split)))
-
-    def columns() -> Iterator[list[Any]]:
-        rows: Any = datasets.load_dataset(name, subset, split=split, streaming="[" not in split and "+" not in split)
-        if rows.column_names:
-            # Reading the others takes time; if there is no such field, one column counts the rows.
-            wanted = [name for name in (field, field.partition(".")[0]) if name in rows.column_names]
-            rows = rows.select_columns([*wanted, rows.column_names[0]][:1])
-        for batch in rows.iter(_ROWS_AT_ONCE):
-            yield [_value(dict(zip(batch, row, strict=True)), field) for row in zip(*batch.values(), strict=True)]
-
-    yield from _row_tasks(where, _explained(where, columns()), field)
-
-
-def _python_values(batch: Any, column: str, field: str) -> list[Any]:
+def _python_values(batch: Any, field: str) -> list[Any]:
     """The values of a field that is a column of an Arrow batch or inside it; those that are not UTF-8 as strings that
     do not encode."""
-    values = batch.column(column) if column in batch.schema.names else batch.column(0)
+    column = field if field in batch.schema.names else field.partition(".")[0]
+    if column not in batch.schema.names:
+        return [_MISSING] * batch.num_rows
+    values = batch.column(column)
     try:
         found = values.to_pylist()
     except UnicodeDecodeError:
         found = values.cast(_package("pyarrow", "text that is not UTF-8").large_binary()).to_pylist()
         return [None if value is None else value.decode("utf-8", "surrogateescape") for value in found]
     return found if column == field else [_value({column: value}, field) for value in found]
-
-
-def _missing(rows: int) -> Iterator[list[Any]]:
-    for start in range(0, rows, _ROWS_AT_ONCE):
-        yield [_MISSING] * min(_ROWS_AT_ONCE, rows - start)
 
 
 def _explained(where: str, rows: Iterator[list[Any]]) -> Iterator[list[Any]]:

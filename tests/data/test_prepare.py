@@ -80,21 +80,23 @@ def parts_of(format: str, folder: Path) -> list[Part]:
     for name, texts in {"a": TEXTS[:50], "b [1]*": TEXTS[50:]}.items():
         if format == "json":
             json_lines(folder / (f"{name}.jsonl" if name == "a" else f"{name}.jsonl.gz"), texts, "content")
-        elif format in ("parquet", "hub"):
+        elif format in ("parquet", "hub", "files"):
             rows = {"id": list(range(len(texts))), "content": texts}
             pq.write_table(pa.table(rows), folder / f"{name}.parquet", row_group_size=7)
         elif format == "text":
             for i, text in enumerate(texts):
                 (folder / f"{name} {i:03}.txt").write_text(text, encoding="utf-8")
     if format == "hub":
-        return open_dataset(str(folder), "train", "content")
+        return open_dataset([str(folder)], "train", "content")
+    if format == "files":
+        return open_dataset([f"{folder}/a*", str(folder / "b [1]*.parquet")], None, "content")
     if format == "saved":
         datasets.Dataset.from_dict({"content": TEXTS}).save_to_disk(str(folder / "saved"))
-        return open_dataset(str(folder / "saved"), None, "content")
+        return open_dataset([str(folder / "saved")], None, "content")
     return open_files(format, find_files([str(folder / "*")]), "content")
 
 
-@pytest.mark.parametrize("format", ["json", "parquet", "text", "hub", "saved"])
+@pytest.mark.parametrize("format", ["json", "parquet", "text", "hub", "files", "saved"])
 def test_every_format_round_trips(format: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     done = prepare(parts_of(format, tmp_path / "in"), tmp_path / "new" / "web", tokenizer, Options(validation=0.2))
@@ -116,12 +118,12 @@ def test_nested_fields(format: str, tokenizer: HuggingFaceTokenizer, tmp_path: P
         parts = open_files("json", [tmp_path / "a.jsonl"], "meta.text")
     elif format == "saved":
         datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
-        parts = open_dataset(str(tmp_path / "saved"), None, "meta.text")
+        parts = open_dataset([str(tmp_path / "saved")], None, "meta.text")
     else:
         (tmp_path / "in").mkdir()
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "a.parquet")
         parts = open_files("parquet", [tmp_path / "in" / "a.parquet"], "meta.text")
-        parts = open_dataset(str(tmp_path / "in"), "train", "meta.text") if format == "hub" else parts
+        parts = open_dataset([str(tmp_path / "in")], "train", "meta.text") if format == "hub" else parts
     prepare(parts, tmp_path / "out", tokenizer, Options(validation=0, max_malformed=0))
     assert documents(tmp_path / "out", tokenizer) == TEXTS[:5] + ["by its name"] * (format == "json")
 
@@ -252,7 +254,13 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
     [
         (["--files", "a.jsonl"], "--files needs --format"),
         (["--files", "a.jsonl", "--dataset", "x"], "one of the two"),
-        (["--dataset", "x"], "--dataset needs --split"),
+        (["--dataset", "x"], "--dataset x needs --split"),
+        (["--dataset", "none/*.parquet"], "no file matches 'none/*.parquet'"),
+        (["--dataset", "t.json", "a.tar.gz"], "give files of one kind, ending in .parquet, .arrow"),
+        (["--dataset", "a.jsonl", "--subset", "x"], "a.jsonl has no subset 'x'; leave it out"),
+        (["--dataset", "a.jsonl", "--split", "test"], "datasets cannot read a.jsonl test: "),
+        (["--dataset", "saved", "--split", "test"], "datasets cannot read saved test: no split 'test'"),
+        (["--dataset", "./no/folder", "--split", "train"], "datasets cannot read ./no/folder train: "),
         (["--format", "json", "--files", "a.jsonl", "--split", "train"], "--split train has no effect with --files"),
         (["--format", "text", "--files", "a.jsonl", "--field", "x"], "--field x has no effect with --format text"),
         (["--format", "json", "--files", "none*"], "no file matches"),
@@ -278,6 +286,9 @@ def test_refusals_are_one_line(
     tokenizer.save("t.json")
     json_lines(Path("a.jsonl"), TEXTS)
     Path("a.tar.gz").write_bytes(b"")
+    if "saved" in arguments:
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk("saved")
+        capsys.readouterr()
     of_command = arguments[0] in ("merge", "check")
     assert run(*arguments, *([] if of_command else ["--tokenizer", "t.json", "--output", "out"])) == 2
     printed = capsys.readouterr().err
