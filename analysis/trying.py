@@ -62,7 +62,7 @@ def try_recipes(options: argparse.Namespace, configs: Path) -> None:
     if options.output is not None:
         check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
-    recipes = recipes_of(options.recipes, checkpoint, options.steps, configs)
+    recipes = recipes_of(options.recipes, checkpoint, options.steps, configs, options.trust_config)
     start, names = read_manifest(checkpoint).step, [recipe.name for recipe in recipes]
     against = options.against or (names[1] if len(names) > 2 else None)
     if against is not None and against not in names:
@@ -213,7 +213,7 @@ class Recipe:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def recipes_of(arguments: Sequence[str], checkpoint: Path, steps: int, configs: Path) -> list[Recipe]:
+def recipes_of(arguments: Sequence[str], checkpoint: Path, steps: int, configs: Path, trusted: bool) -> list[Recipe]:
     """The recipes that `arguments` name, the base first, as configurations of the run that made `checkpoint`.
 
     arguments: names of precision configs, NAME=OVERRIDES, and KEY=VALUE with a key of a configuration, for all of
@@ -240,7 +240,8 @@ def recipes_of(arguments: Sequence[str], checkpoint: Path, steps: int, configs: 
     recipes: list[Recipe] = []
     for name, overrides in named.items():
         try:
-            config = config_from_saved(trainer["config"], [*kept, *shared, *overrides], configs)
+            changes = [*kept, *shared, *overrides]
+            config = config_from_saved(trainer["config"], changes, configs, trusted=trusted)
             config = replace(config, checkpoint=replace(config.checkpoint, asynchronous=False))
             _check(config, manifest.step, steps, recipes[0] if recipes else None)
         except ConfigError as error:

@@ -41,7 +41,7 @@ class Checkpoint:
     configuration of another version.
     """
 
-    def __init__(self, folder: Path, config_dir: Path) -> None:
+    def __init__(self, folder: Path, config_dir: Path, trusted: bool = False) -> None:
         self.folder = folder
         self.manifest: Manifest = files.read_manifest(folder)
         for name, record in self.manifest.files.items():
@@ -50,7 +50,9 @@ class Checkpoint:
                     raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
         self.trainer: dict[str, Any] = json.loads(self.file(files.TRAINER))
         self._metadata: Metadata = read_metadata(self.file(METADATA))
-        self.config: Config = config_from_saved(self.trainer["config"], [], config_dir, opens_data=False)
+        self.config: Config = config_from_saved(
+            self.trainer["config"], [], config_dir, opens_data=False, trusted=trusted
+        )
         check_model(self.config.model)
         self.tensors: dict[str, torch.Size] = {
             name.removeprefix(_PREFIX): saved.size
@@ -96,14 +98,14 @@ class Checkpoint:
         return files.read_checked(self.folder, name, self.manifest.files)
 
 
-def open_checkpoint(folder: Path, config_dir: Path) -> Checkpoint:
-    """The checkpoint in `folder`, or the newest one of the run in `folder`.
+def open_checkpoint(folder: Path, config_dir: Path, trusted: bool = False) -> Checkpoint:
+    """The checkpoint in `folder`, or the newest one of the run in `folder`. trusted: see `config_from_saved`.
 
     Raises ValueError, in one line that names folder and remedy, if there is none or it is not whole.
     """
     found = checkpoint_in(folder)
     try:
-        return Checkpoint(found, config_dir)
+        return Checkpoint(found, config_dir, trusted)
     except OtherFormatError as error:
         raise ValueError(f"{found}: {error}; use the version that wrote it") from error
     except DamagedCheckpointError as error:

@@ -63,6 +63,8 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
             found = load_tokenizer(data.tokenizer, data.eod_token)
         elif data.kind == "builtin":
             found = open_builtin(checkpoint.config.model.vocab_size, data.cache_dir).tokenizer
+        elif expected is not None:  # its path was of the environment, which is not looked up for a stranger
+            raise ValueError(f"{checkpoint.folder} does not say where its tokenizer is; {remedy}")
         else:
             found = None
     except OSError as error:

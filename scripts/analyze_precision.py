@@ -80,6 +80,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
     parser.add_argument("overrides", nargs="*", help="key=value: changes of the run's configuration")
+    parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     parser.add_argument("--budget", type=float, default=0.15, help="largest share to keep in BF16 (default 0.15)")
     parser.add_argument("--by", choices=BUDGET_UNITS, default="linears", help="what the budget is a share of")
     parser.add_argument("--gemm", choices=GEMM_CHOICES, default="fprop", help="whose error ranks (default fprop)")
@@ -95,7 +96,7 @@ def analyze(options: argparse.Namespace) -> int:
     check_place(options.output)
     options.checkpoint = checkpoint_in(options.checkpoint)
     manifest = read_whole_manifest(options.checkpoint)
-    config = analysis_config(options.checkpoint, options.overrides)
+    config = analysis_config(options.checkpoint, options.overrides, options.trust_config)
     allowance(
         [row.linear for row in plans_of(config, models)[0].rows], options.budget, options.by
     )  # before it is measured
@@ -138,10 +139,10 @@ def read_whole_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
+def analysis_config(checkpoint: Path, overrides: list[str], trusted: bool = False) -> Config:
     """The run's configuration with every linear quantized, and no switch. ConfigError if the recipe quantizes none."""
     saved = read_trainer(checkpoint)["config"]
-    config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS)
+    config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS, trusted=trusted)
     if not recipe_from_config(config.precision).quantized:
         raise ConfigError(
             f"the run of {checkpoint} quantizes nothing (precision {config.precision.name}), so there is nothing to "

@@ -55,6 +55,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     trial.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
     trial.add_argument("recipes", nargs="+", metavar="RECIPE", help="a precision config, NAME=OVERRIDES, or KEY=VALUE")
     trial.add_argument("--steps", type=int, default=60, help="of each recipe (default 60)")
+    trial.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     trial.add_argument("--validate", action="store_true", help="also the held-out loss after the last step")
     trial.add_argument("--output", type=Path, help="JSON file to keep results in (default: none)")
     for each in (runs, recipes):

@@ -116,6 +116,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         samples = f"held-out sequences to measure with (default {_SAMPLES})"
         group.add_argument("--calibrate-samples", type=int, help=samples)
         where = "where the run's data is now, to measure with"
+        part.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
         group.add_argument("--data-override", action="append", metavar="KEY=VALUE", help=where)
 
     for name, run in (("import-hf", import_hf_command), ("import-megatron", import_megatron_command)):
@@ -160,7 +161,7 @@ def export_hf_command(options: argparse.Namespace) -> int:
     tensor by tensor, after every file has been compared with its SHA-256.
     """
     _check_export_options(options)
-    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS), time.monotonic()
+    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
     check_output(options.output, checkpoint.folder)
     encoder = PlainEncoder(getattr(torch, options.dtype or "bfloat16"))
     tokenizer = _tokenizer(options, checkpoint)
@@ -200,7 +201,8 @@ def _nvfp4_encoder(options: argparse.Namespace, checkpoint: Checkpoint) -> NVFP4
     amax = None
     if options.activations == "calibrated":
         samples = _SAMPLES if options.calibrate_samples is None else options.calibrate_samples
-        config = config_from_saved(checkpoint.trainer["config"], options.data_override or [], CONFIGS)
+        saved, changes = checkpoint.trainer["config"], options.data_override or []
+        config = config_from_saved(saved, changes, CONFIGS, trusted=options.trust_config)
         measured = calibrated_inputs(checkpoint, trained, config, samples)
         amax = measured.input_amax
         print(

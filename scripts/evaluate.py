@@ -68,7 +68,7 @@ from pretrain import CONFIGS
 
 # Options of one of the two ways to use the script.
 _OF_TASKS = ("tasks", "include_path", "num_fewshot", "limit", "batch_size", "max_length", "dtype", "tokenizer")
-_OF_VALIDATION = ("as_trained", "set")
+_OF_VALIDATION = ("as_trained", "set", "trust_config")
 
 
 def main(arguments: list[str]) -> int:
@@ -114,6 +114,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", metavar="KEY=VALUE", help="with --validation: changes of data.* and validation.*"
     )
+    parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     options = parser.parse_args(arguments)
     without = options.validation is None
@@ -191,7 +192,8 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     models = models_of(options.models, CONFIGS)
     prepare_environment([])
     torch.backends.cudnn.allow_tf32 = False  # FP32 is to be FP32, in convolutions too
-    windows = open_windows(config_from_saved(checkpoint.trainer["config"], options.set or [], CONFIGS))
+    saved, changes = checkpoint.trainer["config"], options.set or []
+    windows = open_windows(config_from_saved(saved, changes, CONFIGS, trusted=options.trust_config))
     shown = []
     if not options.set and (recorded := recorded_losses(checkpoint)):
         shown.append(Losses("recorded by the run", recorded))

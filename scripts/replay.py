@@ -10,8 +10,9 @@ In a deterministic run on the same kind of machine every number comes out again 
 of the two machines computed wrongly, or something changed since: versions, drivers, the configuration of a later start.
 So a spike or a sudden change that repeats itself is the data's or the recipe's, and one that does not is the machine's.
 
-The checkpoint's own configuration is used; `key=value` changes it, as for a moved corpus (`data.cache_dir=...`). The
-precision switch, skipped steps and rollbacks of spikes happen as they did. Nothing is written into the run's folder.
+The checkpoint's own configuration is used; `key=value` changes it, as for a moved corpus (`data.sources.web=...`). What
+it names of files and environment variables is used with `--trust-config` alone: whoever made the checkpoint chose that.
+The precision switch, skipped steps and rollbacks happen as they did. Nothing is written into the run's folder.
 Exit code: 0 all equal, 4 something differs, 2 wrong arguments or nothing to compare with.
 """
 
@@ -75,6 +76,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--steps", type=int, default=1, help="how many steps to repeat (default 1)")
     which.add_argument("--step", type=int, help="the last step to repeat, counted as in metrics.jsonl")
+    parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     parser.add_argument("--metrics", type=Path, help="the record (default: metrics.jsonl of the checkpoint's run)")
     return parser.parse_intermixed_args(arguments)
 
@@ -100,7 +102,8 @@ def replay(options: argparse.Namespace) -> int:
         r["step"]: r["checkpoint"] for r in records if r.get("event") == "spike" and r["checkpoint"] is not None
     }
     folders = {step: origin if to == start else origin.parent / folder_name(to) for step, to in went_back.items()}
-    trainer = open_run(origin, options.overrides, {step: to for step, to in folders.items() if step < last})
+    went_back = {step: to for step, to in folders.items() if step < last}
+    trainer = open_run(origin, options.overrides, went_back, options.trust_config)
     if start:
         trainer.begin_from(origin)
         if changes := trainer.data.loader.changes:
@@ -155,10 +158,11 @@ class RecordedSpikes(Spikes):
             self.trainer.roll_back(step.done, self._went_back[step.done])
 
 
-def open_run(checkpoint: Path, overrides: list[str], went_back: Mapping[int, Path]) -> Trainer:
-    """The run of a checkpoint, built anew. Raises ConfigError if its bits cannot be repeated here."""
+def open_run(checkpoint: Path, overrides: list[str], went_back: Mapping[int, Path], trusted: bool = False) -> Trainer:
+    """The run of a checkpoint, built anew. Raises ConfigError if its bits cannot be repeated here, or it names data and
+    is not `trusted`."""
     saved = read_trainer(checkpoint)
-    config: Config = config_from_saved(saved["config"], overrides, CONFIGS)
+    config: Config = config_from_saved(saved["config"], overrides, CONFIGS, trusted=trusted)
     if not config.run.deterministic:
         raise ConfigError("the run had run.deterministic=false, whose bits no start repeats")
     ranks, made_with = world_size(), read_manifest(checkpoint).world_size

@@ -61,7 +61,7 @@ def _checkpoint(run_dir: Path) -> str:
 def test_a_plan_from_a_checkpoint(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_dir / "plan_bf16.yaml"
     arguments = ["--budget", "0.4", "--micro-batches", "2", "--output", str(output)]
-    assert analyze_precision.main([_checkpoint(run_dir), *arguments]) == 0
+    assert analyze_precision.main([_checkpoint(run_dir), "--trust-config", *arguments]) == 0
     plan = yaml.safe_load(output.read_text())
     assert len(plan["bf16"]) == 2 and len(plan["measured"]) == 6
     errors = {name: row["fprop"] for name, row in plan["measured"].items()}
@@ -77,7 +77,12 @@ def test_a_plan_from_a_checkpoint(run_dir: Path, capsys: pytest.CaptureFixture[s
 def test_another_recipe_and_budget(run_dir: Path) -> None:
     output = run_dir / "plan_fp8.yaml"
     arguments = ["--by", "flops", "--gemm", "all", "--micro-batches", "20", "--output", str(output)]
-    assert analyze_precision.main([_checkpoint(run_dir), "precision=fp8_block", "--budget", "0.5", *arguments]) == 0
+    assert (
+        analyze_precision.main(
+            [_checkpoint(run_dir), "--trust-config", "precision=fp8_block", "--budget", "0.5", *arguments]
+        )
+        == 0
+    )
     plan = yaml.safe_load(output.read_text())
     assert plan["selection"]["micro_batches"] == 6  # all that three steps have
     assert 0 < plan["selection"]["share_of_flops"] <= 0.5 and plan["selection"]["recipe"] == "fp8_block"
@@ -101,7 +106,7 @@ def test_what_a_user_can_get_wrong(
     run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with mock.patch.object(analyze_precision, "measure", side_effect=AssertionError("measured")):
-        assert analyze_precision.main([_checkpoint(run_dir), *arguments]) == 2
+        assert analyze_precision.main([_checkpoint(run_dir), "--trust-config", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("analyze_precision.py: ") and error.count("\n") == 1
 

@@ -128,7 +128,7 @@ def test_it_goes_on_with_its_own_and_remembers(
     start(run_dir, given)
     straight = losses(run_dir)
     shutil.rmtree(checkpoint(run_dir, 4))
-    assert replay.main([str(run_dir), "--step", "2"]) == 0  # from the weights that it began with
+    assert replay.main([str(run_dir), "--step", "2", "--trust-config"]) == 0  # from the weights that it began with
     assert "2 of 2 steps are equal to the last bit" in capsys.readouterr().out
 
     mine.rename(tmp_path / "moved")  # from here on the parent is elsewhere
@@ -142,7 +142,7 @@ def test_it_goes_on_with_its_own_and_remembers(
         assert trainer(run_dir, 4)["initialized_from"]["path"] == str(checkpoint(mine, 4))
     starts = [record["initialized_from"]["path"] for record in records(run_dir, "run")]
     assert starts == [str(checkpoint(mine, 4))] * 4
-    assert replay.main([str(run_dir), "--step", "2"]) == 2
+    assert replay.main([str(run_dir), "--step", "2", "--trust-config"]) == 2
     assert f"initialize_from={checkpoint(mine, 4)} is not a folder" in capsys.readouterr().err
 
     printed = start(run_dir, f"checkpoint.initialize_from={imported}", code=2)

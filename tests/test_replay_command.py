@@ -36,7 +36,9 @@ def _spiked(rank: int, run_dir: str, corpus: list[str]) -> list[Any]:
             mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
             mock.patch.object(trainer, "accumulate", spiking(rank, spikes, 20.0)),
         ):
-            code = replay.replay(replay.parse([f"{run_dir}/checkpoints/step_00000005", "--steps", "7"]))
+            code = replay.replay(
+                replay.parse([f"{run_dir}/checkpoints/step_00000005", "--steps", "7", "--trust-config"])
+            )
         outcomes.append((code, printed.getvalue()))
     return outcomes
 
@@ -76,7 +78,7 @@ def test_recorded_steps_come_out_again_and_nothing_is_written(
     ):
         # Graphs there would be on a GPU, and they are left alone.
         with mock.patch.object(trainer, "graphs_for", return_value=object()) as opened:
-            assert replay.main(arguments) == 0 and opened.called
+            assert replay.main([*arguments, "--trust-config"]) == 0 and opened.called
         lines = capsys.readouterr().out.splitlines()
         table = [line.split() for line in lines if line.endswith("equal")]
         assert [int(row[0]) for row in table] == steps
@@ -92,7 +94,9 @@ def test_the_last_bit_counts(run_dir: Path, tmp_path: Path, capsys: pytest.Captu
             record["grad_norm"] = float(torch.nextafter(torch.tensor(record["grad_norm"]).double(), torch.tensor(9.0)))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     checkpoint = str(run_dir / "checkpoints" / "step_00000002")
-    assert replay.main([checkpoint, "--steps", "2", "--metrics", str(tmp_path / "metrics.jsonl")]) == 4
+    assert (
+        replay.main([checkpoint, "--trust-config", "--steps", "2", "--metrics", str(tmp_path / "metrics.jsonl")]) == 4
+    )
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines() if line.endswith("DIFFERS")] == ["4"]
     assert "1 of 2 steps are equal" in printed
@@ -119,10 +123,10 @@ def test_wrong_input_is_one_line_and_exit_code_2(
         ([str(checkpoint), "run.seed=7"], "run.seed"),
         ([str(damaged)], "step_00000002"),
     ):
-        assert replay.main(arguments) == 2, arguments
+        assert replay.main([*arguments, "--trust-config"]) == 2, arguments
         printed = capsys.readouterr().err
         assert printed.startswith("replay.py: ") and expected in printed
         assert "Traceback" not in printed
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    assert replay.main([str(checkpoint)]) == 2
+    assert replay.main([str(checkpoint), "--trust-config"]) == 2
     assert "made by 1 ranks and this is 2" in capsys.readouterr().err

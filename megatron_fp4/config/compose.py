@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from os.path import expanduser
 from pathlib import Path
@@ -38,6 +38,10 @@ _T = TypeVar("_T")
 _LENIENT = ConfigDict(coerce_numbers_to_str=True)
 # The group of which several options may be chosen, or none.
 _SEVERAL = "experiment"
+# Of a checkpoint's configuration: what names data, what the model depends on, and what says something of a start alone.
+_DATA = ("data.sources", "data.validation", "data.tokenizer", "data.cache_dir")
+_OF_THE_MODEL = ("model.", "precision.", "after_switch.")
+_OF_A_START = ("run.dir", "checkpoint.", "logging.")
 # Between the name of a precision file and what a run has otherwise; the keys that make a recipe.
 _OTHERWISE = " with "
 _OF_RECIPES = tuple(
@@ -63,13 +67,19 @@ def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
 
 
 def config_from_saved(
-    saved: Mapping[str, Any], overrides: Sequence[str], config_dir: str | Path, *, opens_data: bool = True
+    saved: Mapping[str, Any],
+    overrides: Sequence[str],
+    config_dir: str | Path,
+    *,
+    opens_data: bool = True,
+    trusted: bool = False,
 ) -> Config:
     """The configuration `saved` (`as_saved` of a run's `Config`, as JSON brings it back), changed by `overrides`.
 
-    What came from environment variables is looked up again, in those of now. Whoever made the checkpoint chose these
-    values, so no other resolver runs, and URLs are refused unless `overrides` give their keys: a URL could take a
-    secret of this machine's environment to a stranger. opens_data: whether the data that it names will be opened.
+    Whoever made the checkpoint chose these values: a URL could take a secret of this machine's environment to a
+    stranger. So no resolver but oc.env and oc.decode runs, and unless `trusted`, because the user says that the run is
+    theirs, no environment variable is looked up and no data is opened but what `overrides` name. opens_data: whether
+    the data will be opened; otherwise values of the environment are left out where the model does not depend on them.
 
     overrides: `key=value` with a full key, such as `parallel.tensor=1`; and `precision=<name>`, which replaces the
     whole precision config by the one under `config_dir`/precision before the other overrides apply; what that file
@@ -89,6 +99,9 @@ def config_from_saved(
         else:
             changes.append(_check_override(override, {}))
     _refuse_resolvers(saved)
+    if not trusted:
+        given = {key for change in changes for key, _ in leaves({change.key_or_group: change.value()})}
+        saved = _of_a_stranger(saved, given, opens_data)
     keys = _written(saved)
     if recipe is not None:
         config = _whole(_changed(keys, changes, folders), changes, folders)
@@ -96,10 +109,7 @@ def config_from_saved(
         precision, texts = _precision("precision", recipe, config, folders, "precision", own)
         others = {key: text for key, text in config.from_environment.items() if not key.startswith("precision.")}
         keys = _written(as_saved(replace(config, precision=precision, from_environment={**others, **texts})))
-    config = _whole(_changed(keys, changes, folders), changes, folders)
-    if opens_data:
-        _refuse_urls(config, [change.key_or_group for change in changes])
-    return config
+    return _whole(_changed(keys, changes, folders), changes, folders)
 
 
 def _refuse_resolvers(saved: Mapping[str, Any]) -> None:
@@ -114,14 +124,26 @@ def _refuse_resolvers(saved: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_urls(config: Config, given: Sequence[str]) -> None:
-    written = dict(leaves(as_saved(config)))  # what variables hold is shown nowhere
-    for key, value in leaves(asdict(config)):
-        if "://" in str(value) and not any(f"{key}.".startswith(f"{one}.") for one in given):
+def _of_a_stranger(saved: Mapping[str, Any], given: Collection[str], opens_data: bool) -> dict[str, Any]:
+    """`saved` without the values that it would look up in the environment, other than those `given`.
+
+    Raises ConfigError for one that cannot be left out, and if opens_data for data that would be opened.
+    """
+    kept: dict[str, Any] = copy.deepcopy(dict(saved))
+    for key, value in [*leaves(saved)]:
+        looked_up, used = "${" in str(value), opens_data or key.startswith(_OF_THE_MODEL)
+        names_data = opens_data and key.startswith(_DATA) and value not in (None, {}, [])
+        if key in given or not (looked_up or names_data):
+            continue
+        if names_data or (used and not key.startswith(_OF_A_START)):
+            remedy = "give --trust-config if the run is yours, or " if opens_data else "give "
             raise ConfigError(
-                f"the checkpoint's configuration has {key}={written.get(key)}, and a URL in a checkpoint is not opened "
-                f"unasked; give {key}=... yourself if you trust it"
+                f"the checkpoint's configuration has {key}={value}, which is not used unasked; {remedy}another value, "
+                f"as {key}=..."
             )
+        *sections, name = key.split(".")
+        del functools.reduce(lambda node, section: node[section], sections, kept)[name]
+    return kept
 
 
 def to_yaml(config: Config) -> str:

@@ -72,7 +72,10 @@ def _state(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _tried(checkpoint: Path, output: Path, *arguments: str) -> dict[str, Any]:
-    assert compare.main(["try", str(checkpoint), "--steps", "3", "--output", str(output), *arguments]) == 0
+    assert (
+        compare.main(["try", str(checkpoint), "--trust-config", "--steps", "3", "--output", str(output), *arguments])
+        == 0
+    )
     return dict(json.loads(output.read_text()))
 
 
@@ -128,12 +131,25 @@ def test_the_same_command_goes_on_with_what_is_missing(
 
     with mock.patch.object(trying, "train", counted):
         with pytest.raises(KeyboardInterrupt):
-            compare.main(["try", str(checkpoint), "bf16", "mxfp8", "mxfp4", "--steps", "2", "--output", str(output)])
+            compare.main(
+                [
+                    "try",
+                    str(checkpoint),
+                    "--trust-config",
+                    "bf16",
+                    "mxfp8",
+                    "mxfp4",
+                    "--steps",
+                    "2",
+                    "--output",
+                    str(output),
+                ]
+            )
         first = json.loads(output.read_text())
         assert trained == ["bf16", "mxfp8"] == [*first["trials"]]
         more = "bf16", "mxfp8", "fewer=precision=mxfp8 precision.bf16_blocks.last=1 optimizer.lr=1e-4"
         drawn = ["--output", str(output), "--picture", str(tmp_path / "gaps.png")]
-        assert compare.main(["try", str(checkpoint), *more, "--steps", "2", *drawn]) == 0
+        assert compare.main(["try", str(checkpoint), "--trust-config", *more, "--steps", "2", *drawn]) == 0
         assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
     assert trained == ["bf16", "mxfp8", "mxfp8 with bf16_blocks.last=1"]
     unlike = [line for line in capsys.readouterr().out.splitlines() if "recipe alone" in line]
@@ -145,11 +161,16 @@ def test_the_same_command_goes_on_with_what_is_missing(
         (["bf16", "mxfp8", "--steps", "3"], "another number of steps (2, and this is 3)"),
         (["bf16", "mxfp8=precision=nvfp4", "--steps", "2"], "another mxfp8, whose configuration"),
     ):
-        assert compare.main(["try", str(checkpoint), *arguments, "--output", str(output)]) == 2
+        assert compare.main(["try", str(checkpoint), "--trust-config", *arguments, "--output", str(output)]) == 2
         assert expected in capsys.readouterr().err
     assert json.loads(output.read_text()) == then
     output.write_text("{}")
-    assert compare.main(["try", str(checkpoint), "bf16", "mxfp4", "--steps", "2", "--output", str(output)]) == 2
+    assert (
+        compare.main(
+            ["try", str(checkpoint), "--trust-config", "bf16", "mxfp4", "--steps", "2", "--output", str(output)]
+        )
+        == 2
+    )
     assert "holds no recipes that were tried" in capsys.readouterr().err and output.read_text() == "{}"
 
 
@@ -160,11 +181,11 @@ def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
     trainer = json.loads((checkpoint / "trainer.json").read_text())
     said = "its run trains in mxfp8, to which its weights have come to fit"
     with mock.patch.object(trying, "train", lambda *_: Trial([5.0, 4.0], [0.1, 0.1])):
-        assert compare.main(["try", str(checkpoint), "bf16", "nvfp4", "--steps", "2"]) == 0
+        assert compare.main(["try", str(checkpoint), "--trust-config", "bf16", "nvfp4", "--steps", "2"]) == 0
         assert said not in capsys.readouterr().out
         shaped = config_from_saved(trainer["config"], ["precision=mxfp8", "precision.switch.when=never"], CONFIGS)
         (checkpoint / "trainer.json").write_text(json.dumps({**trainer, "config": as_saved(shaped)}))
-        assert compare.main(["try", str(checkpoint), "bf16", "nvfp4", "--steps", "2"]) == 0
+        assert compare.main(["try", str(checkpoint), "--trust-config", "bf16", "nvfp4", "--steps", "2"]) == 0
         assert said in capsys.readouterr().out
 
 
@@ -206,7 +227,7 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
             ),
             ([checkpoint, "bf16", "nvfp4", *steps, "--picture", str(folder)], "it is a folder; name a file"),
         ):
-            assert compare.main(["try", *arguments]) == 2, arguments
+            assert compare.main(["try", "--trust-config", *arguments]) == 2, arguments
             printed = capsys.readouterr().err
             assert printed.startswith("compare.py: ") and expected in printed and printed.count("\n") == 1, printed
 
@@ -226,8 +247,10 @@ def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float]
     ):
         assert pretrain.main([*split, "precision=nvfp4", "precision.switch.when=never", f"run.dir={folder}/run"]) == 0
         arguments = [f"{folder}/run/checkpoints/step_00000001", "nvfp4", "bf16", "--steps", "1"]
-        assert compare.main(["try", *arguments, "--output", str(tried)]) == 0
-        wrong = compare.main(["try", *arguments, "precision.recheck_interval=5", "--output", str(tried)])
+        assert compare.main(["try", "--trust-config", *arguments, "--output", str(tried)]) == 0
+        wrong = compare.main(
+            ["try", "--trust-config", *arguments, "precision.recheck_interval=5", "--output", str(tried)]
+        )
     if rank:
         return [], [], str(wrong)
     steps = [record["loss"] for record in _records(Path(folder) / "run", "step")][1:]
@@ -254,7 +277,7 @@ def test_spikes_and_steps_that_are_not_finite(
         mock.patch.object(trainer, "update", side_effect=steps),
         mock.patch.object(trainer.Trainer, "roll_back", autospec=True, return_value=3) as roll_back,
     ):
-        assert compare.main(["try", checkpoint, "bf16", "nvfp4", *settings]) == 0
+        assert compare.main(["try", checkpoint, "--trust-config", "bf16", "nvfp4", *settings]) == 0
     assert [call.args[1:] for call in roll_back.call_args_list] == [(5,)]
     printed = capsys.readouterr().out
     assert "bf16: step 5 was a spike" in printed and "all recipes: 1 step made no update" in printed

@@ -63,7 +63,7 @@ def test_a_home_folder_is_one(monkeypatch):
     )
     assert (config.run.dir, config.checkpoint.resume) == ("/home/me/x", "/home/me/y")
     assert config.data.sources == {"web": ["/home/me/w"]}
-    assert config_from_saved(as_saved(config), ["run.dir=~/z"], CONFIGS).run.dir == "/home/me/z"
+    assert config_from_saved(as_saved(config), ["run.dir=~/z"], CONFIGS, trusted=True).run.dir == "/home/me/z"
 
 
 def test_numbers_of_other_types(monkeypatch):

@@ -60,16 +60,16 @@ def test_they_are_used_and_not_written(config: Config) -> None:
 
 def test_who_reads_it_looks_into_the_environment_of_then(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = json.loads(json.dumps(as_saved(config)))
-    assert config_from_saved(saved, [], CONFIGS) == config
+    assert config_from_saved(saved, [], CONFIGS, trusted=True) == config
     monkeypatch.setenv("SECRET_DIR", "elsewhere")
     monkeypatch.setenv("NOT_SET", "now")
-    again = config_from_saved(saved, ["train.steps=7", "precision=mxfp8"], CONFIGS)
+    again = config_from_saved(saved, ["train.steps=7", "precision=mxfp8"], CONFIGS, trusted=True)
     assert (again.run.dir, again.logging.wandb_project, again.train.steps) == ("elsewhere/corpus/run", "now", 7)
     assert again.precision.name == "mxfp8" and again.from_environment == TEXTS
     monkeypatch.delenv("SECRET_DIR")
     with pytest.raises(ConfigError, match=r"data\.cache_dir: Environment variable 'SECRET_DIR' not found"):
-        config_from_saved(saved, [], CONFIGS)
-    other = config_from_saved(saved, ["data.cache_dir=here"], CONFIGS)
+        config_from_saved(saved, [], CONFIGS, trusted=True)
+    other = config_from_saved(saved, ["data.cache_dir=here"], CONFIGS, trusted=True)
     assert other.run.dir == "here/run" and "run.dir" not in other.from_environment
 
 
@@ -95,7 +95,7 @@ def test_precision_after_a_switch_and_of_exceptions(monkeypatch: pytest.MonkeyPa
     saved = as_saved(config)
     assert saved["after_switch"]["wgrad"]["rht"] == "${oc.decode:${oc.env:RHT}}"
     assert saved["precision"]["exceptions"][0]["recipe"]["wgrad"]["rht"] == "${oc.decode:${oc.env:RHT}}"
-    assert config_from_saved(json.loads(json.dumps(saved)), [], tmp_path) == config
+    assert config_from_saved(json.loads(json.dumps(saved)), [], tmp_path, trusted=True) == config
 
 
 def test_without_any_nothing_changes() -> None:

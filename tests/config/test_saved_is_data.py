@@ -38,34 +38,46 @@ def saved(**data: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "source",
+    "data",
     [
-        "ftp://127.0.0.1/${oc.env:CANARY}/x",
-        "s3://bucket/x",
-        "simplecache::http://127.0.0.1/x",
-        "${oc.env:CANARY}://host/x",
-        ["/local/x", "http://127.0.0.1/${oc.env:CANARY}"],
+        {"sources": {"code": "ftp://127.0.0.1/${oc.env:CANARY}/x"}},
+        {"sources": {"code": ["/local/x", "http://127.0.0.1/x"]}},
+        {"sources": {"code": "/local/x"}},
+        {"cache_dir": "/x/${oc.env:CANARY}"},
+        {"tokenizer": "/local/tokenizer.json"},
     ],
 )
-def test_a_url_is_refused_unless_it_is_given(source: Any) -> None:
-    strange = saved(kind="indexed", sources={"code": source})
-    with pytest.raises(
-        ConfigError, match=r"data\.sources\.code.* not opened unasked; give data\.sources\.code"
-    ) as caught:
+def test_data_is_refused_unless_it_is_given_or_the_run_is_trusted(data: dict[str, Any]) -> None:
+    strange = saved(kind="indexed", **data)
+    (key,) = ("data.sources.code" if "sources" in data else f"data.{name}" for name in data)
+    with pytest.raises(ConfigError, match=rf"has {key}=.* give --trust-config if the run is yours") as caught:
         config_from_saved(strange, [], CONFIGS)
     assert SECRET not in str(caught.value)
-    config = config_from_saved(strange, ["data.sources.code=s3://mine/x"], CONFIGS)
-    assert config.data.sources == {"code": "s3://mine/x"}
+    given = config_from_saved(strange, [f"{key}=/mine/x"], CONFIGS)
+    assert "/mine/x" in (given.data.sources.get("code"), given.data.cache_dir, given.data.tokenizer)
+    trusted = config_from_saved(strange, [], CONFIGS, trusted=True)
+    assert (SECRET in str(trusted.data)) == ("CANARY" in str(data))
+
+
+def test_merged_sources_are_not_given() -> None:
+    strange = saved(kind="indexed", sources={"code": "/local/x"})
+    with pytest.raises(ConfigError, match=r"data\.sources\.code=/local/x"):
+        config_from_saved(strange, ["data.sources={prose: /mine}"], CONFIGS)
+
+
+def test_values_of_the_environment_are_left_out_where_no_data_is_opened() -> None:
+    config = config_from_saved(saved(cache_dir="/x/${oc.env:CANARY}"), [], CONFIGS, opens_data=False)
+    assert config.data.cache_dir is None and SECRET not in str(config)
+    strange = saved()
+    strange["model"]["hidden_dim"] = "${oc.decode:${oc.env:CANARY}}"
+    with pytest.raises(ConfigError, match=r"model\.hidden_dim=.* not used unasked"):
+        config_from_saved(strange, [], CONFIGS, opens_data=False)
 
 
 @pytest.mark.parametrize("text", ["${oc.create:${oc.env:CANARY}}", "${hydra:runtime.cwd}", "${now:%Y}"])
 def test_no_other_resolver_runs(text: str) -> None:
     with pytest.raises(ConfigError, match=r"only oc\.env and oc\.decode run in one"):
         config_from_saved(saved(cache_dir=text), [], CONFIGS, opens_data=False)
-
-
-def test_a_local_folder_of_the_environment_is_looked_up() -> None:
-    assert config_from_saved(saved(cache_dir="/x/${oc.env:CANARY}"), [], CONFIGS).data.cache_dir == f"/x/{SECRET}"
 
 
 def test_a_strangers_checkpoint_is_not_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,4 +90,4 @@ def test_a_strangers_checkpoint_is_not_replayed(tmp_path: Path, capsys: pytest.C
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 3, "loss": 1.0}) + "\n")
     assert replay.main([str(folder), "--steps", "1"]) == 2
     printed = capsys.readouterr()
-    assert "not opened unasked" in printed.err and SECRET not in printed.err + printed.out
+    assert "not used unasked" in printed.err and SECRET not in printed.err + printed.out

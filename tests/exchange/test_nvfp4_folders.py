@@ -98,7 +98,7 @@ def test_a_folder_holds_what_training_multiplied_with(name, form, checkpoints, t
 @pytest.mark.parametrize("form", FORMATS)
 def test_codes_become_weights_again(form, checkpoints, tmp_path, capsys):
     """With input scales beside them, and from a folder that says so in ModelOpt's own file alone."""
-    options = ["--format", form, "--activations", "calibrated", "--calibrate-samples", 1]
+    options = ["--format", form, "--trust-config", "--activations", "calibrated", "--calibrate-samples", 1]
     export(capsys, checkpoints["hybrid"], tmp_path / "out", *options)
     config = json.loads((tmp_path / "out/config.json").read_text())
     if form == "nvfp4-modelopt":
@@ -256,7 +256,10 @@ def _as_compressed_tensors(tensors: dict[str, Tensor], name: str) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_input_scales_are_the_largest_inputs_of_held_out_text(form, checkpoints, tmp_path, capsys):
-    layout, options = LAYOUTS[form.removeprefix("nvfp4-")], ["--activations", "calibrated", "--calibrate-samples", 3]
+    layout, options = (
+        LAYOUTS[form.removeprefix("nvfp4-")],
+        ["--trust-config", "--activations", "calibrated", "--calibrate-samples", 3],
+    )
     said = export(capsys, checkpoints["hybrid"], tmp_path / "out", "--format", form, *options)
     assert "calibrated on 3 held-out sequences, 96 tokens (loss " in said
     code, table = compared(capsys, tmp_path / "out", checkpoints["hybrid"])
@@ -294,7 +297,7 @@ def inputs_by_hand(folder: Path, samples: int) -> dict[str, Tensor]:
     return {name: torch.stack(values).max() for name, values in found.items()}
 
 
-NVFP4, MEASURED = "--format nvfp4", "--format nvfp4 --activations calibrated"
+NVFP4, MEASURED = "--format nvfp4", "--format nvfp4 --trust-config --activations calibrated"
 REFUSED = {
     "behind the switch": (2, NVFP4, "is after the precision switch (before step 2)"),
     "before what": (1, f"{NVFP4} --plan before", "this checkpoint is not after a precision switch; leave it out"),
@@ -318,7 +321,9 @@ def test_refusals_are_one_line_and_leave_nothing(checkpoints, tmp_path, capsys):
     card = (tmp_path / "out/README.md").read_text()
     assert card.count(f"({revision()})") == 2  # of the run, and of the export
     assert "by the plan before the run's precision switch" in card
-    said = export(capsys, step_1, tmp_path / "out", "--format", "nvfp4", "--activations", "calibrated", code=2)
+    said = export(
+        capsys, step_1, tmp_path / "out", "--format", "nvfp4", "--trust-config", "--activations", "calibrated", code=2
+    )
     assert "exists already; name another folder" in said
     code, table = compared(capsys, tmp_path / "out", step_1, "--plan", "before")
     assert code == 2 and "not after a precision switch" in table

@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Iterator[P
 
 def validated(arguments: list[str], tmp_path: Path, code: int = 0) -> dict[str, Any]:
     record = tmp_path / "validation.json"
-    assert evaluate.main(["--device", "cpu", "--json", str(record), *arguments]) == code
+    assert evaluate.main(["--device", "cpu", "--trust-config", "--json", str(record), *arguments]) == code
     return json.loads(record.read_text())
 
 
@@ -126,6 +126,6 @@ def test_what_cannot_be_compared_is_one_line(
         (["--set", "data.validation={web: /nowhere/web}"], "/nowhere/web"),
         ([str(tmp_path)], "is neither a checkpoint nor a run with checkpoints"),
     ):
-        assert evaluate.main([*given, *arguments]) == 2
+        assert evaluate.main([*given, "--trust-config", *arguments]) == 2
         refusal = capsys.readouterr().err
         assert message in refusal and refusal.count("\n") == 1
