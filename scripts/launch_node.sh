@@ -3,6 +3,7 @@
 # requests to stop on. scripts/slurm/pretrain.sbatch and scripts/kubernetes/jobset.yaml run it on every node, from the
 # root of this project:
 #
+#     launch_node.sh preflight FOLDER      makes a file of this node's name in FOLDER if its GPUs work as they should
 #     launch_node.sh check OVERRIDES...    only `pretrain.py --check`, as for the processes of all nodes
 #     launch_node.sh train OVERRIDES...    exit code: that of pretrain.py, where run.dir/state.json tells it, else torchrun's
 #
@@ -10,6 +11,8 @@
 #     NNODES, MASTER_ADDR, MASTER_PORT, RUN_ID    how many torchruns meet, and where
 #     PROCESSES_PER_NODE    default: the GPUs that the job step has on this node, else all that nvidia-smi lists; to
 #                           train on CPUs it has to be given
+#     NUMA_BINDING          torchrun's --numa-binding (node, socket, exclusive, core-complex): which CPU cores a rank
+#                           gets, by its GPU. Default: none; Slurm's step has all cores of the node, bound to nothing
 #     OMP_NUM_THREADS       default: the cores of this node shared out, 8 at most
 #     PYTHON                default: .venv/bin/python, python or python3, the first that is there
 #     WANDB_API_KEY_FILE, HF_TOKEN_FILE    files with these secrets, which other users could read among arguments
@@ -20,7 +23,7 @@
 
 set -uo pipefail
 
-action="${1:?launch_node.sh: check or train}"
+action="${1:?launch_node.sh: preflight, check or train}"
 shift
 fail() {
     echo "launch_node.sh: $1" >&2
@@ -47,6 +50,25 @@ processes="${PROCESSES_PER_NODE:-${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}}"
 [ -n "$processes" ] || processes="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')"
 [ "$processes" != 0 ] || fail "this job has no GPU on $(hostname): ask for some, or set PROCESSES_PER_NODE to train on CPUs"
 [[ "$nodes$processes" =~ ^[0-9]+$ ]] || fail "NNODES=$nodes or PROCESSES_PER_NODE=$processes is not a number"
+
+# An all-reduce among the GPUs of this node, whose result is known.
+all_reduce='
+import os, torch, torch.distributed as dist
+rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+total = torch.full((1 << 24,), rank + 1.0, device="cuda")
+dist.all_reduce(total)
+assert bool((total == size * (size + 1) / 2).all()), "the GPUs of this node add up wrongly"
+dist.destroy_process_group()'
+if [ "$action" = preflight ]; then
+    if command -v dcgmi >/dev/null; then timeout 300 dcgmi diag -r 1 || fail "dcgmi diag fails on $(hostname)"; fi
+    timeout 300 "$python" -m torch.distributed.run --standalone --nproc-per-node "$processes" --no-python \
+        "$python" -c "$all_reduce" || fail "an all-reduce fails on $(hostname)"
+    timeout 600 "$python" scripts/prove_backend.py --precision nvfp4 || fail "prove_backend.py fails on $(hostname)"
+    touch "$1/${SLURMD_NODENAME:-$(hostname)}"
+    exit
+fi
 
 if [ "$action" = check ]; then
     WORLD_SIZE=$((nodes * processes)) exec "$python" pretrain.py --check "$@"
@@ -85,6 +107,7 @@ trap 'if [ "$asked" = no ]; then asked=now; fi' TERM USR1 USR2
 (
     trap "" TERM USR1 USR2 # inherited; the workers themselves then listen to TERM and USR1
     exec setsid "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes" \
+        ${NUMA_BINDING:+--numa-binding "$NUMA_BINDING"} \
         --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29400}" \
         --rdzv-id "${RUN_ID:-${SLURM_JOB_ID:-0}-${SLURM_RESTART_COUNT:-0}}" \
         --signals-to-handle SIGINT,SIGHUP,SIGQUIT pretrain.py "$@"

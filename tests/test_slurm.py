@@ -103,8 +103,9 @@ STAND_INS = {
     "scancel": 'echo "scancel $*" >>"$FAKE/calls"\ntell() {\n'
     '    [ "${TREE:-0}" = 1 ] && for child in $(pgrep -P "$1"); do tell "$child"; done\n    kill -USR2 "$1"\n}\n'
     'tell "$(cat "$FAKE/step")"\n',
+    "sbatch": 'echo "sbatch ${@: -1}" >>"$FAKE/calls"\n',
     "squeue": 'case "$*" in *%k*) cat "$FAKE/comment" ;; *) cat "$FAKE/left" ;; esac\n',
-    "scontrol": 'case "$1" in hostnames) ;; show) [ "$2" = hostnames ] && echo localhost || cat "$FAKE/job" ;;\n'
+    "scontrol": 'case "$1" in hostnames) ;; show) [ "$2" = hostnames ] && echo localhost || cat "$FAKE/$2" ;;\n'
     '*) echo "scontrol $*" >>"$FAKE/calls" ;; esac\n',
 }
 # The check; a launcher that takes a while to start its worker, and fails when its worker does, as torchrun; the worker.
@@ -122,6 +123,12 @@ if "--check" in sys.argv:
     required = ", required" if "checkpoint.resume=required" in sys.argv else ""
     note(f"check of {os.environ['WORLD_SIZE']} ranks{required}")
     sys.exit(int(os.environ.get("REFUSED", 0)))
+if "prove_backend.py" in sys.argv[1]:
+    note("prove_backend.py")
+    sys.exit(int(os.environ.get("UNFIT", 0)))
+if "--no-python" in sys.argv:
+    note(f"all-reduce of {os.environ['SLURM_GPUS_ON_NODE']}, by {os.environ['NCCL_SOCKET_IFNAME']}")
+    sys.exit(0)
 if "torch.distributed.run" in sys.argv:
     time.sleep(float(os.environ.get("SLOW", 0)))
     sys.exit(1 if subprocess.call([sys.argv[0], "worker"]) else 0)
@@ -143,6 +150,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     (fake / "python").write_text(f"#!{sys.executable} -IS\n{PYTHON}")
     (fake / "python").chmod(0o755)
     (fake / "job").write_text("   JobState=RUNNING Reason=None\n")
+    (fake / "node").write_text("   CfgTRES=cpu=144,mem=900G,gres/gpu=4\n")
     (fake / "left").write_text("3:55:00\n")
     (fake / "comment").write_text("(null)\n")
     return {
@@ -155,6 +163,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_NNODES": "1",
         "SLURM_GPUS_ON_NODE": "1",
+        "SLURMD_NODENAME": "localhost",
+        "PREFLIGHT": "0",
     }
 
 
@@ -228,6 +238,26 @@ def test_a_start_after_one_with_checkpoints_must_find_one(cluster: dict[str, str
         (fake / "calls").unlink()
         submit({**crash, "REFUSED": "2"}, *overrides).communicate(timeout=60)
         assert ("check of 1 ranks, required" in calls(cluster)) == required
+
+
+@pytest.mark.slow
+def test_nodes_that_fail_the_preflight_are_excluded_at_the_requeue(cluster: dict[str, str]) -> None:
+    """DCGM is not installed here; the job excludes another node already."""
+    given = {**cluster, "PREFLIGHT": "1", "CRASH": "1", "NCCL_SOCKET_IFNAME": "ib0"}
+    submit(given).communicate(timeout=60)
+    looked = ["all-reduce of 1, by ib0", "prove_backend.py"]
+    assert calls(cluster) == [*looked, "check of 1 ranks", "scontrol requeue 17"]
+    steps = [line for line in Path(cluster["FAKE"], "calls").read_text().splitlines() if line.startswith("srun ")]
+    assert len(steps) == 3 and all("--gpus-per-node=4 " in step for step in steps)  # of a GB200 node
+
+    Path(cluster["FAKE"], "calls").unlink()
+    Path(cluster["FAKE"], "job").write_text(
+        "   JobState=RUNNING Reason=None\n   ReqNodeList=(null) ExcNodeList=node7\n"
+    )
+    output, _ = submit({**given, "UNFIT": "1"}).communicate(timeout=60)
+    assert "not fit to train, by the preflight: localhost" in output
+    update = "until scontrol update JobId=17 ExcNodeList=node7,localhost; do sleep 5; done; scontrol release 17"
+    assert calls(cluster) == [*looked, f"sbatch {update}", "scontrol requeuehold 17"], output
 
 
 def test_a_refused_run_is_not_started(cluster: dict[str, str]) -> None:

@@ -183,7 +183,9 @@ def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
     with mock.patch.object(trying, "train", lambda *_: Trial([5.0, 4.0], [0.1, 0.1])):
         assert compare.main(["try", str(checkpoint), "--trust-config", "bf16", "nvfp4", "--steps", "2"]) == 0
         assert said not in capsys.readouterr().out
-        shaped = config_from_saved(trainer["config"], ["precision=mxfp8", "precision.switch.when=never"], CONFIGS)
+        shaped = config_from_saved(
+            trainer["config"], ["precision=mxfp8", "precision.switch.when=never"], CONFIGS, trusted=True
+        )
         (checkpoint / "trainer.json").write_text(json.dumps({**trainer, "config": as_saved(shaped)}))
         assert compare.main(["try", str(checkpoint), "--trust-config", "bf16", "nvfp4", "--steps", "2"]) == 0
         assert said in capsys.readouterr().out
