@@ -18,9 +18,7 @@ number.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: a signal then must not be lost
-    import contextlib
     import gc
-    import os
     import sys
     from pathlib import Path
 
@@ -30,9 +28,6 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: a s
     STOP = stop_request(sys.argv[1:])
     if (code := answer(sys.argv[1:], Path(__file__).with_name("configs"))) is not None:
         sys.exit(code)
-    if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # a pipe without a reader ends no run
-            print("megatron_fp4: loading torch", flush=True)
     gc.disable()  # until the end of this file: of what imports make, hardly anything is garbage
 
 import logging

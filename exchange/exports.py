@@ -284,13 +284,8 @@ class Exports(Callback):
 
     def _arguments(self, step: int) -> list[str]:
         checkpoint = self._checkpoints / files.folder_name(step)
-        return [
-            "export-hf",
-            "--trust-config",
-            str(checkpoint),
-            str(self._folder(step)),
-            *OPTIONS[self._settings.export_format],
-        ]
+        how = [*OPTIONS[self._settings.export_format], "--trust-config"]  # the run is the user's own
+        return ["export-hf", str(checkpoint), str(self._folder(step)), *how]
 
     def _prune(self) -> None:
         """Remove the checkpoints that were kept for their exports alone; no save is on its way."""

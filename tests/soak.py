@@ -794,6 +794,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where to (default: a folder in memory, /dev/shm, if there is one)")
     options = parser.parse_args()
     memory = Path("/dev/shm")
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     parent = options.folder or (memory if memory.is_dir() else Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix="soak_", dir=parent))
     began = time.monotonic()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
+from megatron_fp4.checkpoint.files import FileRecord, Manifest, write_manifest
 from pretrain import configure
 from scripts import fingerprint
 
@@ -45,6 +47,9 @@ def test_a_line_changes_with_every_kind_of_bit(
     ones = torch.ones(4)
     for name, weights in (("ones", ones), ("more", torch.nextafter(ones, 2 * ones))):
         save({"model": {"w": weights}}, storage_writer=FileSystemWriter(tmp_path / name), no_dist=True)
+        contents = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        records = {file: FileRecord(len(of), hashlib.sha256(of).hexdigest()) for file, of in contents.items()}
+        write_manifest(tmp_path / name, Manifest(1, 1, 0, 0, 1, {}, records, "2"))
     cases = {
         "a run": "",
         "the same": "",

@@ -50,7 +50,7 @@ def check(saved: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch
     def check(run_dir: Path, *overrides: str) -> list[str]:
         before = sorted(run_dir.rglob("*"))
         capsys.readouterr()
-        config = config_from_saved(saved, [f"run.dir={run_dir}", *overrides], CONFIGS)
+        config = config_from_saved(saved, [f"run.dir={run_dir}", *overrides], CONFIGS, trusted=True)
         try:
             check_configuration(config, 1, "cpu")
             check_initialization(config)

@@ -144,8 +144,9 @@ def open_run(text: str | Path) -> RunFolder:
 
 
 def open_runs(texts: Sequence[str | Path]) -> list[RunFolder]:
-    """`open_run` of each. Raises ValueError too if two have the same name, which no picture could tell apart."""
-    runs = [open_run(text) for text in texts]
+    """`open_run` of each; SWEEP/* may be given, with Hydra's file of the sweep. Raises ValueError too if two have the
+    same name, which no picture could distinguish."""
+    runs = [open_run(text) for text in texts if Path(text).name != "multirun.yaml"]
     names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1:

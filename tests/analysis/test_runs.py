@@ -74,6 +74,14 @@ def test_what_cannot_be_compared_is_one_line(
     assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1
 
 
+def test_the_folders_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, 24)
+    (tmp_path / "multirun.yaml").touch()
+    assert compare.main(["runs", *map(str, sorted(tmp_path.iterdir()))]) == 0
+    assert "| a |" in capsys.readouterr().out
+
+
 def test_settings_that_matter_are_told() -> None:
     mine = settings_of(
         {"run": {"seed": 1}, "data": {"seed": None, "validation": {"a": "x"}, "num_workers": 1},

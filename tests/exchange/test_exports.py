@@ -164,7 +164,7 @@ def test_a_checkpoint_is_kept_until_its_export_is_there(tmp_path: Path, monkeypa
         "WORLD_SIZE": None,
         "MASTER_ADDR": None,
         "nice": 19,
-        "how": ["--dtype", "bfloat16"],
+        "how": ["--dtype", "bfloat16", "--trust-config"],
         "cwd": str(tmp_path),
     }
 

@@ -50,7 +50,8 @@ def run(folder: Path, cache: Path, ranks: int, overrides: list[str], kill_after:
         free.bind(("", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "pretrain.py", *SMALL, *overrides, f"run.dir={folder}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     if ranks > 1:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     programs = []

@@ -95,9 +95,9 @@ def test_gemms_add_the_gradients_of_micro_batches(backend, monkeypatch):
     totals = []
     original = TransformerEngineBackend.gemm
 
-    def watching(self, a, b, out_dtype, total=None):
+    def watching(self, a, b, out_dtype, total=None, rows=None):
         totals.append(total is not None)
-        return original(self, a, b, out_dtype, total)
+        return original(self, a, b, out_dtype, total, rows)
 
     monkeypatch.setattr(TransformerEngineBackend, "gemm", watching)
     context = LinearContext("a", FP8, StepState(seed=0), backend)
@@ -120,5 +120,4 @@ def test_pretrain_tests_the_backend_and_trains(tmp_path, capsys):
     scales = "precision.fp8_power_of_two_scales=true"
     assert run(tmp_path, "precision=fp8_block", "precision.backend=transformer_engine", scales) == 0
     printed = capsys.readouterr().out
-    assert "transformer_engine on cuda" in printed
     assert "self-test of transformer_engine" in printed and "no difference" in printed
