@@ -11,8 +11,8 @@ another run is there it waits, and then refuses. A signal (TERM, USR1, HUP, INT,
 run.max_minutes stop it after a step, with a checkpoint. Exit codes, and states in run.dir/state.json:
 0 finished; 75 stopped on request and saved; 2 refused, in one line on stderr: the configuration is wrong; 3 diverged:
 too many steps in a row were skipped, or all of them; 4 wrong numbers: hardware or kernels compute something else than
-they should; 1 anything else. A second signal, 5 seconds after the first or later, leaves at once with 128 plus its
-number.
+they should; 5 hung in a file call or section; 1 anything else. A second signal, 5 seconds after the first or later,
+leaves at once with 128 plus its number.
 """
 
 from __future__ import annotations
