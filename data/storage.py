@@ -65,7 +65,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         if folder.is_dir():
             return folder
         temporary = folder.with_name(folder.name + ".tmp")
-        if temporary.exists():  # left by a build that was killed; nobody else can be in it under the lock
+        if temporary.exists():  # left by a build that was killed; no other process can be in it under the lock
             shutil.rmtree(temporary)
         temporary.mkdir()
         try:
@@ -109,7 +109,7 @@ def default_remote_cache() -> Path:
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError for a URL of a kind that nobody opens here, naming the package to install if there is one."""
+    """Raise ValueError for a URL of a kind that is not opened here, naming the package to install if there is one."""
     protocol = url.partition("://")[0]
     try:
         fsspec.get_filesystem_class(protocol)
@@ -429,7 +429,7 @@ def is_url(path: str) -> bool:
 def open_file(path: str, cache: Path | None = None) -> ByteFile:
     """A file on this machine, or the object of a URL. cache: the folder where parts of objects are kept.
 
-    Raises FileNotFoundError, IsADirectoryError or PermissionError; ValueError for a URL of a kind that nobody knows;
+    Raises FileNotFoundError, IsADirectoryError or PermissionError; ValueError for a URL of an unknown kind;
     OSError for an object that cannot be reached.
     """
     return RemoteFile(path, cache) if is_url(path) else LocalFile(path)

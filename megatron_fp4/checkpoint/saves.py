@@ -1,4 +1,4 @@
-"""Saving, as all ranks together do it: at once, or in the background while training goes on.
+"""Saving, as all ranks together do it: at once, or in the background while training continues.
 
 A save is a sequence of stages. After each, every rank learns whether any rank failed; if so the attempt is removed, and
 earlier checkpoints are as they were. A process may be killed at any moment: the next start finds the newest checkpoint
@@ -10,8 +10,8 @@ that is whole (files.py says how one tells).
        and removes old checkpoints
 
 In the background the tensors are copies of one instant (`Staging`), and the stages run in a thread. One save is on its
-way at a time. An attempt that fails is made once more; then the save is given up, and training goes on: the report says
-so. Where `max_failed` saves in a row came to nothing, the run ends.
+way at a time. An attempt that fails is made once more; then the save is given up, and the run continues, as the report
+says. Where `max_failed` saves in a row came to nothing, the run ends.
 """
 
 from __future__ import annotations

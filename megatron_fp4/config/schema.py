@@ -189,7 +189,7 @@ class ScheduleConfig:
 class CheckpointConfig:
     """interval: steps between checkpoints (0: only the final one). keep: how many to keep (0: all).
 
-    asynchronous: training goes on while a checkpoint is written, of a copy in host memory (each rank's share of weights
+    asynchronous: training continues during a save, of a copy in host memory (each rank's share of weights
         and moments); `false`: it waits. A save that fails is tried again, then left out; three in a row end the run.
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `required` (the same, and one must be there),
         `never`, or the path of a checkpoint: of another run, from which this one begins (its own go first on later
@@ -220,7 +220,7 @@ class ValidationConfig:
     """interval: steps between validations (0: only at the end).
 
     num_samples: held-out sequences of each set, spread evenly over it; null: all that it has.
-    prompts: texts that the model goes on with after each validation: into the log, metrics.jsonl, TensorBoard and wandb
+    prompts: texts that the model continues after each validation: into the log, metrics.jsonl, TensorBoard and wandb
         (inference/prompts.py). An empty one begins a new document. prompt_tokens: at most so many tokens each.
     """
 
@@ -274,7 +274,7 @@ class ParallelConfig:
     tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on when tensor > 1).
     replicate: number of FSDP replicas (hybrid sharding). reshard: free gathered parameters after every use
     (`true`, less memory) or keep them for the whole step (`false`, less communication); 4-bit codes, as which weights
-    are gathered that nobody needs otherwise, are kept in any case.
+    are gathered that nothing else needs, are kept in any case.
     reduce_gradients: over the shards, `once` a step (less communication; until then each rank holds the FP32 gradients
     of its whole tensor-parallel slice) or after `each` micro-batch (only of its shard).
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.

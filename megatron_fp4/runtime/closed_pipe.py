@@ -23,7 +23,7 @@ class ReaderLeftError(SystemExit):
 
 
 def end_without_reader() -> None:
-    """Let this process raise ReaderLeftError where it writes to its standard output and nobody reads that any more.
+    """Let this process raise ReaderLeftError where it writes to its standard output and no process reads that any more.
 
     It ends with exit code 141 then, or with its own if only the last of its output was still to be written.
     """

@@ -83,7 +83,7 @@ class StopRequest:
 
     def decline(self) -> None:
         """This program has no steps to stop after, only something to say: from now on signals do what they did before,
-        one that has already come included, and it ends when nobody reads."""
+        one that has already come included, and it ends without a reader."""
         end_without_reader()
         self.close()
         if self.received is not None:
@@ -140,7 +140,7 @@ class StopRequest:
 
     def _leave(self, number: int) -> NoReturn:
         self._say(f"{_name(number)}, the second signal: leaving at once, nothing is saved")
-        if os.isatty(1):  # a progress bar hides the cursor, and nobody else will bring it back
+        if os.isatty(1):  # a progress bar hides the cursor, which nothing else brings back
             os.write(1, b"\x1b[?25h")
         os._exit(128 + number)
 

@@ -112,7 +112,7 @@ def graphs_refusal(config: Config, ranks: int, device_type: str, backend: str) -
     if config.parallel.replicate * config.parallel.tensor != ranks or config.parallel.replicate > 1:
         return "FSDP2 gathers parameters and adds gradients up over data-parallel ranks, which is not captured"
     if backend != "emulated":
-        return f"linears are computed by {backend}, which nobody has captured"
+        return f"linears are computed by {backend}, whose calls have not been captured"
     if config.precision.compute_dtype != "bfloat16":
         return f"precision.compute_dtype={config.precision.compute_dtype} has no kernels of its own"
     if config.data.documents == "masked":
@@ -143,7 +143,7 @@ class MicroBatchGraphs:
     """The graphs of a model's micro-batches, for `accumulate`.
 
     linears: the contexts of all linears of the plan by name. required: a capture that fails is an error; otherwise
-    `warn` is told, and the run goes on without graphs. capture: makes a `Captured` of a function and a pool.
+    `warn` is told, and the run continues without graphs. capture: makes a `Captured` of a function and a pool.
     """
 
     def __init__(

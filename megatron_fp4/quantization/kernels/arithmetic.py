@@ -3,7 +3,6 @@
 See `fp4.py` beside it for what they make up and for what keeps their bits equal to the PyTorch reference.
 """
 
-# ruff: noqa: D103 (names say it)
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
@@ -324,11 +323,13 @@ def scale_from_byte(byte, BLOCK: tl.constexpr):
 
 @triton.jit
 def nan_max(a, b):
+    """The larger; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def nan_min(a, b):
+    """The smaller; NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -406,6 +407,7 @@ def sign_bytes(a, b):
 
 @triton.jit
 def abs_pair(a):
+    """Two BF16 in 32 bits without their signs."""
     return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [a], tl.int32, True, 1)
 
 

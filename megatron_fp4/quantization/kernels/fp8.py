@@ -10,7 +10,6 @@ MXFP8's codes under powers of two are exact in BF16, so an operand is a BF16 ten
 backward pass is kept as codes and decoded there.
 """
 
-# ruff: noqa: D103 (names of helpers say it)
 from __future__ import annotations
 
 import triton
@@ -209,6 +208,7 @@ def mxfp8_tile():
 
 @triton.jit
 def over_columns(scale):
+    """The scale of each block of 32, for all of its elements: int32 [..., 4, 32]."""
     return scale + tl.zeros([1, 4, 32], tl.int32)
 
 

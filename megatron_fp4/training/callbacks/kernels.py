@@ -264,7 +264,7 @@ def _compiled_at_once(autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]
     mode = getattr(sys.modules.get("triton"), "AsyncCompileMode", None)
     if mode is not None:  # else each is compiled when its turn to be timed has come
         workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
-        # What cannot be compiled is found out once more, and told apart, where it is timed.
+        # What cannot be compiled is found out again, and distinguished, where it is timed.
         try:
             with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
                 for config in configs:
