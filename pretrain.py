@@ -154,12 +154,13 @@ def only_run(config: Config, signals: StopRequest) -> Iterator[tuple[Trainer, Ru
     progress.observer = ledger = TimeLedger(signals.began)
     with (
         sole_run(run_dir),
-        RunState(run_dir, first_rank, progress) as state,
+        RunState(run_dir, first_rank, progress, anew=config.checkpoint.resume == "never") as state,
         progress.watched(run_dir, timeout),
     ):
         progress.at(0, "build")
         trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress)
         trainer.log.times = ledger
+        trainer.checkpointer.saves.published = state.saved
         yield trainer, state
 
 

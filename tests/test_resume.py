@@ -13,6 +13,7 @@ import pytest
 
 import pretrain
 from data.indexed import IndexedDatasetWriter
+from megatron_fp4.training import trainer
 from scripts import compare
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
 
@@ -143,6 +144,56 @@ def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: S
     start(copy, "checkpoint.resume=never")  # what the message offers
     assert losses(copy) == losses(finished)
     assert (copy / "metrics.jsonl.1").read_bytes() == before and (copy / "summary.json.1").exists()
+
+
+def only_state(run_dir: Path) -> bytes:
+    """Leave nothing but state.json, as where a disk is not mounted; its content."""
+    content = (run_dir / "state.json").read_bytes()
+    shutil.rmtree(run_dir)
+    run_dir.mkdir()
+    (run_dir / "state.json").write_bytes(content)
+    return content
+
+
+def test_state_json_alone_tells_of_a_run(finished: Path, copy: Path, start: Start) -> None:
+    """Also after other refusals, in version 0.2's words, and of a run that was killed."""
+    start(copy, "train.stepz=3", code=2)
+    before = only_state(copy)
+    record = json.loads(before)
+    killed = {**record, "state": "running", "step": 0}
+    old = {key: value for key, value in {**record, "state": "finished", "step": STEPS}.items() if key != "checkpoint"}
+    for content in (before, json.dumps(killed).encode(), json.dumps(old).encode()):
+        (copy / "state.json").write_bytes(content)
+        for override in ("checkpoint.resume=auto", "checkpoint.resume=required", "train.stepz=3"):
+            output = start(copy, override, code=2)
+            assert ("a run of 8 steps was here" in output and "checkpoint.resume=never" in output) or "stepz" in output
+            assert (copy / "state.json").read_bytes() == content
+    start(copy, "checkpoint.resume=never")  # what the message offers
+    assert losses(copy) == losses(finished)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_run_without_a_checkpoint_begins_anew(
+    finished: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """One that was killed at its start, or crashed in step 3."""
+    run_dir, update = tmp_path / "run", trainer.update
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        if step:
+            calls = iter([update] * (step - 1))
+            patch.setattr(
+                trainer, "update", lambda *args, **kwargs: next(calls, lambda *_, **__: 1 // 0)(*args, **kwargs)
+            )
+        else:
+            patch.setattr(trainer.Trainer, "resume", lambda _: 1 // 0)
+        start(run_dir, "checkpoint.interval=0")
+    record = json.loads(only_state(run_dir))
+    assert (record["state"], record["step"], record["checkpoint"]) == ("crashed", step, 0)
+    if not step:
+        (run_dir / "state.json").write_text(json.dumps({**record, "state": "running"}))
+    start(run_dir)
+    assert losses(run_dir) == losses(finished)
+    assert json.loads((run_dir / "state.json").read_text())["checkpoint"] == STEPS
 
 
 def test_a_branch_goes_on_where_it_stopped(finished: Path, start: Start, tmp_path: Path) -> None:

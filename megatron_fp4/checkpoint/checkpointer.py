@@ -210,6 +210,8 @@ class Checkpointer:
         self.initialized_from = Origin.of(resumed.trainer, "initialized_from")
         if resumed.folder.absolute().parent == self.root.absolute():
             self._saved_step = resumed.step
+            if self._mesh.rank == 0:
+                self.saves.published(resumed.step)
         self._last = resumed.folder, resumed.step
         step_state.weights_version += 1
         return resumed

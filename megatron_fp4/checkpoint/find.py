@@ -34,6 +34,7 @@ from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin, OtherFormatError
 from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync, RefusedError
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.runtime.run_state import STATE_FILE, checkpoint_in_state
 
 logger = logging.getLogger(__name__)
 
@@ -304,6 +305,8 @@ def earlier_run(root: Path, *, branch: bool) -> tuple[int, list[str]]:
         found.append(f"{METRICS} has {steps} steps, and {saved} checkpoints saved")
     elif resumed_from and not branch:
         found.append(f"{METRICS} has a start from step {resumed_from}")
+    if last := checkpoint_in_state(run_dir):
+        found.append(f"{STATE_FILE} says that a run of {last} steps was here")
     if not anew:  # otherwise the rest is of the run before, which was given up knowingly
         if (run_dir / SUMMARY).exists():
             found.append(f"{SUMMARY} says that it was finished")

@@ -86,9 +86,9 @@ class Saves:
 
     device: for the collectives of training's own group. keep: how many checkpoints to keep (0: all). staging: given,
     saves are written in the background. max_failed: so many in a row that come to nothing end the run. before_publish:
-    called on rank 0, in whatever thread, before a checkpoint gets its name. needed: asked there for the names of
-    checkpoints that must not be removed yet. alive: called while training waits for a save. failed_in_a_row: saves that
-    came to nothing. last: the checkpoint that was made last.
+    called on rank 0, in whatever thread, before a checkpoint gets its name. published: called there after that, with
+    its step. needed: asked there for the names of checkpoints that must not be removed yet. alive: called while
+    training waits for a save. failed_in_a_row: saves that came to nothing. last: the checkpoint that was made last.
     """
 
     root: Path
@@ -98,6 +98,7 @@ class Saves:
     max_failed: int = 1
     staging: Staging | None = None
     before_publish: Callable[[], None] = lambda: None
+    published: Callable[[int], None] = lambda step: None
     alive: Callable[[], None] = lambda: None
     needed: Callable[[], Collection[str]] = tuple
     failed_in_a_row: int = 0
@@ -270,6 +271,7 @@ class Saves:
         if self._abandoned.is_set():
             raise InterruptedError("the run ended while it was being written")
         files.publish(staging, final)
+        self.published(snapshot.manifest.step)
         try:
             if removed := files.prune(self.root, self.keep, just_made=final, needed=self.needed()):
                 logger.info("removed old checkpoints: %s", ", ".join(folder.name for folder in removed))

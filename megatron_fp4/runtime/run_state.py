@@ -5,10 +5,13 @@ loader workers do not inherit it; and network file systems pass it on to other h
 a warning says so and the run trains on.
 
 torchrun turns every exit code of its workers into 1, and a killed process has none, so what a restart should do is
-written down: {"state", "step", "reason", "pid", "host", "time"}. state is `running` or one of errors.ExitCode;
-`running` of a process that is gone means that it was killed. step is the last one begun, as in metrics.jsonl. The
-first rank writes it, replacing the file, and only while it holds the run's lock: who was refused because of another
-run says nothing about that one.
+written down: {"state", "step", "checkpoint", "reason", "pid", "host", "time"}. state is `running` or one of
+errors.ExitCode; `running` of a process that is gone means that it was killed. step is the last one begun, as in
+metrics.jsonl; checkpoint is the step of the newest one, 0 if the run has none. The first rank writes it, replacing the
+file, and only while it holds the run's lock: who was refused because of another run says nothing about that one.
+
+Where `checkpoint` names one and `checkpoints/` has none, a disk is not mounted or a folder is lost. The start is
+refused (checkpoint/find.py) and leaves the file alone, which may be all that tells of the run.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,25 +110,33 @@ def _acquire(descriptor: int, run_dir: Path) -> str | None:
 class RunState:
     """The state of a start, from `running` when entered to what `ended` says or the exception means.
 
-    active: whether this rank writes. progress: has the step that an exception came in.
+    active: whether this rank writes. progress: has the step that an exception came in. anew: it begins at step 0,
+    whatever was in `run_dir`.
     """
 
-    def __init__(self, run_dir: Path, active: bool, progress: Progress) -> None:
+    def __init__(self, run_dir: Path, active: bool, progress: Progress, anew: bool = False) -> None:
         self._run_dir = run_dir
-        self._active = active
+        self._active = active and (anew or not has_lost_checkpoints(run_dir))
         self._progress = progress
+        self._checkpoint = 0 if anew and has_lost_checkpoints(run_dir) else checkpoint_in_state(run_dir)
+        self._now: tuple[str, int, str] = "running", progress.place.step, ""
 
     def __enter__(self) -> RunState:
-        self._write("running", self._progress.place.step, "")
+        self._write(*self._now)
         self._progress.on_hang = self._hung
         return self
+
+    def saved(self, step: int) -> None:
+        """Write down that the checkpoint of `step` is the newest; on the first rank, from any thread."""
+        self._checkpoint = step
+        self._write(*self._now)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.on_hang = None
         # Another rank hung, and this one failed of waiting for it: that it hung is the news.
-        if error is not None and _state_in(self._run_dir) != ExitCode.HUNG.state:
+        if error is not None and read_state(self._run_dir).get("state") != ExitCode.HUNG.state:
             self._write(exit_code_of(error).state, self._progress.place.step, f"{type(error).__name__}: {error}")
 
     def ended(self, code: ExitCode, step: int, reason: str = "") -> ExitCode:
@@ -139,17 +151,25 @@ class RunState:
 
     def _hung(self, step: int, reason: str) -> None:
         """Any rank writes that it hangs: others do not know."""
-        write_state(self._run_dir, ExitCode.HUNG.state, step, reason)
+        write_state(self._run_dir, ExitCode.HUNG.state, step, reason, self._checkpoint)
 
     def _write(self, state: str, step: int, reason: str) -> None:
+        self._now = state, step, reason
         if self._active:
-            write_state(self._run_dir, state, step, reason)
+            write_state(self._run_dir, state, step, reason, self._checkpoint)
 
 
-def write_state(run_dir: Path, state: str, step: int | None, reason: str) -> None:
+def write_state(run_dir: Path, state: str, step: int | None, reason: str, checkpoint: int) -> None:
     """Replace `state.json` of `run_dir`; a disk that refuses it is a warning."""
-    record = {"state": state, "step": step, "reason": reason, "pid": os.getpid(), "host": socket.gethostname()}
-    record["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    record = {
+        "state": state,
+        "step": step,
+        "checkpoint": checkpoint,
+        "reason": reason,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
     temporary = run_dir / f"{STATE_FILE}.tmp"
     try:
         temporary.write_text(json.dumps(record, indent=1) + "\n")
@@ -158,12 +178,27 @@ def write_state(run_dir: Path, state: str, step: int | None, reason: str) -> Non
         log.warning("could not write %s: %s", run_dir / STATE_FILE, error)
 
 
-def _state_in(run_dir: Path) -> str | None:
+def read_state(run_dir: Path) -> dict[str, Any]:
+    """What `state.json` says, empty if it cannot be read."""
     try:
-        state: str | None = json.loads((run_dir / STATE_FILE).read_text()).get("state")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return state
+        record = json.loads((run_dir / STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def checkpoint_in_state(run_dir: Path) -> int:
+    """The step of the newest checkpoint that the run in `run_dir` has, by `state.json`; 0 if there is none."""
+    record = read_state(run_dir)
+    saved = record.get("checkpoint")
+    if saved is None and record.get("state") in (ExitCode.FINISHED.state, ExitCode.STOPPED.state):
+        saved = record.get("step")  # of version 0.2, which has no such key: these two ends save
+    return saved if isinstance(saved, int) else 0
+
+
+def has_lost_checkpoints(run_dir: Path) -> bool:
+    """Whether `state.json` tells of a checkpoint and there is none."""
+    return checkpoint_in_state(run_dir) > 0 and not any(run_dir.glob("checkpoints/step_*"))
 
 
 def explain(error: Exception, run_dir: str | None, ended: Callable[[], bool] = lambda: False) -> ExitCode:
@@ -180,12 +215,13 @@ def explain(error: Exception, run_dir: str | None, ended: Callable[[], bool] = l
 
 
 def note_refusal(run_dir: Path, reason: str) -> None:
-    """Write down that a start was refused before it held the lock of `run_dir`, unless another run holds it now or
-    there is no such folder."""
+    """Write down that a start was refused before it held the lock of `run_dir`, unless another run holds it now, there
+    is no such folder, or its checkpoints are lost."""
     with contextlib.suppress(OSError):
         descriptor = _open_lock(run_dir)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_state(run_dir, ExitCode.REFUSED.state, None, reason)
+            if not has_lost_checkpoints(run_dir):
+                write_state(run_dir, ExitCode.REFUSED.state, None, reason, checkpoint_in_state(run_dir))
         finally:
             os.close(descriptor)

@@ -168,14 +168,14 @@ def test_a_refused_start_says_nothing_about_a_run_that_lives(mesh: ParallelMesh,
 
 def test_the_slurm_script_reads_what_is_written(tmp_path: Path) -> None:
     decide(tmp_path, "begin")
-    write_state(tmp_path, "stopped", 3, "the file STOP")
+    write_state(tmp_path, "stopped", 3, "the file STOP", 3)
     requeued, why = decide(tmp_path, "end", "0")
     assert not requeued and "the file STOP" in why
-    write_state(tmp_path, "diverged", 3, 'NonFiniteError: 10 steps "in a row"')
+    write_state(tmp_path, "diverged", 3, 'NonFiniteError: 10 steps "in a row"', 0)
     requeued, why = decide(tmp_path, "end", "0")
     assert not requeued and "diverged" in why and "in a row" in why
 
 
 def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_state(tmp_path / "gone", "running", 0, "")
+    write_state(tmp_path / "gone", "running", 0, "", 0)
     assert "could not write" in caplog.text
