@@ -23,8 +23,8 @@ from exchange.checkpoint import Checkpoint, load_model
 from exchange.nvfp4 import TrainedPlan
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from inference.generation import lower_weights
 from inference.models import OpenedFolder, Progress, Row, Scorer, markdown
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.metrics import last_validation
-from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.plan import Plan, PrecisionController
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 
 TOLERANCE = 1e-5
 # Windows whose pieces transformers scores together, in batches by length.

@@ -21,8 +21,8 @@ from inference.generation import (
     stream,
 )
 from megatron_fp4.config.schema import ValidationConfig
+from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.recipe import BF16
-from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.callbacks.validation import AtValidation, evaluation_mode
 from models.hybrid import HybridModel

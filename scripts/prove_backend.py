@@ -35,11 +35,11 @@ from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.backend_support import BACKENDS, choose_backend, recipes_by_key
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16, GEMMS, Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
 from megatron_fp4.precision.transformer_engine import not_installed
 from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, sample_tensors
 from megatron_fp4.quantization.elements import E2M1_VALUES, E4M3_MAX, e2m1_values, ue8m0_values, unpack_codes

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend_support import BACKENDS
 from megatron_fp4.precision.emulated import EmulatedBackend
+from megatron_fp4.precision.support import BACKENDS
 from megatron_fp4.quantization import nvfp4
 from megatron_fp4.quantization.elements import round_e2m1_stochastic
 from scripts import prove_backend

@@ -197,13 +197,16 @@ RECIPES = [
         [*EDEN, "precision.fprop.activation.rounding=ms_eden"],
         "fprop.activation.rounding=ms_eden is for dgrad and wgrad",
     ),
-    ("precision.bf16_blocks.first=4", "leave none of the 6 blocks of model.pattern=M-*-M- quantized"),
+    (
+        "precision.bf16_blocks.first=4",
+        "leaves none of the 12 linears quantized (blocks.0.mixer.in_proj: block 0 is one of the first 4)",
+    ),
     ("precision.bf16_blocks.names=['*']", "leaves none of the 12 linears quantized"),
     ("precision.bf16_blocks.names=['*.outproj']", "precision.bf16_blocks.names has '*.outproj', which matches no"),
     ("precision.exceptions=[{names: ['*.outproj']}]", "precision.exceptions[0].names has '*.outproj', which"),
     ("precision.exceptions=[{blocks: X}]", "exceptions[0].blocks=X has 'X'"),
     ("precision.switch.target=nvfp4", "precision.switch.when=never"),
-    (["precision=bf16", "precision.recheck_interval=10"], "quantizes nothing that could be compared"),
+    (["precision=bf16", "precision.recheck_interval=10"], "precision.recheck_interval=10 has no effect"),
     (["precision=bf16", "precision.wgrad.rht=16"], "precision.wgrad.rht=16 has no effect"),
     (["precision=bf16", "precision.bf16_blocks.last=2"], "precision.bf16_blocks.last=2"),
     (["precision=bf16", "precision.diagnostics.interval=5"], "precision.diagnostics.interval=5"),
@@ -211,8 +214,8 @@ RECIPES = [
     (["precision.wgrad.rht=0", "precision.rht_signs=fresh"], "precision.rht_signs=fresh"),
     (["precision.switch.when=0.5", "precision.switch.interval=5"], "precision.switch.interval=5"),
     ("model.hidden_dim=200", "model.hidden_dim=200"),
-    (["model.ffn_dim=1040", "precision=mxfp4"], "1024 or 1056"),
-    (["model.hidden_dim=64", "precision=fp8_block"], "128 work"),
+    (["model.ffn_dim=1040", "precision=mxfp4"], "is not a multiple of 32"),
+    (["model.hidden_dim=64", "precision=fp8_block"], "is not a multiple of 128"),
     (TE, "this run is on cpu"),
 ]
 # (overrides, ranks, what the line says), on a GPU
@@ -248,7 +251,7 @@ ON_GPUS = [
         1,
         "exceptions[0].precision=mxfp4: prec",
     ),
-    (["precision=mxfp4", "precision.backend=torch"], 1, "it multiplies nvfp4 and mxfp8"),
+    (["precision=mxfp4", "precision.backend=torch"], 1, "use nvfp4 or mxfp8 or bf16"),
 ]
 
 
@@ -367,7 +370,7 @@ FILES = [
         "experiment=mine",
         "mine.yaml: train.kernels=fast: Input should be 'auto', 'torch' or 'fused'",
     ),
-    ("plan.yaml", BINARY, "precision.bf16_blocks.file=FOLDER/plan.yaml", "plan.yaml cannot be read"),
+    ("plan.yaml", BINARY, "precision.bf16_blocks.file=FOLDER/plan.yaml", "plan.yaml cannot be used"),
     ("plan.yaml", b"bf16: [x]\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "lists 'x', which is no linear of"),
     ("empty/x", b"", "checkpoint.resume=FOLDER/empty", "is neither a checkpoint nor a run with checkpoints"),
     ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "no whole checkpoint (manifest.json is not readable"),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.removed_keys import removed_values, renewed
 from megatron_fp4.config.schema import Config, ScheduleConfig
-from megatron_fp4.precision.switch import PrecisionSwitch
+from megatron_fp4.precision.plan import PrecisionSwitch
 from megatron_fp4.training.optimizer import WSDSchedule
 
 NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")

@@ -39,7 +39,7 @@ Way = Callable[[Tensor, ParallelMesh], Tensor]
 
 
 class QuantizedLinear(nn.Module):
-    """What the two parallel linears share: a weight and its context, which precision/switch.py fills in."""
+    """What the two parallel linears share: a weight and its context, which precision/plan.py fills in."""
 
     context: LinearContext
 

@@ -39,8 +39,8 @@ from megatron_fp4.precision.emulated import codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.overlapped import Pending
+from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import TensorMicroBatch
 from megatron_fp4.training.step import accumulate, update

@@ -1,8 +1,8 @@
 """What a backend is: it makes the operands of GEMMs and multiplies them; the linear does the rest.
 
 Three exist: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels of Blackwell and Hopper)
-and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's controller (switch.py) gives each
-linear its backend, which alone gets the operands that it made. backend_support.py says what each cannot compute.
+and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's controller (plan.py) gives each
+linear its backend, which alone gets the operands that it made. support.py says what each cannot compute.
 
 What kernels demand of a linear's sizes is in `Alignment`, which padding, `--check` and tests read. A linear multiplies
 x [tokens, inputs] and W [outputs, inputs]. Each of the three sizes is the dot product of one GEMM and a row of operands

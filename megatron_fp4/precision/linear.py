@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 @dataclass
 class LinearContext:
     """What one linear needs to know besides its tensors. `name`, `recipe`, `step_state` and `backend` are written by
-    the run's controller (switch.py).
+    the run's controller (plan.py).
 
     backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.

@@ -1,25 +1,46 @@
-"""The plan: which linear has which recipe, and why.
+"""The plan: which linear has which recipe, and why; and the switch to another plan during a run.
 
 Selective high precision (paper, sections 4.1 and E.2): linears are quantized by the run's recipe except those of the
 first and last blocks, those whose names match a pattern, and those that a plan file lists, which are in BF16; and those
 of `precision.exceptions`, which have a recipe of their own. Embedding, head, norms and everything between the linears
 are never quantized and do not appear.
+
+The paper switches to higher precision shortly before the learning rate decays (appendix D); "FP4 all the way"
+switches when the gradient drowns in quantization noise (its section 4): when
+
+    ||gradient|| / (sigma_q * sqrt(d))  <  sqrt(3)
+
+with sigma_q the standard deviation of the gradient's quantization noise per coordinate and d their number, so that the
+denominator is the norm of the noise. The switch takes effect between two optimizer steps, on all ranks alike: it is a
+function of the step number, or of a measurement that all ranks share.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_fp4.config.precision_schema import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
+from megatron_fp4.config.precision_schema import (
+    Bf16BlocksConfig,
+    ComposedException,
+    ExceptionConfig,
+    RecipeConfig,
+    SwitchConfig,
+)
 from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization.elements import E2M1_MAX
 from megatron_fp4.quantization.formats import FORMATS
+
+if TYPE_CHECKING:
+    from megatron_fp4.precision.backend import Backend
+    from megatron_fp4.precision.linear import LinearContext
+    from megatron_fp4.precision.rng import StepState
 
 # Below this share of its weights a plan is hardly one of 4 bits, and says so.
 FEW_IN_4_BITS = 0.6
@@ -123,20 +144,17 @@ class Plan:
     def recipe_names(self) -> dict[Recipe, str]:
         """Every recipe of the plan once, as rows have them, with a name of its own: `nvfp4`, another `nvfp4 (2)`."""
         names: dict[Recipe, str] = {}
-        for row in self.rows:
-            if row.recipe not in names:
-                number = 1 + sum(recipe.name == row.recipe.name for recipe in names)
-                names[row.recipe] = row.recipe.name if number == 1 else f"{row.recipe.name} ({number})"
+        for recipe in recipes_in([self]):
+            number = 1 + sum(recipe.name == other.name for other in names)
+            names[recipe] = recipe.name if number == 1 else f"{recipe.name} ({number})"
         return names
 
     def as_dict(self) -> dict[str, Any]:
         """For YAML and checkpoints: the recipes written out, and every linear with its recipe's name and the reason."""
         names = self.recipe_names
-        recipes = {name: recipe.describe() for recipe, name in names.items()}
-        linears = {row.linear.name: {"recipe": names[row.recipe], "why": row.reason} for row in self.rows}
         return {
-            "recipes": recipes,
-            "linears": linears,
+            "recipes": {name: recipe.describe() for recipe, name in names.items()},
+            "linears": {row.linear.name: {"recipe": names[row.recipe], "why": row.reason} for row in self.rows},
             "quantized_linears": f"{self.num_quantized} of {len(self.rows)}",
             "bf16": [row.linear.name for row in self.rows if not row.recipe.quantized],
         }
@@ -152,6 +170,15 @@ def plan_in_effect(plans: tuple[Plan, Plan | None], switched_at: int | None) -> 
 def recipes_in(plans: Iterable[Plan | None]) -> list[Recipe]:
     """Those of all linears of all plans, each once."""
     return list(dict.fromkeys(row.recipe for plan in plans if plan is not None for row in plan.rows))
+
+
+def recipe_of(exception: ExceptionConfig) -> RecipeConfig:
+    """The recipe of an exception of a composed configuration."""
+    assert isinstance(exception, ComposedException), "an exception without its recipe"
+    return exception.recipe
+
+
+# ------------------------------------------------------------------------------------------------- from a configuration
 
 
 def build_plan(
@@ -172,18 +199,15 @@ def build_plan(
     shapes = list(linears)
     recipes = [recipe_from_config(recipe_of(exception)) for exception in exceptions]
     listed = _read_plan_file(bf16.file, {shape.name for shape in shapes}, key) if bf16.file else frozenset()
-    _refuse_unmatched(f"{key}.bf16_blocks.names", bf16.names, shapes, num_blocks)
-    for i, exception in enumerate(exceptions):
-        among = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
-        _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, among, num_blocks)
-    _refuse_covered(exceptions, shapes, key)
+    _refuse_unmatched(f"{key}.bf16_blocks.names", bf16.names, shapes)
+    _refuse_exceptions(exceptions, shapes, key)
     quantized = recipe.quantized or any(other.quantized for other in recipes)
     rows = []
     for shape in shapes:
         planned, reason, where = recipe, "the run's recipe", key
         if quantized and (why := _bf16_reason(shape, bf16, num_blocks, listed)):
             planned, reason = BF16, why
-        elif match := first_exception(shape.name, shape.letter, exceptions):
+        elif match := _first_exception(shape, exceptions):
             index, pattern = match
             planned, reason = recipes[index], f"its name matches {pattern}"
             where = f"{key}.exceptions[{index}].precision={exceptions[index].precision}: precision"
@@ -193,36 +217,32 @@ def build_plan(
     return Plan(tuple(rows))
 
 
-def recipe_of(exception: ExceptionConfig) -> RecipeConfig:
-    """The recipe of an exception of a composed configuration."""
-    assert isinstance(exception, ComposedException), "an exception without its recipe"
-    return exception.recipe
-
-
-def first_exception(name: str, letter: str, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
-    """The first exception that covers a linear in a block of this letter, and the pattern that its name matches."""
+def _first_exception(shape: LinearShape, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
+    """The first exception that covers a linear, and the pattern that its name matches."""
     for i, exception in enumerate(exceptions):
-        if not exception.blocks or letter in exception.blocks:
+        if not exception.blocks or shape.letter in exception.blocks:
             for pattern in exception.names:
-                if fnmatch.fnmatchcase(name, pattern):
+                if fnmatch.fnmatchcase(shape.name, pattern):
                     return i, pattern
     return None
 
 
-def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[LinearShape], num_blocks: int) -> None:
+def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[LinearShape]) -> None:
     for pattern in patterns:
         if shapes and not any(fnmatch.fnmatchcase(shape.name, pattern) for shape in shapes):
             names = ", ".join(sorted({shape.name.split(".", 2)[-1] for shape in shapes}))
             raise ValueError(
-                f"{key} has {pattern!r}, which matches no linear; names are "
-                f"blocks.<0..{num_blocks - 1}>.<one of {names}>"
+                f"{key} has {pattern!r}, which matches no linear; they are blocks.<index>.<one of {names}>"
             )
 
 
-def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape], key: str) -> None:
+def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape], key: str) -> None:
+    """Those that match no linear of their blocks, or only linears that earlier ones take."""
     for i, exception in enumerate(exceptions):
-        matched = [shape for shape in shapes if first_exception(shape.name, shape.letter, [exception])]
-        takers = {found[0] for shape in matched if (found := first_exception(shape.name, shape.letter, exceptions))}
+        among = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
+        _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, among)
+        matched = [shape for shape in shapes if _first_exception(shape, [exception])]
+        takers = {found[0] for shape in matched if (found := _first_exception(shape, exceptions))}
         if matched and i not in takers:
             earlier = " and ".join(f"{key}.exceptions[{taker}]" for taker in sorted(takers))
             raise ValueError(
@@ -246,20 +266,151 @@ def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, li
 def _read_plan_file(path: str, known: set[str], key: str) -> frozenset[str]:
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        names = content.get("bf16") if isinstance(content, dict) else None
+        if not isinstance(names, list):
+            raise ValueError("it has no list of linears under `bf16`")
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"it lists {unknown[0]!r}, which is no linear of this model")
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        why = " ".join(str(error).split())
         raise ValueError(
-            f"{key}.bf16_blocks.file={path} cannot be read ({' '.join(str(error).split())}); give a plan file as "
-            "scripts/analyze_precision.py writes it"
+            f"{key}.bf16_blocks.file={path} cannot be used ({why}); give a plan file as scripts/analyze_precision.py "
+            "writes it for this model"
         ) from error
-    names = content.get("bf16") if isinstance(content, dict) else None
-    if not isinstance(names, list):
-        raise ValueError(
-            f"{key}.bf16_blocks.file={path} has no list of linears under the key `bf16`; give a "
-            "plan file as scripts/analyze_precision.py writes it"
-        )
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(
-            f"{key}.bf16_blocks.file={path} lists {unknown[0]!r}, which is no linear of this model; was the file "
-            f"made for another model? scripts/analyze_precision.py makes one for this one, or set it to null"
-        )
     return frozenset(names)
+
+
+# ------------------------------------------------------------------------------------------------------------- switch
+
+
+def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
+    """The step before which a switch `when` happens; None for `never` and `gradient_noise`, which have no fixed step.
+
+    Raises ValueError for anything but never, before_decay, gradient_noise, a fraction in (0, 1) or a step in
+    [0, num_steps].
+    """
+    if when in ("never", "gradient_noise"):
+        return None
+    if when == "before_decay":
+        return decay_start_step
+    try:
+        if when.isdecimal() and int(when) <= num_steps:
+            return int(when)
+        if not when.isdecimal() and 0 < float(when) < 1:
+            return round(float(when) * num_steps)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"precision.switch.when={when} is not never, before_decay, gradient_noise, a fraction between 0 and 1 or "
+        f"a step between 0 and train.steps={num_steps}; give one of these"
+    )
+
+
+@dataclass
+class PrecisionSwitch:
+    """Decides, before each step, whether the switch happens now, and remembers that it did; by default it never does.
+
+    at_step: as `switch_step` returns it. switched_at: the first step computed under the new plan, or None.
+    num_below: measurements in a row that lay below the threshold (`gradient_noise`).
+    """
+
+    config: SwitchConfig = field(default_factory=SwitchConfig)
+    at_step: int | None = None
+    switched_at: int | None = None
+    num_below: int = 0
+
+    def try_switch(self, step: int) -> bool:
+        """Switch before `step` is computed if it is time, once; returns whether it did."""
+        by_noise = self.config.when == "gradient_noise" and self.num_below >= self.config.patience
+        if self.switched_at is not None or not (by_noise or (self.at_step is not None and step >= self.at_step)):
+            return False
+        self.switched_at = step
+        return True
+
+    def measures(self, step: int) -> bool:
+        """Whether the gradient's quantization noise is to be measured in `step`."""
+        waiting = self.config.when == "gradient_noise" and self.switched_at is None
+        return waiting and step % self.config.interval == 0
+
+    def record(self, ratio: float) -> None:
+        """Take in a measured ratio of gradient norm over noise norm."""
+        self.num_below = self.num_below + 1 if ratio < self.config.threshold else 0
+
+
+class PrecisionController:
+    """Writes `plan` into the linears, and when the switch happens `plan_after_switch`, if there is one: every linear
+    then has its new recipe from the next forward pass on, and drops the quantized weights that it kept.
+
+    linears: the context of every linear of the plan by name. step_state: the one that they read. backend: who makes
+    operands and multiplies; None leaves each linear with what it has (`emulated` at first). plans: the run's, in order.
+    """
+
+    def __init__(
+        self,
+        linears: Mapping[str, LinearContext],
+        plan: Plan,
+        step_state: StepState,
+        *,
+        backend: Backend | None = None,
+        switch: PrecisionSwitch | None = None,
+        plan_after_switch: Plan | None = None,
+    ) -> None:
+        assert {row.linear.name for row in plan.rows} == linears.keys(), "the plan is of another model"
+        self.linears, self.step_state, self.switch = dict(linears), step_state, switch or PrecisionSwitch()
+        self.plans = [plan] if plan_after_switch is None else [plan, plan_after_switch]
+        for name, linear in self.linears.items():
+            linear.name, linear.step_state, linear.backend = name, step_state, backend or linear.backend
+        self._apply(plan)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in effect."""
+        return self.plans[0 if self.switch.switched_at is None else -1]
+
+    def before_step(self, step: int, measure_ratio: Callable[[], float]) -> bool:
+        """Switch before `step` (from 0) is computed if it is time; returns whether it did.
+
+        measure_ratio: measures the gradient's norm over that of its quantization noise in this very step, the same on
+        all ranks; called only in the steps that the switch looks at.
+        """
+        if self.switch.measures(step):
+            self.switch.record(measure_ratio())
+        if not self.switch.try_switch(step):
+            return False
+        self._apply(self.plan)
+        return True
+
+    @contextmanager
+    def other_recipes(self, change: Callable[[Recipe], Recipe]) -> Iterator[None]:
+        """Inside a `with` every linear follows `change` of its recipe."""
+        recipes = {name: linear.recipe for name, linear in self.linears.items()}
+        self._set_recipes({name: change(recipe) for name, recipe in recipes.items()})
+        try:
+            yield
+        finally:
+            self._set_recipes(recipes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"switched_at": self.switch.switched_at, "num_below": self.switch.num_below}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint, with the plan that its run had by then.
+
+        Raises ValueError if that was the plan after a switch and this run knows of none.
+        """
+        if state["switched_at"] is not None and len(self.plans) == 1:
+            raise ValueError(
+                "the checkpoint is from after the precision switch of its run, and precision.switch.when=never says "
+                "no recipe for that; give precision.switch.when and precision.switch.target as that "
+                "run had them, or take a checkpoint from before"
+            )
+        self.switch.switched_at, self.switch.num_below = state["switched_at"], state["num_below"]
+        self._apply(self.plan)
+
+    def _apply(self, plan: Plan) -> None:
+        self._set_recipes({row.linear.name: row.recipe for row in plan.rows})
+
+    def _set_recipes(self, recipes: Mapping[str, Recipe]) -> None:
+        for name, linear in self.linears.items():
+            linear.recipe, linear.weight_cache = recipes[name], None

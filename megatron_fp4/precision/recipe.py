@@ -212,7 +212,7 @@ BF16 = Recipe()
 
 
 def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
-    """The recipe of a precision config or of an exception (which validation.py has checked)."""
+    """The recipe of a precision config or of an exception (which support.py has checked)."""
 
     def gemm(part: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str]) -> Gemm:
         left, right = (_operand(getattr(part, tensor), config.fp8_power_of_two_scales) for tensor in tensors)

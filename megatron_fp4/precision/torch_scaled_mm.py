@@ -17,7 +17,7 @@ dimensions: these are made once and exchanged. cuBLAS wants whole 16 of output c
 whole 32 along the dot product: codes are filled up to them here, with zeros.
 
 What has no packed kernel (four-over-six in square blocks, transforms of other sizes, fresh signs but MS-EDEN's) is
-quantized in PyTorch, as in the emulated backend. What it cannot do (`backend_support.py`): other formats, two formats
+quantized in PyTorch, as in the emulated backend. What it cannot do (`support.py`): other formats, two formats
 in one GEMM, codes of fprop in another.
 
 Not run: no Blackwell chip was at hand. The self-test compares codes, products and poison before the first step.

@@ -14,7 +14,7 @@ parameters, and weights quantized once a step.
 MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows.
 
 Where it can run: NVFP4 on compute capability 10.0, 10.3, 12.0 and 12.1, MXFP8 on 10.x, FP8 blocks on 9.0 and 10.x
-(`backend_support.py` says why not elsewhere, and which release each needs).
+(`support.py` says why not elsewhere, and which release each needs).
 
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
 Transformer Engine's (8 bits each), from a generator that is seeded here for every tensor by the same key that the

@@ -19,11 +19,10 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.backend_support import BackendChoice, check_sizes, choose_backend
-from megatron_fp4.precision.plan import Plan, build_plan, recipes_in
+from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, build_plan, recipes_in
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
+from megatron_fp4.precision.support import BackendChoice, check_sizes, choose_backend
 from megatron_fp4.runtime.errors import is_users_to_mend
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
 from megatron_fp4.training.optimizer import WSDSchedule

@@ -26,10 +26,9 @@ from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.logging.console import plan_shares
 from megatron_fp4.logging.words import counted, rounded_time
 from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
-from megatron_fp4.precision.plan import recipes_in
+from megatron_fp4.precision.plan import PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
-from megatron_fp4.precision.validation import refuse_nothing_quantized, validate_precision
+from megatron_fp4.precision.support import refuse_nothing_quantized, validate_precision
 from megatron_fp4.training.build import (
     configuration_errors,
     device_type_of,
@@ -72,7 +71,7 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
     with configuration_errors():
         plans = own_plans(config, models)
         for (key, precision), plan in zip(precisions(config).items(), plans, strict=True):
-            refuse_nothing_quantized(plan, precision, config, key)
+            refuse_nothing_quantized(plan, precision, key)
     plans_of(config, models)
     check_resume(config)
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp4.config.schema import Config, OptimizerConfig, ScheduleConfig
-from megatron_fp4.precision.switch import switch_step
+from megatron_fp4.precision.plan import switch_step
 
 OPTIMIZER = "torch.optim.AdamW (fused)"
 """For the log."""

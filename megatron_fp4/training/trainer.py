@@ -34,8 +34,8 @@ from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.run_log import RunLog
 from megatron_fp4.logging.summary import Missing, missing_of
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.backend_support import agreed_backend
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.support import agreed_backend
 from megatron_fp4.runtime.errors import ExitCode, PrintedAtOnce
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.revision import revision

@@ -18,10 +18,9 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.emulated import GemmOperand
-from megatron_fp4.precision.plan import LinearShape, build_plan
+from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize

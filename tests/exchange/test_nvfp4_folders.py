@@ -18,8 +18,8 @@ from exchange.architectures import ours_of, sections_of
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.nvfp4 import LAYOUTS, multiplied_weight, trained_plan
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.revision import revision
 from pretrain import CONFIGS
 from scripts import convert

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_fp4.precision import torch_scaled_mm, verify
-from megatron_fp4.precision.backend_support import torch_unsupported
 from megatron_fp4.precision.emulated import OperandRequest
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
+from megatron_fp4.precision.support import unsupported
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.precision.verify import Case
 from megatron_fp4.quantization.rounding import rounding_key
@@ -89,7 +89,7 @@ def test_the_self_test_passes_with_the_gemms_replaced(name, monkeypatch):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", [(256, 288, 240), (1024, 512, 2048)])
 def test_tensor_cores(name, shape):
-    reason = torch_unsupported(RECIPES[name], torch.cuda.get_device_capability())
+    reason = unsupported("torch", RECIPES[name], torch.cuda.get_device_capability())
     if reason is not None:
         pytest.skip(reason)
     findings = verify.check(TorchBackend(), Case(*shape, 1, RECIPES[name]), torch.device("cuda", 0))

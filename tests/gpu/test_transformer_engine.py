@@ -8,10 +8,10 @@ from torch import Tensor
 
 import pretrain
 from megatron_fp4.precision import verify
-from megatron_fp4.precision.backend_support import transformer_engine_unsupported
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.support import unsupported
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import PRODUCT_ERROR
 from scripts.prove_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
@@ -39,7 +39,7 @@ def backend() -> TransformerEngineBackend:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "FP32 scales"])
 def test_fp8_blocks_are_te_linear_bit_for_bit(shape, power_of_two):
-    if transformer_engine_unsupported(FP8 if power_of_two else FP8_FP32_SCALES, CAPABILITY):
+    if unsupported("transformer_engine", FP8 if power_of_two else FP8_FP32_SCALES, CAPABILITY):
         pytest.skip("not on this chip")
     assert compare_fp8(*tensors(*shape), power_of_two=power_of_two).differences == {}
 
@@ -53,7 +53,7 @@ def test_the_emulation_is_te_nvfp4_reference(shape):
 
 @pytest.mark.parametrize("recipe", [FP8, FP8_FP32_SCALES, NVFP4, PAPER], ids=lambda recipe: recipe.name)
 def test_native_kernels_are_the_reference(backend, recipe):
-    if reason := transformer_engine_unsupported(recipe, CAPABILITY):
+    if reason := unsupported("transformer_engine", recipe, CAPABILITY):
         pytest.skip(reason)
     for shape in SHAPES[:2]:
         case = verify.Case(*shape, 1, recipe)

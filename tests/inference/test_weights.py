@@ -10,10 +10,9 @@ import torch
 from inference.generation import lower_weights, weights_as_trained
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.plan import Plan, build_plan
+from megatron_fp4.precision.plan import Plan, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from models.hybrid import HybridModel
 from models.pattern import linear_shapes
 from tests.distributed.hybrid import MXFP8, NVFP4, watched_gemms

@@ -18,10 +18,9 @@ from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.linear import LinearContext
-from megatron_fp4.precision.plan import LinearShape, build_plan
+from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer
 from models.hybrid import build_model
 from models.initialization import initialize

@@ -15,10 +15,9 @@ from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ConfigError, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision.plan import LinearShape, build_plan
+from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.trainer import Trainer
 from models import pattern
 from models import provider as models

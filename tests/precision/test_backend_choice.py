@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.precision import backend_support
+from megatron_fp4.precision import support
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.backend_support import BackendChoice, choose_backend
 from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.support import BackendChoice, choose_backend
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from tests.composing import changed, composed, plans_of
 
@@ -27,7 +27,7 @@ def machine(monkeypatch):
     def pretend(capability: tuple[int, int], missing: str | None = None, version: str = "2.20.2", cuda="12.8") -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(backend_support, "installed_version", lambda: None if missing else version)
+        monkeypatch.setattr(support, "installed_version", lambda: None if missing else version)
         monkeypatch.setattr(te, "not_installed", lambda: missing)
         for name in te.FAST_MATH_VARIABLES:
             monkeypatch.delenv(name, raising=False)
@@ -59,13 +59,13 @@ def refused(config: Config, device_type: str = "cuda") -> str:
         ((12, 0), "nvfp4", {}, "2.20.2", NATIVE),
         ((9, 0), "nvfp4", {}, "2.20.2", "this GPU has 9.0"),
         ((11, 0), "nvfp4", {}, "2.20.2", "this GPU has 11.0"),
-        ((10, 0), "nvfp4", {}, "2.9.0", "needs 2.14 or newer: before 2.10 GEMMs want a workspace from their caller"),
-        ((10, 0), "nvfp4", {}, "2.13.0", "before 2.14 NVFP4 block scales are rounded in another order"),
+        ((10, 0), "nvfp4", {}, "2.9.0", "needs 2.14 or newer: before, NVFP4 block scales are rounded in another order"),
+        ((10, 0), "nvfp4", {}, "2.13.0", "needs 2.14 or newer"),
         ((10, 0), "nvfp4", {}, "2.14.1", NATIVE),
-        ((10, 3), "nvfp4", FOUR_OVER_SIX, "2.16.1", "needs 2.17 or newer: before 2.17 there is no four-over-six"),
+        ((10, 3), "nvfp4", FOUR_OVER_SIX, "2.16.1", "needs 2.17 or newer: before, there is no four-over-six"),
         ((10, 3), "nvfp4", FOUR_OVER_SIX, "2.17.0+abc", NATIVE),
-        ((12, 0), "nvfp4", {}, "2.18.0", "before 2.19 stochastic rounding makes every gradient zero"),
-        ((12, 1), "nvfp4", {}, "2.15.0", "before 2.16 the Hadamard transform takes a kernel that 12.x cannot run"),
+        ((12, 0), "nvfp4", {}, "2.18.0", "before, stochastic rounding makes every gradient zero"),
+        ((12, 1), "nvfp4", NEAREST, "2.15.0", "before, the Hadamard transform takes a kernel that 12.x cannot run"),
         ((12, 0), "nvfp4", NEAREST, "2.16.0", NATIVE),
         ((12, 0), "nvfp4", {**NEAREST, "wgrad.rht": 0}, "2.14.0", NATIVE),
         ((10, 0), "nvfp4", {"wgrad.rht": 32}, "2.20.2", "it cannot do precision.wgrad.rht=32"),
@@ -73,14 +73,14 @@ def refused(config: Config, device_type: str = "cuda") -> str:
         ((10, 0), "nvfp4_all_the_way", {}, "2.20.2", "rounding=stochastic"),
         ((10, 0), "nvfp4_quartet2", {}, "2.20.2", "it cannot do precision.rht_signs=fresh"),
         ((10, 0), "nvfp4_best", {}, "2.20.2", NATIVE),
-        ((12, 0), "nvfp4_best", {}, "2.20.2", "native MXFP8 needs compute capability 10.x"),
+        ((12, 0), "nvfp4_best", {}, "2.20.2", "native mxfp8 needs compute capability 10.0, 10.3"),
         ((10, 3), "mxfp8", {}, "2.20.2", NATIVE),
-        ((12, 0), "mxfp8", {}, "2.20.2", "native MXFP8 needs compute capability 10.x"),
-        ((9, 0), "fp8_block", {}, "2.9.0", "precision=fp8_block needs 2.10 or newer"),
+        ((12, 0), "mxfp8", {}, "2.20.2", "native mxfp8 needs compute capability 10.0, 10.3"),
+        ((9, 0), "fp8_block", {}, "2.9.0", "fp8_block needs 2.10 or newer"),
         ((9, 0), "fp8_block", {}, "2.10.0", NATIVE),
         ((10, 0), "fp8_block", {}, "2.20.2", "power_of_two_scales"),
         ((10, 0), "fp8_block", POWERS, "2.20.2", NATIVE),
-        ((12, 0), "fp8_block", POWERS, "2.20.2", "9.0 or 10.x"),
+        ((12, 0), "fp8_block", POWERS, "2.20.2", "9.0, 10.0, 10.3"),
     ],
 )
 def test_transformer_engine_where_it_computes_what_the_reference_does(
@@ -136,7 +136,7 @@ def test_without_a_gpu_or_the_package(machine):
 
 @pytest.mark.skipif(te.importlib.util.find_spec("transformer_engine") is not None, reason="it is installed")
 def test_the_package_is_not_here():
-    assert backend_support.installed_version() is None
+    assert support.installed_version() is None
     assert "pip install" in (te.not_installed() or "")
 
 
@@ -165,12 +165,12 @@ def test_fast_math_is_refused(machine, monkeypatch, variable):
 
 def test_ranks_must_agree(monkeypatch):
     emulated, native = BackendChoice("emulated", "not installed"), BackendChoice("transformer_engine", "native")
-    monkeypatch.setattr(backend_support.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(support.dist, "get_world_size", lambda: 2)
 
     def gather(others: list, mine: BackendChoice) -> None:
         others[:] = [native, mine]
 
-    monkeypatch.setattr(backend_support.dist, "all_gather_object", gather)
-    assert backend_support.agreed_backend(native) is native
+    monkeypatch.setattr(support.dist, "all_gather_object", gather)
+    assert support.agreed_backend(native) is native
     with pytest.raises(ConfigError, match="rank 1"):
-        backend_support.agreed_backend(emulated)
+        support.agreed_backend(emulated)

@@ -16,10 +16,9 @@ from megatron_fp4.config.precision_schema import (
 )
 from megatron_fp4.logging.console import plan_table
 from megatron_fp4.precision.linear import LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, build_plan
+from megatron_fp4.precision.plan import LinearShape, Plan, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from tests.composing import composed, plans_of
 from tests.precision import reference as ref
 
@@ -138,9 +137,9 @@ def test_a_plan_file_lists_linears(tmp_path):
     "content, message",
     [
         ({"bf16": ["blocks.9.mixer.in_proj"]}, r"'blocks.9.mixer.in_proj', which is no linear of this model"),
-        ({"linears": []}, "no list of linears under the key `bf16`"),
-        ({"bf16": "blocks.0.mixer.in_proj"}, "no list of linears under the key `bf16`"),
-        (["blocks.0.mixer.in_proj"], "no list of linears under the key `bf16`"),
+        ({"linears": []}, "no list of linears under `bf16`"),
+        ({"bf16": "blocks.0.mixer.in_proj"}, "no list of linears under `bf16`"),
+        (["blocks.0.mixer.in_proj"], "no list of linears under `bf16`"),
     ],
 )
 def test_wrong_plan_files_are_refused(tmp_path, content, message):

@@ -1,9 +1,8 @@
 import pytest
 
 from megatron_fp4.config.precision_schema import SwitchConfig
-from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, switch_step
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch, switch_step
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,9 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
+from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear, PrecisionController
 from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs, choose_graphs, made_by_pytorch
 from megatron_fp4.training.optimizer import build_optimizer
 from models.hybrid import HybridModel, build_model

@@ -1,5 +1,5 @@
 """What a run does about its numerics besides training: compare kernels, switch the precision, compute a micro-batch
-twice, measure what quantization does. How is in precision/verify.py and switch.py, and in measure/."""
+twice, measure what quantization does. How is in precision/verify.py and plan.py, and in measure/."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from megatron_fp4.logging import console as show
 from megatron_fp4.logging.files import REPORT_FILE, attempt
 from megatron_fp4.logging.metrics import StepMetrics
 from megatron_fp4.logging.summary import summarize
-from megatron_fp4.precision.switch import PrecisionSwitch
+from megatron_fp4.precision.plan import PrecisionSwitch
 from megatron_fp4.training.build import backend_of, graphs_of
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step, Trainer

@@ -1,0 +1,458 @@
+"""Which configured precisions can be computed, by which backend, and on which machine.
+
+    validate_precision        a recipe that can be computed, and no option that would change nothing
+    check_sizes               input features that blocks, transforms and the backend's GEMMs divide
+    choose_backend            the backend of a run on this machine
+
+Whoever sets an option believes that it does something. Of options without effect only values that are not the default
+are refused, and not what an override naturally leaves behind:
+
+    refused                                                         accepted
+    `rounding`, `block`, `rht` or BF16 blocks of a recipe that      of a BF16 operand or GEMM in another recipe: they
+      quantizes nothing                                               went with the format that was replaced
+    `rht_signs` without a transform, `amax` without nvfp4           `amax=shard` without tensor parallelism
+    `diagnostics` of a run that never quantizes
+    settings of `gradient_noise` with a switch at a fixed step      any of `switch` with `when=never`: a switch that is
+    `gradient_noise` where no backward pass has any                   off stays as it was set
+
+`emulated` computes everything, on any device. `transformer_engine` and `torch` are refused, with the reason, where they
+cannot run. `auto` is transformer_engine where the run's recipes, the GPU and the installation all allow it, and else
+emulated; the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, which no
+chip has run yet: it has to be named, and the self-test says whether it computes what it should.
+
+What releases of Transformer Engine lack was read from its sources (2.9 to 2.20): one that lacks something computes
+other numbers than the reference, or none, and is refused by name before the self-test would find it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+
+from megatron_fp4.config.precision_schema import (
+    Bf16BlocksConfig,
+    OperandConfig,
+    PrecisionConfig,
+    RecipeConfig,
+    SecondOperandConfig,
+)
+from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
+from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.plan import Plan, recipe_of
+from megatron_fp4.precision.recipe import GEMMS, SLOTS, OperandSlot, Recipe, recipe_from_config, uses_amax, uses_signs
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.quantization.formats import FORMATS
+from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def validate_precision(precision: PrecisionConfig, device_type: str, key: str = "precision") -> None:
+    """Raise ConfigError if `precision` cannot run on `device_type`.
+
+    key: how messages call it; for a switch's target, something like `precision.switch.target=NAME: precision`.
+    """
+    for refusal in _refusals(precision, device_type, key):
+        raise ConfigError(refusal)
+
+
+def refuse_nothing_quantized(plan: Plan, precision: PrecisionConfig, key: str = "precision") -> None:
+    """Raise ConfigError if no linear of `plan`, that of `precision` alone, is quantized, although a recipe of it would.
+
+    key: as for `validate_precision`.
+    """
+    recipes = recipes_by_key(precision, key).values()
+    if plan.rows and not plan.num_quantized and any(recipe.quantized for recipe in recipes):
+        first = plan.rows[0]
+        raise ConfigError(
+            f"{key}={precision.name} leaves none of the {len(plan.rows)} linears quantized ({first.linear.name}: "
+            f"{first.reason}); take some out of bf16_blocks or exceptions, or choose bf16"
+        )
+
+
+def recipes_by_key(precision: PrecisionConfig, key: str) -> dict[str, Recipe]:
+    """The recipe of `precision`, which messages call `key`, and those of its exceptions, by what messages call them."""
+    return {where: recipe_from_config(part) for where, part in _parts(precision, key)}
+
+
+def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
+    """`precision` itself, and for each exception what `precision` would be with its recipe, all with their keys."""
+    found = [(key, precision)]
+    for i, exception in enumerate(precision.exceptions):
+        recipe = recipe_of(exception)
+        taken = {field.name: getattr(recipe, field.name) for field in fields(RecipeConfig)}
+        found.append((f"{key}.exceptions[{i}].precision={exception.precision}: precision", replace(precision, **taken)))
+    return found
+
+
+def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterator[str]:
+    for i, exception in enumerate(precision.exceptions):
+        if not exception.names:
+            yield f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or drop the exception"
+    for where, part in _parts(precision, key):
+        for slot in SLOTS:
+            operand: OperandConfig = attrgetter(slot.key)(part)
+            if operand.format != "bf16":
+                yield from _operand(operand, f"{where}.{slot.key}")
+                if operand.rounding == "ms_eden":
+                    yield from _ms_eden(part, slot, where)
+        yield from _source(part, where)
+    recipes = recipes_by_key(precision, key)
+    if precision.backend not in ("auto", "emulated"):
+        if refusal := first_refusal(precision.backend, recipes, precision.compute_dtype):
+            problem, remedy = refusal
+            yield f"{problem} does not go with {key}.backend={precision.backend}; {remedy}"
+        if device_type != "cuda":
+            yield (
+                f"{key}.backend={precision.backend} needs a CUDA device and this run is on {device_type}; use "
+                f"{key}.backend=emulated"
+            )
+    yield from _switch(precision, list(recipes.values()), key)
+    yield from _without_effect(precision, list(recipes.values()), key)
+
+
+def _operand(operand: OperandConfig, key: str) -> Iterator[str]:
+    if operand.format not in FORMATS:
+        yield f"{key}.format={operand.format} is not known; choose one of bf16, {', '.join(FORMATS)}"
+        return
+    form = FORMATS[operand.format]
+    possible = {
+        "rounding": ["nearest", "stochastic", "ms_eden"] if form.stochastic else ["nearest"],
+        "block": [f"{rows}x{columns}" for rows, columns in form.blocks],
+        "four_over_six": ["none", "absolute", "squared"] if "four_over_six" in form.options else ["none"],
+    }
+    for option, values in possible.items():
+        if (value := getattr(operand, option)) not in values:
+            yield f"{key}.{option}={value} does not go with format={operand.format}; use {' or '.join(values)}"
+
+
+def _ms_eden(config: PrecisionConfig, slot: OperandSlot, key: str) -> Iterator[str]:
+    """MS-EDEN chooses the scales of groups that a transform with random signs mixed, and keeps the mean right, which
+    the backward pass needs; in the forward pass rounding to nearest errs less."""
+    given = f"{key}.{slot.key}.rounding=ms_eden"
+    if slot.gemm == "fprop":
+        yield f"{given} is for dgrad and wgrad; use nearest"
+    needed = {
+        f"{slot.key}.format": "nvfp4",
+        f"{slot.key}.block": "1x16",
+        f"{slot.key}.four_over_six": "none",
+        f"{slot.gemm}.rht": MS_EDEN_GROUP,
+        "rht_signs": "fresh",
+    }
+    for option, value in needed.items():
+        if (other := attrgetter(option)(config)) != value:
+            yield f"{given} does not go with {key}.{option}={other}; set {key}.{option}={value}"
+
+
+def _source(config: PrecisionConfig, key: str) -> Iterator[str]:
+    """Both other sources than the tensor are codes of the untransformed tensor that fprop makes. `forward` quantizes
+    what they stand for, which BF16 has to hold; `codes` are taken as they are, so all about them must be fprop's."""
+    for gemm, tensor in (("dgrad", "weight"), ("wgrad", "activation")):
+        operand: SecondOperandConfig = getattr(getattr(config, gemm), tensor)
+        if operand.source == "tensor" or operand.format == "bf16":
+            continue
+        given, first = f"{key}.{gemm}.{tensor}.source={operand.source}", getattr(config.fprop, tensor)
+        if first.format == "bf16" or (first.format == "fp8" and operand.source == "forward"):
+            why = "makes no codes" if first.format == "bf16" else "has scales that BF16 does not hold"
+            yield f"{given}, but {key}.fprop.{tensor}.format={first.format} {why}; set it to tensor"
+        for name in ("fprop", gemm) if operand.source == "codes" else ("fprop",):
+            if rht := getattr(config, name).rht:
+                yield f"{given} takes untransformed codes, but {key}.{name}.rht={rht}; set one of them to tensor or 0"
+        for option in (field.name for field in fields(OperandConfig) if operand.source == "codes"):
+            mine, theirs = getattr(operand, option), getattr(first, option)
+            if mine != theirs:
+                yield (
+                    f"{given} takes the codes of fprop, but {option}={mine} differs from "
+                    f"{key}.fprop.{tensor}.{option}={theirs}; make them equal, or set source to tensor"
+                )
+
+
+def _switch(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> Iterator[str]:
+    """recipes: its own and those of its exceptions."""
+    switch = precision.switch
+    if switch.when != "never" and switch.target == precision.name:
+        yield (
+            f"{key}.switch.when={switch.when} would switch from {precision.name} to itself; set "
+            f"{key}.switch.when=never or another target"
+        )
+    if switch.when == "gradient_noise" and not any(of.dgrad.quantized or of.wgrad.quantized for of in recipes):
+        yield (
+            f"{key}.switch.when=gradient_noise never switches: dgrad and wgrad are not quantized and make no "
+            "noise; give a step, a fraction, before_decay or never"
+        )
+
+
+def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> Iterator[str]:
+    """recipes: its own and those of its exceptions, in this order."""
+    recipe, switch, why = recipes[0], precision.switch.when, dict[str, str]()
+    nothing = "nothing is quantized; leave it out, or choose a quantized recipe, such as precision=nvfp4"
+    if not recipe.quantized:
+        of_operands = (f"{slot.key}.{option}" for slot in SLOTS for option in ("rounding", "block"))
+        why |= dict.fromkeys((*(f"{gemm}.rht" for gemm in GEMMS), *of_operands), nothing)
+    if not uses_signs(recipe.gemms.values()):
+        why["rht_signs"] = f"no GEMM has a Hadamard transform; leave it out, or set {key}.wgrad.rht=16"
+    if not uses_amax(recipe.gemms.values()):
+        why["amax"] = "only nvfp4 has tensor maxima; leave it out"
+    if not any(other.quantized for other in recipes):
+        why |= {f"bf16_blocks.{field.name}": nothing for field in fields(Bf16BlocksConfig)}
+        if switch == "never":
+            why |= {"diagnostics.interval": nothing, "recheck_interval": nothing}
+    if switch not in ("never", "gradient_noise"):
+        for name in ("threshold", "interval", "patience"):
+            why[f"switch.{name}"] = f"it is for {key}.switch.when=gradient_noise; leave it out, or set that"
+    default = PrecisionConfig()
+    for option, reason in why.items():
+        if (value := attrgetter(option)(precision)) != attrgetter(option)(default):
+            yield f"{key}.{option}={value} has no effect: {reason}"
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+
+def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
+    """Raise ConfigError unless every quantized linear of `plan` has input features that blocks and transforms divide.
+
+    Tokens and output features are padded by the linear and need no check. tensor: ranks that share the input features
+    of some linears. backend: as `precision.backend` has it.
+    """
+    if problem := _misfit(plan, tensor, block_alignment):
+        raise ConfigError(f"{problem}, as its format or transform needs; use one, or choose another format")
+    for row in plan.rows:
+        # Ranks share output features so that one transform would mix those of two. Groups (KV heads, state groups) are
+        # padded one by one and never lie on two ranks.
+        linear, multiple = row.linear, tensor * block_alignment(row.recipe).group_outputs
+        shared = tensor > 1 and not linear.input_sharded and linear.groups == 1
+        if row.recipe.dgrad.rht and shared and linear.out_features % multiple:
+            raise ConfigError(
+                f"{linear.out_features} output features of {linear.title} / parallel.tensor={tensor} are not a "
+                f"multiple of {multiple}, which {row.key}.dgrad.rht={row.recipe.dgrad.rht} mixes; use one, fewer "
+                "ranks, or a smaller transform"
+            )
+    if problem := _misfit_of_gemms(plan, tensor, backend):
+        raise ConfigError(f"{problem}, as precision.backend={backend} needs; use one, or precision.backend=emulated")
+
+
+def _misfit_of_gemms(plan: Plan, tensor: int, backend: str) -> str:
+    return _misfit(plan, tensor, te.alignment) if backend == "transformer_engine" else ""
+
+
+def _misfit(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignment]) -> str:
+    """The first quantized linear whose input features on a rank are not a multiple of what is demanded, in words."""
+    for row in plan.rows:
+        linear, ranks = row.linear, tensor if row.linear.input_sharded else 1
+        multiple = ranks * alignment(row.recipe).inputs
+        if row.recipe.quantized and linear.in_features % multiple:
+            each = f" / parallel.tensor={ranks}" if ranks > 1 else ""
+            given = f"{linear.input_key}={linear.in_features}{each}, the input of {linear.title},"
+            return f"{given} is not a multiple of {multiple}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------- what a backend takes
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "emulated": lambda: EMULATED,
+    "transformer_engine": te.TransformerEngineBackend,
+    "torch": TorchBackend,
+}
+_HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = ((9, 0),), ((10, 0), (10, 3)), ((12, 0), (12, 1))
+# The formats that a backend multiplies, and the compute capabilities on which it does.
+TAKES = {
+    "transformer_engine": {
+        "nvfp4": (*_BLACKWELL, *_CONSUMER_BLACKWELL),
+        "mxfp8": _BLACKWELL,
+        "fp8": (*_HOPPER, *_BLACKWELL),
+    },
+    "torch": {"nvfp4": (*_BLACKWELL, *_CONSUMER_BLACKWELL), "mxfp8": (*_BLACKWELL, *_CONSUMER_BLACKWELL)},
+}
+# The first CUDA whose cuBLAS multiplies block-scaled codes.
+_TORCH_CUDA = (12, 8)
+_EMULATED = "or precision.backend=emulated"
+
+
+def first_refusal(backend: str, recipes: Mapping[str, Recipe], compute_dtype: str) -> tuple[str, str] | None:
+    """The first thing in `recipes` (by the keys of `recipes_by_key`) that a backend cannot compute on any chip, by its
+    key and value, and what to do about it."""
+    found = (refusal for key, recipe in recipes.items() for refusal in _untaken(backend, recipe, compute_dtype, key))
+    return next(found, None)
+
+
+def _untaken(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Iterator[tuple[str, str]]:
+    if backend == "emulated":
+        return
+    formats, native = TAKES[backend], backend == "transformer_engine"
+    # Whether it is refused, what is, and what to use.
+    rows = [
+        (compute_dtype != "bfloat16", f"compute_dtype={compute_dtype}", "bfloat16"),
+        (native and recipe.rht_signs == "fresh", "rht_signs=fresh", "fixed"),
+    ]
+    for slot, operand in recipe.operands.items():
+        if not operand.quantized:
+            continue
+        rht, drawn = recipe.gemms[slot.gemm].rht, operand.rounding == "stochastic"
+        draws = operand.format == "nvfp4" and slot.tensor == "gradient"
+        square, block = operand.block[0] > 1 and slot.tensor != "weight", f"{operand.block[0]}x{operand.block[1]}"
+        of_slot = [
+            (operand.format not in formats, f"format={operand.format}", f"{' or '.join(formats)} or bf16"),
+            (operand.source == "codes", "source=codes", "tensor: tensor cores want scales along the dot product"),
+            (native and operand.rounding == "ms_eden", "rounding=ms_eden", "stochastic or nearest"),
+            (native and operand.source == "forward", "source=forward", "tensor"),
+            (native and drawn and not draws, "rounding=stochastic", "nearest: it draws for nvfp4 gradients alone"),
+            (native and square, f"block={block}", f"1x{operand.block[1]}: square blocks are for weights"),
+            (
+                native and operand.four_over_six and (rht > 0 or drawn),
+                "four_over_six=true",
+                "false, or no rht or draws",
+            ),
+        ]
+        rows += [(refused, f"{slot.key}.{what}", use) for refused, what, use in of_slot]
+    for name, gemm in recipe.gemms.items():
+        left, right = gemm.left.format, gemm.right.format
+        sizes = (0, 16) if name == "wgrad" and left == "nvfp4" else (0,)
+        rows.append((left != right, f"{name} of {left} and {right}", "equal formats in one GEMM"))
+        rows.append((native and gemm.rht not in sizes, f"{name}.rht={gemm.rht}", " or ".join(map(str, sizes))))
+    yield from ((f"{key}.{what}", f"use {use}, {_EMULATED}") for refused, what, use in rows if refused)
+
+
+def unsupported(backend: str, recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """Why no release of a backend can multiply the operands of `recipe` on a GPU of this compute capability, or None
+    if one can."""
+    here = f"this GPU has {capability[0]}.{capability[1]}"
+    for name in sorted(recipe.formats):
+        if capability not in (chips := TAKES[backend][name]):
+            known = ", ".join(f"{major}.{minor}" for major, minor in chips)
+            return f"native {name} needs compute capability {known} and {here}"
+    fp32_scales = any(of.format == "fp8" and not of.power_of_two_scales for of in recipe.operands.values())
+    if fp32_scales and capability in _BLACKWELL:
+        return f"{here}, whose FP8 GEMM takes no scales but powers of two (precision.fp8_power_of_two_scales=true)"
+    return None
+
+
+def _unsupported_here(backend: str, recipes: Iterable[Recipe]) -> str | None:
+    """Why a backend cannot compute `recipes` on this machine's GPU, with what is installed, or None if it can."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        return "this PyTorch is built without CUDA"
+    if backend == "torch" and tuple(map(int, cuda.split(".")[:2])) < _TORCH_CUDA:
+        return f"block-scaled GEMMs need CUDA 12.8 and this PyTorch is built with {cuda}"
+    capability = torch.cuda.get_device_capability()
+    for recipe in recipes:
+        if reason := unsupported(backend, recipe, capability):
+            return reason
+        if backend == "transformer_engine" and (reason := _outdated(recipe, capability)):
+            return reason
+    return te.not_installed() if backend == "transformer_engine" else None
+
+
+def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """Why the installed Transformer Engine is too old for `recipe` on this GPU; None if it is not, or not there."""
+    operands, of_12 = recipe.operands.values(), capability[0] == 12
+    drawn = any(operand.rounding == "stochastic" for operand in operands)
+    square_mxfp8 = any(operand.format == "mxfp8" and operand.block[0] > 1 for operand in operands)
+    # Whether the recipe needs it, the first release that has it, and what earlier ones do.
+    rows = [
+        (recipe.quantized, (2, 10), "GEMMs want a workspace from their caller"),
+        (drawn and recipe.wgrad.rht, (2, 12), "dgrad's and wgrad's copies of a gradient have the same draws"),
+        ("nvfp4" in recipe.formats, (2, 14), "NVFP4 block scales are rounded in another order"),
+        (of_12 and recipe.wgrad.rht, (2, 16), "the Hadamard transform takes a kernel that 12.x cannot run"),
+        (any(operand.four_over_six for operand in operands), (2, 17), "there is no four-over-six"),
+        (of_12 and drawn, (2, 19), "stochastic rounding makes every gradient zero on 12.x"),
+        (square_mxfp8, (2, 20), "square MXFP8 blocks were not seen in the sources"),
+    ]
+    installed = installed_version()
+    numbers = None if installed is None else re.match(r"(\d+)\.(\d+)", installed)
+    if numbers is None:
+        return None
+    release = (int(numbers[1]), int(numbers[2]))
+    lacking = [(needed, why) for needs, needed, why in rows if needs and release < needed]
+    if not lacking:
+        return None
+    (major, minor), why = lacking[-1]
+    return (
+        f"Transformer Engine {installed} is installed and {recipe.name} needs {major}.{minor} or newer: before, {why}"
+    )
+
+
+def installed_version() -> str | None:
+    """The version of the installed Transformer Engine, such as `2.20.2`; None if there is none."""
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend's name, and why this one."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+    def open(self) -> Backend:
+        """The backend itself."""
+        return BACKENDS[self.name]()
+
+
+def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None]) -> BackendChoice:
+    """The backend for a checked `config`, before and after its switch, on this machine's `device_type`.
+
+    plans: before and after the switch, None without one.
+    Raises ConfigError if `precision.backend=transformer_engine` or `torch` cannot be had, or if the first would be used
+    and an environment variable asks it for inexact arithmetic.
+    """
+    wanted = config.precision.backend
+    if wanted == "emulated":
+        return BackendChoice("emulated", "as precision.backend says")
+    recipes = recipes_by_key(config.precision, "precision")
+    if config.after_switch is not None:
+        key = f"precision.switch.target={config.precision.switch.target}: precision"
+        recipes |= recipes_by_key(config.after_switch, key)
+    if wanted == "auto" and not any(recipe.quantized for recipe in recipes.values()):
+        return BackendChoice("emulated", "nothing is quantized")
+    native = "transformer_engine" if wanted == "auto" else wanted
+    reason: str | None = f"the run is on {device_type}"
+    if device_type == "cuda":
+        refusal = first_refusal(native, recipes, config.precision.compute_dtype)
+        misfits = (_misfit_of_gemms(plan, config.parallel.tensor, native) for plan in plans if plan is not None)
+        misfit = next(filter(None, misfits), None)
+        untaken = f"it cannot do {refusal[0]}" if refusal else misfit
+        reason = untaken or _unsupported_here(native, recipes.values())
+    if reason is not None and wanted == "auto":
+        return BackendChoice("emulated", f"not {native}: {reason}")
+    if reason is not None:
+        raise ConfigError(f"precision.backend={native}: {reason}; use precision.backend=emulated")
+    if native == "transformer_engine" and (variable := te.fast_math_variable()):
+        raise ConfigError(
+            f"{variable} is set, which makes Transformer Engine quantize inexactly; unset it, or use "
+            "precision.backend=emulated"
+        )
+    why = {"transformer_engine": "native on", "torch": "our codes, tensor cores of"}[native]
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return BackendChoice(native, f"{why} compute capability {capability}")
+
+
+def agreed_backend(choice: BackendChoice) -> BackendChoice:
+    """`choice`, if all ranks chose alike; a collective. Raises ConfigError if they did not."""
+    choices: list[BackendChoice] = [choice] * dist.get_world_size()
+    dist.all_gather_object(choices, choice)
+    for rank, other in enumerate(choices):
+        if other.name != choices[0].name:
+            raise ConfigError(
+                f"precision.backend=auto is {choices[0]} on rank 0, but {other} on rank {rank}; make the machines "
+                "alike, or name the backend"
+            )
+    return choice
