@@ -265,7 +265,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 _HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = ((9, 0),), ((10, 0), (10, 3)), ((12, 0), (12, 1))
 # The formats that a backend multiplies, and the compute capabilities on which it does.
-TAKES = {
+TAKES: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
     "transformer_engine": {
         "nvfp4": (*_BLACKWELL, *_CONSUMER_BLACKWELL),
         "mxfp8": _BLACKWELL,
@@ -290,7 +290,7 @@ def _untaken(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Iter
         return
     formats, native = TAKES[backend], backend == "transformer_engine"
     # Whether it is refused, what is, and what to use.
-    rows = [
+    rows: list[tuple[bool, str, str]] = [
         (compute_dtype != "bfloat16", f"compute_dtype={compute_dtype}", "bfloat16"),
         (native and recipe.rht_signs == "fresh", "rht_signs=fresh", "fixed"),
     ]
