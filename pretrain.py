@@ -42,12 +42,12 @@ from data import provider as data
 from exchange.exports import Exports, check_exports, last_exportable
 from inference.prompts import Prompts
 from megatron_fp4.checkpoint.initialize import check_initialization
+from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import REPORT_FILE
-from megatron_fp4.logging.goodput import TimeLedger
 from megatron_fp4.logging.run_folder import check_baseline
+from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersError, run_program

@@ -30,9 +30,9 @@ from analysis.statistics import (
     share_of,
     share_text,
 )
+from megatron_fp4.logging.console import short_tokens
 from megatron_fp4.logging.pictures import BLACK, INK, legend_below, look, open_frame, picture
 from megatron_fp4.logging.run_folder import read_records
-from megatron_fp4.logging.words import short_tokens
 
 MEAN = ""  # instead of a held-out source: the mean of all, each weighed alike
 

@@ -37,8 +37,8 @@ from analysis.statistics import (
     share_of,
     share_text,
 )
+from megatron_fp4.logging.console import counted, short_seconds
 from megatron_fp4.logging.files import replace_text
-from megatron_fp4.logging.words import counted, short_seconds
 
 
 def first_steps(steps: int) -> int:

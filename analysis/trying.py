@@ -25,9 +25,8 @@ from data.storage import default_cache_dir
 from megatron_fp4.checkpoint.config_diff import flatten
 from megatron_fp4.checkpoint.files import MANIFEST, checkpoint_in, read_manifest, read_trainer
 from megatron_fp4.checkpoint.find import refuse_weights_only
-from megatron_fp4.config.compose import config_from_saved, group_options
-from megatron_fp4.config.environment import as_saved
-from megatron_fp4.config.launcher import place_in_run
+from megatron_fp4.config.checks import place_in_run
+from megatron_fp4.config.compose import as_saved, config_from_saved, group_options
 from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed

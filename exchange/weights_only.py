@@ -24,7 +24,7 @@ from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
 from megatron_fp4.checkpoint.shards import OwnPiece, write_shard
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.schema import Config
 from megatron_fp4.runtime.revision import revision
 

@@ -121,7 +121,7 @@ def try_recipes(options: argparse.Namespace) -> int:
     from analysis.trying import try_recipes
     from megatron_fp4.checkpoint.files import DamagedCheckpointError
     from megatron_fp4.checkpoint.sync import CheckpointError
-    from megatron_fp4.config.launcher import place_in_run
+    from megatron_fp4.config.checks import place_in_run
     from megatron_fp4.parallel.mesh import leave_distributed
     from megatron_fp4.precision.verify import SelfTestError
     from megatron_fp4.runtime.errors import ExitCode, error_line

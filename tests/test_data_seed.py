@@ -12,8 +12,7 @@ import torch
 from data import provider as data
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.checkpoint.config_diff import configuration_changes
-from megatron_fp4.config.compose import compose_config, config_from_saved
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part

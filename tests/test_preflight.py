@@ -13,8 +13,7 @@ import pytest
 import pretrain
 from data import provider as data_provider
 from megatron_fp4.checkpoint.initialize import check_initialization
-from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.training import check as preflight
 from models import provider as models

@@ -14,8 +14,8 @@ import pytest
 import pretrain
 from megatron_fp4.config.schema import Config, RunConfig
 from megatron_fp4.logging.files import REPORT_FILE
-from megatron_fp4.logging.goodput import goodput_of
 from megatron_fp4.logging.run_folder import open_run, read_records
+from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.callbacks.reporting import report as write_page
 from scripts import report

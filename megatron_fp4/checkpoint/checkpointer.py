@@ -80,9 +80,9 @@ class Checkpointer:
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
         self.initialized_from: Origin | None = None
         """The checkpoint whose weights, and nothing else, this run began with; its trainer state keeps it too."""
-        self._sync = RankSync(root, timeout)
+        self.sync = RankSync(root, timeout)
         # A shared disk may hang for hours while training runs; its recovery must find the group alive.
-        in_background = RankSync(root, max(timeout, _PATIENCE)) if asynchronous else self._sync
+        in_background = RankSync(root, max(timeout, _PATIENCE)) if asynchronous else self.sync
         self.saves = Saves(root, in_background, mesh.device, keep, max_failed_saves)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -100,7 +100,7 @@ class Checkpointer:
                 raise RefusedError(problem)
 
         try:
-            self._sync.on_all("look for memory", look)
+            self.sync.on_all("look for memory", look)
         except RefusedError as error:
             raise ConfigError(str(error)) from error
         self.saves.staging = Staging(pieces, self._mesh.device)
@@ -196,14 +196,14 @@ class Checkpointer:
         Raises ValueError for what the user has to decide: the identity differs, nothing is intact or left of an
         earlier run, the given folder is not a checkpoint; and CheckpointError if reading fails otherwise.
         """
-        for line in self._sync.on_rank0("clean up", lambda: files.clean_stale(self.root)):
+        for line in self.sync.on_rank0("clean up", lambda: files.clean_stale(self.root)):
             self._warn(f"{self.root}: {line}")
 
         def load(folder: Path, manifest: Manifest) -> dict[str, Any]:
             self._check_identity(folder, manifest, allow_mismatch)
-            return load_checkpoint(folder, manifest, model, optimizer, self._sync, self._mesh.device)
+            return load_checkpoint(folder, manifest, model, optimizer, self.sync, self._mesh.device)
 
-        resumed = Finder(self.root, self._sync, load).choose(resume)
+        resumed = Finder(self.root, self.sync, load).choose(resume)
         if resumed is None:
             return None
         self.origin = resumed.origin
@@ -226,10 +226,10 @@ class Checkpointer:
         returns None. Raises ValueError for what the user has to decide, CheckpointError if reading fails otherwise.
         """
         if resumed:
-            check_begun_from(self.initialized_from, given, self.root, self._sync)
+            check_begun_from(self.initialized_from, given, self.root, self.sync)
             return None
         self.initialized_from = initialize_weights(
-            given, model, self._identity, self._sync, allow_mismatch=allow_mismatch
+            given, model, self._identity, self.sync, allow_mismatch=allow_mismatch
         )
         step_state.weights_version += 1
         return self.initialized_from
@@ -273,12 +273,12 @@ class Checkpointer:
             assert last is not None, "there is no checkpoint to go back to: ask last_step first"
             folder = last[0]
         try:
-            manifest = self._sync.on_rank0("read its manifest", lambda: files.read_manifest(folder))
-            check_files(folder, manifest, self._sync)
+            manifest = self.sync.on_rank0("read its manifest", lambda: files.read_manifest(folder))
+            check_files(folder, manifest, self.sync)
         except CheckpointError as error:
             raise CheckpointGoneError(f"{folder}: {error}") from error
         self._check_identity(folder, manifest, allow_mismatch)
-        trainer = load_checkpoint(folder, manifest, model, optimizer, self._sync, self._mesh.device)
+        trainer = load_checkpoint(folder, manifest, model, optimizer, self.sync, self._mesh.device)
         self._last = folder, manifest.step
         step_state.weights_version += 1
         return Resumed(folder, manifest, trainer)
@@ -286,7 +286,7 @@ class Checkpointer:
     def steps_after(self, step: int) -> list[int]:
         """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that resumes
         from `step` would come to replace them."""
-        folders = self._sync.on_rank0("scan", lambda: files.list_checkpoints(self.root))
+        folders = self.sync.on_rank0("scan", lambda: files.list_checkpoints(self.root))
         return [other for folder in folders if (other := files.step_of(folder)) > step]
 
     def _check_identity(self, folder: Path, manifest: Manifest, allow_mismatch: bool) -> None:
@@ -297,7 +297,7 @@ class Checkpointer:
             if differences and not allow_mismatch:
                 raise RefusedError(other_run(folder, differences))
 
-        self._sync.on_all("compare", compare)  # data may differ from node to node
+        self.sync.on_all("compare", compare)  # data may differ from node to node
         if differences:
             self._warn(f"resuming from {folder} although it differs: {'; '.join(differences)}")
 

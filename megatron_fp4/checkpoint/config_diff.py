@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import removed_values, renewed
 from megatron_fp4.config.schema import Config, ScheduleConfig
 from megatron_fp4.precision.plan import PrecisionSwitch

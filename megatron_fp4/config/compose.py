@@ -24,11 +24,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from megatron_fp4.config.environment import as_saved, environment_texts
 from megatron_fp4.config.errors import explain, explain_value, parts_of, shown, suggest, type_at, unknown_key
 from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.removed_keys import leaves, renewed, why_removed
@@ -378,3 +378,56 @@ def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(exceptions := precision.get("exceptions", []), list):  # and no text that makes the list
         precision["exceptions"] = [{key: one[key] for key in given if key in one} for one in exceptions]
     return {**{key: keys[key] for key in keys if key not in ADDED}, "precision": precision}
+
+
+# Values of environment variables, which are another on every machine, or private: what a run writes of its
+# configuration keeps their texts, such as `${oc.env:SCRATCH}/corpus`, and who reads it resolves them again.
+
+
+def environment_texts(composed: Any, path: str = "") -> dict[str, str]:
+    """By key (`data.phases[0].fraction`): the text of every value that an environment variable has a part in, be it
+    through other keys that it refers to.
+
+    composed: an OmegaConf configuration that can be resolved. path: the key of the whole.
+    """
+    texts: dict[str, str] = {}
+    asked: list[str] = []
+
+    def env(key: str, *default: Any) -> Any:
+        asked.append(key)
+        return oc.env(key, *default)
+
+    def walk(node: DictConfig | ListConfig, path: str) -> None:
+        keys: list[Any] = list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
+        for key in keys:
+            inner = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}".lstrip(".")
+            child: Any = node._get_node(key)
+            if OmegaConf.is_interpolation(node, key):
+                asked.clear()
+                if isinstance(value := node[key], DictConfig | ListConfig):
+                    OmegaConf.to_container(value, resolve=True)
+                if asked:
+                    texts[inner] = str(child._value())
+            elif isinstance(child, DictConfig | ListConfig) and not OmegaConf.is_missing(node, key):
+                walk(child, inner)
+
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    try:
+        walk(composed, path)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    return texts
+
+
+def as_saved(config: Config) -> dict[str, Any]:
+    """`asdict` of a configuration as it may be written: with the texts of `config.from_environment` in their places."""
+    keys = asdict(config)
+    for key, text in keys.pop("from_environment").items():
+        parts = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key)]
+        node: Any = keys
+        with contextlib.suppress(KeyError, IndexError, TypeError):  # code has put something else there since
+            for part in parts[:-1]:
+                node = node[part]
+            node[parts[-1]]
+            node[parts[-1]] = text
+    return keys

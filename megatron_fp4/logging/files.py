@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,29 +24,23 @@ MAX_WAITING = 16 * 2**20
 class Outage:
     """Whether one destination of a run's log works. Its first failure is logged, and its return.
 
-    name: of the destination. meanwhile: what happens to what cannot be written. retry_seconds: between attempts.
+    name: of the destination. meanwhile: what happens to what cannot be written.
     """
 
-    def __init__(self, name: str, meanwhile: str, retry_seconds: float = 0.0) -> None:
-        self.name, self.on = name, False
-        self._meanwhile, self._retry_seconds, self._next_try = meanwhile, retry_seconds, 0.0
-
-    @property
-    def may_try(self) -> bool:
-        """Whether the next attempt is due."""
-        return not self.on or time.monotonic() >= self._next_try
+    def __init__(self, name: str, meanwhile: str) -> None:
+        self.name, self.meanwhile, self.on = name, meanwhile, False
 
     def failed(self, error: Exception) -> None:
         """An attempt failed."""
         if not self.on:
             kind = type(error).__name__
-            logger.error("LOGGING FAILED, training continues: %s: %s: %s; %s", self.name, kind, error, self._meanwhile)
-        self.on, self._next_try = True, time.monotonic() + self._retry_seconds
+            logger.error("LOGGING FAILED, training continues: %s: %s: %s; %s", self.name, kind, error, self.meanwhile)
+        self.on = True
 
-    def worked(self, outcome: str = "") -> None:
+    def worked(self, outcome: str) -> None:
         """An attempt succeeded; after a failure this is logged, with its outcome."""
         if self.on:
-            logger.warning("%s works again%s", self.name, f"; {outcome}" if outcome else "")
+            logger.warning("%s works again; %s", self.name, outcome)
         self.on = False
 
 
@@ -62,7 +55,7 @@ class RecordFile:
     def __init__(self, path: Path, prepare: Callable[[], object] = lambda: None) -> None:
         self.path, self.lost = path, 0
         self.outage = Outage(str(path), "records wait in memory until the disk takes them")
-        self._prepare: Callable[[], object] | None = prepare
+        self._prepare, self._prepared = prepare, False
         self._waiting, self._descriptor = bytearray(), -1
         self._lock = threading.Lock()
         with self._lock:
@@ -102,9 +95,9 @@ class RecordFile:
     def _push(self) -> None:
         try:
             if self._descriptor < 0:
-                if self._prepare is not None:
+                if not self._prepared:
                     self._prepare()
-                    self._prepare = None
+                    self._prepared = True
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             while self._waiting:  # of a line that was written in part, the rest stays
                 del self._waiting[: os.write(self._descriptor, self._waiting)]
@@ -146,34 +139,19 @@ def cut_after(path: Path, step: int) -> None:
 
     A kill leaves the old or the new file. A missing file counts as empty. Raises OSError.
     """
-    if not path.exists():
-        return
-    end, cut, late = 0, False, []  # bytes up to the first line that goes; whether one goes; lines to keep after it
-    with path.open("rb") as file:
-        for line in file:
-            record = _record(line)
-            if not line.endswith(b"\n") or (record is not None and record["step"] > step):
-                cut = True
-            elif cut:
-                late.append(line)
-            else:
-                end += len(line)
-    if not cut:
-        return
-    if late:  # an event of an earlier step that was recorded late
 
-        def write(temporary: Path) -> None:
-            with path.open("rb") as source, temporary.open("wb") as target:
-                rest = end
-                while rest:
-                    rest -= target.write(source.read(min(rest, 2**20)))
-                target.writelines(late)
+    def stays(line: bytes) -> bool:
+        record = _record(line)
+        return line.endswith(b"\n") and (record is None or record["step"] <= step)
 
+    def write(temporary: Path) -> None:
+        with path.open("rb") as source, temporary.open("wb") as target:
+            target.writelines(
+                line for line in source if stays(line)
+            )  # not all before the cut: an event may be recorded late
+
+    if path.exists():
         replace_file(path, write)
-    else:
-        with path.open("rb+") as shortened:
-            shortened.truncate(end)
-            os.fsync(shortened.fileno())
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

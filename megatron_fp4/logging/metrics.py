@@ -9,7 +9,7 @@ One JSON object a line, of one `kind`:
                 text are known
     diagnostics, gradient_noise
                 what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
-    time        where the wall time went so far, see goodput.py
+    time        where the wall time went so far, see run_log.py
     event       `event` (switch, checkpoint, skip, stop, text, ...) and its details; a switch belongs to the first step
                 that it changes
 
@@ -37,10 +37,9 @@ import math
 import os
 import re
 import secrets
-import string
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -59,7 +58,15 @@ from megatron_fp4.logging.files import (
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 30.0  # between attempts at a TensorBoard or wandb that fails
+ID_FILE = "wandb_run_id"
+# Between attempts at a TensorBoard or wandb that fails.
+RETRY_SECONDS = 30.0
+# How long wandb may take to reach its server before the run logs offline.
+INIT_SECONDS = 60
+# How long the end of a run waits for what a view has not taken; and of a run that was told to stop, or failed.
+FINISH_SECONDS, HURRY_SECONDS = 30.0, 5.0
+# Steps that are kept for a view that is away: a day of steps of two seconds, in about 100 MB.
+_MOST_WAITING = 50_000
 
 
 @dataclass(frozen=True)
@@ -105,25 +112,23 @@ class StepMetrics:
             "optimizer/skipped": float(self.skipped),
             "speed/tokens_per_second": self.tokens_per_second,
             "speed/tflops_per_device": self.model_tflops,
+            "speed/mfu": self.mfu,
             "speed/step_seconds": self.step_time,
             "speed/data_wait_seconds": self.data_wait,
+            "memory/peak_gib": self.peak_memory_gib,
             "data/tokens": float(self.tokens),
             **{f"data/epochs_{name}": epochs for name, epochs in self.epochs.items()},
         }
-        if self.mfu is not None:
-            curves["speed/mfu"] = self.mfu
-        if self.peak_memory_gib is not None:
-            curves["memory/peak_gib"] = self.peak_memory_gib
-        return curves
+        return {name: value for name, value in curves.items() if value is not None}
 
 
 class MetricsWriter:
     """Writes a run's metrics on one rank; on the others (`active=False`) every method does nothing.
 
     run_dir: created if missing. resume_step: steps done by the checkpoint that the run resumes from; records of later
-    steps are cut, so that the file has each step once. 0 is a fresh start, which moves records of an earlier run in the
-    same folder aside (`metrics.jsonl.1`). wandb_mode: `online`, `offline` or `disabled`. wandb_run_id: of an earlier
-    start, so that the run continues as one; None starts a new one. config: the configuration as it is saved, for wandb.
+    steps are cut, so that the file has each step once, and the run is the same one at wandb. 0 is a fresh start, which
+    moves records of an earlier run in the same folder aside (`metrics.jsonl.1`). wandb_mode: `online`, `offline` or
+    `disabled`. config: the configuration as it is saved, for wandb.
 
     A failure to write is logged and tried again, never raised. `sync` may be called from any thread, the others belong
     to one. Raises ValueError if a package that the settings ask for is not installed.
@@ -137,15 +142,13 @@ class MetricsWriter:
         tensorboard: bool = True,
         wandb_mode: str = "disabled",
         wandb_project: str = "megatron_fp4",
-        wandb_run_id: str | None = None,
         config: dict[str, Any] | None = None,
         active: bool = True,
     ) -> None:
         directory = Path(run_dir)
-        self.active, self.path, self.wandb_run_id = active, directory / METRICS_FILE, wandb_run_id
-        self._tensorboard: TensorBoardView | None = None
-        self._wandb: WandbView | None = None
-        self._closed, self._last_step = False, resume_step
+        self.active, self.path = active, directory / METRICS_FILE
+        self._views: list[TensorBoardView | WandbView] = []
+        self._closed, self._last_step = not active, resume_step
         if not active:
             return
 
@@ -159,10 +162,10 @@ class MetricsWriter:
 
         self._file = RecordFile(self.path, prepare)
         if tensorboard:
-            self._tensorboard = TensorBoardView(directory / "tensorboard", resume_step)
+            self._views.append(TensorBoardView(directory / "tensorboard", resume_step))
         if wandb_mode != "disabled":
-            self._wandb = WandbView(directory, wandb_mode, wandb_project, wandb_run_id, config)
-            self.wandb_run_id = self._wandb.run_id
+            run_id = known_run_id(directory) if resume_step else None
+            self._views.append(WandbView(directory, wandb_mode, wandb_project, run_id, config))
 
     def run(self, step: int, **facts: Any) -> None:
         """Record a start from `step` steps done, with facts about the run (JSON values)."""
@@ -177,14 +180,12 @@ class MetricsWriter:
         self._write({"kind": "step", **record})
         self._show(metrics.curves(), metrics.step)
 
-    def validation(
-        self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: Mapping[str, float] | None = None
-    ) -> None:
+    def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: Mapping[str, float]) -> None:
         """Record validation losses by source, in nats per token, after `step` steps and `tokens` training tokens.
 
         bits_per_byte: the same per byte of text, of sources whose bytes are known.
         """
-        mean, bits = sum(losses.values()) / len(losses) if losses else math.nan, dict(bits_per_byte or {})
+        mean, bits = sum(losses.values()) / len(losses) if losses else math.nan, dict(bits_per_byte)
         record = {"kind": "validation", "step": step, "tokens": tokens, "loss": mean, "losses": losses}
         self._write(record | ({"bits_per_byte": bits} if bits else {}))
         curves = {f"loss/validation_{source}": loss for source, loss in losses.items()} | {"loss/validation": mean}
@@ -198,20 +199,16 @@ class MetricsWriter:
     def event(self, step: int, event: str, **details: Any) -> None:
         """Record that `event` happened after `step` steps, with details (JSON values)."""
         self._write({"kind": "event", "step": step, "event": event, **details})
-        if self._tensorboard is not None:
-            self._tensorboard.text("events", f"{event} {_json(details)}", step)
+        for view in self._views:
+            if isinstance(view, TensorBoardView):
+                view.text("events", f"{event} {_json(details)}", step)
 
-    def texts(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def texts(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Record what the model writes after `step` steps: samples with `prompt`, `text` (null: not finite) and
         `ended`."""
         self._write({"kind": "event", "step": step, "event": "text", "samples": samples})
-        if self._tensorboard is not None:
-            for number, sample in enumerate(samples, start=1):
-                lines = f"{sample['prompt']}|{sample['text']}".split("\n")
-                # Markdown shows indented lines as they are.
-                self._tensorboard.text(f"text/{number}", "\n".join(f"    {line}" for line in lines), step)
-        if self._wandb is not None:
-            self._wandb.texts(samples, step)
+        for view in self._views:
+            view.texts(samples, step)
 
     def sync(self) -> None:
         """Return when every record so far is on the disk, or a failure is logged.
@@ -222,17 +219,15 @@ class MetricsWriter:
             self._file.sync()
 
     def close(self, hurry: bool = False) -> None:
-        """Sync and close everything; a second call does nothing. hurry: do not wait long for wandb."""
-        if not self.active or self._closed:
+        """Sync and close everything; a second call does nothing. hurry: do not wait long for views."""
+        if self._closed:
             return
         self._closed = True
-        self._file.sync()  # before the wait for wandb, during which a scheduler may kill the run
-        if self._wandb is not None:
-            self._wandb.close(hurry)
-            self._record_wandb(self._last_step)
+        self._file.sync()  # before the wait for views, during which a scheduler may kill the run
+        for view in reversed(self._views):  # wandb's last news is an event for TensorBoard
+            view.close(HURRY_SECONDS if hurry else FINISH_SECONDS)
+            self._record_news(self._last_step)
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -252,15 +247,15 @@ class MetricsWriter:
             self.event(record["step"], "records_lost", count=lost)
 
     def _show(self, values: dict[str, float], step: int) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.show(values, step)
-        if self._wandb is not None:
-            self._wandb.show(values, step)
-            self._record_wandb(step)
+        if values:
+            for view in self._views:
+                view.show(values, step)
+        self._record_news(step)
 
-    def _record_wandb(self, step: int) -> None:
-        while self._wandb is not None and self._wandb.news:
-            self.event(step, "wandb_offline", reason=self._wandb.news.popleft())
+    def _record_news(self, step: int) -> None:
+        for view in self._views:
+            while view.news:
+                self.event(step, f"{view.name}_offline", reason=view.news.popleft())
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -291,8 +286,91 @@ def _json(value: Any) -> str:
     return json.dumps(finite(value), allow_nan=False, ensure_ascii=False)
 
 
-class TensorBoardView:
-    """Scalars and texts under `directory`; after a failure a new file is begun there.
+class View:
+    """A destination of curves and texts besides metrics.jsonl, which neither stops nor delays the run.
+
+    A thread opens it and gives it what the run queues. What it does not take waits until it does, opened again. news:
+    what the run has to record about it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.news = name, deque[str]()
+        self._outage = Outage(name, f"up to {_MOST_WAITING:,} steps wait for it")
+        self._writer: Any = None
+        self._waiting: deque[Callable[[Any], object]] = deque()
+        self._dropped = 0
+        self._changed = threading.Condition()
+        self._closing = self._finished = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def close(self, patience: float) -> None:
+        """Let it take what is left for at most `patience` seconds, and log what it did not take."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(patience)
+        left = len(self._waiting) + self._dropped
+        if left or not self._finished:
+            what = f"{left} points not taken" if left else "not everything was sent"
+            logger.error("%s: %s within %.0f s; metrics.jsonl has it all%s", self.name, what, patience, self._remedy())
+
+    def _open(self) -> Any:
+        """What the queued actions write to, from now on `_writer`."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Give up what failed."""
+        self._writer = None
+
+    def _remedy(self) -> str:
+        return ""
+
+    def _queue(self, action: Callable[[Any], object]) -> None:
+        with self._changed:
+            self._waiting.append(action)
+            if len(self._waiting) > _MOST_WAITING:
+                self._waiting.popleft()
+                self._dropped += 1
+            self._changed.notify()
+
+    def _work(self) -> None:
+        """The thread: do what waits, in order, until the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    break
+                action = self._waiting[0]
+            try:
+                if self._writer is None:
+                    self._writer = self._open()
+                action(self._writer)
+            except Exception as error:
+                self._leave()
+                self._outage.failed(error)
+                with self._changed:
+                    if self._closing:
+                        return
+                    self._changed.wait_for(lambda: self._closing, RETRY_SECONDS)
+            else:
+                self._outage.worked("all that waited is on its way")
+                with self._changed:
+                    if self._waiting and self._waiting[0] is action:  # else it was dropped meanwhile
+                        self._waiting.popleft()
+        try:
+            if self._writer is not None:
+                self._finish()
+            self._finished = True
+        except Exception as error:
+            logger.error("%s: %s: %s", self.name, type(error).__name__, error)
+
+
+class TensorBoardView(View):
+    """Curves and texts under `directory`; after a failure a new file is begun there.
 
     resume_step: points of later steps are hidden, as they are cut from metrics.jsonl. Raises ValueError without the
     package.
@@ -305,58 +383,38 @@ class TensorBoardView:
             raise ValueError(
                 "logging.tensorboard=true needs the package tensorboard; pip install tensorboard, or set it to false"
             ) from error
-        self.outage = Outage(f"TensorBoard ({directory})", "its points of now are missing there", RETRY_SECONDS)
+        super().__init__("tensorboard")
         self._new, self._directory = SummaryWriter, directory
-        self._writer: Any = None
         self._purge_step = resume_step + 1 if resume_step else None
+        self._thread.start()
 
     def show(self, values: dict[str, float], step: int) -> None:
-        """Add a point to the curve of every name."""
-
         def add(writer: Any) -> None:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
 
-        self._try(add)
+        self._queue(add)
+
+    def texts(self, samples: Sequence[dict[str, Any]], step: int) -> None:
+        for number, sample in enumerate(samples, start=1):
+            # Markdown shows indented lines as they are.
+            text = "\n".join(f"    {line}" for line in f"{sample['prompt']}|{sample['text']}".split("\n"))
+            self.text(f"text/{number}", text, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Add a text under `name`."""
-        self._try(lambda writer: writer.add_text(name, text, step))
+        self._queue(lambda writer: writer.add_text(name, text, step))
 
-    def close(self) -> None:
-        """Write what is left and close."""
-        if self._writer is not None:
-            self._try(lambda writer: writer.close())
+    def _open(self) -> Any:
+        writer = self._new(str(self._directory), purge_step=self._purge_step, flush_secs=10)
+        self._purge_step = None  # a file that is begun later hides nothing
+        return writer
 
-    def _try(self, action: Callable[[Any], None]) -> None:
-        if not self.outage.may_try:
-            return
-        try:
-            if self._writer is None:
-                self._writer = self._new(str(self._directory), purge_step=self._purge_step, flush_secs=10)
-                self._purge_step = None  # a file that is begun later hides nothing
-            action(self._writer)
-        except Exception as error:
-            self._writer = None
-            self.outage.failed(error)
-        else:
-            self.outage.worked()
+    def _finish(self) -> None:
+        self._writer.close()
 
 
-ID_FILE = "wandb_run_id"
-# How long wandb may take to reach its server before the run logs offline.
-INIT_SECONDS = 60
-# How long the end of a run waits for what wandb has not sent; and of a run that was told to stop, or failed.
-FINISH_SECONDS, HURRY_SECONDS = 30.0, 5.0
-# Steps that are kept for a wandb that is away: a day of steps of two seconds, in about 100 MB.
-_MOST_WAITING = 50_000
-
-
-class WandbView:
-    """Curves and texts at wandb, which neither stops nor delays the run.
-
-    A thread starts wandb and gives it what the run queues. What wandb does not take waits until its service, started
-    again under the same id, does: without its server in files that `wandb sync` sends later.
+class WandbView(View):
+    """Curves and texts at wandb; without its server in files that `wandb sync` sends later, under the same id.
 
     mode: `online` or `offline`. run_id: of an earlier start, None: a new one; also written to `directory`/wandb_run_id.
     news: why a run that asked for `online` logs offline. Raises ValueError without the package.
@@ -371,88 +429,24 @@ class WandbView:
             raise ValueError(
                 f'logging.wandb={mode} needs the package wandb; pip install "megatron_fp4[wandb]", or set disabled'
             ) from error
+        super().__init__("wandb")
         self._wandb: Any = wandb
         self._directory, self._project, self._config = directory, project, config
-        self.outage = Outage("wandb", f"up to {_MOST_WAITING:,} steps wait for it", RETRY_SECONDS)
-        letters = string.ascii_lowercase + string.digits
-        self.run_id = run_id or "".join(secrets.choice(letters) for _ in range(8))
+        self.run_id = run_id or secrets.token_hex(4)
         attempt(str(directory / ID_FILE), lambda: replace_text(directory / ID_FILE, self.run_id + "\n"))
         # wandb's own switch for machines without a network, which an explicit mode would overrule.
         self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
-        self.news: deque[str] = deque()
-        self._run: Any = None
-        self._waiting: deque[tuple[int, Callable[[], dict[str, Any]]]] = deque()
-        self._dropped = 0
-        self._changed = threading.Condition()
-        self._closing = self._finished = False
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
     def show(self, values: dict[str, float], step: int) -> None:
-        """Add a point to the curve of every name."""
-        self._queue(step, lambda: values)
+        self._queue(lambda run: run.log(values, step=step))
 
-    def texts(self, samples: list[dict[str, Any]], step: int) -> None:
-        """Add a table of texts with their prompts."""
+    def texts(self, samples: Sequence[dict[str, Any]], step: int) -> None:
         columns = ["prompt", "text", "ended"]
         rows = [[sample[name] for name in columns] for sample in samples]
-        self._queue(step, lambda: {"text/samples": self._wandb.Table(columns=list(columns), data=rows)})
+        self._queue(lambda run: run.log({"text/samples": self._wandb.Table(columns=columns, data=rows)}, step=step))
 
-    def close(self, hurry: bool = False) -> None:
-        """Let wandb send what is left for at most `FINISH_SECONDS`, with `hurry` for `HURRY_SECONDS`, and log what it
-        did not send."""
-        patience = HURRY_SECONDS if hurry else FINISH_SECONDS
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(patience)
-        left, folder = len(self._waiting) + self._dropped, self._folder()
-        if self._finished and not left:
-            return
-        what = f"{left} points not taken" if left else "not everything was sent"
-        send = f"; send what it has later: wandb sync {folder}" if folder else ""
-        logger.error("wandb: %s within %.0f s; metrics.jsonl has it all%s", what, patience, send)
-
-    def _queue(self, step: int, values: Callable[[], dict[str, Any]]) -> None:
-        with self._changed:
-            self._waiting.append((step, values))
-            if len(self._waiting) > _MOST_WAITING:
-                self._waiting.popleft()
-                self._dropped += 1
-            self._changed.notify()
-
-    def _work(self) -> None:
-        """The thread: give wandb what waits, in order, until the end; start a wandb that failed again."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
-                    break
-                step, values = self._waiting[0]
-            try:
-                if self._run is None:
-                    self._run = self._start()
-                self._run.log(values(), step=step)
-            except Exception as error:
-                self._leave()
-                self.outage.failed(error)
-                with self._changed:
-                    if self._closing:
-                        return
-                    self._changed.wait_for(lambda: self._closing, RETRY_SECONDS)
-            else:
-                self.outage.worked("all that waited is on its way")
-                with self._changed:
-                    if self._waiting and self._waiting[0][1] is values:  # else it was dropped meanwhile
-                        self._waiting.popleft()
-        try:
-            if self._run is not None:
-                self._run.finish()
-            self._finished = True
-        except Exception as error:
-            logger.error("wandb: %s: %s", type(error).__name__, error)
-
-    def _start(self) -> Any:
+    def _open(self) -> Any:
         """A run at wandb; offline if it asked for `online` and that fails."""
         try:
             if self._mode == "online" and not self._wandb.login(prompt=False):  # `init` would ask on the terminal
@@ -463,12 +457,11 @@ class WandbView:
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         self._leave()  # its service still holds the id of the run that did not start
-        self._run = self._init("offline")
-        folder = self._folder() or self._directory / "wandb" / "offline-run-*"
-        why = f"{reason}; send it later: wandb sync {folder}"
+        run = self._init("offline")
+        why = f"{reason}; send it later: wandb sync {Path(run.dir).parent}"
         logger.warning("wandb does not answer, so this run logs offline (%s)", why)
         self.news.append(why)
-        return self._run
+        return run
 
     def _init(self, mode: str) -> Any:
         return self._wandb.init(
@@ -483,25 +476,27 @@ class WandbView:
             settings=self._wandb.Settings(console="off", quiet=True, init_timeout=INIT_SECONDS),
         )
 
+    def _finish(self) -> None:
+        self._writer.finish()
+
     def _leave(self) -> None:
-        """Give up a run that failed, and its service."""
-        self._run = None
+        super()._leave()
         with contextlib.suppress(Exception):
             self._wandb.teardown()
 
-    def _folder(self) -> Path | None:
-        files = getattr(self._run, "dir", None)
-        return None if files is None else Path(str(files)).parent
+    def _remedy(self) -> str:
+        files = getattr(self._writer, "dir", None)
+        return f"; send what it has later: wandb sync {Path(str(files)).parent}" if files else ""
 
 
-def known_run_id(directory: Path, of_checkpoint: str | None) -> str | None:
-    """The id at wandb of the run in `directory` that resumes: what an earlier start wrote there, else what its
-    checkpoint holds; None if it has none. An id that wandb would refuse counts as none."""
-    written = None
-    with contextlib.suppress(OSError):
-        written = (directory / ID_FILE).read_bytes().decode(errors="replace").strip()
-    for run_id in filter(None, (written, of_checkpoint)):
-        if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
-            return run_id
-        logger.warning("%s: %r is no id of a wandb run and is not used", directory / ID_FILE, run_id[:64])
+def known_run_id(directory: Path) -> str | None:
+    """The id at wandb that an earlier start of the run in `directory` wrote there; None if there is none, or one that
+    wandb would refuse."""
+    try:
+        run_id = (directory / ID_FILE).read_bytes().decode(errors="replace").strip()
+    except OSError:
+        return None
+    if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
+        return run_id
+    logger.warning("%s: %r is no id of a wandb run and is not used", directory / ID_FILE, run_id[:64])
     return None

@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.config_diff import flatten
+from megatron_fp4.logging.console import short_number, short_time
 from megatron_fp4.logging.files import REPORT_FILE, replace_text
-from megatron_fp4.logging.goodput import ORDER, Goodput, goodput_of
 from megatron_fp4.logging.pictures import (
     QUANTITIES,
     draw_gaps,
@@ -40,7 +40,7 @@ from megatron_fp4.logging.pictures import (
     thinned,
 )
 from megatron_fp4.logging.run_folder import RunFolder, open_run, open_runs
-from megatron_fp4.logging.words import short_number, short_time
+from megatron_fp4.logging.run_log import ORDER, Goodput, goodput_of
 from megatron_fp4.runtime.revision import revision
 
 UNKNOWN = "unknown"

@@ -26,9 +26,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import check_place, replace_file
 from megatron_fp4.logging.run_folder import RunFolder, open_run
-from megatron_fp4.logging.words import short_number
 
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",

@@ -1,10 +1,17 @@
-"""What a run says while it trains: each happening once in `metrics.jsonl` and its views, and once on the console."""
+"""What a run says while it trains: each happening once in `metrics.jsonl` and its views, and once on the console; and
+where its wall time goes.
+
+Records `time` of metrics.jsonl hold the `seconds` so far by kind. A start continues those of the checkpoint's step;
+what earlier starts spent after it is lost work. The first step of a start, which compiles kernels and starts the
+loader's workers, does not count. Goodput, as in Google's ML Goodput (2024), is the share in training steps that count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,22 +20,38 @@ from typing import Any
 import yaml
 
 from megatron_fp4.checkpoint.saves import SaveReport
-from megatron_fp4.config.compose import to_yaml
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved, to_yaml
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging.console import RunConsole
+from megatron_fp4.logging.console import RunConsole, short_time
 from megatron_fp4.logging.files import (
     METRICS_FILE,
     PICTURE_FILE,
     REPORT_FILE,
     SUMMARY_FILE,
     attempt,
+    iterate_records,
     move_aside,
     replace_text,
 )
-from megatron_fp4.logging.goodput import TimeLedger
-from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics, known_run_id
+from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.runtime.revision import revision
+
+STEPS, FIRST, STARTUP, LOST = "steps", "first step", "start-up", "lost work"
+# By the phases of `Progress`; every other one belongs to the start-up before the first step, and to a step after it.
+KINDS = {
+    "start": STARTUP,
+    "build": STARTUP,
+    "load": STARTUP,
+    "tune and test kernels": STARTUP,
+    "data": "data wait",
+    "validation": "validation",
+    "text samples": "validation",
+    "save": "saves",
+    "go back to a checkpoint": "going back",
+    "export": "exports",
+    "end": "end",
+}
+ORDER = (STEPS, FIRST, STARTUP, "data wait", "validation", "saves", LOST, "going back", "exports", "end")
 
 
 class RunLog:
@@ -45,20 +68,11 @@ class RunLog:
             config.train.steps, interval=config.logging.interval, active=active, memory_size=memory_size
         )
         self.times = TimeLedger()
-        self._wandb_run_id: str | None = None
         self.losses: dict[str, float] = {}
         """Of the last validation of this start."""
-        self._told_to_stop, self._steps_done = False, 0
-        self.opened = False
+        self.opened = self._told_to_stop = False
+        self._steps_done = 0
         self._found: list[tuple[str, dict[str, Any]]] = []
-
-    def state_dict(self) -> str | None:
-        """The run's id at wandb, under which it resumes."""
-        return self._wandb_run_id
-
-    def load_state_dict(self, wandb_run_id: str | None) -> None:
-        """Take up what a checkpoint held."""
-        self._wandb_run_id = wandb_run_id
 
     def found(self, event: str, lines: Sequence[str], **details: Any) -> None:
         """Say what a start has found before it began: `lines` now, and an event with details once records are open."""
@@ -76,19 +90,15 @@ class RunLog:
                 attempt(f"{run_dir}: another name for {name}", partial(move_aside, run_dir / name))
         if self.active and start:
             attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir / METRICS_FILE, start))
-        # Another run's checkpoint has that run's id.
-        of_checkpoint = None if facts.get("origin") else self._wandb_run_id
         self.metrics = MetricsWriter(
             run_dir,
             resume_step=start,
             tensorboard=settings.tensorboard,
             wandb_mode=settings.wandb,
             wandb_project=settings.wandb_project,
-            wandb_run_id=known_run_id(run_dir, of_checkpoint) if start else None,
             config=as_saved(self.config),
             active=self.active,
         )
-        self._wandb_run_id = self.metrics.wandb_run_id
         self.metrics.run(start, commit=revision(), **facts)
         self._record_times()
         for event, details in self._found:
@@ -100,12 +110,10 @@ class RunLog:
 
     def settings(self, plan: Mapping[str, Any]) -> None:
         """Write config.yaml and plan.yaml. plan: `Plan.as_dict` of the first plan."""
-        if not self.active:
-            return
-        run_dir = Path(self.config.run.dir)
         texts = {"config.yaml": to_yaml(self.config), "plan.yaml": yaml.safe_dump(dict(plan), sort_keys=False)}
-        for name, text in texts.items():
-            attempt(str(run_dir / name), lambda: replace_text(run_dir / name, text))  # noqa: B023
+        for name, text in texts.items() if self.active else ():
+            path = Path(self.config.run.dir) / name
+            attempt(str(path), partial(replace_text, path, text))
 
     def __enter__(self) -> RunLog:
         with ExitStack() as stack:
@@ -122,11 +130,8 @@ class RunLog:
             self.metrics.close(hurry=True)
         self._stack.__exit__(kind, error, traceback)
 
-    def switch(self, step: int) -> None:
-        """The precision switch happened before `step` (from 0)."""
-        switch = self.config.precision.switch
-        self.metrics.event(step + 1, "switch", scope=switch.scope, target=switch.target)
-        self.console.event(step, f"precision switches to {switch.target} ({switch.scope})")
+    def _record_times(self) -> None:
+        self.metrics.record(self._steps_done, "time", self.times.record(), {})
 
     def step(self, metrics: StepMetrics) -> None:
         """A training step is done."""
@@ -136,8 +141,11 @@ class RunLog:
         if metrics.step % self.config.logging.interval == 0:
             self._record_times()
 
-    def _record_times(self) -> None:
-        self.metrics.record(self._steps_done, "time", self.times.record(), {})
+    def switch(self, step: int) -> None:
+        """The precision switch happened before `step` (from 0)."""
+        switch = self.config.precision.switch
+        self.metrics.event(step + 1, "switch", scope=switch.scope, target=switch.target)
+        self.console.event(step, f"precision switches to {switch.target} ({switch.scope})")
 
     def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float]) -> None:
         """Held-out losses by source, in nats per token, and as far as known in bits per byte of text, after `step`
@@ -193,3 +201,77 @@ class RunLog:
         else:
             how = "there is nothing to save yet; the same command begins again"
         self.console.text(f"stopped after step {step} of {steps} on {why or 'a signal to another rank'}: {how}")
+
+
+class TimeLedger:
+    """Books the time of this process under what the run is doing. began: `time.monotonic()` of its begin."""
+
+    def __init__(self, began: float | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._kind, self._since = STARTUP, time.monotonic() if began is None else began
+        self._first: int | None = None  # the first step of this start
+
+    def at(self, step: int, phase: str) -> None:
+        """The run begins `phase` of `step` (an observer of `Progress`)."""
+        self._book()
+        if phase == "data" and self._first is None:
+            self._first = step
+        in_step = STARTUP if self._first is None else FIRST if step <= self._first else STEPS
+        self._kind = KINDS.get(phase, in_step)
+
+    def resume(self, path: Path, start: int) -> None:
+        """Continue the times in the records at `path`, before those of steps after `start` are cut."""
+        kept: Mapping[str, float] = {}
+        last: Mapping[str, float] = {}
+        for record in iterate_records(path, "time") if path.exists() else ():
+            last = record["seconds"]
+            kept = last if record["step"] <= start else kept
+        lost = sum(last.values()) - sum(kept.values())
+        for kind, seconds in [*kept.items(), *([(LOST, lost)] if lost > 0 else [])]:
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
+
+    def record(self) -> dict[str, Any]:
+        """The times so far, as a record has them."""
+        self._book()
+        return {"seconds": {kind: round(value, 3) for kind, value in self.seconds.items()}}
+
+    def _book(self) -> None:
+        now = time.monotonic()
+        self.seconds[self._kind] = self.seconds.get(self._kind, 0.0) + now - self._since
+        self._since = now
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """seconds: of all starts by kind, in the order of `ORDER`."""
+
+    seconds: dict[str, float]
+    starts: int
+
+    @property
+    def wall(self) -> float:
+        """Seconds of all starts."""
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        """Of the wall time in steps that count, 0..1."""
+        return self.seconds.get(STEPS, 0.0) / self.wall if self.wall else 0.0
+
+    def __str__(self) -> str:
+        others = {kind: value for kind, value in self.seconds.items() if kind != STEPS and value >= 0.005 * self.wall}
+        most = sorted(others.items(), key=lambda item: -item[1])
+        starts = f" in {self.starts} starts" if self.starts > 1 else ""
+        rest = ", ".join(f"{kind} {value / self.wall:.1%}" for kind, value in most)
+        return f"{self.share:.1%} of {short_time(self.wall)}{starts}" + (f"; {rest}" if rest else "")
+
+
+def goodput_of(records: Iterable[Mapping[str, Any]]) -> Goodput | None:
+    """Of a run with these records; None if they have no times, as those of older versions."""
+    seconds: Mapping[str, float] = {}
+    starts = 0
+    for record in records:
+        starts += record["kind"] == "run"
+        seconds = record["seconds"] if record["kind"] == "time" else seconds
+    kinds = [*ORDER, *(kind for kind in seconds if kind not in ORDER)]
+    return Goodput({kind: seconds[kind] for kind in kinds if kind in seconds}, starts) if seconds else None

@@ -18,13 +18,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.table import Table
 
 from megatron_fp4.config.schema import Config, ParallelConfig, RunConfig
-from megatron_fp4.logging import console as show
-from megatron_fp4.logging.console import RunConsole
-from megatron_fp4.logging.words import counted, long_time, with_unit
+from megatron_fp4.logging.console import (
+    RunConsole,
+    batch_table,
+    counted,
+    facts_table,
+    long_time,
+    make_table,
+    plan_table,
+    with_unit,
+)
 from megatron_fp4.planning.dry_run import Build, DryRun, Message, dry_run
 from megatron_fp4.precision.plan import Plan, recipes_in
 from megatron_fp4.precision.recipe import Recipe
@@ -96,15 +102,15 @@ def print_plan(
     dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
     console.text(f"kernels: {models.describe_execution(execution, config.model.pattern)}")
-    console.table(show.plan_table(plans[0], config.precision.name))
+    console.table(plan_table(plans[0], config.precision.name))
     num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
-    console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
-    console.table(show.facts_table("Memory of a rank", memory_facts(config, models, world_size, dry)))
+    console.table(batch_table(config.train, config.parallel, world_size, num_tokens))
+    console.table(facts_table("Memory of a rank", memory_facts(config, models, world_size, dry)))
     if any(message.ranks > 1 for message in dry.messages):
         console.table(messages_table(dry))
     times = [(phase, step_time(config, models, world_size, dry, phase, recipes_in(plans))) for phase in phases]
     console.table(time_table(times, config, world_size))
-    console.table(show.facts_table("Work and time", time_facts(config, models, world_size, times)))
+    console.table(facts_table("Work and time", time_facts(config, models, world_size, times)))
 
 
 def memory_facts(config: Config, models: ModelProvider, world_size: int, dry: DryRun) -> dict[str, object]:
@@ -131,33 +137,23 @@ def memory_facts(config: Config, models: ModelProvider, world_size: int, dry: Dr
 def messages_table(dry: DryRun) -> Table:
     """The collectives of a step of the largest batch."""
     title = f"Collectives of a step, per rank ({counted(dry.micro_batches, 'micro-batch', 'micro-batches')})"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("collective", "over", "ranks"):
-        table.add_column(name)
-    for name in ("number", "MiB each", "GiB sent"):
-        table.add_column(name, justify="right")
     # Ordered by volume; sizes of a kind are summed up, largest kinds first.
     kinds: dict[tuple[str, str, int], list[tuple[int, float, float]]] = {}
     for message, count in dry.messages.items():
         if message.ranks > 1:
             kind = (message.operation, message.group, message.ranks)
             kinds.setdefault(kind, []).append((count, count * message.num_bytes, count * message.sent_bytes))
-    for (operation, group, ranks), rows in sorted(kinds.items(), key=lambda item: -sum(row[2] for row in item[1])):
-        count, num_bytes, sent = (sum(column) for column in zip(*rows, strict=True))
-        table.add_row(
-            operation, group, str(ranks), f"{count:,}", f"{num_bytes / count / 2**20:.2f}", f"{sent / _GIB:.3f}"
-        )
-    return table
+    rows = []
+    for (operation, group, ranks), sizes in sorted(kinds.items(), key=lambda item: -sum(row[2] for row in item[1])):
+        count, num_bytes, sent = (sum(column) for column in zip(*sizes, strict=True))
+        numbers = f"{count:,}", f"{num_bytes / count / 2**20:.2f}", f"{sent / _GIB:.3f}"
+        rows.append((operation, group, str(ranks), *numbers))
+    return make_table(title, ["collective", "over", "ranks", "number>", "MiB each>", "GiB sent>"], rows)
 
 
 def time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, world_size: int) -> Table:
     """A step of each phase that differs in batch or sequences: what bounds it."""
-    table = Table(title="Time of a step, in ms", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("phase", "batch"):
-        table.add_column(name)
-    for name in ("compute", "messages: waited for", "hidden", "host", "step", "bound by", "tokens/s a rank"):
-        table.add_column(name, justify="right")
-    shown = set()
+    rows, shown = [], set()
     for phase, time in times:
         kind = phase.batch_size, phase.sequence_length
         if kind not in shown:
@@ -166,8 +162,9 @@ def time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, w
             parts = (time.compute, time.exposed, time.hidden, time.host, time.seconds)
             rate = f"{tokens / time.seconds / world_size:,.0f}"
             batch = f"{tokens // phase.sequence_length:,} x {phase.sequence_length:,}"
-            table.add_row(phase.name, batch, *(_milliseconds(seconds) for seconds in parts), time.bound, rate)
-    return table
+            rows.append((phase.name, batch, *(_milliseconds(seconds) for seconds in parts), time.bound, rate))
+    numbers = ["compute>", "messages: waited for>", "hidden>", "host>", "step>", "bound by>", "tokens/s a rank>"]
+    return make_table("Time of a step, in ms", ["phase", "batch", *numbers], rows)
 
 
 def _milliseconds(seconds: float) -> str:

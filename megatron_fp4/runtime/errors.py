@@ -29,7 +29,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from megatron_fp4.config.launcher import place_in_run
+from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError

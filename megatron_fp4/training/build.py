@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import ConfigError
-from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel

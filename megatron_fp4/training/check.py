@@ -23,8 +23,7 @@ from megatron_fp4.checkpoint.find import Resumed, check_resume, preview
 from megatron_fp4.config.checks import validate
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
-from megatron_fp4.logging.console import plan_shares
-from megatron_fp4.logging.words import counted, rounded_time
+from megatron_fp4.logging.console import counted, plan_shares, rounded_time
 from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
 from megatron_fp4.precision.plan import PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.precision.rng import StepState

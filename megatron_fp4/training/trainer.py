@@ -28,11 +28,11 @@ from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.files import origin_state
 from megatron_fp4.checkpoint.find import Resumed, would_overwrite
 from megatron_fp4.checkpoint.saves import SaveReport
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.run_folder import Missing, missing_of
 from megatron_fp4.logging.run_log import RunLog
-from megatron_fp4.logging.summary import Missing, missing_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import agreed_backend
@@ -392,10 +392,11 @@ class Trainer:
         """Whether a run that has done all its steps was killed before everything was written. A collective."""
         steps = self.config.train.steps
 
-        def others(done: int) -> list[str]:
-            return [what for callback in self.callbacks for what in callback.lacking(done)]
+        def look() -> Missing:
+            others = [what for callback in self.callbacks for what in callback.lacking(steps)]
+            return missing_of(Path(self.config.run.dir), steps, bool(self.data.validation), others)
 
-        missing = missing_of(Path(self.config.run.dir), steps, validates=bool(self.data.validation), others=others)
+        missing = self.checkpointer.sync.on_rank0("look for what the run lacks", look)
         if not missing.names or not self.checkpointer.has(steps):
             return False
         self.missing = missing

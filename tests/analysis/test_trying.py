@@ -19,8 +19,7 @@ import pretrain
 from analysis import trying
 from analysis.trials import Trial
 from data.indexed import IndexedDatasetWriter
-from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.training import trainer
 from megatron_fp4.training.step import StepResult
 from pretrain import CONFIGS

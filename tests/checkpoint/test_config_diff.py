@@ -17,10 +17,9 @@ from megatron_fp4.checkpoint.config_diff import (
     run_identity,
     untrained_recipe,
 )
-from megatron_fp4.config.data_schema import DataConfig, PhaseConfig
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig, SwitchConfig
-from megatron_fp4.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
+from megatron_fp4.config.schema import Config, DataConfig, ParallelConfig, PhaseConfig, RunConfig, TrainConfig
 from megatron_fp4.precision.plan import PrecisionSwitch
 
 PHASES = [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"web": 2.0, "code": 1.0})]

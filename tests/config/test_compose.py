@@ -6,13 +6,11 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, to_yaml
-from megatron_fp4.config.data_schema import PhaseConfig
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved, group_options, to_yaml
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.precision_schema import ComposedException, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.removed_keys import refuse_removed
-from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: {code: 1.0}}"

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4.config.compose import compose_config, config_from_saved, to_yaml
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved, to_yaml
 from megatron_fp4.config.schema import Config, ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

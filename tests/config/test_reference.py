@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp4.config.data_schema import DataConfig, PhaseConfig
-from megatron_fp4.config.schema import CheckpointConfig, OptimizerConfig
+from megatron_fp4.config.schema import CheckpointConfig, DataConfig, OptimizerConfig, PhaseConfig
 from scripts import configuration_reference as reference
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.config.compose import compose_config, config_from_saved
-from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from scripts import replay
 from tests.composing import CONFIGS

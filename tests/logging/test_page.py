@@ -21,7 +21,7 @@ from megatron_fp4.config.schema import Config, ConfigError, LoggingConfig, RunCo
 from megatron_fp4.logging.page import write_report
 from megatron_fp4.logging.pictures import QUANTITIES, plot_heatmap, plot_loss, smooth, thinned, validation_gaps
 from megatron_fp4.logging.run_folder import check_baseline, named_run, open_run
-from megatron_fp4.logging.summary import next_steps
+from megatron_fp4.training.callbacks.reporting import next_steps
 from tests.programs import ROOT
 
 DEFAULTS = {"train": {"steps": 300, "lr": 0.1}, "new": {"a": 1}}

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.config.data_schema import DataConfig
-from megatron_fp4.config.schema import Config, ConfigError, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import resource
+import shlex
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from rich.table import Table
 
 from megatron_fp4.checkpoint.files import folder_name
 from megatron_fp4.config.compose import compose_config, to_yaml
-from megatron_fp4.logging import console as show
-from megatron_fp4.logging.files import REPORT_FILE, attempt
-from megatron_fp4.logging.metrics import StepMetrics
-from megatron_fp4.logging.summary import summarize
-from megatron_fp4.precision.plan import PrecisionSwitch
+from megatron_fp4.config.schema import Config, ModelConfig
+from megatron_fp4.logging.console import batch_table, facts_table, make_table, plan_table, with_unit
+from megatron_fp4.logging.files import (
+    METRICS_FILE,
+    PICTURE_FILE,
+    REPORT_FILE,
+    SUMMARY_FILE,
+    attempt,
+    iterate_records,
+    replace_text,
+)
+from megatron_fp4.logging.metrics import StepMetrics, finite
+from megatron_fp4.logging.run_folder import summarized_steps
+from megatron_fp4.logging.run_log import goodput_of
+from megatron_fp4.precision.plan import Plan, PrecisionSwitch
 from megatron_fp4.training.build import backend_of, graphs_of
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step, Trainer
@@ -50,38 +65,37 @@ class Banner(Callback):
         trainer, config, models = self.trainer, self.trainer.config, self.trainer.models
         if trainer.missing is not None:
             return
-        steps, decay_start = config.train.steps, WSDSchedule.of(config).decay_start_step
+        console, plan, steps = trainer.log.console, trainer.precision.plans[0], config.train.steps
+        decay_start = WSDSchedule.of(config).decay_start_step
+        flops = models.forward_flops_per_token(config.model, config.train.sequence_length).total
         kernels = models.kernel_facts(trainer.model, config, trainer.mesh.device.type)
         determinism = kernels.pop("determinism", None)
         facts = {
+            **_recipe_facts(plan),
+            "linears quantized": f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})",
+            "model FLOPs quantized": f"{plan.quantized_flops_per_token / flops:.1%}",
             **_computation_facts(trainer),
             "precision switch": when_it_switches(trainer.precision.switch, steps),
             "learning rate decays": f"from step {decay_start + 1:,}" if decay_start < steps else "never",
             **kernels,
             "CUDA graphs": graphs_of(config, models),
             "optimizer": OPTIMIZER,
-            **({} if determinism is None else {"determinism": determinism}),
+            "determinism": determinism,
         }
-        show.introduce(
-            trainer.log.console,
-            config,
-            trainer.precision.plans[0],
-            parts=[show.ModelPart(*part) for part in models.parts(trainer.model, config)],
-            flops_per_token=models.forward_flops_per_token(config.model, config.train.sequence_length).total,
-            phases=_phase_rows(trainer),
-            num_tokens=trainer.tokens(steps),
-            facts=facts,
-            world_size=trainer.mesh.world_size,
-        )
-        trainer.log.console.text("\n".join(trainer.data.summary(config.validation.num_samples)))
+        console.table(model_table(config.model, models.parts(trainer.model, config), 3 * flops))
+        console.table(plan_table(plan, config.precision.name))
+        console.table(facts_table("Numerics", facts))
+        if warning := plan.warning(config.precision.name):
+            console.text(warning)
+        console.table(batch_table(config.train, config.parallel, trainer.mesh.world_size, trainer.tokens(steps)))
+        console.table(phases_table(trainer.data.planned_use(), config.train.sequence_length))
+        console.text("\n".join(trainer.data.summary(config.validation.num_samples)))
         if done:
-            trainer.log.console.text(f"resumed after step {done} of {steps}")
+            console.text(f"resumed after step {done} of {steps}")
 
 
 class Records(Callback):
     """Writes what a step did, how fast it was and where it is in the data, to metrics.jsonl and the console."""
-
-    name = "wandb_run_id"
 
     def after_step(self, step: Step) -> None:
         """After measurements, so that their time is the step's."""
@@ -114,36 +128,74 @@ class Records(Callback):
             )
         )
 
-    def state_dict(self) -> Any:
-        """The run's id at wandb."""
-        return self.trainer.log.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """That of a checkpoint."""
-        self.trainer.log.load_state_dict(state)
-
 
 class Summary(Callback):
-    """Writes the table of a finished run, summary.json and loss.png, when the records are closed."""
+    """Writes the table of a finished run, summary.json and loss.png, if the disk takes them, when the records are
+    closed."""
 
     def conclude(self) -> None:
         """From the records' last validation, on the first rank."""
-        trainer = self.trainer
+        trainer, config, console = self.trainer, self.trainer.config, self.trainer.log.console
         if trainer.mesh.rank != 0:
             return
-        config, data, steps = trainer.config, trainer.data, trainer.config.train.steps
+        run_dir, steps, switched_at = Path(config.run.dir), config.train.steps, trainer.precision.switch.switched_at
+        facts: dict[str, Any] = {
+            "steps": steps,
+            "tokens": trainer.tokens(steps),
+            "precision switched before step": None if switched_at is None else switched_at + 1,
+        }
         losses = trainer.log.losses or (trainer.missing.losses if trainer.missing is not None else {})
-        export = Path(config.run.dir) / "exports" / folder_name(steps)
-        summarize(
-            trainer.log.console,
-            config,
-            trainer.tokens(steps),
-            trainer.precision.switch.switched_at,
-            losses,
-            data.unigram_entropy,
-            data.bits_per_byte(losses),
-            export if export.is_dir() else None,
-        )
+        bits_per_byte = trainer.data.bits_per_byte(losses)
+        for name, loss in losses.items():
+            entropy = trainer.data.unigram_entropy[name]
+            facts[f"validation loss, {name} (nats)"] = round(loss, 4)
+            if name in bits_per_byte:
+                facts[f"validation loss, {name} (bits per byte)"] = round(bits_per_byte[name], 4)
+            facts[f"unigram entropy, {name} (nats)"] = round(entropy, 4)
+            facts[f"below unigram entropy, {name}"] = round(entropy - loss, 4)
+        if (run_dir / "exports" / folder_name(steps)).is_dir():
+            facts["exported as"] = f"exports/{folder_name(steps)}"
+        goodput = attempt("the goodput", lambda: goodput_of(iterate_records(run_dir / METRICS_FILE)))
+        if goodput is not None:
+            facts["goodput"] = str(goodput)
+        text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"
+        attempt(str(run_dir / PICTURE_FILE), lambda: _draw(run_dir, config.logging.baseline))
+        # Last: a summary that is there says that the run is finished.
+        attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
+        names = (METRICS_FILE, PICTURE_FILE, "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
+        files = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
+        console.table(facts_table("Finished", {**facts, "files": files}))
+        console.text("\n    ".join(["What to do next:", *next_steps(config)]))
+
+
+def _draw(run_dir: Path, baseline: str | None) -> None:
+    from megatron_fp4.logging.pictures import plot_loss  # imports matplotlib, for which no start should wait
+
+    try:
+        plot_loss(run_dir, baseline)
+    except (OSError, ValueError):
+        if baseline is not None:
+            plot_loss(run_dir)
+        raise
+
+
+def next_steps(config: Config) -> list[str]:
+    """Commands for a run that has finished, as one types them in the current folder."""
+    run_dir, known = Path(config.run.dir), config.data.kind == "builtin" or config.data.tokenizer is not None
+    run, scripts = shlex.quote(str(run_dir)), Path(__file__).resolve().parents[3] / "scripts"
+    prompt = shlex.quote((config.validation.prompts or ["Once"])[0]) if known else "1 --raw"
+    exported = shlex.quote(os.path.join("exported", run_dir.resolve().name))
+    commands = [("generate", f"{run} --prompt {prompt}"), ("convert", f"export-hf {run} {exported}")]
+    others = [
+        path.parent
+        for path in sorted(run_dir.resolve().parent.glob(f"*/{SUMMARY_FILE}"), key=lambda path: -path.stat().st_mtime)
+        if path.parent != run_dir.resolve() and summarized_steps(path.parent) == config.train.steps
+    ]
+    if others:
+        commands.append(("compare", f"runs {shlex.quote(os.path.relpath(others[0]))} {run}"))
+    if not scripts.is_dir():
+        return [f"megatron-fp4 {name} {rest}" for name, rest in commands]
+    return [f"python {shlex.quote(os.path.relpath(scripts / f'{name}.py'))} {rest}" for name, rest in commands]
 
 
 def report(trainer: Trainer, configs: Path) -> None:
@@ -188,17 +240,46 @@ def _computation_facts(trainer: Trainer) -> dict[str, str | None]:
     }
 
 
-def _phase_rows(trainer: Trainer) -> list[show.PhaseRow]:
-    """The data phases, with what they take from each source."""
-    tokens, rows = trainer.config.train.sequence_length, []
-    for span, uses in trainer.data.planned_use():
-        length = span.sequence_length or tokens
-        batch = f"{span.batch_size * tokens // length:,} x {length:,}"
-        sources = [show.SourceRow(use.source, use.share, use.epochs, use.epochs_done) for use in uses]
-        rows.append(
-            show.PhaseRow(span.name, span.first_step + 1, span.end_step, batch, span.num_samples * tokens, sources)
-        )
-    return rows
+def _recipe_facts(plan: Plan) -> dict[str, str]:
+    """What the GEMMs of each quantized recipe of the plan multiply; the recipe is named where there are several."""
+    written = plan.as_dict()
+    quantized = [written["linears"][row.linear.name]["recipe"] for row in plan.rows if row.recipe.quantized]
+    names = list(dict.fromkeys(quantized)) or list(written["recipes"])
+    gemms = [(name, *line.partition(": ")) for name in names for line in written["recipes"][name]]
+    return {gemm if len(names) == 1 else f"{name}, {gemm}": value for name, gemm, _, value in gemms}
+
+
+def model_table(model: ModelConfig, parts: Sequence[tuple[str, int, int]], flops_per_token: float) -> Table:
+    """The model by kinds of parts: name, number, parameters of all together. flops_per_token: model FLOPs of forward
+    and backward together."""
+    total = sum(parameters for _, _, parameters in parts)
+    rows = [(name, str(count), f"{own:,}", f"{own / total:.1%}") for name, count, own in parts]
+    title = f"Model {model.name}: {total:,} parameters, {with_unit(flops_per_token, 'FLOP')} per token"
+    return make_table(title, ["part", "count>", "parameters>", "share>"], rows, model.pattern)
+
+
+def phases_table(planned: Iterable[tuple[Any, Sequence[Any]]], length: int, most: int = 16) -> Table:
+    """The data phases, and what they take from each source; of more than `most` those gone through most. planned: each
+    phase's span, and of its sources the share and the epochs. length: tokens of a sample."""
+    rows: list[Sequence[str]] = []
+    for span, sources in planned:
+        steps = f"{span.first_step + 1:,}-{span.end_step:,}" if span.end_step > span.first_step else "none"
+        own, tokens = span.sequence_length or length, span.num_samples * length
+        head: Sequence[str] = (span.name, steps, f"{span.batch_size * length // own:,} x {own:,}")
+        shown = sources
+        if len(shown) > most:
+            shown = sorted(sources, key=lambda use: -use.epochs_done)[: most - 1]
+        for use in shown:
+            epochs = f"{use.epochs:.3g}", f"{use.epochs_done:.3g}"
+            rows.append((*head, use.source, f"{use.share:.2%}", f"{round(tokens * use.share):,}", *epochs))
+            head = ("", "", "")
+        if rest := len(sources) - len(shown):
+            share = sum(use.share for use in sources) - sum(use.share for use in shown)
+            rows.append((*head, f"{rest:,} more", f"{share:.2%}", f"{round(tokens * share):,}", "", ""))
+        elif not shown:
+            rows.append((*head, "", "", "0", "", ""))
+    columns = ["phase", "steps>", "batch", "source", "share>", "tokens>", "epochs>", "so far>"]
+    return make_table("Data phases", columns, rows, "epochs: in the phase, and from the beginning to its end")
 
 
 def peak_tflops(device: torch.device) -> float | None:
