@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 Tiles = tuple[int, int, int, int]
-"""Queries and keys of one tile, warps and stages of a program (models/sdpa.py has which)."""
+"""Queries and keys of one tile, warps and stages of a program (models/attention.py has which)."""
 
 
 def forward(

@@ -5,7 +5,7 @@ path differs from it by roundings to BF16.
 
     part                    torch                     fused (CUDA)
     Mamba-2's scan          models/ssd.py, FP32       mamba-ssm, BF16 in and out, FP32 sums and states
-    Mamba-2's convolution   models/conv.py, FP32      causal-conv1d, BF16 in and out
+    Mamba-2's convolution   models/mamba2.py, FP32    causal-conv1d, BF16 in and out
     attention               PyTorch's own choice      cuDNN, else FlashAttention, ...
       deterministic           FlashAttention            cuDNN's forward pass, Triton's backward pass
       within documents        its choice, with a mask   Triton, else FlashAttention of variable length
@@ -13,8 +13,9 @@ path differs from it by roundings to BF16.
     RoPE
     softmax of the loss     eager                     Triton, in place
 
-Where the Triton kernels of attention do not take a model (models/sdpa.py), deterministic attention is FlashAttention's
-in the right column too. `choose_execution` (models/pattern.py) chooses for a configuration and a machine.
+Where the Triton kernels of attention do not take a model (models/attention.py), deterministic attention is
+FlashAttention's in the right column too. `choose_execution` (models/pattern.py) chooses for a configuration and a
+machine.
 
 Selective activation checkpointing keeps what GEMMs return, and computes everything between them again: norms, squared
 ReLU, RoPE, Mamba-2's convolution and scan. A recomputed function keeps its inputs alone, and puts on its result a

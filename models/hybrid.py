@@ -30,8 +30,7 @@ from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.execution import PLAIN, Execution, recompute_saved
-from models.mixer import Mixer
-from models.norm import RMSNorm
+from models.mixer import Mixer, RMSNorm
 from models.pattern import MIXERS, check_model
 from models.positions import Documents, NewTokens
 

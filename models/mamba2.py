@@ -1,7 +1,7 @@
-"""The Mamba-2 mixer (arXiv:2405.21060), tensor parallel over state groups.
+"""The Mamba-2 mixer (arXiv:2405.21060), tensor parallel over state groups, and its convolution and norm.
 
     z, x, B, C, dt = in_proj(input)
-    x, B, C        = silu(causal_conv(x, B, C))
+    x, B, C        = silu(causal_conv(x, B, C))             y_s = silu(bias + sum_k weight_k x_{s - (width - 1) + k})
     y              = scan(x, dt, A, B, C, D, dt_bias)       models/ssd.py; A = -exp(A_log)
     output         = out_proj(norm(y * silu(z)))
 
@@ -9,27 +9,34 @@ Between the two projections everything is FP32; with fused kernels (models/execu
 sums, states, dt, A and D FP32. `out_proj` is a layer of its own and runs as such: fused kernels that swallow it would
 leave it out of the precision plan.
 
-Shapes: t tokens, b batch, s sequence, g state groups of this rank, h heads of this rank, p head dimension, n state.
+The convolution over time is causal and depthwise; x before the sequence, and x of another document, count as zero. It
+is written as `width` shifted multiply-adds over [batch, sequence, channels]: the channels stay innermost, as the
+projections before and after want them, and on a CPU this is several times faster than `conv1d`. Only the input is kept
+for the backward pass, which computes the sum before SiLU again.
+
+Shapes: t tokens, b batch, s sequence, c channels of this rank, k taps, g state groups of this rank, h heads of this
+rank, p head dimension, n state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
-from models.conv import CausalConv, causal_conv_silu, continued_conv_silu, fused_conv_silu
 from models.execution import PLAIN, Execution, FusedKernel
-from models.initialization import Draws, Rule, ones
-from models.mixer import Mixer, check_multiple, group_major_order, input_projection, output_projection
-from models.norm import GatedRMSNorm
+from models.initialization import Draws, Rule, ones, uniform
+from models.mixer import Mixer, RMSNorm, check_multiple, group_major_order, input_projection, output_projection
 from models.positions import Documents, NewTokens
 from models.ssd import ScanInputs, continued_scan, fused_scan, plain_scan
 
@@ -37,6 +44,130 @@ from models.ssd import ScanInputs, continued_scan, fused_scan, plain_scan
 _A_RANGE = (1.0, 16.0)
 _DT_RANGE = (1e-3, 1e-1)
 _DT_FLOOR = 1e-4
+
+
+def causal_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
+    """The convolution at the top of this file: [batch, sequence, channels] -> the same shape, in the weight's dtype.
+
+    documents_bs: int32, the number of each token's document, ascending in a row; None: a row is one document.
+    """
+    return _CausalConvSiLU.apply(x_bsc, weight_ck, bias_c, documents_bs)  # type: ignore[return-value]
+
+
+def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
+    """The same by causal-conv1d: in the dtype of `x_bsc`, with FP32 sums.
+
+    It takes documents with the channels innermost only, as they are here: int32, contiguous, never negative, with
+    memory after them to the end of a chunk (models/positions.py).
+    """
+    from causal_conv1d import causal_conv1d_fn
+
+    y_bcs: Tensor = causal_conv1d_fn(
+        readable(x_bsc).transpose(1, 2), weight_ck, bias_c, seq_idx=documents_bs, activation="silu"
+    )
+    return y_bcs.transpose(1, 2)
+
+
+def readable(x_bsc: Tensor) -> Tensor:
+    """What causal-conv1d reads, 16 bytes at a time: the tensor itself, or where it does not lie so, a copy."""
+    lies_so = x_bsc.stride(2) == 1 and all(n % 8 == 0 for n in (*x_bsc.stride()[:2], x_bsc.storage_offset()))
+    return x_bsc if lies_so else x_bsc.contiguous()
+
+
+def continued_conv_silu(
+    x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, before_bkc: Tensor, counts_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for rows that continue: y, and what is to be `before` in the next call. No gradients.
+
+    before_bkc: the width - 1 inputs before the first of `x_bsc`, zeros at a text's beginning. counts_b: int64, how many
+    of a row's s tokens count; what follows them is padding.
+    """
+    width = weight_ck.shape[1]
+    inputs = torch.cat((before_bkc, x_bsc.to(before_bkc.dtype)), 1)
+    y = F.silu(_shifted_sum(_shifts(inputs.to(weight_ck.dtype), width), weight_ck.t().contiguous(), bias_c))
+    kept = counts_b[:, None] + torch.arange(width - 1, device=counts_b.device)
+    return y, inputs.gather(1, kept[..., None].expand(-1, -1, inputs.shape[2]))
+
+
+def _shifts(padded: Tensor, width: int, documents: Tensor | None = None, first: int = 0) -> Iterator[Tensor]:
+    """A padded input [b, s + width - 1, c] as each tap sees it: [b, s, c], zero where that is another document.
+
+    documents: padded likewise, with a number that no document has. first: the index, in the padded rows, of the first
+    token of the unpadded ones.
+    """
+    length = padded.shape[1] - width + 1
+    for k in range(width):
+        part = padded[:, k : k + length]
+        if documents is not None:
+            same = documents[:, k : k + length] == documents[:, first : first + length]
+            part = part.where(same[..., None], 0)
+        yield part
+
+
+def _shifted_sum(shifts: Iterable[Tensor], taps_kc: Tensor, start: Tensor) -> Tensor:
+    """start + sum_k taps_k shifts[k]: a correlation along the sequence."""
+    total = None
+    for shift, tap in zip(shifts, taps_kc, strict=True):
+        total = torch.addcmul(start, shift, tap) if total is None else total.addcmul_(shift, tap)
+    assert total is not None
+    return total
+
+
+class _CausalConvSiLU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, documents)
+        return F.silu(_shifted_sum(_past(x, weight, documents), weight.t().contiguous(), bias), inplace=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, documents = ctx.saved_tensors
+        width, taps = weight.shape[1], weight.t().contiguous()
+        total = _shifted_sum(_past(x, weight, documents), taps, bias)
+        gradient = torch.ops.aten.silu_backward(grad_outputs[0], total)
+        # The gradient runs back in time: the last tap meets the newest input.
+        documents_after = None if documents is None else F.pad(documents, (0, width - 1), value=-1)
+        future = _shifts(F.pad(gradient, (0, 0, 0, width - 1)), width, documents_after)
+        dx = _shifted_sum(future, taps.flip(0), torch.zeros_like(bias))
+        dweight = [(shift * gradient).sum((0, 1)) for shift in _past(x, weight, documents)]
+        return dx.to(x.dtype), torch.stack(dweight, 1), gradient.sum((0, 1)), None
+
+
+def _past(x: Tensor, weight: Tensor, documents: Tensor | None) -> Iterator[Tensor]:
+    """The input as each tap sees it, in the weight's dtype."""
+    before = weight.shape[1] - 1
+    documents_before = None if documents is None else F.pad(documents, (before, 0), value=-1)
+    return _shifts(F.pad(x.to(weight.dtype), (0, 0, before, 0)), before + 1, documents_before, before)
+
+
+class CausalConv(nn.Module):
+    """Weight [channels, width] and bias [channels] of the convolution, sharded over channels."""
+
+    def __init__(self, channels: int, width: int, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.weight = new_parameter((channels, width), mesh, shard_dim=0)
+        self.bias = new_parameter((channels,), mesh, shard_dim=0)
+
+    def initial_values(self) -> dict[str, Rule]:
+        """`nn.Conv1d`'s default."""
+        bound = self.weight.shape[1] ** -0.5
+        return {"weight": uniform(-bound, bound), "bias": uniform(-bound, bound)}
+
+    def local_parameters(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of this rank's channels, FP32."""
+        return local_parameter(self.weight, torch.float32), local_parameter(self.bias, torch.float32)
+
+
+def gated_rms_norm(y_bshp: Tensor, z_bsgc: Tensor, weight_d: Tensor, eps: float) -> Tensor:
+    """RMS norm of `y * silu(z)` inside each state group, then the weight: [tokens, d = h p = g c].
+
+    The gate comes first, as in mamba-ssm's `RMSNormGated(norm_before_gate=False, group_size=c)`. Computed in the dtype
+    of the weight (FP32), returned in that of z.
+    """
+    y_td, z_td = (t.flatten(2).flatten(0, 1) for t in (y_bshp, z_bsgc))
+    gated_td = y_td.to(weight_d.dtype) * F.silu(z_td.to(weight_d.dtype))
+    gated_tgc = gated_td.unflatten(-1, (z_bsgc.shape[2], -1))
+    return (F.rms_norm(gated_tgc, gated_tgc.shape[-1:], None, eps).flatten(-2) * weight_d).to(z_bsgc.dtype)
 
 
 class SSMParameters(nn.Module):
@@ -90,10 +221,11 @@ def _conv_channels(config: ModelConfig) -> int:
 
 
 class ConvolutionAndState:
-    """Mamba-2's part of an inference cache.
+    """Mamba-2's part of an inference cache: a few numbers for each channel, however long the text.
 
     before: the last width - 1 inputs of the convolution, in the compute dtype, [batch, width - 1, channels / tp].
     state: the scan's, FP32 [batch, groups / tp, state, heads of a group, head_dim].
+    (No dataclass: FSDP looks into those, and would round the state.)
     """
 
     def __init__(self, before: Tensor, state: Tensor) -> None:
@@ -149,16 +281,18 @@ class Mamba2(Mixer):
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
         self.chunk_size = config.mamba_chunk_size
         self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
+        # Of a group's x, its B, and its dt.
+        self._widths = self.heads_per_group * self.head_dim, self.state_dim, self.heads_per_group
         into, out = self.linears(config)
         # What follows reads its rows group by group anyway, and passes over a group's padding.
         self.in_proj = ColumnParallelLinear(
             into.in_features, into.out_features, mesh, num_groups=into.groups, keep_padding=True
         )
-        conv = execution.kernel("conv", causal_conv_silu)
-        self.conv = CausalConv(_conv_channels(config), config.mamba_conv_width, mesh, conv)
+        self.conv = CausalConv(_conv_channels(config), config.mamba_conv_width, mesh)
         self.ssm = SSMParameters(heads, mesh)
-        self.norm = GatedRMSNorm(config.mamba_inner_dim, config.norm_eps, mesh, execution)
+        self.norm = RMSNorm(config.mamba_inner_dim, config.norm_eps, mesh, execution, gated_rms_norm, shard_dim=0)
         self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
+        self._conv = execution.kernel("conv", causal_conv_silu)
         self._scan = execution.kernel("scan", plain_scan)
         self._sections = execution.pure(sections) if self.num_local_groups > 1 else sections
 
@@ -169,41 +303,12 @@ class Mamba2(Mixer):
         fetched: tuple[Tensor, ...] | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], each sequence (with `documents`: each document) on its own."""
         projected_td = self.in_proj(x_td)
         ssm = self.fetch() if fetched is None else fetched
         parameters = (*self.conv.local_parameters(), self.norm.local_weight(), *ssm)
         between = self.execution.recomputed(self._between_projections)
         numbers = None if documents is None else documents.numbers
         return self.out_proj(between(projected_td, sequence_length, numbers, *parameters))
-
-    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> ConvolutionAndState:
-        """A few numbers for each channel, however long the text."""
-        groups, heads, width = self.num_local_groups, self.heads_per_group, self.conv.weight.shape[1]
-        channels = groups * (heads * self.head_dim + 2 * self.state_dim)
-        return ConvolutionAndState(
-            torch.zeros(batch, width - 1, channels, device=device, dtype=dtype),
-            torch.zeros(batch, groups, self.state_dim, heads, self.head_dim, device=device),
-        )
-
-    def decode(self, x_td: Tensor, cache: ConvolutionAndState, new: NewTokens) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], each row from its state on."""
-        z, xbc, dt, weight_ck, bias_c = self._sections(
-            self.in_proj(x_td), *self.conv.local_parameters(), new.length, self.num_local_groups, self._widths
-        )
-        xbc, cache.before = continued_conv_silu(xbc, weight_ck, bias_c, cache.before, new.counts)
-        inputs = self._scan_inputs(xbc, dt, *self.fetch())
-        y_bshp, cache.state = continued_scan(inputs, self.chunk_size, cache.state, new.valid)
-        return self.out_proj(self.norm(y_bshp, z))
-
-    def fetch(self) -> tuple[Tensor, ...]:
-        """A_log, D and dt_bias, never rounded."""
-        ssm: tuple[Tensor, ...] = self.ssm()
-        return ssm
-
-    def fp32_units(self) -> list[nn.Module]:
-        """A_log, D and dt_bias."""
-        return [self.ssm]
 
     def _between_projections(
         self,
@@ -216,32 +321,43 @@ class Mamba2(Mixer):
         *ssm_tensors: Tensor,
     ) -> Tensor:
         """[tokens, in_proj's features] -> [tokens, out_proj's features], a function of tensors alone."""
-        z, xbc, dt, *conv = self._sections(
+        z, xbc, dt, weight, bias = self._sections(
             projected_td, conv_weight_ck, conv_bias_c, sequence_length, self.num_local_groups, self._widths
         )
-        xbc = self.conv.function(xbc, *conv, documents_bs)
-        inputs = self._scan_inputs(xbc, dt, *ssm_tensors)
-        y_bshp = self._scan(inputs, self.chunk_size, documents_bs)
-        return self.norm.function(y_bshp, z, norm_weight_d)
-
-    @property
-    def _widths(self) -> tuple[int, int, int]:
-        """Of a group's x, its B, and its dt."""
-        return self.heads_per_group * self.head_dim, self.state_dim, self.heads_per_group
+        inputs = self._scan_inputs(self._conv(xbc, weight, bias, documents_bs), dt, *ssm_tensors)
+        return self.norm.function(self._scan(inputs, self.chunk_size, documents_bs), z, norm_weight_d)
 
     def _scan_inputs(self, xbc_bsc: Tensor, dt_bsh: Tensor, a_log_h: Tensor, d_h: Tensor, bias_h: Tensor) -> ScanInputs:
         """Of what the convolution returned."""
         groups, (inner, state, _) = self.num_local_groups, self._widths
         x, b, c = xbc_bsc.split([groups * inner, groups * state, groups * state], -1)
-        return ScanInputs(
-            x_bshp=x.unflatten(-1, (-1, self.head_dim)),
-            dt_bsh=dt_bsh,
-            a_h=-a_log_h.exp(),
-            b_bsgn=b.unflatten(-1, (groups, -1)),
-            c_bsgn=c.unflatten(-1, (groups, -1)),
-            d_h=d_h,
-            dt_bias_h=bias_h,
+        x_bshp = x.unflatten(-1, (-1, self.head_dim))
+        b_bsgn, c_bsgn = (t.unflatten(-1, (groups, -1)) for t in (b, c))
+        return ScanInputs(x_bshp, dt_bsh, -a_log_h.exp(), b_bsgn, c_bsgn, d_h, bias_h)
+
+    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> ConvolutionAndState:
+        groups, (inner, state, heads) = self.num_local_groups, self._widths
+        before = batch, self.conv.weight.shape[1] - 1, groups * (inner + 2 * state)
+        return ConvolutionAndState(
+            torch.zeros(before, device=device, dtype=dtype),
+            torch.zeros(batch, groups, state, heads, self.head_dim, device=device),
         )
+
+    def decode(self, x_td: Tensor, cache: ConvolutionAndState, new: NewTokens) -> Tensor:
+        z, xbc, dt, weight_ck, bias_c = self._sections(
+            self.in_proj(x_td), *self.conv.local_parameters(), new.length, self.num_local_groups, self._widths
+        )
+        xbc, cache.before = continued_conv_silu(xbc, weight_ck, bias_c, cache.before, new.counts)
+        inputs = self._scan_inputs(xbc, dt, *self.fetch())
+        y_bshp, cache.state = continued_scan(inputs, self.chunk_size, cache.state, new.valid)
+        return self.out_proj(self.norm(y_bshp, z))
+
+    def fetch(self) -> tuple[Tensor, ...]:
+        ssm: tuple[Tensor, ...] = self.ssm()
+        return ssm
+
+    def fp32_units(self) -> list[nn.Module]:
+        return [self.ssm]
 
     @property
     def autotuned(self) -> bool:
@@ -251,10 +367,9 @@ class Mamba2(Mixer):
     def rehearse(
         self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device, masked: bool = False
     ) -> None:
-        """The scan."""
-        groups, heads = self.num_local_groups, self.num_local_groups * self.heads_per_group
-        from_conv = torch.float32 if self.conv.function is causal_conv_silu else compute_dtype
-        rows = (batch, sequence_length)
+        groups, rows = self.num_local_groups, (batch, sequence_length)
+        heads = groups * self.heads_per_group
+        from_conv = torch.float32 if self._conv is causal_conv_silu else compute_dtype
 
         def constant(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device, requires_grad=True)
@@ -276,17 +391,14 @@ class Mamba2(Mixer):
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
-        """Whole groups of heads."""
         check_multiple(config, "mamba_num_heads", "mamba_num_groups", "groups")
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
-        """Heads and groups."""
         return {f"model.{name}": (getattr(config, name),) * 2 for name in ("mamba_num_heads", "mamba_num_groups")}
 
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
-        """Into the inner width and out of it."""
         inner, groups = config.mamba_inner_dim, config.mamba_num_groups
         key, title = "model.mamba_num_heads x model.mamba_head_dim", "the Mamba output projection"
         return (

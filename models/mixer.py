@@ -1,4 +1,4 @@
-"""What a block computes between its norm and its residual, and what the rest of the program asks it.
+"""What a block h + mixer(norm(h)) consists of: its norm, and what the rest of the program asks its mixer.
 
 A block type is a subclass of `Mixer` in a file of its own, and a row in the table of `models/pattern.py`; no other file
 names it. Class methods answer from the configuration alone, before anything is built.
@@ -7,17 +7,64 @@ names it. Class methods answer from the configuration alone, before anything is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution, FusedKernel
+from models.initialization import Rule, ones
 from models.positions import Documents, NewTokens
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467, eq. 4).
+
+    Computed in the dtype of `weight` (FP32), returned in that of `x`.
+    """
+    return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMS norm with a weight that every tensor-parallel rank holds whole.
+
+    With sequence parallelism each rank sees its own tokens only, so the weight's gradient is a partial sum.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        mesh: ParallelMesh,
+        execution: Execution = PLAIN,
+        formula: Callable[..., Tensor] = rms_norm,
+        shard_dim: int | None = None,
+    ) -> None:
+        """formula: of tensors, the FP32 weight and eps. shard_dim: over tensor-parallel ranks."""
+        super().__init__()
+        self.eps = eps
+        self.weight = new_parameter((dim,), mesh, shard_dim)
+        self._norm = execution.pure(formula)
+
+    def initial_values(self) -> dict[str, Rule]:
+        return {"weight": ones}
+
+    def local_weight(self) -> Tensor:
+        """FP32 [dim] of this rank, for `function`."""
+        return local_parameter(self.weight, torch.float32)
+
+    def function(self, *tensors: Tensor) -> Tensor:
+        """`forward` as a function of tensors alone: its own, then the weight."""
+        return self._norm(*tensors, self.eps)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.function(*tensors, self.local_weight())
 
 
 class Mixer(nn.Module, ABC):
@@ -143,12 +190,7 @@ def group_major_order(section_rows: Sequence[int], num_groups: int) -> Tensor:
     Published weights stack their sections: `[q | k | v]`, Mamba-2's `[z | x | B | C | dt]`. Ours put together what
     belongs to one group (a KV head with its query heads; a state group with its heads), as
     `[q_0 | k_0 | v_0 | q_1 | k_1 | ...]`: an even split over tensor-parallel ranks then gives every rank whole groups,
-    at any tensor-parallel size.
-
-    Raises ValueError if a section does not divide.
+    at any tensor-parallel size. Every section divides into `num_groups`.
     """
-    for rows in section_rows:
-        if rows % num_groups != 0:
-            raise ValueError(f"a section of {rows} rows does not divide into {num_groups} groups")
     sections = torch.arange(sum(section_rows)).split(list(section_rows))
     return torch.cat([section.view(num_groups, -1) for section in sections], 1).flatten()

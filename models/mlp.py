@@ -1,7 +1,4 @@
-"""The FFN block: down(relu(up(x))^2) (squared ReLU, arXiv:2109.08668).
-
-Shapes: t tokens, d hidden, f FFN features of this rank.
-"""
+"""The FFN block: down(relu(up(x))^2) (squared ReLU, arXiv:2109.08668), without a gate and biases."""
 
 from __future__ import annotations
 
@@ -24,13 +21,8 @@ from models.positions import Documents, NewTokens
 _TILE = 16
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2, elementwise. Keeps relu(x) for the backward pass, which is 2 relu(x) dy."""
-    return _SquaredReLU.apply(x)  # type: ignore[return-value]
-
-
 class MLP(Mixer):
-    """Up projection, squared ReLU, down projection; no gate and no biases."""
+    """Up projection, squared ReLU, down projection."""
 
     name = "FFN"
 
@@ -46,20 +38,16 @@ class MLP(Mixer):
     def forward(
         self, x_td: Tensor, sequence_length: int, fetched: None = None, documents: Documents | None = None
     ) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
         return self.down_proj(self._activation(self.up_proj(x_td)))
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Nothing."""
         return None
 
     def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
         return self.down_proj(squared_relu(self.up_proj(x_td)))
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
-        """Whole tiles."""
         if extra := config.ffn_dim % _TILE:
             below = config.ffn_dim - extra
             works = f"{below} or {below + _TILE}" if below else str(_TILE)
@@ -67,17 +55,20 @@ class MLP(Mixer):
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
-        """Tiles of FFN features."""
         tiles = config.ffn_dim // _TILE
         return {f"the {tiles} tiles of {_TILE} in model.ffn_dim": (tiles, config.ffn_dim)}
 
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
-        """Up and down."""
         return (
             input_projection("up_proj", config, config.ffn_dim),
             output_projection("down_proj", config, config.ffn_dim, "model.ffn_dim", "the FFN's down projection"),
         )
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2, elementwise. Keeps relu(x) for the backward pass, which is 2 relu(x) dy."""
+    return _SquaredReLU.apply(x)  # type: ignore[return-value]
 
 
 def _squared_relu(x: Tensor) -> Tensor:

@@ -20,15 +20,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_fp4.config.precision_schema import ExceptionConfig
-from megatron_fp4.config.schema import ConfigError, ModelConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, TrainConfig
 from megatron_fp4.precision.plan import LinearShape
 from models.attention import Attention
-from models.execution import Execution, FusedKernel, torch_compile
+from models.execution import Execution, torch_compile
 from models.mamba2 import Mamba2
 from models.mixer import Mixer
 from models.mlp import MLP
@@ -57,6 +57,19 @@ def check_model(config: ModelConfig) -> None:
             )
     for mixer in mixers_of(config.pattern):
         mixer.check(config)
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for a model that cannot be: `check_model`, and a size that must be a mistake."""
+    model = config.model
+    check_model(model)
+    counts = parameter_count(model)
+    if counts.total > _MOST_PARAMETERS:
+        part, count = max(counts._asdict().items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"model={model.name} has {counts.total:,} parameters, {count:,} of them in its {part}, more than any run "
+            f"can hold ({_MOST_PARAMETERS:.0e}); lower model.hidden_dim={model.hidden_dim} or what it is multiplied by"
+        )
 
 
 def check_exceptions(exceptions: Iterable[ExceptionConfig], key: str) -> None:
@@ -107,7 +120,11 @@ def choose_execution(
     kernels, refusals = {}, [general]
     for mixer in mixers_of(model.pattern):
         for kernel in mixer.fused:
-            refusal = _refusal(mixer, kernel, model, tensor_parallel)
+            if _installed(kernel.package.replace("-", "_")):
+                refusal = kernel.refusal(model, tensor_parallel)
+            else:
+                install = f"pip install --no-build-isolation {kernel.package}"
+                refusal = f"needs {kernel.package} for {mixer.name}'s {kernel.title}: {install}"
             if refusal is None:
                 kernels[kernel.part] = kernel.function
             elif not kernel.optional:
@@ -142,29 +159,30 @@ def describe_execution(execution: Execution, pattern: str, masked: bool = False)
     return ", ".join(parts)
 
 
-def _refusal(mixer: type[Mixer], kernel: FusedKernel, model: ModelConfig, tensor_parallel: int) -> str | None:
-    """Why a mixer's kernel cannot run, or None."""
-    package = kernel.package
-    if not _installed(package.replace("-", "_")):
-        return f"needs {package} for {mixer.name}'s {kernel.title}: pip install --no-build-isolation {package}"
-    return kernel.refusal(model, tensor_parallel)
-
-
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-class ForwardFlops(NamedTuple):
-    """FLOPs per token of the forward pass, by part. `mixing`: attention's products with the [S, S] matrices, scans."""
+def kernel_facts(model: Any, config: Config, device_type: str) -> dict[str, str | None]:
+    """Which kernels compute the model, and what determinism costs there: for people."""
+    slower = config.run.deterministic and device_type == "cuda"
+    return {
+        "kernels": describe_execution(model.execution, config.model.pattern, config.data.documents == "masked"),
+        "activation checkpointing": model.execution.recompute,
+        "determinism": "on; run.deterministic=false is faster" if slower else None,
+    }
 
-    linears: int
-    mixing: int
-    head: int
 
-    @property
-    def total(self) -> int:
-        """All parts."""
-        return sum(self)
+def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Model FLOPs of the forward pass, per token, in sequences of `sequence_length` tokens."""
+    linears = sum(linear.flops_per_token for linear in linear_shapes(config))
+    mixing = sum(MIXERS[letter].flops_per_token(config, sequence_length) for letter in config.pattern)
+    return linears + mixing + 2 * config.hidden_dim * config.vocab_size
+
+
+def training_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Model FLOPs of a forward and a backward pass, per token."""
+    return 3 * forward_flops_per_token(config, sequence_length)
 
 
 class ParameterCount(NamedTuple):
@@ -177,41 +195,26 @@ class ParameterCount(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All parts."""
         return sum(self)
-
-
-def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> ForwardFlops:
-    """Model FLOPs of the forward pass, per token, in sequences of `sequence_length` tokens."""
-    return ForwardFlops(
-        linears=sum(linear.flops_per_token for linear in linear_shapes(config)),
-        mixing=sum(MIXERS[letter].flops_per_token(config, sequence_length) for letter in config.pattern),
-        head=2 * config.hidden_dim * config.vocab_size,
-    )
-
-
-def training_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Model FLOPs of a forward and a backward pass, per token."""
-    return 3 * forward_flops_per_token(config, sequence_length).total
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
     """Parameters of the model, all of them trained."""
+    norms = (config.num_blocks + 1) * config.hidden_dim
     return ParameterCount(
         embedding=config.vocab_size * config.hidden_dim,
         linears=sum(linear.parameters for linear in linear_shapes(config)),
-        other=(config.num_blocks + 1) * config.hidden_dim
-        + sum(MIXERS[letter].other_parameters(config) for letter in config.pattern),
+        other=norms + sum(MIXERS[letter].other_parameters(config) for letter in config.pattern),
         head=config.vocab_size * config.hidden_dim,
     )
 
 
-def check_size(config: ModelConfig) -> None:
-    """Raise ConfigError for a model, checked otherwise, of a size that must be a mistake."""
-    counts = parameter_count(config)
-    if counts.total > _MOST_PARAMETERS:
-        part, count = max(counts._asdict().items(), key=lambda item: item[1])
-        raise ConfigError(
-            f"model={config.name} has {counts.total:,} parameters, {count:,} of them in its {part}, more than any run "
-            f"can hold ({_MOST_PARAMETERS:.0e}); lower model.hidden_dim={config.hidden_dim} or what it is multiplied by"
-        )
+def parts(model: Any, config: Config) -> list[tuple[str, int, int]]:
+    """What the model consists of: name, number and parameters, in the order of the forward pass."""
+    counts, pattern = parameter_count(config.model), config.model.pattern
+    rows = [("embedding", 1, counts.embedding)]
+    for letter, mixer in MIXERS.items():
+        if own := [block for block, of in zip(model.blocks, pattern, strict=True) if of == letter]:
+            numel = sum(parameter.numel() for block in own for parameter in block.parameters())
+            rows.append((f"{mixer.name} blocks", len(own), numel))
+    return [*rows, ("final norm", 1, config.model.hidden_dim), ("head", 1, counts.head)]

@@ -17,13 +17,11 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, over_ranks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.planning.backend import MULTIPROCESSORS
-from models.attention import split_heads
-from models.conv import readable
+from models.attention import KERNELS, split_heads
 from models.execution import Execution
-from models.mamba2 import sections
+from models.mamba2 import readable, sections
 from models.pattern import choose_execution
 from models.positions import Documents
-from models.sdpa import HEAD_DIMS
 from models.ssd import ScanInputs
 
 # They move numbers about, and turn some: the backward pass needs none of their inputs but the angles.
@@ -35,7 +33,7 @@ def planned_execution(config: Config) -> Execution:
     train = config.train if config.train.kernels != "fused" else replace(config.train, kernels="auto")
     plain = choose_execution(train, config.model, config.parallel.tensor, "cpu", config.precision.compute_dtype)
     fused = train.kernels != "torch" and config.precision.compute_dtype == "bfloat16"
-    tiled = fused and config.model.head_dim in HEAD_DIMS
+    tiled = fused and config.model.head_dim in KERNELS
     kernels: dict[str, Callable[..., Tensor]] = {"attention": attention(config.run.deterministic, tiled), "loss": loss}
     if not fused:
         return replace(plain, kernels=kernels)
@@ -131,7 +129,7 @@ def scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None
 
 
 def attention(deterministic: bool, tiled: bool) -> Callable[..., Tensor]:
-    """What computes q [b, s, heads, d], k and v: tiled, what models/sdpa.py chooses, else FlashAttention.
+    """What computes q [b, s, heads, d], k and v: tiled, what models/attention.py chooses, else FlashAttention.
 
     All keep q, k, v, their output and the logarithm of every row's sum (FP32). Attention in tiles also keeps where
     documents begin and end, and makes a number for every row (FP32) in its backward pass. FlashAttention's adds up dq

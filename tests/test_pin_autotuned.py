@@ -19,9 +19,9 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.callbacks import kernels as autotuning
 from megatron_fp4.training.callbacks.kernels import RECORD_FILE, Kernels
-from models.conv import fused_conv_silu
 from models.execution import Execution
 from models.hybrid import build_model
+from models.mamba2 import fused_conv_silu
 from models.ssd import ScanInputs, fused_scan, plain_scan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,7 +116,7 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, c
     for fused, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         mamba._scan = scan
         if fused:
-            mamba.conv.function = fused_conv_silu
+            mamba._conv = fused_conv_silu
         said(run, 0, None)
         calls[-1][0]()
         assert seen == {

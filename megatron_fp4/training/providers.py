@@ -35,8 +35,8 @@ class ModelProvider(Protocol):
     def parameter_count(self, config: ModelConfig) -> Any:
         """`total` and parts."""
 
-    def forward_flops_per_token(self, config: ModelConfig, sequence_length: int) -> Any:
-        """`total` and parts."""
+    def forward_flops_per_token(self, config: ModelConfig, sequence_length: int) -> int:
+        """Model FLOPs of forward."""
 
     def training_flops_per_token(self, config: ModelConfig, sequence_length: int) -> int:
         """Model FLOPs of forward and backward."""

@@ -417,7 +417,7 @@ class Trainer:
             optimizer=OPTIMIZER,
             plan=plan,
             parameters=self.models.parameter_count(self.config.model).total,
-            quantized_flops=round(self.precision.plans[0].quantized_flops_per_token / forward.total, 4),
+            quantized_flops=round(self.precision.plans[0].quantized_flops_per_token / forward, 4),
             resume=self.config.checkpoint.resume,
             origin=origin_state(self.checkpointer.origin),
             initialized_from=origin_state(self.checkpointer.initialized_from),

@@ -18,16 +18,15 @@ from megatron_fp4.config.schema import ModelConfig, TrainConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed
-from models.attention import split_heads
-from models.conv import causal_conv_silu, fused_conv_silu
+from models.attention import attend, attend_fused, split_heads
 from models.execution import Execution, torch_compile
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from models.mamba2 import causal_conv_silu, fused_conv_silu, gated_rms_norm
+from models.mixer import rms_norm
 from models.mlp import _squared_relu, squared_relu
-from models.norm import _gated_rms_norm_in_fp32, _rms_norm_in_fp32
 from models.pattern import choose_execution
 from models.positions import Documents, rope_tables
-from models.sdpa import attend, attend_fused
 from models.ssd import ScanInputs, fused_scan, plain_scan
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
@@ -152,11 +151,11 @@ def test_attention(function: Any, deterministic: bool, lengths: list[list[int]] 
 
 def test_compiled_functions() -> None:
     x, weight = randn(96, 256), randn(256, dtype=torch.float32)
-    compare(lambda *t: COMPILED.pure(_rms_norm_in_fp32)(*t, 1e-5), lambda *t: _rms_norm_in_fp32(*t, 1e-5), [x, weight])
+    compare(lambda *t: COMPILED.pure(rms_norm)(*t, 1e-5), lambda *t: rms_norm(*t, 1e-5), [x, weight])
     y, z = randn(2, 48, 8, 32), randn(2, 48, 4, 96).detach()[..., :64].requires_grad_()
     compare(
-        lambda *t: COMPILED.pure(_gated_rms_norm_in_fp32)(*t, 1e-5),
-        lambda *t: _gated_rms_norm_in_fp32(*t, 1e-5),
+        lambda *t: COMPILED.pure(gated_rms_norm)(*t, 1e-5),
+        lambda *t: gated_rms_norm(*t, 1e-5),
         [y, z, randn(256, dtype=torch.float32)],
     )
     compare(COMPILED.pure(_squared_relu), squared_relu, [randn(96, 256)])

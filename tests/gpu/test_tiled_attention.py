@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import sdpa
+from models import attention
+from models.attention import KERNELS, attend, attend_in_tiles
 from models.positions import Documents
-from models.sdpa import HEAD_DIMS, attend, attend_in_tiles
 from tests.gpu.test_model_kernels import LENGTHS, ODD, numbers_of, randn, relative_error, spans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,15 +45,15 @@ def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
 
 @pytest.mark.parametrize("by_cudnn", [True, False])
 @pytest.mark.parametrize("length", [384, 333, 2])
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dim", KERNELS)
 def test_whole_rows(monkeypatch: pytest.MonkeyPatch, dim: int, length: int, by_cudnn: bool) -> None:
     if not by_cudnn:
-        monkeypatch.setattr(sdpa, "_cudnn_takes", lambda *_: False)
+        monkeypatch.setattr(attention, "_cudnn_takes", lambda *_: False)
     compare(heads(2, length, dim))
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, ODD])
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dim", KERNELS)
 def test_documents(dim: int, lengths: list[list[int]]) -> None:
     documents = Documents(numbers_of(lengths))
     compare(heads(*documents.numbers.shape, dim), documents)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.conv import causal_conv_silu
+from models.attention import attend, attend_fused
 from models.hybrid import HybridModel
+from models.mamba2 import causal_conv_silu
 from models.positions import Documents, apply_rope, rope_tables
-from models.sdpa import attend, attend_fused
 from models.ssd import ssd_scan
 from tests.models.builders import build, small_config
 

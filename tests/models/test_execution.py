@@ -21,10 +21,10 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.trainer import Trainer
 from models import pattern
 from models import provider as models
-from models.conv import fused_conv_silu
 from models.execution import PLAIN, Execution, recompute_saved, recomputed, torch_compile
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from models.mamba2 import fused_conv_silu
 from models.pattern import choose_execution
 from models.ssd import fused_scan
 from pretrain import configure

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.conv import causal_conv_silu
-from models.norm import GatedRMSNorm, RMSNorm, gated_rms_norm, rms_norm
+from models.attention import KERNELS
+from models.mamba2 import causal_conv_silu, gated_rms_norm
+from models.mixer import RMSNorm, rms_norm
 from models.positions import apply_rope, rope_tables
-from models.sdpa import KERNELS
 from models.ssd import ssd_scan
 from tests.models.builders import relative_error
 from tests.models.recurrence import ssd_recurrence
@@ -121,29 +121,30 @@ def test_rms_norm_formula():
 
 
 def test_the_gate_comes_before_the_norm_and_groups_are_normalized_apart():
-    y, z, weight = draws((5, 12), (5, 12), (12,))
-    gated = y * z * torch.sigmoid(z)
+    y, z, weight = draws((1, 5, 6, 2), (1, 5, 3, 4), (12,))
+    y_td, z_td = (t.flatten(2)[0] for t in (y, z))
+    gated = y_td * z_td * torch.sigmoid(z_td)
     parts = [part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() for part in gated.split(4, -1)]
-    torch.testing.assert_close(gated_rms_norm(y, z, weight, 3, 1e-5), torch.cat(parts, -1) * weight)
-    after = rms_norm(y, weight, 1e-5) * F.silu(z)
-    assert not torch.allclose(gated_rms_norm(y, z, weight, 1, 1e-5), after, rtol=0.1)
+    torch.testing.assert_close(gated_rms_norm(y, z, weight, 1e-5), torch.cat(parts, -1) * weight)
+    after = rms_norm(y_td, weight, 1e-5) * F.silu(z_td)
+    assert not torch.allclose(gated_rms_norm(y, z_td[None, :, None], weight, 1e-5), after, rtol=0.1)
 
 
 def test_gradients_of_norms():
     assert torch.autograd.gradcheck(lambda *t: rms_norm(*t, 1e-5), draws((3, 4), (4,)))
-    assert torch.autograd.gradcheck(lambda *t: gated_rms_norm(*t, 2, 1e-5), draws((3, 4), (3, 4), (4,)))
+    assert torch.autograd.gradcheck(lambda *t: gated_rms_norm(*t, 1e-5), draws((1, 3, 4, 1), (1, 3, 2, 2), (4,)))
 
 
 def test_modules_compute_in_fp32_and_return_the_compute_dtype(mesh):
-    norm, gated = RMSNorm(8, 1e-5, mesh), GatedRMSNorm(8, 1e-5, mesh)
+    norm, gated = RMSNorm(8, 1e-5, mesh), RMSNorm(8, 1e-5, mesh, formula=gated_rms_norm, shard_dim=0)
     weight = torch.linspace(0.5, 2, 8)
     for module in (norm, gated):
         module.weight.data.to_local().copy_(weight)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     y = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(norm(x), rms_norm(x.float(), weight, 1e-5).bfloat16())
+    assert torch.equal(norm(x), F.rms_norm(x.float(), (8,), weight, 1e-5).bfloat16())
     y_bshp, z_bsgc = y[None].unflatten(-1, (4, 2)), x[None].unflatten(-1, (2, 4))
-    assert torch.equal(gated(y_bshp, z_bsgc), gated_rms_norm(y, x.float(), weight, 2, 1e-5).bfloat16())
+    assert torch.equal(gated(y_bshp, z_bsgc), gated_rms_norm(y_bshp, z_bsgc.float(), weight, 1e-5).bfloat16())
 
 
 def rotate(x, position, base=10000.0):

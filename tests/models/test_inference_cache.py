@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from models.attention import split_heads
-from models.conv import causal_conv_silu, continued_conv_silu
+from models.attention import attend, attend_to_cache, split_heads
 from models.hybrid import HybridModel, InferenceCache
-from models.sdpa import attend, attend_to_cache
+from models.mamba2 import causal_conv_silu, continued_conv_silu
 from models.ssd import ssd_scan_from
 from tests.models.builders import build, small_config
 from tests.models.recurrence import ssd_recurrence

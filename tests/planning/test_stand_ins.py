@@ -12,7 +12,7 @@ from models import planned as stand_ins
 from models.attention import split_heads
 from models.execution import Execution
 from models.mamba2 import sections
-from models.norm import rms_norm
+from models.mixer import rms_norm
 from models.positions import Documents
 from models.ssd import ScanInputs
 from tests.training.harness import alone

@@ -67,7 +67,7 @@ class Banner(Callback):
             return
         console, plan, steps = trainer.log.console, trainer.precision.plans[0], config.train.steps
         decay_start = WSDSchedule.of(config).decay_start_step
-        flops = models.forward_flops_per_token(config.model, config.train.sequence_length).total
+        flops = models.forward_flops_per_token(config.model, config.train.sequence_length)
         kernels = models.kernel_facts(trainer.model, config, trainer.mesh.device.type)
         determinism = kernels.pop("determinism", None)
         facts = {
