@@ -54,10 +54,10 @@ Sections = Mapping[str, Sequence[Section]]
 """Our parameter -> the published tensors that it becomes."""
 
 
-def in_sections(names: Sequence[str], sizes: Sequence[int], order: Tensor, width: int) -> list[Section]:
-    """Sections of `sizes` rows each, `width` columns, of a parameter whose rows are `published[order]`."""
+def in_sections(names: Sequence[str], sizes: Sequence[int], order: Tensor, *columns: int) -> list[Section]:
+    """Sections of `sizes` rows each, with these further axes, of a parameter whose rows are `published[order]`."""
     rows = order.argsort().split(list(sizes))
-    return [Section(name, (size, width), at) for name, size, at in zip(names, sizes, rows, strict=True)]
+    return [Section(name, (size, *columns), at) for name, size, at in zip(names, sizes, rows, strict=True)]
 
 
 def ours_of(sections: Sequence[Section], published: Mapping[str, Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ from exchange.nvfp4 import TrainedPlan
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import PrecisionController
+from megatron_fp4.precision.recipe import FPROP_ACTIVATION
 from megatron_fp4.precision.rng import StepState
 
 
@@ -46,7 +47,7 @@ def calibrated_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Conf
     """
     if num_samples < 1:
         raise ValueError(f"--calibrate-samples {num_samples} measures nothing; give 1 or more")
-    if not trained.activations_in_fp4():
+    if any(row.recipe[FPROP_ACTIVATION].format != "nvfp4" for row in trained.fp4().values()):
         raise ValueError(
             "--activations calibrated: some of the linears with NVFP4 weights were trained with activations in another "
             "format, which W4A4 would change; leave it out (weights in 4 bits, activations in BF16)"

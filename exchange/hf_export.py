@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,106 +17,53 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import TextTokenizer
-from exchange.architectures import Section, Sections, architecture_of, sections_of, shape_of, to_hf
+from exchange.architectures import Sections, architecture_of, sections_of, shape_of, to_hf
 from exchange.checkpoint import Checkpoint, check_tensors
-from exchange.nvfp4 import Layout, TrainedPlan, reordered, trained_weight
+from exchange.nvfp4 import (
+    MODELOPT,
+    Layout,
+    TrainedPlan,
+    hf_quant_config,
+    quantization_config,
+    reordered,
+    trained_weight,
+)
 from exchange.tokenizer import tokenizer_files
 from exchange.weights_only import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.logging.metrics import last_validation
+from megatron_fp4.precision.plan import PlannedLinear
 from megatron_fp4.runtime.revision import revision
 from models.pattern import parameter_count
 
-CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
+CONFIG, GENERATION, CARD, QUANTIZATION = "config.json", "generation_config.json", "README.md", "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHARD_BYTES = 2 << 30
 Progress = Callable[[int, int], None]
 """Is told how many of how many elements of weights are written."""
 
 
-class PlainEncoder:
-    """Turns our parameters into the tensors of a folder, one at a time: in `dtype`, but in FP32 where rounding is not
-    allowed (A_log, D, dt_bias)."""
+@dataclass(frozen=True)
+class NVFP4Weights:
+    """How the linears that were trained in NVFP4 are written.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    @property
-    def description(self) -> str:
-        """For the model card: what the weights are written as, in a sentence."""
-        if self.dtype == torch.float32:
-            return "The FP32 master weights."
-        return f"The FP32 master weights, in {_name(self.dtype)}; A_log, D and dt_bias in float32."
-
-    def tensors(self, name: str, sections: Sequence[Section], ours: Tensor) -> dict[str, Tensor]:
-        """What our parameter `name` becomes, by published names. ours: the whole of it, FP32 on the CPU, our order of
-        rows."""
-        dtypes = (torch.float32 if section.fp32 else self.dtype for section in sections)
-        return {s.name: s.published(ours).view(s.shape).to(d) for s, d in zip(sections, dtypes, strict=True)}
-
-    def config_entries(self) -> dict[str, Any]:
-        """More for config.json."""
-        return {"dtype": _name(self.dtype)}
-
-    def extra_files(self) -> dict[str, bytes]:
-        """More files of the folder."""
-        return {}
-
-
-class NVFP4Encoder(PlainEncoder):
-    """Codes and scales for the linears that were trained in NVFP4, BF16 for everything else.
-
-    layout: whose names and configuration. trained: the plan, as `choose_plan` gives it. sections: of all parameters of
-    the model. input_amax: linear -> FP32 0-dim, the largest magnitude of its input, of every linear in `trained.fp4()`;
-    None leaves activations in BF16.
+    input_amax: linear -> FP32 0-dim, the largest magnitude of its input, of every linear in `trained.fp4()`; None
+    leaves activations in BF16.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        trained: TrainedPlan,
-        sections: Sections,
-        input_amax: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        super().__init__(torch.bfloat16)
-        self._layout, self.trained, self._input_amax = layout, trained, input_amax
-        self._rows = {f"{name}.weight": row for name, row in trained.fp4().items()}
-        self.quantized = [section.module for name in self._rows for section in sections[name]]
-        """The modules with codes, by their published names."""
-        self.excluded = excluded_modules(sections, self._rows)
+    layout: Layout
+    trained: TrainedPlan
+    input_amax: Mapping[str, Tensor] | None = None
 
-    @property
-    def description(self) -> str:
-        made = "that training multiplied with"
-        if self.trained.before_switch:
-            made = "of the master weights, by the plan before the run's precision switch"
-        text = (
-            f"{len(self._rows)} of {len(self.trained.plan.rows)} linears as the NVFP4 codes and scales {made} "
-            f"({self._layout.name} layout); everything else in bfloat16, A_log, D and dt_bias in float32."
-        )
-        if others := self.trained.others():
-            text += f" Linears trained in {', '.join(sorted(set(others.values())))} are in bfloat16: {len(others)}."
-        if self._input_amax is not None:
-            text += " Input scales are from calibration on held-out text."
-        return text
+    def rows(self) -> dict[str, PlannedLinear]:
+        """By the names of parameters."""
+        return {f"{name}.weight": row for name, row in self.trained.fp4().items()}
 
-    def tensors(self, name: str, sections: Sequence[Section], ours: Tensor) -> dict[str, Tensor]:
-        """Raises ValueError for NaN or inf."""
-        if name not in self._rows:
-            return super().tensors(name, sections, ours)
-        made, found = trained_weight(ours, self._rows[name], self.trained.compute_dtype), dict[str, Tensor]()
-        amax = None if self._input_amax is None else self._input_amax[name.removesuffix(".weight")]
-        for section in sections:
-            part = made if section.rows is None else reordered(made, section.rows)
-            found |= self._layout.tensors(section.module, part, amax)
-        return found
-
-    def config_entries(self) -> dict[str, Any]:
-        quantization = self._layout.quantization_config(self.excluded, self._input_amax is not None)
-        return {**super().config_entries(), "quantization_config": quantization}
-
-    def extra_files(self) -> dict[str, bytes]:
-        return self._layout.extra_files(self.excluded, self._input_amax is not None)
+    def config(self, sections: Sections) -> dict[str, Any]:
+        """config.json's `quantization_config`."""
+        excluded = excluded_modules(sections, self.rows())
+        return quantization_config(self.layout, excluded, self.input_amax is not None)
 
 
 def excluded_modules(sections: Sections, quantized: Collection[str]) -> list[str]:
@@ -134,69 +82,88 @@ def export_hf(
     checkpoint: Checkpoint,
     output: Path,
     *,
-    encoder: PlainEncoder,
-    tokenizer: TextTokenizer | None,
+    dtype: torch.dtype = torch.bfloat16,
+    nvfp4: NVFP4Weights | None = None,
+    tokenizer: TextTokenizer | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write `output`, which must not exist. tokenizer: of the run, None to leave it out.
+    """Write `output`, which must not exist.
 
-    Raises ValueError for a model that no architecture of transformers computes, a tokenizer that cannot be written, or
-    an output that exists or lies inside the checkpoint; DamagedCheckpointError for a checkpoint that is not whole; and
-    OSError. Then nothing is left.
+    dtype: of all weights that are not NVFP4 codes; A_log, D and dt_bias stay FP32. tokenizer: of the run, None to leave
+    it out.
+    Raises ValueError for a model that no architecture of transformers computes, a tokenizer that cannot be written, NaN
+    or inf in a weight to be quantized, or an output that exists or lies inside the checkpoint; DamagedCheckpointError
+    for a checkpoint that is not whole; and OSError. Then nothing is left.
     """
     config = checkpoint.config.model
     sections = sections_of(config)
     check_tensors({name: shape_of(parts) for name, parts in sections.items()}, checkpoint)
     length = sequence_length(checkpoint)
-    files = {} if tokenizer is None else tokenizer_files(tokenizer, length)
+    content = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     special = _special_ids(checkpoint, tokenizer)
-    described = {**to_hf(config), **special, "max_position_embeddings": length, **encoder.config_entries()}
+    described = {**to_hf(config), **special, "max_position_embeddings": length, "dtype": _name(dtype)}
+    generation = {key: value for key, value in special.items() if value is not None}
+    if not described["use_cache"]:  # of config.json, `generate` does not take it
+        generation["use_cache"] = False
+    if nvfp4 is not None:
+        described["quantization_config"] = nvfp4.config(sections)
+        if nvfp4.layout is MODELOPT:
+            content[QUANTIZATION] = _json(hf_quant_config(described["quantization_config"])).encode()
+    content |= {CONFIG: _json(described).encode(), GENERATION: _json(generation).encode()}
+    content[CARD] = model_card(checkpoint, dtype, nvfp4).encode()
     checkpoint.verify()  # last, because it reads all of a large checkpoint, moments included
     with new_folder(output, checkpoint.folder) as folder:
-        _write_shards(folder, _encoded(checkpoint, encoder, sections, progress), shard_bytes)
-        (folder / CONFIG).write_text(_json(described))
-        generation = {key: value for key, value in special.items() if value is not None}
-        if not described["use_cache"]:  # of config.json, `generate` does not take it
-            generation["use_cache"] = False
-        (folder / GENERATION).write_text(_json(generation))
-        (folder / CARD).write_text(model_card(checkpoint, encoder))
-        for name, content in {**files, **encoder.extra_files()}.items():
-            (folder / name).write_bytes(content)
+        _write_shards(folder, _encoded(checkpoint, sections, dtype, nvfp4, progress), shard_bytes)
+        for name, text in content.items():
+            (folder / name).write_bytes(text)
 
 
 def _encoded(
-    checkpoint: Checkpoint, encoder: PlainEncoder, sections: Sections, progress: Progress
+    checkpoint: Checkpoint, sections: Sections, dtype: torch.dtype, nvfp4: NVFP4Weights | None, progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the folder by name, one parameter after the other."""
     written, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
+    rows = {} if nvfp4 is None else nvfp4.rows()
     for name, parts in sections.items():
-        yield from encoder.tensors(name, parts, checkpoint.tensor(name)).items()
-        written += checkpoint.tensors[name].numel()
-        progress(written, total)
+        ours = checkpoint.tensor(name)
+        if nvfp4 is not None and name in rows:
+            made = trained_weight(ours, rows[name], nvfp4.trained.compute_dtype)
+            amax = None if nvfp4.input_amax is None else nvfp4.input_amax[name.removesuffix(".weight")]
+            for part in parts:
+                codes = made if part.rows is None else reordered(made, part.rows)
+                yield from nvfp4.layout.tensors(part.module, codes, amax).items()
+        else:
+            for part in parts:
+                values = part.published(ours).view(part.shape)
+                yield part.name, values if part.fp32 else values.to(dtype)
+        progress(written := written + ours.numel(), total)
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
     """Files of at most `shard_bytes` each, or one tensor, named as transformers does. Raises OSError."""
     shards: list[list[str]] = []
     content: dict[str, Tensor] = {}
-    size = total = 0
+    total = 0
+
+    def flush() -> None:
+        _write_shard(folder / f"{len(shards)}", content)
+        shards.append(list(content))
+        content.clear()
+
     for name, tensor in tensors:
-        if content and size + tensor.nbytes > shard_bytes:
-            _write_shard(folder / f"{len(shards)}", content)
-            shards.append(list(content))
-            content, size = {}, 0
-        content[name] = tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    _write_shard(folder / f"{len(shards)}", content)
-    shards.append(list(content))
+        if content and sum(each.nbytes for each in content.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        content[name], total = tensor, total + tensor.nbytes
+    flush()
     if len(shards) == 1:
         (folder / "0").rename(folder / SINGLE)
         return
-    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for number, file in enumerate(files):
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"{number}").rename(folder / file)
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        weight_map |= dict.fromkeys(names, file)
     (folder / INDEX).write_text(_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
@@ -230,9 +197,6 @@ def _special_ids(checkpoint: Checkpoint, tokenizer: TextTokenizer | None) -> dic
     return dict(zip(SPECIAL_IDS, (bos, tokenizer.eod_id, tokenizer.eod_id), strict=True))
 
 
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
 def _json(content: Mapping[str, Any]) -> str:
     """As transformers writes it."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
@@ -251,7 +215,7 @@ print(tokenizer.decode(model.generate(**tokenizer("The", return_tensors="pt"), m
 ```"""
 
 
-def model_card(checkpoint: Checkpoint, encoder: PlainEncoder) -> str:
+def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights | None) -> str:
     """The README.md: what the model is, how it was trained, in which precision, what it scored."""
     config, trainer, model = checkpoint.config, checkpoint.trainer, checkpoint.config.model
     code = f"megatron_fp4 {trainer['version']} ({trainer.get('commit', 'commit unknown')})"
@@ -273,7 +237,7 @@ def model_card(checkpoint: Checkpoint, encoder: PlainEncoder) -> str:
         f"| hidden, FFN | {model.hidden_dim}, {model.ffn_dim} |",
         f"| vocabulary | {model.vocab_size:,} |",
         f"| sequences it was {made} | {sequence_length(checkpoint):,} tokens |",
-        f"| weights in this folder | {encoder.description} |",
+        f"| weights in this folder | {_weights(dtype, nvfp4)} |",
         f"| exported by | megatron_fp4 {__version__} ({revision()}) |",
         "\n## Precision in training\n",
     ]
@@ -291,15 +255,31 @@ def model_card(checkpoint: Checkpoint, encoder: PlainEncoder) -> str:
     else:
         lines.append("These are imported weights, which no run of this framework has trained.")
     lines += _losses(checkpoint)
-    method = encoder.config_entries().get("quantization_config", {}).get("quant_method")
     lines.append("\n## Use\n")
-    if method is not None:
+    if nvfp4 is not None:
         lines.append("```\nvllm serve .\n```")
-    if method == "compressed-tensors":
-        lines.append("or, decompressed to BF16 (with compressed-tensors installed):\n")
-    if method != "modelopt":
+        if nvfp4.layout is not MODELOPT:
+            lines.append("or, decompressed to BF16 (with compressed-tensors installed):\n")
+    if nvfp4 is None or nvfp4.layout is not MODELOPT:
         lines.append(_IN_TRANSFORMERS)
     return "\n".join(lines) + "\n"
+
+
+def _weights(dtype: torch.dtype, nvfp4: NVFP4Weights | None) -> str:
+    """What the weights are written as, for the model card."""
+    if nvfp4 is None:
+        rounded = "" if dtype == torch.float32 else f", in {_name(dtype)}; A_log, D and dt_bias in float32"
+        return f"The FP32 master weights{rounded}."
+    trained, made = nvfp4.trained, "that training multiplied with"
+    if trained.before_switch:
+        made = "of the master weights, by the plan before the run's precision switch"
+    text = (
+        f"{len(trained.fp4())} of {len(trained.plan.rows)} linears as the NVFP4 codes and scales {made} "
+        f"({nvfp4.layout.name} layout); everything else in bfloat16, A_log, D and dt_bias in float32."
+    )
+    if others := trained.others():
+        text += f" Linears trained in {', '.join(sorted(set(others.values())))} are in bfloat16: {len(others)}."
+    return text if nvfp4.input_amax is None else f"{text} Input scales are from calibration on held-out text."
 
 
 def _losses(checkpoint: Checkpoint) -> list[str]:
@@ -309,16 +289,15 @@ def _losses(checkpoint: Checkpoint) -> list[str]:
         last = last_validation(checkpoint.folder.absolute().parent.parent, checkpoint.step)
     if last is None:
         return []
-    bits = last.get("bits_per_byte") or {}
 
-    def shown(value: float | str | None) -> str:
+    def shown(value: float | None) -> str:
         """None: it was not finite, for which JSON has no number."""
-        return "not finite" if value is None else value if isinstance(value, str) else f"{value:.4f}"
+        return "not finite" if value is None else f"{value:.4f}"
 
-    rows = [f"| {name} | {shown(loss)} | {shown(bits.get(name, ''))} |" for name, loss in last["losses"].items()]
+    bits = {name: shown(value) for name, value in (last.get("bits_per_byte") or {}).items()}
     return [
         "\n## Held-out loss\n",
         f"Step {last['step']:,}, in the precision of training.\n",
         "| set | nats per token | bits per byte |\n|---|---|---|",
-        *rows,
+        *(f"| {name} | {shown(loss)} | {bits.get(name, '')} |" for name, loss in last["losses"].items()),
     ]

@@ -1,5 +1,5 @@
-"""Checkpoints of Megatron-core's GPTModel and MambaModel: one of ours written as one that Megatron-LM loads on any
-mesh, and one of theirs as one of ours, without optimizer state.
+"""Checkpoints of Megatron-core's GPTModel and MambaModel (`torch_dist`), without Megatron or a GPU: one of ours written
+as one that Megatron-LM loads on any mesh, and one of theirs as one of ours, without optimizer state.
 
     OUTPUT/
       latest_checkpointed_iteration.txt   the step
@@ -8,57 +8,78 @@ mesh, and one of theirs as one of ours, without optimizer state.
       tokenizer/                          of the run, as a Hugging Face folder
       README.md                           what it is, and how to start from it
 
-Parameters are read and written one at a time. An imported model's configuration is what shapes
-tell, and Megatron-LM's arguments in `common.pt` where they do not (heads, state groups, RoPE, the norm's eps). What
-neither tells, overrides have to say.
+An iteration is what torch.distributed.checkpoint writes: `.distcp` files, one torch.save after another, and
+`.metadata`, which says where which part of which tensor lies. Beside tensors Megatron keeps small objects, each a
+torch.save of a list. Parameters are read and written one at a time.
+
+An imported model's configuration is what shapes tell, and Megatron-LM's arguments in `common.pt` where they do not
+(heads, state groups, RoPE, the norm's eps). What neither tells, overrides have to say. Nothing that pickles name is
+called or imported: `.metadata` is read as our own is (megatron_fp4/checkpoint/metadata.py), `common.pt` with stand-ins
+of which plain values are taken, and tensors with torch's `weights_only`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import io
 import json
+import pickle
 import re
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from data.tokenizer import TextTokenizer, load_tokenizer
-from exchange.architectures import ours_of
-from exchange.checkpoint import Checkpoint, check_tensors
+from data.tokenizer import TextTokenizer
+from exchange.architectures import ours_of, shape_of
+from exchange.checkpoint import Checkpoint, check_tensors, read_region
 from exchange.hf_export import Progress, sequence_length
-from exchange.megatron_files import COMMON, TRACKER, MegatronFolder, PieceWriter
 from exchange.megatron_model import (
     EMBEDDING,
-    FINAL_NORMS,
+    GPT_NORM,
     HEAD,
-    SCRIPTS,
     Layers,
     Parameter,
     arguments_of,
     as_shell,
-    check_fits,
     extra_states,
-    model_class,
+    is_gpt,
     parameters,
     settings_of,
 )
-from exchange.tokenizer import TOKENIZER_FILES, tokenizer_files
+from exchange.tokenizer import kept_tokenizer, tokenizer_files
 from exchange.weights_only import NewTensor, new_folder, write_weights_only
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.schema import Config, ModelConfig
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.runtime.revision import revision
 from models.pattern import check_model
 
+COMMON, FORMAT, TRACKER = "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 TOKENIZER = "tokenizer"
-"""Folder of an export's tokenizer."""
+FILE_BYTES = 1 << 30
+
+
+# Export
 
 
 def export_megatron(
@@ -78,14 +99,12 @@ def export_megatron(
     lies inside the checkpoint; OSError; DamagedCheckpointError.
     """
     config = checkpoint.config.model
-    check_fits(config)
-    if layers == "numbered" and model_class(config) == "mamba":
-        raise ValueError("the layers of Megatron's hybrid models are always numbered; leave --layers out")
-    wanted = {parameter.name: torch.Size(parameter.shape) for parameter in parameters(config, layers)}
-    check_tensors(wanted, checkpoint)
     length = sequence_length(checkpoint)
-    of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     arguments = arguments_of(config, length, dtype == torch.bfloat16)
+    if layers == "numbered" and not is_gpt(config):
+        raise ValueError("the layers of Megatron's hybrid models are always numbered; leave --layers out")
+    check_tensors({each.name: shape_of(each.sections) for each in parameters(config, layers)}, checkpoint)
+    of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     common = {
         "args": argparse.Namespace(
             **arguments,
@@ -113,46 +132,80 @@ def export_megatron(
     iteration = f"iter_{checkpoint.step:07d}"
     content: dict[str, str | bytes] = {
         f"{iteration}/{COMMON}": buffer.getvalue(),
-        f"{iteration}/metadata.json": json.dumps(described),
+        f"{iteration}/{FORMAT}": json.dumps(described),
         TRACKER: str(checkpoint.step),
         "megatron_args.sh": as_shell(arguments),
-        "README.md": _readme(checkpoint, output.name, dtype, bool(of_tokenizer)),
+        "README.md": _readme(checkpoint, output.name, dtype, tokenizer is not None),
         **{f"{TOKENIZER}/{name}": text for name, text in of_tokenizer.items()},
     }
     with new_folder(output, checkpoint.folder) as staging:
         (staging / iteration).mkdir()
-        _write_tensors(checkpoint, staging / iteration, dtype, layers, progress)
+        _write(staging / iteration, _pieces(checkpoint, dtype, layers, progress))
         for name, text in content.items():
             (staging / name).parent.mkdir(exist_ok=True)
             files.write_file(staging / name, text)
 
 
-def _write_tensors(
-    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, layers: Layers, progress: Progress
-) -> None:
-    every = list(parameters(checkpoint.config.model, layers))
-    sections = (section for parameter in every for section in parameter.sections)
-    total = sum(torch.Size(s.shape).numel() * (torch.float32 if s.fp32 else dtype).itemsize for s in sections)
-    done = 0
-    with PieceWriter(folder) as writer:
-        for parameter in every:
-            values = checkpoint.tensor(parameter.name)
-            for section in parameter.sections:
-                piece = section.published(values).view(section.shape).to(torch.float32 if section.fp32 else dtype)
-                place = (0,) * piece.dim()
-                if parameter.layer is not None:
-                    piece, place = piece[None], (parameter.layer[0], *place)
-                writer.add(section.name, parameter.stored_shape(section), place, piece)
-                done += piece.nbytes
-                progress(done, total)
-        for key in extra_states(checkpoint.config.model, layers):
-            writer.add_object(key, torch.empty(0, dtype=torch.uint8))
-        writer.finish()
+class _Piece(NamedTuple):
+    """The part of tensor `key` that begins at `offsets`; `shape` is of the whole, None for a small object."""
+
+    key: str
+    value: Any
+    shape: Sequence[int] | None = None
+    offsets: Sequence[int] = ()
+
+
+def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, layers: Layers, progress: Progress) -> Iterator[_Piece]:
+    """Everything in an iteration's `.distcp` files."""
+    config = checkpoint.config.model
+    done, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
+    for parameter in parameters(config, layers):
+        values = checkpoint.tensor(parameter.name)
+        for section in parameter.sections:
+            piece = section.published(values).view(section.shape).to(torch.float32 if section.fp32 else dtype)
+            offsets = [0] * piece.dim()
+            if parameter.layer is not None:
+                piece, offsets = piece[None], [parameter.layer[0], *offsets]
+            yield _Piece(section.name, piece, parameter.stored_shape(section), offsets)
+        progress(done := done + values.numel(), total)
+    for key in extra_states(config, layers):
+        yield _Piece(key, [torch.empty(0, dtype=torch.uint8)])
+
+
+def _write(folder: Path, pieces: Iterator[_Piece]) -> None:
+    """The files of torch.distributed.checkpoint. Raises OSError."""
+    described: dict[str, STORAGE_TYPES] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with contextlib.ExitStack() as stack:
+        number, file = 0, None
+        for key, value, shape, offsets in pieces:
+            if file is None or file.tell() >= FILE_BYTES:
+                name = f"__0_{number}.distcp"
+                number, file = number + 1, stack.enter_context(open(folder / name, "xb"))
+            index = MetadataIndex(key)
+            if shape is None:
+                described[key] = BytesStorageMetadata()
+            else:
+                index = MetadataIndex(key, torch.Size(offsets))
+                new = TensorStorageMetadata(TensorProperties(value.dtype), torch.Size(shape), [])
+                whole = described.setdefault(key, new)
+                assert isinstance(whole, TensorStorageMetadata)
+                whole.chunks.append(ChunkStorageMetadata(torch.Size(offsets), value.shape))
+                if value.untyped_storage().nbytes() != value.nbytes:  # torch.save writes storages whole
+                    value = value.clone()
+            start = file.tell()
+            try:
+                torch.save(value, file)
+            except RuntimeError as error:  # what torch makes of a full disk
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+            places[index] = _StorageInfo(name, start, file.tell() - start)
+    content = Metadata(described, {key: (key,) for key in described}, places, version="1.0.0")
+    files.write_file(folder / METADATA, pickle.dumps(content))
 
 
 def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -> str:
     """How Megatron-LM starts from `output`."""
-    script = SCRIPTS[model_class(checkpoint.config.model)]
+    script = "pretrain_gpt.py" if is_gpt(checkpoint.config.model) else "pretrain_mamba.py"
     flags = f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/{TOKENIZER}" if tokenizer else ""
     return (
         f"source {output}/megatron_args.sh\n"
@@ -162,7 +215,7 @@ def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -
 
 def _readme(checkpoint: Checkpoint, name: str, dtype: torch.dtype, tokenizer: bool) -> str:
     model = checkpoint.config.model
-    theirs = "GPTModel" if model_class(model) == "gpt" else "MambaModel"
+    theirs = "GPTModel" if is_gpt(model) else "MambaModel"
     return f"""# {model.name}, for Megatron-LM
 
 Weights after step {checkpoint.step} ({checkpoint.tokens:,} tokens) of a run of megatron_fp4
@@ -178,6 +231,9 @@ state is in it. `iter_{checkpoint.step:07d}/common.pt` has the model as argument
 `--finetune` begins at iteration 0; `--no-load-optim --no-load-rng` resumes at iteration {checkpoint.step}. The
 vocabulary has {model.vocab_size:,} rows: where the tensor-parallel size asks for more, Megatron fills them with zeros.
 """
+
+
+# Import
 
 
 def import_megatron(
@@ -198,33 +254,38 @@ def import_megatron(
     Raises ValueError, in one line, for what is not such a folder or none of our models, and OSError.
     """
     opened = MegatronFolder(folder)
-    given, base = _given(overrides, config_dir)
+    if wrong := [text for text in overrides if not text.startswith("model.") or "=" not in text]:
+        raise ValueError(f"{wrong[0]}: give model.key=value, such as model.num_kv_heads=8")
+    base = compose_config(list(overrides), config_dir)
+    keys = (text.partition("=")[0].removeprefix("model.") for text in overrides)
+    given = {key: getattr(base.model, key) for key in keys}
+    origin = folder.resolve()
+    if origin.name.startswith("iter_") or origin.name == "release":
+        origin = origin.parent
     try:
         told = settings_of(opened.arguments)
     except ValueError as error:
         raise ValueError(f"{opened.folder / COMMON}: {error}") from error
-    pattern, layers = _pattern(opened)
-    settings = _settings(opened, pattern, layers, {**told, **given})
-    origin = folder.resolve()
-    if origin.name.startswith("iter_") or origin.name == "release":
-        origin = origin.parent
+    settings, layers = _settings(opened, {**told, **given})
     settings = {"name": name or origin.name, **settings, **given}
     try:
-        config = dataclasses.replace(base, model=dataclasses.replace(ModelConfig(), **settings))
+        config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
     except ValueError as error:  # ConfigError is one, pydantic's another, of several lines
         raise ValueError(f"{opened.folder}: {' '.join(str(error).split())}") from error
     expected = list(parameters(config.model, layers))
-    _check_tensors(opened, expected, config.model)
+    _check_tensors(opened, expected)
     if tokenizer is None:  # what an export writes beside the iteration
         beside = (folder / TOKENIZER, folder.resolve().parent / TOKENIZER)
         tokenizer = next((path for path in beside if path.is_dir()), None)
-    kept, fingerprint = _tokenizer(tokenizer, config.model.vocab_size)
+    kept, fingerprint = ({}, None) if tokenizer is None else kept_tokenizer(tokenizer, config.model.vocab_size)
+    if tokenizer is not None and fingerprint is None:
+        raise ValueError(f"{tokenizer} has neither tokenizer.json nor tokenizer.model; give a folder or a file of it")
     length = opened.arguments.get("max_position_embeddings")
     write_weights_only(
         checkpoint,
         config,
-        (NewTensor(p.name, p.shape, partial(_load, opened, p)) for p in expected),
+        (NewTensor(p.name, tuple(shape_of(p.sections)), partial(_load, opened, p)) for p in expected),
         imported={
             "format": "megatron",
             "from": origin.name,
@@ -237,44 +298,49 @@ def import_megatron(
     return settings
 
 
-def _tokenizer(path: Path | None, vocab_size: int) -> tuple[dict[str, bytes], str | None]:
-    """The files of a tokenizer by the names of a Hugging Face folder, and its fingerprint."""
-    if path is None:
-        return {}, None
-    found = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
-    if path.is_file():
-        found = {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path}
-    if not {"tokenizer.json", "tokenizer.model"} & {*found}:
-        raise ValueError(f"{path} has neither tokenizer.json nor tokenizer.model; give a folder or a file that has")
-    opened = load_tokenizer(path)
-    if opened.vocab_size > vocab_size:
-        raise ValueError(f"{path} has {opened.vocab_size} ids and the model only {vocab_size}; give its own tokenizer")
-    return {name: file.read_bytes() for name, file in found.items()}, opened.fingerprint()
-
-
-def _given(overrides: Sequence[str], config_dir: Path) -> tuple[dict[str, Any], Config]:
-    """What the overrides set, and a run's configuration with them."""
-    for override in overrides:
-        if not override.startswith("model.") or "=" not in override:
-            raise ValueError(f"{override}: give model.key=value, such as model.num_kv_heads=8")
-    config = compose_config(list(overrides), config_dir)
-    keys = (override.partition("=")[0].removeprefix("model.") for override in overrides)
-    return {key: getattr(config.model, key) for key in keys}, config
-
-
-def _settings(opened: MegatronFolder, pattern: str, layers: Layers, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the model, what shapes and `known` tell. Raises ValueError if something is told by none of them."""
+def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[str, Any], Layers]:
+    """Of the model, what shapes and `known` tell, and how its layers are stored. Raises ValueError if something is told
+    by none of them."""
+    pattern, layers = _pattern(opened)
     wanted = ["norm_eps"] + ["num_query_heads", "num_kv_heads", "head_dim", "rope"] * ("*" in pattern)
     wanted += ["mamba_num_groups"] * ("M" in pattern) + ["rope_base"] * bool("*" in pattern and known.get("rope"))
     if missing := [key for key in wanted if key not in known]:
         listing = " ".join(f"model.{key}=..." for key in missing)
         raise ValueError(f"{opened.folder}: neither shapes nor arguments ({COMMON}) tell all; add {listing}")
+    if HEAD not in opened.tensors:
+        raise ValueError(
+            f"{opened.folder} has no {HEAD}: its embedding and head are one, and models here have two; train with "
+            "--untie-embeddings-and-output-weights"
+        )
+
+    def shape(letter: str, module: str) -> tuple[int, ...]:
+        """In the first layer of the kind."""
+        if layers == "stacked":
+            return opened.shape(f"decoder.layers.{module}")[1:]
+        layer = pattern.index(letter) // (2 if GPT_NORM in opened.tensors else 1)
+        return opened.shape(f"decoder.layers.{layer}.{module}")
+
+    found = {"pattern": pattern, **{key: known[key] for key in (*wanted, "init_std") if key in known}}
     try:
-        settings = {"pattern": pattern, **_sizes(opened, pattern, layers, known.get("mamba_num_groups"))}
+        found["vocab_size"], found["hidden_dim"] = opened.shape(EMBEDDING)
+        if "-" in pattern:
+            found["ffn_dim"] = shape("-", "mlp.linear_fc2.weight")[1]
+            if shape("-", "mlp.linear_fc1.weight")[0] == 2 * found["ffn_dim"]:
+                raise ValueError("linear_fc1 has twice the rows of linear_fc2's columns, a gate that no FFN here has")
+        if "M" in pattern:
+            (heads,), inner = shape("M", "mixer.A_log"), shape("M", "mixer.in_proj.weight.z")[0]
+            found |= {
+                "mamba_num_heads": heads,
+                "mamba_head_dim": inner // heads,
+                "mamba_state_dim": shape("M", "mixer.in_proj.weight.B")[0] // known["mamba_num_groups"],
+                "mamba_conv_width": shape("M", "mixer.conv1d.weight.x")[2],
+                "mamba_chunk_size": 128,  # Megatron's; it moves rounding only
+            }
+    except ValueError as error:
+        raise ValueError(f"{opened.folder}: {error}") from error
     except (IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{opened.folder}: shapes of its tensors are those of no model; copy it again") from error
-    settings |= {key: known[key] for key in (*wanted, "init_std") if key in known}
-    return settings
+    return found, layers
 
 
 def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
@@ -284,68 +350,33 @@ def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
         if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", key):
             modules.setdefault(int(match[1]), set()).add(match[2].partition(".")[0])
     stacked = [key for key in opened.tensors if re.fullmatch(r"decoder\.layers\.\D.*", key)]
-    if FINAL_NORMS["gpt"] in opened.tensors and (modules or stacked):
-        return (
-            ("*-" * (opened.shape(stacked[0]) or (1,))[0], "stacked") if stacked else ("*-" * len(modules), "numbered")
-        )
+    if GPT_NORM in opened.tensors and stacked:
+        return "*-" * (opened.shape(stacked[0]) or (1,))[0], "stacked"
     if not modules:
         raise ValueError(f"{opened.folder} has no tensor decoder.layers...; it is no GPTModel and no MambaModel")
     if stacked or sorted(modules) != list(range(len(modules))):
         raise ValueError(f"{opened.folder}: its layers are not numbered 0 to {len(modules) - 1}; copy it again")
+    if GPT_NORM in opened.tensors:
+        return "*-" * len(modules), "numbered"
     letters, known = "", {"mixer": "M", "self_attention": "*", "mlp": "-"}
-    for number in range(len(modules)):
-        kinds = modules[number] & known.keys()
+    for number, names in sorted(modules.items()):
+        kinds = names & known.keys()
         if len(kinds) != 1:
-            listing = ", ".join(sorted(modules[number]))
             raise ValueError(
-                f"{opened.folder}: layer {number} has {listing}; a layer of a hybrid is one of {', '.join(known)}"
+                f"{opened.folder}: layer {number} has {', '.join(sorted(names))}; a layer of a hybrid is one of "
+                f"{', '.join(known)}"
             )
         letters += known[kinds.pop()]
     return letters, "numbered"
 
 
-def _sizes(opened: MegatronFolder, pattern: str, layers: Layers, groups: int | None) -> dict[str, Any]:
-    """What shapes tell."""
-    if HEAD not in opened.tensors:
-        raise ValueError(
-            f"{opened.folder} has no {HEAD}: its embedding and head are one, and models here have two; train with "
-            "--untie-embeddings-and-output-weights"
-        )
-    rows = opened.shape(EMBEDDING)
-    if len(rows) != 2:
-        raise ValueError(f"{opened.folder} has no {EMBEDDING}; it is not the whole of a model")
-    sizes: dict[str, Any] = {"vocab_size": rows[0], "hidden_dim": rows[1]}
-
-    def shape(letter: str, module: str) -> tuple[int, ...]:
-        if layers == "stacked":
-            return opened.shape(f"decoder.layers.{module}")[1:]
-        place = pattern.index(letter)
-        number = place // 2 if FINAL_NORMS["gpt"] in opened.tensors else place
-        return opened.shape(f"decoder.layers.{number}.{module}")
-
-    if "-" in pattern and (up := shape("-", "mlp.linear_fc1.weight")) and (down := shape("-", "mlp.linear_fc2.weight")):
-        if up[0] == 2 * down[1]:
-            raise ValueError(
-                f"{opened.folder}: linear_fc1 has twice the rows of linear_fc2's columns, a gate that no FFN here has"
-            )
-        sizes["ffn_dim"] = down[1]
-    if "M" in pattern and (heads := shape("M", "mixer.A_log")) and (z := shape("M", "mixer.in_proj.weight.z")):
-        # Megatron's chunk; it moves rounding only.
-        sizes |= {"mamba_num_heads": heads[0], "mamba_head_dim": z[0] // heads[0], "mamba_chunk_size": 128}
-        if (conv := shape("M", "mixer.conv1d.weight.x")) and len(conv) == 3:
-            sizes["mamba_conv_width"] = conv[2]
-        if (b := shape("M", "mixer.in_proj.weight.B")) and groups:
-            sizes["mamba_state_dim"] = b[0] // groups
-    return sizes
-
-
-def _check_tensors(opened: MegatronFolder, expected: Sequence[Parameter], model: ModelConfig) -> None:
+def _check_tensors(opened: MegatronFolder, expected: Sequence[Parameter]) -> None:
     """Raise ValueError, naming the first tensor, unless the model has exactly these."""
     shapes = {section.name: each.stored_shape(section) for each in expected for section in each.sections}
     for key, shape in shapes.items():
+        if key not in opened.tensors:
+            raise ValueError(f"{opened.folder} has no {key}, which such a model has")
         have = opened.shape(key)
-        if not have:
-            raise ValueError(f"{opened.folder} has no {key}, which a model of the pattern {model.pattern} has")
         cut = key in (EMBEDDING, HEAD) and have[0] > shape[0] and have[1:] == shape[1:]
         if have != shape and not cut:
             raise ValueError(
@@ -357,7 +388,133 @@ def _check_tensors(opened: MegatronFolder, expected: Sequence[Parameter], model:
 
 def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:
     layer = None if parameter.layer is None else parameter.layer[0]
-    if len(parameter.sections) == 1:
-        key, rows = parameter.sections[0].name, parameter.shape[0]
-        return opened.tensor(key, layer, rows if key in (EMBEDDING, HEAD) else None)
-    return ours_of(parameter.sections, {part.name: opened.tensor(part.name, layer) for part in parameter.sections})
+    # A padded vocabulary is cut.
+    rows = shape_of(parameter.sections)[0] if parameter.sections[0].name in (EMBEDDING, HEAD) else None
+    found = {section.name: opened.tensor(section.name, layer, rows) for section in parameter.sections}
+    return ours_of(parameter.sections, found)
+
+
+class MegatronFolder:
+    """An iteration's folder. folder: its path. tensors: the model's, by key. arguments: Megatron-LM's, as far as they
+    are plain values; empty if it kept none. iteration: 0 if it is not known.
+
+    Raises ValueError, in one line that names the folder, if it is none, of another format or not whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = _iteration_in(folder)
+        try:
+            _check_format(self.folder)
+            with files.open_plain(self.folder / METADATA) as file:
+                self._metadata: Metadata = read_metadata(file.readall(), foreign=True)
+            self.arguments, self.iteration = _read_common(self.folder / COMMON)
+        except DamagedCheckpointError as error:
+            raise ValueError(f"{self.folder}: {error}") from error
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name: saved
+            for name, saved in self._metadata.state_dict_metadata.items()
+            if isinstance(saved, TensorStorageMetadata) and "optimizer" not in name.split(".")
+        }
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Of a whole tensor. Raises ValueError if there is none."""
+        if key not in self.tensors:
+            raise ValueError(f"there is no {key}; it is not the whole of a model")
+        return tuple(self.tensors[key].size)
+
+    def tensor(self, key: str, layer: int | None = None, rows: int | None = None) -> Tensor:
+        """FP32, on the CPU. layer: its place on the first axis, without that axis. rows: how many of the first ones.
+
+        Raises ValueError for pieces that are missing or not readable, or of another type than FP32, BF16 or FP16.
+        """
+        saved = self.tensors[key]
+        if saved.properties.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{self.folder}: {key} is {saved.properties.dtype}; FP32, BF16 and FP16 can be imported")
+        region = [slice(0, size) for size in saved.size]
+        if layer is not None:
+            region[0] = slice(layer, layer + 1)
+        if rows is not None:
+            region[0] = slice(0, rows)
+        try:
+            result = read_region(self.folder, self._metadata, key, region)
+        except DamagedCheckpointError as error:
+            raise ValueError(f"{self.folder}: {error}; copy the folder again") from error
+        return result if layer is None else result[0]
+
+
+def _iteration_in(folder: Path) -> Path:
+    """`folder` itself, or the iteration that its tracker file names."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give what Megatron-LM saved to, or an iter_* folder in it")
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return folder
+    name = tracker.read_text(errors="replace").strip()
+    if name != "release" and not name.isdecimal():
+        raise ValueError(f"{tracker} says {name[:40]!r}; give the iter_* folder itself")
+    found = folder / (name if name == "release" else f"iter_{int(name):07d}")
+    if not found.is_dir():
+        raise ValueError(f"{found} is missing, which {TRACKER} names; give another iter_* folder")
+    return found
+
+
+def _check_format(folder: Path) -> None:
+    """Raise DamagedCheckpointError unless it is a folder of `torch_dist`."""
+    try:
+        backend = json.loads((folder / FORMAT).read_text())["sharded_backend"]
+    except FileNotFoundError:
+        problem = f"it has no {FORMAT}, so it is none of --ckpt-format torch_dist; save it with that"
+        raise DamagedCheckpointError(problem) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{FORMAT} is not readable ({error})") from error
+    if backend != "torch_dist":
+        raise DamagedCheckpointError(f"its format is {backend}; save it with --ckpt-format torch_dist")
+
+
+def _read_common(path: Path) -> tuple[dict[str, Any], int]:
+    """The plain values of common.pt's `args`, and its `iteration`. Raises DamagedCheckpointError if it is not
+    readable."""
+    if not path.exists():
+        return {}, 0
+    with files.open_plain(path) as file:
+        content = file.readall()
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            (name,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
+            common = _StandIns(io.BytesIO(archive.read(name))).load()
+        state, iteration = getattr(common.get("args"), "state", None), common.get("iteration")
+    except Exception as error:  # a damaged pickle may raise anything
+        raise DamagedCheckpointError(f"{path.name} is not readable: {type(error).__name__}: {error}") from error
+    plain = {str(k): v for k, v in state.items() if _is_plain(v)} if isinstance(state, dict) else {}
+    return plain, iteration if type(iteration) is int and iteration >= 0 else 0
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(each, (bool, int, float, str, type(None))) for each in values)
+
+
+class _StandIn:
+    """In place of whatever a pickle names: takes everything, does nothing."""
+
+    state: Any = None
+
+    def __new__(cls, *_: Any, **__: Any) -> _StandIn:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, *_: Any) -> None: ...
+
+    extend = add = __setitem__ = append
+
+
+class _StandIns(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return type(name, (_StandIn,), {})  # a pickle can set attributes of classes: each name its own, each time
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _StandIn()

@@ -26,10 +26,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from exchange.architectures import Section, in_sections, shape_of
+from torch import Tensor
+
+from exchange.architectures import Section, in_sections
 from megatron_fp4.config.schema import ModelConfig
 from models.mamba2 import mamba_conv_order, mamba_in_proj_order
 
@@ -37,12 +38,15 @@ Layers = Literal["stacked", "numbered"]
 """Whether a GPTModel's layers are one tensor or several. A MambaModel's are numbered."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-FINAL_NORMS = {"gpt": "decoder.final_layernorm.weight", "mamba": "decoder.final_norm.weight"}
-SCRIPTS = {"gpt": "pretrain_gpt.py", "mamba": "pretrain_mamba.py"}
+GPT_NORM, MAMBA_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
+_LINEARS = {
+    "M": ("mixer.in_proj", "mixer.out_proj"),
+    "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
+}
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One of our parameters. sections: Megatron's tensors of it, without the axis of the layers. layer: its place on
     that axis, and how many there are; None if there is no such axis."""
 
@@ -50,19 +54,14 @@ class Parameter:
     sections: list[Section]
     layer: tuple[int, int] | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Ours."""
-        return tuple(shape_of(self.sections))
-
     def stored_shape(self, section: Section) -> tuple[int, ...]:
         """Of the whole tensor in the checkpoint."""
         return section.shape if self.layer is None else (self.layer[1], *section.shape)
 
 
-def model_class(config: ModelConfig) -> Literal["gpt", "mamba"]:
-    """Which of Megatron's models computes what `config` computes."""
-    return "gpt" if re.fullmatch(r"(\*-)+", config.pattern) else "mamba"
+def is_gpt(config: ModelConfig) -> bool:
+    """Whether Megatron's GPTModel computes what `config` computes; else its MambaModel does."""
+    return re.fullmatch(r"(\*-)+", config.pattern) is not None
 
 
 def parameters(config: ModelConfig, layers: Layers = "stacked") -> Iterator[Parameter]:
@@ -72,65 +71,57 @@ def parameters(config: ModelConfig, layers: Layers = "stacked") -> Iterator[Para
     for block, (prefix, layer) in enumerate(_places(config, layers)):
         for name, sections in _BLOCKS[config.pattern[block]](config, prefix).items():
             yield Parameter(f"blocks.{block}.{name}", sections, layer)
-    yield Parameter("final_norm.weight", [Section(FINAL_NORMS[model_class(config)], (config.hidden_dim,))])
+    yield Parameter("final_norm.weight", [Section(GPT_NORM if is_gpt(config) else MAMBA_NORM, (config.hidden_dim,))])
     yield Parameter("head.weight", [Section(HEAD, vocabulary)])
 
 
 def extra_states(config: ModelConfig, layers: Layers = "stacked") -> list[str]:
     """The keys of the modules' extra states, which Megatron asks for by default and which are empty without FP8's
     delayed scaling."""
-    modules = {
-        "M": ("mixer.in_proj", "mixer.out_proj"),
-        "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
-        "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
-    }
     keys = []
-    for block, (prefix, layer) in enumerate(_places(config, layers)):
+    for letter, (prefix, layer) in zip(config.pattern, _places(config, layers), strict=True):
         number, count = layer or (0, 1)
-        keys += [f"{prefix}{m}._extra_state/shard_{number}_{count}" for m in modules[config.pattern[block]]]
-    final = FINAL_NORMS[model_class(config)].removesuffix("weight")
+        keys += [f"{prefix}{linear}._extra_state/shard_{number}_{count}" for linear in _LINEARS[letter]]
+    final = (GPT_NORM if is_gpt(config) else MAMBA_NORM).removesuffix("weight")
     return [*keys, f"{final}_extra_state/shard_0_1", "output_layer._extra_state/shard_0_1"]
 
 
 def _places(config: ModelConfig, layers: Layers) -> Iterator[tuple[str, tuple[int, int] | None]]:
     """Of each block: the prefix of its keys, and its place on the axis of stacked layers."""
-    for block in range(len(config.pattern)):
-        if model_class(config) == "mamba":
+    for block in range(config.num_blocks):
+        if not is_gpt(config):
             yield f"decoder.layers.{block}.", None
         elif layers == "numbered":
             yield f"decoder.layers.{block // 2}.", None
         else:
-            yield "decoder.layers.", (block // 2, len(config.pattern) // 2)
+            yield "decoder.layers.", (block // 2, config.num_blocks // 2)
 
 
-def _mamba(config: ModelConfig, theirs: str) -> dict[str, list[Section]]:
+def _mamba(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
     hidden, inner, heads = config.hidden_dim, config.mamba_inner_dim, config.mamba_num_heads
     state, width = config.mamba_num_groups * config.mamba_state_dim, config.mamba_conv_width
-    theirs = f"{theirs}mixer."
-    names = [f"{theirs}in_proj.weight.{section}" for section in ("z", "x", "B", "C", "dt")]
-    in_proj = in_sections(names, (inner, inner, state, state, heads), mamba_in_proj_order(config), hidden)
-    channels = (inner, state, state)
-    rows = mamba_conv_order(config).argsort().split(channels)
+    theirs = f"{prefix}mixer."
 
-    def conv(kind: str, *columns: int) -> list[Section]:
-        parts = zip(("x", "B", "C"), channels, rows, strict=True)
-        return [Section(f"{theirs}conv1d.{kind}.{part}", (size, *columns), at) for part, size, at in parts]
+    def sections(name: str, parts: Mapping[str, int], order: Tensor, *columns: int) -> list[Section]:
+        return in_sections([f"{theirs}{name}.{part}" for part in parts], list(parts.values()), order, *columns)
 
+    channels, order = {"x": inner, "B": state, "C": state}, mamba_conv_order(config)
+    in_proj = {"z": inner, **channels, "dt": heads}
     return {
         "norm.weight": [Section(f"{theirs}in_proj.layer_norm_weight", (hidden,))],
-        "mixer.in_proj.weight": in_proj,
-        "mixer.conv.weight": conv("weight", 1, width),
-        "mixer.conv.bias": conv("bias"),
+        "mixer.in_proj.weight": sections("in_proj.weight", in_proj, mamba_in_proj_order(config), hidden),
+        "mixer.conv.weight": sections("conv1d.weight", channels, order, 1, width),
+        "mixer.conv.bias": sections("conv1d.bias", channels, order),
         **{f"mixer.ssm.{n}": [Section(f"{theirs}{n}", (heads,), fp32=True)] for n in ("A_log", "D", "dt_bias")},
         "mixer.norm.weight": [Section(f"{theirs}norm.weight", (inner,))],
         "mixer.out_proj.weight": [Section(f"{theirs}out_proj.weight", (hidden, inner))],
     }
 
 
-def _attention(config: ModelConfig, theirs: str) -> dict[str, list[Section]]:
+def _attention(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
     hidden, query = config.hidden_dim, config.num_query_heads * config.head_dim
     packed = query + 2 * config.num_kv_heads * config.head_dim
-    theirs = f"{theirs}self_attention."
+    theirs = f"{prefix}self_attention."
     return {
         "norm.weight": [Section(f"{theirs}linear_qkv.layer_norm_weight", (hidden,))],
         "mixer.qkv_proj.weight": [Section(f"{theirs}linear_qkv.weight", (packed, hidden))],
@@ -138,9 +129,9 @@ def _attention(config: ModelConfig, theirs: str) -> dict[str, list[Section]]:
     }
 
 
-def _mlp(config: ModelConfig, theirs: str) -> dict[str, list[Section]]:
+def _mlp(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
     hidden, ffn = config.hidden_dim, config.ffn_dim
-    theirs = f"{theirs}mlp."
+    theirs = f"{prefix}mlp."
     return {
         "norm.weight": [Section(f"{theirs}linear_fc1.layer_norm_weight", (hidden,))],
         "mixer.up_proj.weight": [Section(f"{theirs}linear_fc1.weight", (ffn, hidden))],
@@ -154,8 +145,9 @@ _BLOCKS = {"M": _mamba, "*": _attention, "-": _mlp}
 _FIXED = {"norm_eps": 1e-5, "mamba_conv_width": 4}
 
 
-def check_fits(config: ModelConfig) -> None:
-    """Raise ValueError, naming key and value, for what Megatron's model of this kind cannot be told."""
+def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[str, Any]:
+    """What makes Megatron-LM build this model. bf16: in which type it trains it. Raises ValueError, naming key and
+    value, for what Megatron's model of this kind cannot be told."""
     for key, value in _FIXED.items() if "M" in config.pattern else ():
         if getattr(config, key) != value:
             raise ValueError(
@@ -163,13 +155,8 @@ def check_fits(config: ModelConfig) -> None:
             )
     if config.rope and config.rope_base != int(config.rope_base):
         raise ValueError(f"model.rope_base={config.rope_base}: Megatron's --rotary-base is a whole number")
-
-
-def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[str, Any]:
-    """What makes Megatron-LM build this model. bf16: in which type it trains it."""
-    kind = model_class(config)
     arguments: dict[str, Any] = {
-        "num_layers": len(config.pattern) // (2 if kind == "gpt" else 1),
+        "num_layers": config.num_blocks // (2 if is_gpt(config) else 1),
         "hidden_size": config.hidden_dim,
         "ffn_hidden_size": config.ffn_dim,
         "num_attention_heads": config.num_query_heads,
@@ -202,7 +189,7 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
     }
     if config.rope:
         arguments["rotary_base"] = int(config.rope_base)
-    if kind == "mamba":
+    if not is_gpt(config):
         arguments |= {
             "hybrid_override_pattern": config.pattern,
             "is_hybrid_model": True,
@@ -226,30 +213,21 @@ def as_shell(arguments: Mapping[str, Any]) -> str:
     return f"MEGATRON_ARGS=(\n{''.join(lines)})\n"
 
 
+_FALSE = (
+    *("swiglu", "quick_geglu", "apply_layernorm_1p", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm"),
+    *("apply_residual_connection_post_layernorm", "rotary_interleaved", "use_rope_scaling", "multi_latent_attention"),
+)
+_NONE = ("rotary_seq_len_interpolation_factor", "no_rope_freq", "window_size", "softmax_scale", "num_experts")
 # Argument -> the values with which a model here computes the same.
 _WANTED: dict[str, tuple[Any, ...]] = {
-    "squared_relu": (True,),
-    "swiglu": (False,),
-    "quick_geglu": (False,),
+    **dict.fromkeys(("squared_relu", "untie_embeddings_and_output_weights"), (True,)),
+    **dict.fromkeys(_FALSE, (False,)),
+    **dict.fromkeys(_NONE, (None,)),
     "normalization": ("RMSNorm",),
-    "apply_layernorm_1p": (False,),
-    "layernorm_zero_centered_gamma": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
     "position_embedding_type": ("none", "rope"),
     "rotary_percent": (1.0,),
-    "rotary_interleaved": (False,),
-    "rotary_seq_len_interpolation_factor": (None,),
-    "use_rope_scaling": (False,),
-    "no_rope_freq": (None,),
-    "qk_layernorm": (False,),
-    "qk_l2_norm": (False,),
-    "multi_latent_attention": (False,),
-    "window_size": (None,),
     "softmax_type": ("vanilla",),
-    "softmax_scale": (None,),
-    "num_experts": (None,),
     "mtp_num_layers": (None, 0),
-    "untie_embeddings_and_output_weights": (True,),
 }
 
 
@@ -261,23 +239,22 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
             able = " or ".join(map(str, wanted))
             raise ValueError(f"Megatron's {name}={arguments[name]}; models here have {able}, and nothing else")
 
-    def number(name: str, kind: type) -> Any:
+    def number(name: str) -> Any:
         value = arguments.get(name)
-        if value is not None and (type(value) not in (int, kind) or not value > 0):
+        if value is not None and (type(value) not in (int, float) or not value > 0):
             raise ValueError(f"Megatron's {name}={value!r} is no number above 0; the checkpoint is damaged")
         return value
 
-    heads, hidden = number("num_attention_heads", int), number("hidden_size", int)
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
     found: dict[str, Any] = {
         "num_query_heads": heads,
-        "num_kv_heads": heads if arguments.get("group_query_attention") is False else number("num_query_groups", int),
-        "head_dim": number("kv_channels", int) or (hidden // heads if heads and hidden else None),
-        "mamba_num_groups": number("mamba_num_groups", int),
-        "norm_eps": number("norm_epsilon", float) or number("layernorm_epsilon", float),
-        "init_std": number("init_method_std", float),
+        "num_kv_heads": heads if arguments.get("group_query_attention") is False else number("num_query_groups"),
+        "head_dim": number("kv_channels") or (hidden // heads if heads and hidden else None),
+        "mamba_num_groups": number("mamba_num_groups"),
+        "norm_eps": number("norm_epsilon") or number("layernorm_epsilon"),
+        "init_std": number("init_method_std"),
     }
     if "position_embedding_type" in arguments:
         found["rope"] = arguments["position_embedding_type"] == "rope"
-        base = number("rotary_base", float)
-        found["rope_base"] = None if base is None else float(base)
+        found["rope_base"] = number("rotary_base")
     return {name: value for name, value in found.items() if value is not None}

@@ -31,12 +31,10 @@ Read: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.
 
 from __future__ import annotations
 
-import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +43,7 @@ from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.linear import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
-from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT
+from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
@@ -53,15 +51,14 @@ from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
 _BLOCK = 16
 # Of a weight that are quantized together: its temporaries are several FP32 copies.
 _CHUNK_ELEMENTS = 2**24
-PLANS = ("now", "before")
 
 
 @dataclass(frozen=True)
 class TrainedPlan:
     """Which recipe each linear of a checkpoint has, and how its run computed.
 
-    plan: that in effect in the checkpoint, or the one before the precision switch (`choose_plan`). compute_dtype: of
-    the run. tensor: its tensor-parallel ranks. before_switch: whether the plan is one that the checkpoint has left.
+    compute_dtype: of the run. tensor: its tensor-parallel ranks. before_switch: whether the plan is one that the
+    checkpoint has left.
     """
 
     plan: Plan
@@ -78,14 +75,12 @@ class TrainedPlan:
         formats = {row.linear.name: row.recipe[FPROP_WEIGHT].format for row in self.plan.rows}
         return {name: form for name, form in formats.items() if form not in ("nvfp4", "bf16")}
 
-    def activations_in_fp4(self) -> bool:
-        """Whether fprop multiplies NVFP4 activations by every NVFP4 weight."""
-        return all(row.recipe[FPROP_ACTIVATION].format == "nvfp4" for row in self.fp4().values())
-
 
 def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which: str = "now") -> TrainedPlan:
-    """`choose_plan` for a checkpoint; plans: of its configuration, before and after the precision switch.
+    """The plan by which the weights of a checkpoint are to be quantized.
 
+    plans: of its configuration, before and after the precision switch. which: `now`, the plan in effect; `before`,
+    after a switch, the one before it.
     Raises ValueError, one line with the remedy, where nothing can be exported as trained, and if the plan is not the
     one that was saved with the checkpoint (a plan file has changed since).
     """
@@ -95,39 +90,30 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
             "(--format hf), or train them"
         )
     config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
-    saved, now = checkpoint.trainer["plan"], plan_in_effect(plans, switched_at).as_dict()
+    in_effect = plan_in_effect(plans, switched_at)
+    saved, now = checkpoint.trainer["plan"], in_effect.as_dict()
     for name, linear in now["linears"].items():
-        before = saved["linears"].get(name)
-        if before is None or saved["recipes"][before["recipe"]] != now["recipes"][linear["recipe"]]:
+        then = saved["linears"].get(name)
+        if then is None or saved["recipes"][then["recipe"]] != now["recipes"][linear["recipe"]]:
             raise ValueError(
                 f"{name} was trained otherwise than the configuration of {checkpoint.folder} says now; restore its "
                 f"precision.bf16_blocks.file, or use the version that trained it"
             )
-    dtype = getattr(torch, config.precision.compute_dtype)
-    return choose_plan(plans, switched_at, dtype, config.parallel.tensor, which)
-
-
-def choose_plan(
-    plans: tuple[Plan, Plan | None], switched_at: int | None, compute_dtype: torch.dtype, tensor: int, which: str
-) -> TrainedPlan:
-    """The plan by which weights are to be quantized, checked: `refusal` has nothing to say about it.
-
-    plans: before and after the precision switch. switched_at: the step from which the second holds, None if it does not
-    yet. which: `now`, the plan in effect; `before`, after a switch, the one before it.
-
-    Raises ValueError, one line with the remedy, where nothing can be exported as trained.
-    """
     before, after = plans
-    if which == "before" and (switched_at is None or after is None):
-        raise ValueError("--plan before: this checkpoint is not after a precision switch; leave it out")
-    plan = plan_in_effect(plans, switched_at) if which == "now" else before
-    chosen = TrainedPlan(plan, compute_dtype, tensor, before_switch=which == "before")
-    if switched_at is not None and plan is after and not chosen.fp4() and TrainedPlan(before, compute_dtype).fp4():
-        raise ValueError(
-            f"this checkpoint is after the precision switch (before step {switched_at + 1}), and its forward pass has "
-            f"no NVFP4 weights any more; give an earlier checkpoint, quantize these weights by the plan before the "
-            f"switch (--plan before; not what the last steps multiplied with), or export BF16 weights (--format hf)"
-        )
+    dtype, tensor = getattr(torch, config.precision.compute_dtype), config.parallel.tensor
+    if which == "before":
+        if switched_at is None or after is None:
+            raise ValueError("--plan before: this checkpoint is not after a precision switch; leave it out")
+        chosen = TrainedPlan(before, dtype, tensor, before_switch=True)
+    else:
+        chosen = TrainedPlan(in_effect, dtype, tensor)
+        if in_effect is after and not chosen.fp4() and TrainedPlan(before, dtype).fp4():
+            raise ValueError(
+                f"this checkpoint is after the precision switch (before step {switched_at + 1}), and its forward pass "
+                "has no NVFP4 weights any more; give an earlier checkpoint, quantize these weights by the plan before "
+                "the switch (--plan before; not what the last steps multiplied with), or export BF16 weights (--format "
+                "hf)"
+            )
     if problem := refusal(chosen):
         raise ValueError(f"{problem}; export BF16 weights (--format hf)")
     return chosen
@@ -199,15 +185,27 @@ def reordered(tensor: NVFP4Tensor, rows: Tensor) -> NVFP4Tensor:
     return NVFP4Tensor(tensor.codes[rows], scales, tensor.block, tensor.amax, tensor.scale_max)
 
 
-class Layout(ABC):
-    """One layout. name: as in `--format nvfp4-<name>`. codes, scales, weight_scale, input_scale: what its tensors are
-    called in a module."""
+@dataclass(frozen=True)
+class Layout:
+    """What a layout calls its tensors in a module. name: as in `--format nvfp4-<name>`. inverse: whether tensor scales
+    are stored as what divides the codes."""
 
-    name: ClassVar[str]
-    codes: ClassVar[str]
-    weight_scale: ClassVar[str]
-    input_scale: ClassVar[str]
-    scales: ClassVar[str] = "weight_scale"
+    name: str
+    codes: str
+    weight_scale: str
+    input_scale: str
+    inverse: bool
+    scales: str = "weight_scale"
+
+    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
+        """A tensor scale as it is stored, from the largest magnitude and what the largest block scale is mapped to."""
+        if self.inverse:  # one element, not zero dimensions: compressed-tensors divides by a scalar in BF16
+            return encode_tensor_scale(amax, scale_max).reshape(1)
+        return tensor_decode_scale(amax, scale_max).clone()
+
+    def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
+        """FP32 weights, from `code * block scale` and the tensor scale as it is stored."""
+        return decoded / stored if self.inverse else decoded * stored
 
     def tensors(self, module: str, weight: NVFP4Tensor, input_amax: Tensor | None) -> dict[str, Tensor]:
         """All tensors of `module`, by their full names.
@@ -223,110 +221,65 @@ class Layout(ABC):
             found[self.input_scale] = self.stored_scale(input_amax.to(torch.float32), E4M3_MAX)
         return {f"{module}.{name}": tensor for name, tensor in found.items()}
 
-    @abstractmethod
-    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
-        """A tensor scale as it is stored, from the largest magnitude and what the largest block scale is mapped to."""
 
-    @abstractmethod
-    def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
-        """FP32 weights, from `code * block scale` and the tensor scale as it is stored."""
-
-    @abstractmethod
-    def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
-        """config.json's `quantization_config`. excluded: full names of the linears in BF16, listed one by one, because
-        engines match them as wildcards, substrings or regular expressions, and `layers.1` would also take `layers.10`.
-        calibrated: whether there are input scales."""
-
-    @abstractmethod
-    def excludes(self, quantization_config: dict[str, Any], module: str) -> bool:
-        """Whether readers of the layout leave `module` unquantized."""
-
-    def extra_files(self, excluded: Iterable[str], calibrated: bool) -> dict[str, bytes]:
-        """Files of its own beside config.json."""
-        return {}
+MODELOPT = Layout("modelopt", "weight", "weight_scale_2", "input_scale", inverse=False)
+"""As NVIDIA's ModelOpt exports: read by vLLM, TensorRT-LLM and, with input scales, SGLang."""
+COMPRESSED_TENSORS = Layout(
+    "compressed-tensors", "weight_packed", "weight_global_scale", "input_global_scale", inverse=True
+)
+"""As llm-compressor exports (`nvfp4-pack-quantized`): read by vLLM and by transformers."""
+LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
+# Of the exporter whose layout it is; readers switch on it to know how old a folder is.
+_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
-class ModelOpt(Layout):
-    """As NVIDIA's ModelOpt exports: read by vLLM, TensorRT-LLM and, with input scales, SGLang."""
-
-    name, codes, weight_scale, input_scale = "modelopt", "weight", "weight_scale_2", "input_scale"
-    # Of the exporter whose layout this is; readers switch on it to know how old a folder is.
-    producer: ClassVar[dict[str, str]] = {"name": "modelopt", "version": "0.47.0"}
-
-    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
-        return tensor_decode_scale(amax, scale_max).clone()
-
-    def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
-        return decoded * stored
-
-    def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
-        operand = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": _BLOCK}
-        group: dict[str, Any] = {"input_activations": dict(operand)} if calibrated else {}
+def quantization_config(layout: Layout, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
+    """config.json's `quantization_config`. excluded: full names of the linears in BF16, listed one by one, because
+    engines match them as wildcards, substrings or regular expressions, and `layers.1` would also take `layers.10`.
+    calibrated: whether there are input scales."""
+    names = sorted(excluded, key=_natural)
+    operand: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": _BLOCK, "dynamic": False}
+    if layout is MODELOPT:
+        group = {"weights": operand, "targets": ["Linear"]} | ({"input_activations": operand} if calibrated else {})
         return {
-            "config_groups": {"group_0": {**group, "weights": operand, "targets": ["Linear"]}},
-            "ignore": sorted(excluded, key=_natural),
+            "config_groups": {"group_0": group},
+            "ignore": names,
             "quant_algo": "NVFP4" if calibrated else "W4A16_NVFP4",
-            "producer": dict(self.producer),
-            "quant_method": "modelopt",
+            "producer": _PRODUCER,
+            "quant_method": layout.name,
         }
+    operand |= {"strategy": "tensor_group", "symmetric": True}
+    # `local`: a tensor scale that was measured, block scales that are computed.
+    inputs = {**operand, "dynamic": "local"} if calibrated else None
+    return {
+        "quant_method": layout.name,
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": [_expression(name) for name in names],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": operand, "input_activations": inputs}},
+    }
 
-    def excludes(self, quantization_config: dict[str, Any], module: str) -> bool:
-        # vLLM: `exclude_module in prefix` after an exact comparison, then as a wildcard.
-        patterns = (".*".join(map(re.escape, entry.split("*"))) for entry in quantization_config["ignore"])
+
+def hf_quant_config(config: dict[str, Any]) -> dict[str, Any]:
+    """ModelOpt's file of that name beside config.json, from its `quantization_config`."""
+    quantization = {
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "group_size": _BLOCK,
+        "exclude_modules": config["ignore"],
+    }
+    return {"producer": config["producer"], "quantization": quantization}
+
+
+def excludes(layout: Layout, config: dict[str, Any], module: str) -> bool:
+    """Whether readers of the layout leave `module` unquantized. config: its `quantization_config`."""
+    if layout is MODELOPT:  # vLLM: `exclude_module in prefix` after an exact comparison, then as a wildcard
+        patterns = (".*".join(map(re.escape, entry.split("*"))) for entry in config["ignore"])
         return any(re.search(pattern, module) for pattern in patterns)
-
-    def extra_files(self, excluded: Iterable[str], calibrated: bool) -> dict[str, bytes]:
-        said = self.quantization_config(excluded, calibrated)
-        quantization = {
-            "quant_algo": said["quant_algo"],
-            "kv_cache_quant_algo": None,
-            "group_size": _BLOCK,
-            "exclude_modules": said["ignore"],
-        }
-        content = {"producer": said["producer"], "quantization": quantization}
-        return {"hf_quant_config.json": (json.dumps(content, indent=2) + "\n").encode()}
-
-
-class CompressedTensors(Layout):
-    """As llm-compressor exports (`nvfp4-pack-quantized`): read by vLLM and by transformers."""
-
-    name, codes, weight_scale = "compressed-tensors", "weight_packed", "weight_global_scale"
-    input_scale = "input_global_scale"
-
-    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
-        # One element, not zero dimensions: compressed-tensors divides by a scalar in BF16.
-        return encode_tensor_scale(amax, scale_max).reshape(1)
-
-    def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
-        return decoded / stored
-
-    def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
-        operand = {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "tensor_group",
-            "group_size": _BLOCK,
-            "symmetric": True,
-            "dynamic": False,
-        }
-        # `local`: a tensor scale that was measured, block scales that are computed.
-        inputs = {**operand, "dynamic": "local"} if calibrated else None
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
-            "quantization_status": "compressed",
-            "ignore": [_expression(name) for name in sorted(excluded, key=_natural)],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": operand, "input_activations": inputs}},
-        }
-
-    def excludes(self, quantization_config: dict[str, Any], module: str) -> bool:
-        return any(
-            re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module
-            for entry in quantization_config["ignore"]
-        )
-
-
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (ModelOpt(), CompressedTensors())}
+    return any(
+        re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module
+        for entry in config["ignore"]
+    )
 
 
 def layout_of(config: dict[str, Any]) -> Layout | None:
@@ -338,11 +291,6 @@ def layout_of(config: dict[str, Any]) -> Layout | None:
     if method not in LAYOUTS:
         raise ValueError(f"its quantization_config.quant_method is {method!r}, not one of {', '.join(LAYOUTS)}")
     return LAYOUTS[method]
-
-
-def is_calibrated(quantization_config: dict[str, Any]) -> bool:
-    """Whether the folder says that activations are quantized."""
-    return quantization_config["config_groups"]["group_0"].get("input_activations") is not None
 
 
 def _expression(module: str) -> str:

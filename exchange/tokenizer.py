@@ -80,6 +80,24 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
     return found
 
 
+def kept_tokenizer(path: Path, vocab_size: int) -> tuple[dict[str, bytes], str | None]:
+    """What a checkpoint keeps of the tokenizer at `path`, a folder or a file: its files, named as in a Hugging Face
+    folder, and its fingerprint, None without a tokenizer. Raises ValueError for one of more ids than the model has."""
+    files = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
+    if path.is_file():
+        files = {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path}
+    fingerprint = None
+    if {"tokenizer.json", "tokenizer.model"} & {*files}:
+        tokenizer = load_tokenizer(path)
+        if tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"{path}: its tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size}; give the "
+                "model's own, or take it away"
+            )
+        fingerprint = tokenizer.fingerprint()
+    return {name: file.read_bytes() for name, file in files.items()}, fingerprint
+
+
 _KEPT = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _PROBES = (
     "Hello, world! It's 12:30; 3.14159 x 10^23 is not 1e+23.",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf_export import CONFIG, PlainEncoder, export_hf
+from exchange.hf_export import CONFIG, export_hf
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import MANIFEST, step_of
 
@@ -78,7 +78,7 @@ def as_folder(model: Model, dtype: str, tokenizer: TextTokenizer | None = None) 
         return
     with tempfile.TemporaryDirectory(prefix="megatron_fp4_evaluate_") as temporary:
         folder = Path(temporary) / "model"
-        export_hf(model.checkpoint, folder, encoder=PlainEncoder(getattr(torch, dtype)), tokenizer=tokenizer)
+        export_hf(model.checkpoint, folder, dtype=getattr(torch, dtype), tokenizer=tokenizer)
         yield folder
 
 

@@ -42,14 +42,13 @@ from typing import Any
 import torch
 import yaml
 
-from exchange.architectures import sections_of
 from exchange.calibration import calibrated_inputs
-from exchange.check import Folder, FolderCheck
+from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf_export import SHARD_BYTES, NVFP4Encoder, PlainEncoder, export_hf
-from exchange.hf_import import import_hf
+from exchange.hf_export import SHARD_BYTES, NVFP4Weights, export_hf
+from exchange.hf_import import Folder, import_hf
 from exchange.megatron import export_megatron, import_megatron, start_command
-from exchange.nvfp4 import LAYOUTS, PLANS, trained_plan
+from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, trained_plan
 from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
 from inference.models import ProgressLine
@@ -61,12 +60,8 @@ from megatron_fp4.training.build import plans_of
 from models import provider as models
 from pretrain import CONFIGS
 
-FORMATS = {
-    "nvfp4": LAYOUTS["modelopt"],
-    "nvfp4-modelopt": LAYOUTS["modelopt"],
-    "nvfp4-compressed-tensors": LAYOUTS["compressed-tensors"],
-}
-_SAMPLES = 64
+FORMATS = {"nvfp4": MODELOPT, "nvfp4-modelopt": MODELOPT, "nvfp4-compressed-tensors": COMPRESSED_TENSORS}
+_DTYPES, _PLANS, _SAMPLES = ("bfloat16", "float32"), ("now", "before"), 64
 
 
 def main(arguments: list[str]) -> int:
@@ -84,64 +79,58 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(run: Callable[[Any], int], name: str) -> argparse.ArgumentParser:
-        text = inspect.getdoc(run) or ""
-        added = commands.add_parser(
-            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        added.set_defaults(run=run)
-        return added
-
-    for name, run in (("export-hf", export_hf_command), ("export-megatron", export_megatron_command)):
-        part = command(run, name)
-        part.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
-        part.add_argument("output", type=Path, help="the folder to write, which must not exist")
-        _add_tokenizer(part)
-        if name == "export-megatron":
-            dtypes = "of the weights (default bfloat16); A_log, D and dt_bias are always float32"
-            part.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=dtypes)
-            layers = "of a GPTModel: one tensor for all of them (default), or one each, as with non_homogeneous_layers"
-            part.add_argument("--layers", choices=("stacked", "numbered"), default="stacked", help=layers)
-            continue
-        formats = "hf: weights in --dtype (the default). nvfp4: in the layout of ModelOpt, or of compressed-tensors"
-        part.add_argument("--format", choices=("hf", *FORMATS), default="hf", help=formats)
-        part.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (default bfloat16)")
-        size = f"size of a safetensors file at most (default {SHARD_BYTES / 2**30:g})"
-        part.add_argument("--shard-gib", type=_size, help=size)
-        group = part.add_argument_group("NVFP4, the weights of linears that were trained in it")
-        group.add_argument("--plan", choices=PLANS, help="before: after a precision switch, by the plan before it")
-        activations = "calibrated: with a measured scale for each input (default bf16)"
-        group.add_argument("--activations", choices=("bf16", "calibrated"), help=activations)
-        samples = f"held-out sequences to measure with (default {_SAMPLES})"
-        group.add_argument("--calibrate-samples", type=int, help=samples)
-        where = "where the run's data is now, to measure with"
-        part.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
-        group.add_argument("--data-override", action="append", metavar="KEY=VALUE", help=where)
-
-    for name, run in (("import-hf", import_hf_command), ("import-megatron", import_megatron_command)):
-        part = command(run, name)
-        part.add_argument("folder", type=Path, help="folder of the model")
-        part.add_argument("checkpoint", type=Path, help="the checkpoint to write, which must not exist")
-        part.add_argument("--name", help="model.name of it (default: the folder's name)")
-        if name == "import-megatron":
-            what = "model.key=value: what neither shapes nor arguments tell"
-            part.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=what)
-            kept = "the model's tokenizer, a folder or a file, to be kept (default: the one of an export of ours)"
-            part.add_argument("--tokenizer", type=Path, metavar="PATH", help=kept)
-
-    part = command(check_command, "check")
-    part.add_argument("folder", type=Path, help="the exported folder")
-    part.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
-    part.add_argument("--plan", choices=PLANS, default="now", help="as it was exported (export-hf --plan)")
-    _add_tokenizer(part)
-    return parser.parse_args(arguments)
-
-
-def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_mutually_exclusive_group()
+    with_tokenizer = argparse.ArgumentParser(add_help=False)
+    group = with_tokenizer.add_mutually_exclusive_group()
     group.add_argument("--tokenizer", help="where the run's tokenizer is now, if not where its configuration says")
     group.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+
+    def command(name: str, run: Callable[[Any], int], *parents: argparse.ArgumentParser) -> Callable[..., Any]:
+        text = inspect.getdoc(run) or ""
+        style = argparse.RawDescriptionHelpFormatter
+        added = commands.add_parser(
+            name, help=text.splitlines()[0], description=text, formatter_class=style, parents=parents
+        )
+        added.set_defaults(run=run)
+        return added.add_argument
+
+    run = "folder of a checkpoint, or of a run: its newest one"
+    add = command("export-hf", export_hf_command, with_tokenizer)
+    add("checkpoint", type=Path, help=run)
+    add("output", type=Path, help="the folder to write, which must not exist")
+    add("--format", choices=("hf", *FORMATS), default="hf", help="NVFP4 in ModelOpt's or compressed-tensors' layout")
+    add("--dtype", choices=_DTYPES, help="of the weights (default bfloat16)")
+    add(
+        "--shard-gib",
+        type=_size,
+        default=SHARD_BYTES / 2**30,
+        help="of a safetensors file at most (default %(default)g)",
+    )
+    add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
+    add("--plan", choices=_PLANS, help="of NVFP4 after a precision switch; before: by the plan before it")
+    add("--activations", choices=("bf16", "calibrated"), help="of NVFP4; calibrated: with measured scales of inputs")
+    add("--calibrate-samples", type=int, metavar="N", help=f"held-out sequences to measure with (default {_SAMPLES})")
+    add("--data-override", action="append", metavar="KEY=VALUE", help="where the data to measure with is now")
+
+    add = command("export-megatron", export_megatron_command, with_tokenizer)
+    add("checkpoint", type=Path, help=run)
+    add("output", type=Path, help="the folder to write, which must not exist")
+    add("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights but A_log, D and dt_bias, always float32")
+    layers = "of a GPTModel: one tensor for all of them (default), or one each, as with non_homogeneous_layers"
+    add("--layers", choices=("stacked", "numbered"), default="stacked", help=layers)
+
+    for name, command_of in (("import-hf", import_hf_command), ("import-megatron", import_megatron_command)):
+        add = command(name, command_of)
+        add("folder", type=Path, help="folder of the model")
+        add("checkpoint", type=Path, help="the checkpoint to write, which must not exist")
+        add("--name", help="model.name of it (default: the folder's name)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="what neither shapes nor arguments tell of it")
+    add("--tokenizer", type=Path, help="folder or file, to be kept (default: the one of an export of ours)")
+
+    add = command("check", check_command, with_tokenizer)
+    add("folder", type=Path, help="the exported folder")
+    add("checkpoint", type=Path, help=run)
+    add("--plan", choices=_PLANS, default="now", help="as it was exported (export-hf --plan)")
+    return parser.parse_args(arguments)
 
 
 def _size(text: str) -> float:
@@ -163,16 +152,14 @@ def export_hf_command(options: argparse.Namespace) -> int:
     _check_export_options(options)
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
     check_output(options.output, checkpoint.folder)
-    encoder = PlainEncoder(getattr(torch, options.dtype or "bfloat16"))
     tokenizer = _tokenizer(options, checkpoint)
-    if options.format != "hf":
-        encoder = _nvfp4_encoder(options, checkpoint)
     export_hf(
         checkpoint,
         options.output,
-        encoder=encoder,
+        dtype=getattr(torch, options.dtype or "bfloat16"),
+        nvfp4=None if options.format == "hf" else _nvfp4_weights(options, checkpoint),
         tokenizer=tokenizer,
-        shard_bytes=SHARD_BYTES if options.shard_gib is None else int(options.shard_gib * 2**30),
+        shard_bytes=int(options.shard_gib * 2**30),
         progress=ProgressLine("elements written"),
     )
     _say_written(options.output, checkpoint, began)
@@ -181,23 +168,23 @@ def export_hf_command(options: argparse.Namespace) -> int:
 
 def _check_export_options(options: argparse.Namespace) -> None:
     """Raise ValueError for an option that would do nothing."""
-    of_calibration = {"--calibrate-samples": options.calibrate_samples, "--data-override": options.data_override}
-    of_nvfp4 = {"--plan": options.plan, "--activations": options.activations, **of_calibration}
+    measuring = {"--calibrate-samples": options.calibrate_samples, "--data-override": options.data_override}
+    of_nvfp4 = {"--plan": options.plan, "--activations": options.activations, **measuring}
     used = [name for name, value in of_nvfp4.items() if value is not None]
     if options.format == "hf" and used:
         raise ValueError(f"{used[0]} is for NVFP4; add --format nvfp4, or leave it out")
     if options.format != "hf" and options.dtype is not None:
         raise ValueError(f"--dtype {options.dtype}: with --format {options.format} all else is bfloat16; leave it out")
-    if options.activations != "calibrated" and (measured := [name for name in used if name in of_calibration]):
+    if options.activations != "calibrated" and (measured := [name for name in used if name in measuring]):
         raise ValueError(f"{measured[0]} is for --activations calibrated; add that, or leave it out")
     for override in options.data_override or ():
         if not override.lstrip("+~").startswith("data."):
             raise ValueError(f"--data-override {override} is not of the data; give data.KEY=VALUE")
 
 
-def _nvfp4_encoder(options: argparse.Namespace, checkpoint: Checkpoint) -> NVFP4Encoder:
+def _nvfp4_weights(options: argparse.Namespace, checkpoint: Checkpoint) -> NVFP4Weights:
     """Measures the activations if it is to. Raises ValueError."""
-    trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or PLANS[0])
+    trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now")
     amax = None
     if options.activations == "calibrated":
         samples = _SAMPLES if options.calibrate_samples is None else options.calibrate_samples
@@ -212,7 +199,7 @@ def _nvfp4_encoder(options: argparse.Namespace, checkpoint: Checkpoint) -> NVFP4
     others = list(trained.others().values())
     for form in sorted(set(others)):
         print(f"linears trained in {form}, which this format does not have: {others.count(form)}, written in bfloat16")
-    return NVFP4Encoder(FORMATS[options.format], trained, sections_of(checkpoint.config.model), amax)
+    return NVFP4Weights(FORMATS[options.format], trained, amax)
 
 
 def export_megatron_command(options: argparse.Namespace) -> int:
@@ -251,7 +238,7 @@ def import_hf_command(options: argparse.Namespace) -> int:
     exactly; the tokenizer and the other small files are kept in the checkpoint. The model's settings are printed, and
     written as CHECKPOINT.yaml, to be a file of configs/model.
     """
-    return _import(options, lambda: import_hf(options.folder, options.checkpoint, CONFIGS, name=options.name))
+    return _import(options, import_hf)
 
 
 def import_megatron_command(options: argparse.Namespace) -> int:
@@ -263,24 +250,15 @@ def import_megatron_command(options: argparse.Namespace) -> int:
     `--set model.vocab_size=N` cuts the rows that Megatron padded with. Weights become FP32 masters, exactly. The
     model's settings are printed, and written as CHECKPOINT.yaml, to be a file of configs/model.
     """
-    return _import(
-        options,
-        lambda: import_megatron(
-            options.folder,
-            options.checkpoint,
-            CONFIGS,
-            name=options.name,
-            overrides=options.set,
-            tokenizer=options.tokenizer,
-        ),
-    )
+    more = {"overrides": options.set, "tokenizer": options.tokenizer}
+    return _import(options, import_megatron, **more)
 
 
-def _import(options: argparse.Namespace, make: Callable[[], dict[str, Any]]) -> int:
+def _import(options: argparse.Namespace, read: Callable[..., dict[str, Any]], **more: Any) -> int:
     described = options.checkpoint.with_name(f"{options.checkpoint.name}.yaml")
     if described.exists():
         raise ValueError(f"{described} exists already; name another checkpoint, or remove it")
-    settings = make()
+    settings = read(options.folder, options.checkpoint, CONFIGS, name=options.name, **more)
     text = yaml.safe_dump(settings, sort_keys=False)
     described.write_text(text)
     print(f"{options.checkpoint}: {settings['name']}; its settings are in {described}:\n{text}", end="")
@@ -301,9 +279,14 @@ def check_command(options: argparse.Namespace) -> int:
     is_nvfp4 = folder.layout is not None
     trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan) if is_nvfp4 else None
     tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
-    print(f"{folder.path}: {folder.title}, against {checkpoint.folder}", flush=True)
+    check = FolderCheck(folder, checkpoint, trained, tokenizer)
+    weights = f"{folder.config.get('dtype')}"
+    if folder.layout is not None:
+        activations = "4-bit" if check.calibrated else "BF16"
+        weights = f"NVFP4 weights in the {folder.layout.name} layout, {activations} activations"
+    print(f"{folder.path}: {folder.config.get('model_type')}, {weights}, against {checkpoint.folder}", flush=True)
     differing = 0
-    for finding in FolderCheck(folder, checkpoint, trained, tokenizer).findings():
+    for finding in check.findings():
         first, *more = finding.problems or [""]
         verdict = f"DIFFERS: {first}{f' (and {len(more)} more)' if more else ''}" if first else "equal"
         differing += bool(first)

@@ -21,7 +21,6 @@ from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.checkpoint import files
 from megatron_fp4.parallel.mesh import ParallelMesh
 from scripts import convert
-from tests.exchange.megatron_cases import config_of, write_checkpoint
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
 
 Change = Callable[[Path], Any]
@@ -196,8 +195,9 @@ def test_a_full_disk_leaves_nothing(mine: Path, capsys: pytest.CaptureFixture[st
         refused("export-megatron", "{it} {out}", "File too large; make room", mine / "checkpoint", capsys)
 
 
-def test_megatron_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = write_checkpoint(tmp_path / "ours", config_of("transformer"))
+def test_megatron_there_and_back(tmp_path: Path, mesh: ParallelMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = checkpoint_of(tmp_path / "ours", CASES["transformer"], tensors_of(strong_model(CASES["transformer"], mesh)))
+    ours = ours.folder
     assert convert.main(["export-megatron", str(ours), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert 'pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load' in printed and "no tokenizer: the run knew of none" in printed

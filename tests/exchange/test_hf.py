@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from data.tokenizer import train_tokenizer
 from exchange.architectures import architecture_of, from_hf, to_hf
-from exchange.check import Folder, FolderCheck
+from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
-from exchange.hf_export import PlainEncoder, _losses, export_hf
-from exchange.hf_import import Shards, import_hf
+from exchange.hf_export import _losses, export_hf
+from exchange.hf_import import Folder, import_hf
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
@@ -25,14 +25,14 @@ from pretrain import CONFIGS
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
 from tests.models.builders import small_config, tokens_and_targets
 
-FP32 = PlainEncoder(torch.float32)
+FP32 = torch.float32
 TEXTS = ["def function(argument): return argument\n" * 20, "some prose, and more"]
 
 
 def exported(tmp_path: Path, name: str, mesh: ParallelMesh, **options: object) -> tuple[HybridModel, Path]:
     model = strong_model(CASES[name], mesh)
     checkpoint = checkpoint_of(tmp_path / "checkpoint", CASES[name], tensors_of(model))
-    settings: dict[str, object] = {"encoder": FP32, "tokenizer": None} | options
+    settings: dict[str, object] = {"dtype": FP32} | options
     export_hf(checkpoint, tmp_path / "hf", **settings)  # type: ignore[arg-type]
     return model, tmp_path / "hf"
 
@@ -69,7 +69,7 @@ def test_transformers_has_our_logits_and_what_comes_back_is_what_was_exported(
     assert all(getattr(CASES[name], key) == value for key, value in settings.items() if key != "name")
     # As it was imported: the tokenizer and the length of sequences travel, and the check finds nothing.
     kept = tokenizer_of(back)
-    export_hf(back, tmp_path / "again", encoder=FP32, tokenizer=kept)
+    export_hf(back, tmp_path / "again", dtype=FP32, tokenizer=kept)
     findings = list(FolderCheck(Folder(tmp_path / "again"), back, None, kept).findings())
     assert len(findings) == 3 + (kept is not None) and not any(finding.problems for finding in findings), findings
     assert (tmp_path / "again/config.json").read_bytes() == (folder / "config.json").read_bytes()
@@ -78,7 +78,7 @@ def test_transformers_has_our_logits_and_what_comes_back_is_what_was_exported(
 @pytest.mark.parametrize("name", ["hybrid"])
 def test_bf16_is_no_further_from_fp64_than_transformers_own(name: str, tmp_path: Path, mesh: ParallelMesh) -> None:
     """Ours in BF16 against the folder in BF16, both against the folder's weights in FP64."""
-    _, folder = exported(tmp_path, name, mesh, encoder=PlainEncoder(torch.bfloat16))
+    _, folder = exported(tmp_path, name, mesh, dtype=torch.bfloat16)
     ours = load_model(imported(folder, tmp_path / "back"), compute_dtype=torch.bfloat16)
     tokens, _ = tokens_and_targets(CASES[name], batch=4, length=45)
     exact = logits(folder, tokens, torch.float64)
@@ -99,7 +99,7 @@ def test_step_sizes_are_not_clamped(tmp_path: Path, mesh: ParallelMesh) -> None:
         elif name.endswith("ssm.D"):
             values.zero_()  # nothing but the scan passes
     tokens, _ = tokens_and_targets(config, length=45)
-    export_hf(checkpoint_of(tmp_path / "c", config, tensors), tmp_path / "hf", encoder=FP32, tokenizer=None)
+    export_hf(checkpoint_of(tmp_path / "c", config, tensors), tmp_path / "hf", dtype=FP32)
     with torch.no_grad():
         ours = model(tokens)
     assert (logits(tmp_path / "hf", tokens) - ours).abs().max() < 1e-4
@@ -118,8 +118,8 @@ def test_a_folder_of_transformers_own_comes_back(model_class: str, tmp_path: Pat
     model = model_type(model_type.config_class(**made)).to(torch.bfloat16).eval()
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     back = imported(tmp_path / "hf", tmp_path / "c")
-    export_hf(back, tmp_path / "again", encoder=PlainEncoder(torch.bfloat16), tokenizer=None)
-    theirs, again = Shards(tmp_path / "hf"), Shards(tmp_path / "again")
+    export_hf(back, tmp_path / "again", dtype=torch.bfloat16)
+    theirs, again = Folder(tmp_path / "hf"), Folder(tmp_path / "again")
     assert theirs.names == again.names
     assert all(torch.equal(theirs.tensor(name).float(), again.tensor(name).float()) for name in theirs.names)
     tokens, _ = tokens_and_targets(config, length=12)
@@ -132,7 +132,7 @@ def test_ids_of_an_import_without_a_tokenizer_stay(tmp_path: Path, mesh: Paralle
     config = json.loads((folder / "config.json").read_text())
     assert config["bos_token_id"] is config["eos_token_id"] is None
     (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": [2, 11]}))
-    export_hf(imported(folder, tmp_path / "back"), tmp_path / "out", encoder=FP32, tokenizer=None)
+    export_hf(imported(folder, tmp_path / "back"), tmp_path / "out", dtype=FP32)
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (1, [2, 11], None)
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [2, 11]

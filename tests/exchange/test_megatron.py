@@ -4,6 +4,7 @@ others write them, or damaged; and what is never run."""
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import subprocess
@@ -14,37 +15,95 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from data.tokenizer import train_tokenizer
-from exchange import megatron_files
+from exchange import megatron
+from exchange.architectures import shape_of
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import sequence_length
-from exchange.megatron import export_megatron, import_megatron
-from exchange.megatron_files import MegatronFolder, PieceWriter
-from exchange.megatron_model import arguments_of, as_shell, extra_states, parameters
+from exchange.megatron import MegatronFolder, export_megatron, import_megatron
+from exchange.megatron_model import Parameter, arguments_of, as_shell, extra_states, parameters
 from exchange.tokenizer import tokenizer_of
+from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import Config
 from models.hybrid import build_model
-from tests.exchange.megatron_cases import (
-    CASES,
-    CONFIGS,
-    ITERATION,
-    checkpoints,
-    config_of,
-    read_by_torch,
-    write_checkpoint,
-)
 from tests.training.harness import alone
 
-__all__ = ["checkpoints"]
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+# No two sizes alike, so that a mistaken axis shows.
+_SIZES = {
+    "hidden_dim": 64,
+    "ffn_dim": 96,
+    "num_query_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 300,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 40,
+    "mamba_chunk_size": 16,
+}
+CASES = {
+    "hybrid": {"pattern": "M-*-M-"},
+    "hybrid with RoPE": {"pattern": "*MM-", "rope": True, "rope_base": 5000.0},
+    "transformer": {"pattern": "*-*-", "rope": True},
+}
+ITERATION = "iter_0000000"
 Change = Callable[[dict[str, Tensor], dict[str, Any]], Any]
 
 
-def test_keys_are_those_that_megatron_saves(golden: dict[str, Any]) -> None:
-    for name, each in golden.items():
+def config_of(case: str, *overrides: str) -> Config:
+    """A run of a small model."""
+    sizes = {**_SIZES, **CASES[case]}
+    texts = [f"model.{name}={value}" for name, value in sizes.items()]
+    return compose_config(["model=tiny", *texts, *overrides], CONFIGS)
+
+
+def write_checkpoint(folder: Path, config: Config) -> Path:
+    """Of drawn weights, none of them near its initial value."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(parameter: Parameter) -> Tensor:
+        values = torch.randn(shape_of(parameter.sections), generator=generator)
+        if "norm" in parameter.name:
+            return 1 + 0.2 * values
+        if ".ssm." in parameter.name:
+            return 0.5 + 0.5 * values
+        return values * (0.3 if "conv" in parameter.name else 0.08)
+
+    new = [NewTensor(p.name, tuple(shape_of(p.sections)), lambda p=p: draw(p)) for p in parameters(config.model)]
+    write_weights_only(folder, config, new, imported={})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    folder = tmp_path_factory.mktemp("ours")
+    return {case: open_checkpoint(write_checkpoint(folder / case, config_of(case)), CONFIGS) for case in CASES}
+
+
+def read_by_torch(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder of Megatron's, as torch.distributed.checkpoint reads them."""
+    reader = dcp.FileSystemReader(folder)
+    state = {
+        key: torch.empty(saved.size, dtype=saved.properties.dtype)
+        for key, saved in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def test_keys_are_those_that_megatron_saves() -> None:
+    """Keys and shapes that megatron-core 0.16.1 saves, listed from its own models."""
+    for name, each in json.loads((Path(__file__).parent / "megatron_golden.json").read_text()).items():
         config = config_of(each["case"]).model
         layers = "numbered" if each["numbered"] else "stacked"
         shapes = {s.name: list(p.stored_shape(s)) for p in parameters(config, layers) for s in p.sections}
@@ -61,8 +120,8 @@ def test_parameters_are_the_models(case: str) -> None:
     config = config_of(case).model
     with alone() as mesh, torch.device("meta"):
         model = build_model(config, mesh, torch.float32)
-    expected = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    assert [(parameter.name, parameter.shape) for parameter in parameters(config)] == expected
+    expected = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    assert [(parameter.name, shape_of(parameter.sections)) for parameter in parameters(config)] == expected
 
 
 def test_orders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
@@ -97,30 +156,28 @@ def test_stacked_and_numbered_layers(checkpoints: dict[str, Checkpoint], tmp_pat
     assert torch.equal(many["decoder.layers.1.mlp.linear_fc1.weight"], up[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back(case: str, checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: Any) -> None:
+def test_there_and_back(
+    case: str, dtype: torch.dtype, checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: Any
+) -> None:
     """The same masters from FP32, the same BF16 weights from BF16; and the same settings, without a word."""
-    monkeypatch.setattr(megatron_files, "FILE_BYTES", 50_000)
+    monkeypatch.setattr(megatron, "FILE_BYTES", 50_000)
     checkpoint = checkpoints[case]
-    for dtype in (torch.float32, torch.bfloat16):
-        export_megatron(checkpoint, tmp_path / f"{dtype}", dtype=dtype)
-        assert len(list((tmp_path / f"{dtype}" / ITERATION).glob("*.distcp"))) > 2
-        settings = import_megatron(tmp_path / f"{dtype}", tmp_path / f"back {dtype}", CONFIGS)
-        back = open_checkpoint(tmp_path / f"back {dtype}", CONFIGS)
-        assert back.weights_only and settings["name"] == f"{dtype}"
-        for name in checkpoint.tensors:
-            ours = checkpoint.tensor(name)
-            expected = ours if ".ssm." in name else ours.to(dtype).float()
-            assert torch.equal(back.tensor(name), expected), name
-        model, other = checkpoint.config.model, back.config.model
-        for key in settings.keys() - {"name", "mamba_chunk_size"}:
-            assert getattr(other, key) == getattr(model, key), key
-        export_megatron(back, tmp_path / f"again {dtype}", dtype=dtype)
-        first, again = (read_by_torch(tmp_path / f"{word}{dtype}" / ITERATION) for word in ("", "again "))
-        assert first.keys() == again.keys() and all(torch.equal(first[key], again[key]) for key in first)
-        assert {v.dtype for k, v in first.items() if k.endswith(("A_log", ".D", "dt_bias"))} <= {torch.float32}
-    opened, whole = MegatronFolder(tmp_path / "torch.float32"), checkpoint.tensor("head.weight")
-    assert torch.equal(opened.tensor("output_layer.weight", rows=7), whole[:7])
+    export_megatron(checkpoint, tmp_path / "theirs", dtype=dtype)
+    assert len(list((tmp_path / "theirs" / ITERATION).glob("*.distcp"))) > 2
+    stored = read_by_torch(tmp_path / "theirs" / ITERATION)
+    assert {v.dtype for k, v in stored.items() if k.endswith(("A_log", ".D", "dt_bias"))} <= {torch.float32}
+    settings = import_megatron(tmp_path / "theirs", tmp_path / "back", CONFIGS)
+    back = open_checkpoint(tmp_path / "back", CONFIGS)
+    assert back.weights_only and settings["name"] == "theirs"
+    for name in checkpoint.tensors:
+        ours = checkpoint.tensor(name)
+        assert torch.equal(back.tensor(name), ours if ".ssm." in name else ours.to(dtype).float()), name
+    for key in settings.keys() - {"name", "mamba_chunk_size"}:
+        assert getattr(back.config.model, key) == getattr(checkpoint.config.model, key), key
+    rows = MegatronFolder(tmp_path / "theirs").tensor("output_layer.weight", rows=7)
+    assert torch.equal(rows, checkpoint.tensor("head.weight")[:7].to(dtype).float())
 
 
 def test_flags_survive_a_shell(tmp_path: Path) -> None:
@@ -160,12 +217,9 @@ def foreign(folder: Path, checkpoint: Checkpoint, change: Change) -> Path:
     change(tensors, arguments)
     for path in [*iteration.glob("*.distcp"), iteration / METADATA]:
         path.unlink()
-    with PieceWriter(iteration) as writer:
-        for key, values in tensors.items():
-            writer.add(key, values.shape, [0] * values.dim(), values)
-            writer.add(f"optimizer.state.exp_avg.{key}", values.shape, [0] * values.dim(), values)
-        writer.add_object("rng_state/shard_0.0_1.1", {"seed": 1})
-        writer.finish()
+    optimizer = {f"optimizer.state.exp_avg.{key}": values for key, values in tensors.items()}
+    state = {**tensors, **optimizer, "rng_state/shard_0.0_1.1": argparse.Namespace(seed=1)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(iteration), no_dist=True)
     common = {"args": argparse.Namespace(**arguments), "iteration": 30} if arguments else {"iteration": 30}
     torch.save(common, iteration / "common.pt")
     return folder

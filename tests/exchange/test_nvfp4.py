@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from exchange.architectures import sections_of
-from exchange.hf_export import NVFP4Encoder
+from exchange.hf_export import NVFP4Weights, excluded_modules
 from exchange.nvfp4 import (
+    COMPRESSED_TENSORS,
     LAYOUTS,
+    MODELOPT,
     TrainedPlan,
-    choose_plan,
     decoded,
+    excludes,
+    hf_quant_config,
     layout_of,
     multiplied_weight,
     reordered,
@@ -53,9 +56,7 @@ TRANSFORMER = [*SIZES, "model=transformer_30m", "model.pattern='*-*-*-'", "model
 FOUR_OVER_SIX = "precision.fprop.weight.four_over_six=true"
 CASES = {
     "hybrid, the paper's recipe": ([*HYBRID, "precision=nvfp4"], 8),
-    "hybrid, 1x16": ([*HYBRID, "precision=nvfp4_all_the_way"], 12),
     "hybrid, the best recipe": ([*HYBRID, "precision=nvfp4_best"], 5),
-    "Transformer, the paper's recipe": ([*TRANSFORMER, "precision=nvfp4"], 8),
     "Transformer, four over six, 1x16": ([*TRANSFORMER, "precision=nvfp4_all_the_way", FOUR_OVER_SIX], 12),
 }
 
@@ -122,182 +123,164 @@ def test_rows_may_be_reordered_after_the_scales_are_expanded(mesh):
     plan, _ = plans_of(config)
     _, masters = operands_of(config, plan, mesh)
     rows = TrainedPlan(plan, torch.bfloat16).fp4()
-    orders = {"blocks.2.mixer.qkv_proj": qkv_order, "blocks.0.mixer.in_proj": mamba_in_proj_order}
-    for name, order in orders.items():
+    for name, order in {"blocks.2.mixer.qkv_proj": qkv_order, "blocks.0.mixer.in_proj": mamba_in_proj_order}.items():
         made = trained_weight(masters[name], rows[name], torch.bfloat16)
         published = order(config.model).argsort()
         values = block_values(made.codes, made.scales)
         moved = reordered(made, published)
-        assert torch.equal(block_values(moved.codes, moved.scales), values[published])
-        assert moved.amax is made.amax
+        assert torch.equal(block_values(moved.codes, moved.scales), values[published]) and moved.amax is made.amax
         # Quantized after they were reordered, rows would have other neighbours, and other values.
         other = trained_weight(masters[name][published], rows[name], torch.bfloat16)
         assert not torch.equal(block_values(other.codes, other.scales), values[published])
 
 
-MXFP4 = ["precision=mxfp4", "model.ffn_dim=128", "model.num_query_heads=8"]
+def chosen(*overrides: str, switched_at: int | None = None, which: str = "now", **changes: object) -> TrainedPlan:
+    """The plan of a checkpoint of such a run; changes: of the checkpoint."""
+    config = composed(*HYBRID, *overrides)
+    before, after = plans_of(config)
+    saved = after if switched_at is not None and after is not None else before
+    trainer = {"switch": {"switched_at": switched_at}, "plan": json.loads(json.dumps(saved.as_dict()))}
+    fields = {"folder": Path("step_1"), "config": config, "trainer": trainer, "weights_only": False, **changes}
+    return trained_plan(SimpleNamespace(**fields), (before, after), which)  # type: ignore[arg-type]
 
 
-def switched(*overrides: str) -> tuple[Plan, Plan | None]:
-    return plans_of(composed(*HYBRID, *overrides))
+TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train.global_batch_size=8")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "tensor", "problem"),
+    ("overrides", "options", "problem"),
     [
-        (["precision=bf16"], 1, "no linear was trained with NVFP4 weights (all its linears are in"),
-        (MXFP4, 1, "(its weights are in mxfp4); export BF16 weights (--format hf)"),
-        (["precision.fprop.weight.rounding=stochastic"], 1, "fprop.weight.rounding=stochastic draws"),
-        (["precision.fprop.rht=16"], 1, "fprop.rht=16 multiplies transformed weights"),
-        (["precision.amax=shard"], 2, "amax=shard gave each of 2 tensor-parallel ranks a tensor scale"),
+        (["precision=bf16"], {}, "no linear was trained with NVFP4 weights (all its linears are in"),
+        (
+            ["precision=mxfp4", "model.ffn_dim=128", "model.num_query_heads=8"],
+            {},
+            "(its weights are in mxfp4); export BF16 weights (--format hf)",
+        ),
+        (["precision.fprop.weight.rounding=stochastic"], {}, "fprop.weight.rounding=stochastic draws"),
+        (["precision.fprop.rht=16"], {}, "fprop.rht=16 multiplies transformed weights"),
+        (
+            ["precision.amax=shard", "parallel.tensor=2", "model.ffn_dim=128", "model.num_query_heads=8"],
+            {},
+            "amax=shard gave each of 2 tensor-parallel ranks a tensor scale",
+        ),
+        (TO_BF16, {"switched_at": 4}, "after the precision switch (before step 5), and its forward pass has no NVFP4"),
+        (TO_BF16, {"which": "before"}, "--plan before: this checkpoint is not after a precision switch"),
+        (["precision=nvfp4"], {"weights_only": True}, "step_1 has imported weights, which no run has trained"),
     ],
 )
-def test_what_has_no_weights_as_trained_is_refused(overrides, tensor, problem):
-    plans = switched(*overrides)
+def test_what_has_no_weights_as_trained_is_refused(overrides, options, problem):
     with pytest.raises(ValueError) as error:
-        choose_plan(plans, None, torch.bfloat16, tensor, "now")
+        chosen(*overrides, **options)
     assert problem in str(error.value) and "\n" not in str(error.value)
 
 
-def test_after_a_switch():
-    to_bf16 = switched("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train.global_batch_size=8")
-    assert len(choose_plan(to_bf16, None, torch.bfloat16, 1, "now").fp4()) == 8
-    with pytest.raises(ValueError, match=r"after the precision switch \(before step 5\).*an earlier checkpoint"):
-        choose_plan(to_bf16, 4, torch.bfloat16, 1, "now")
-    left = choose_plan(to_bf16, 4, torch.bfloat16, 1, "before")
+def test_the_plan_of_a_checkpoint_is_the_one_that_it_was_saved_with():
+    assert len(chosen(*TO_BF16).fp4()) == 8
+    left = chosen(*TO_BF16, switched_at=4, which="before")
     assert left.before_switch and len(left.fp4()) == 8
-    with pytest.raises(ValueError, match="--plan before: this checkpoint is not after a precision switch"):
-        choose_plan(to_bf16, None, torch.bfloat16, 1, "before")
+    other = plans_of(composed(*HYBRID, "precision=nvfp4", "precision.bf16_blocks.last=3"))[0]
+    trainer = {"switch": {"switched_at": None}, "plan": json.loads(json.dumps(other.as_dict()))}
+    with pytest.raises(ValueError, match=r"blocks\.3\.mixer\.up_proj was trained otherwise than .* step_1 says now"):
+        chosen("precision=nvfp4", trainer=trainer)
 
 
 def test_the_two_tensor_scales_are_one_division_each():
-    plan, _ = switched("precision=nvfp4")
-    row = TrainedPlan(plan, torch.bfloat16).fp4()["blocks.1.mixer.up_proj"]
+    row = chosen("precision=nvfp4").fp4()["blocks.1.mixer.up_proj"]
     inverted = 0
     for seed in range(20):
         weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(seed))
         made = trained_weight(weight, row, torch.bfloat16)
         amax = weight.bfloat16().float().abs().max()
         assert torch.equal(made.decode_scale(), amax / torch.tensor(2688.0))
-        inverse = LAYOUTS["compressed-tensors"].stored_scale(made.amax, made.scale_max)
+        inverse = COMPRESSED_TENSORS.stored_scale(made.amax, made.scale_max)
         assert torch.equal(inverse, torch.tensor([2688.0]) / amax)
         inverted += bool(made.decode_scale().reciprocal() != inverse)
     assert inverted  # so that it matters
+    weight[3, 5] = float("nan")
+    with pytest.raises(ValueError, match=r"blocks\.1\.mixer\.up_proj has NaN or inf in its weight"):
+        trained_weight(weight, row, torch.bfloat16)
 
 
-def test_a_weight_that_is_not_finite_is_refused():
-    plan, _ = switched("precision=nvfp4")
-    row = TrainedPlan(plan, torch.bfloat16).fp4()["blocks.1.mixer.up_proj"]
-    for bad in (float("nan"), float("inf")):
-        weight = torch.ones(112, 64)
-        weight[3, 5] = bad
-        with pytest.raises(ValueError, match=r"blocks\.1\.mixer\.up_proj has NaN or inf in its weight"):
-            trained_weight(weight, row, torch.bfloat16)
-
-
-def checkpoint(config: Config, saved: Plan, **changes: object) -> Any:
-    trainer = {"switch": {"switched_at": None}, "plan": json.loads(json.dumps(saved.as_dict()))}
-    fields = {"folder": Path("step_1"), "config": config, "trainer": trainer, "weights_only": False}
-    return SimpleNamespace(**{**fields, **changes})
-
-
-def test_the_plan_of_a_checkpoint_is_the_one_that_it_was_saved_with():
-    config = composed(*HYBRID, "precision=nvfp4")
-    plans = plans_of(config)
-    assert len(trained_plan(checkpoint(config, plans[0]), plans).fp4()) == 8
-    other = plans_of(composed(*HYBRID, "precision=nvfp4", "precision.bf16_blocks.last=3"))[0]
-    with pytest.raises(ValueError, match=r"blocks\.3\.mixer\.up_proj was trained otherwise than .* step_1 says now"):
-        trained_plan(checkpoint(config, other), plans)
-    with pytest.raises(ValueError, match="step_1 has imported weights, which no run has trained in NVFP4"):
-        trained_plan(checkpoint(config, plans[0], weights_only=True), plans)
-
-
-def test_a_large_weight_is_quantized_in_parts_without_a_difference(monkeypatch):
-    for name in ("blocks.0.mixer.in_proj", "blocks.1.mixer.up_proj"):
-        row = TrainedPlan(switched("precision=nvfp4", FOUR_OVER_SIX)[0], torch.bfloat16).fp4()[name]
-        weight = torch.randn(row.linear.out_features, 64, generator=torch.Generator().manual_seed(1))
-        whole = trained_weight(weight, row, torch.bfloat16)
-        monkeypatch.setattr("exchange.nvfp4._CHUNK_ELEMENTS", 64 * 40)
-        parts = trained_weight(weight, row, torch.bfloat16)
-        monkeypatch.undo()
-        assert torch.equal(parts.codes, whole.codes) and parts.amax == whole.amax
-        assert torch.equal(parts.scales.view(torch.uint8), whole.scales.view(torch.uint8))
-
-
-def encoder(layout: str, calibrated: bool = False) -> NVFP4Encoder:
-    config = composed(*HYBRID, "precision=nvfp4")
-    trained = choose_plan(switched("precision=nvfp4"), None, torch.bfloat16, 1, "now")
-    amax = {name: torch.tensor(3.0 + i) for i, name in enumerate(trained.fp4())} if calibrated else None
-    return NVFP4Encoder(LAYOUTS[layout], trained, sections_of(config.model), amax)
+@pytest.mark.parametrize("name", ["blocks.0.mixer.in_proj", "blocks.1.mixer.up_proj"])
+def test_a_large_weight_is_quantized_in_parts_without_a_difference(name, monkeypatch):
+    row = chosen("precision=nvfp4", FOUR_OVER_SIX).fp4()[name]
+    weight = torch.randn(row.linear.out_features, 64, generator=torch.Generator().manual_seed(1))
+    whole = trained_weight(weight, row, torch.bfloat16)
+    monkeypatch.setattr("exchange.nvfp4._CHUNK_ELEMENTS", 64 * 40)
+    parts = trained_weight(weight, row, torch.bfloat16)
+    assert torch.equal(parts.codes, whole.codes) and parts.amax == whole.amax
+    assert torch.equal(parts.scales.view(torch.uint8), whole.scales.view(torch.uint8))
 
 
 def test_the_numbers_of_the_layouts():
     weight = quantize_nvfp4(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)), four_over_six=True)
-    found = LAYOUTS["modelopt"].tensors("m", weight, torch.tensor(5.0))
+    found = MODELOPT.tensors("m", weight, torch.tensor(5.0))
     types = {"m.weight": torch.uint8, "m.weight_scale": torch.float8_e4m3fn}
     types |= {"m.weight_scale_2": torch.float32, "m.input_scale": torch.float32}
     assert {name: tensor.dtype for name, tensor in found.items()} == types and found["m.weight"].shape == (32, 32)
     assert torch.equal(found["m.weight_scale_2"], weight.amax / torch.tensor(1536.0))
     assert torch.equal(found["m.input_scale"], torch.tensor(5.0) / torch.tensor(2688.0))
-    found = LAYOUTS["compressed-tensors"].tensors("m", weight, torch.tensor(5.0))
+    found = COMPRESSED_TENSORS.tensors("m", weight, torch.tensor(5.0))
     assert [*found] == ["m.weight_packed", "m.weight_scale", "m.weight_global_scale", "m.input_global_scale"]
     assert torch.equal(found["m.weight_global_scale"], torch.tensor([1536.0]) / weight.amax)
     assert torch.equal(found["m.input_global_scale"], torch.tensor([2688.0 / 5]))
 
 
+def configuration(layout: str, calibrated: bool) -> dict[str, Any]:
+    trained = chosen("precision=nvfp4")
+    amax = {name: torch.tensor(3.0 + i) for i, name in enumerate(trained.fp4())} if calibrated else None
+    return NVFP4Weights(LAYOUTS[layout], trained, amax).config(sections_of(composed(*HYBRID).model))
+
+
 def test_what_modelopts_configuration_says():
-    made = encoder("modelopt")
-    quantization = made.config_entries()["quantization_config"]
+    quantization = configuration("modelopt", False)
     assert quantization["quant_method"] == "modelopt" and quantization["quant_algo"] == "W4A16_NVFP4"
     group = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     assert quantization["config_groups"] == {"group_0": {"weights": group, "targets": ["Linear"]}}
     blocks = ("0.mixer.conv1d", "4.mixer.conv1d", "4.mixer.in_proj", "4.mixer.out_proj", "5.mixer.down_proj")
     layers = [f"backbone.layers.{name}" for name in (*blocks, "5.mixer.up_proj")]
     assert quantization["ignore"] == [*layers, "lm_head"]
-    (beside,) = made.extra_files().items()
-    assert beside[0] == "hf_quant_config.json"
-    assert json.loads(beside[1])["quantization"] == {
+    assert hf_quant_config(quantization)["quantization"] == {
         "quant_algo": "W4A16_NVFP4",
         "kv_cache_quant_algo": None,
         "group_size": 16,
         "exclude_modules": quantization["ignore"],
     }
-    measured = encoder("modelopt", calibrated=True).config_entries()["quantization_config"]
+    measured = configuration("modelopt", True)
     assert measured["quant_algo"] == "NVFP4"
     assert measured["config_groups"]["group_0"]["input_activations"] == group
 
 
-def test_what_compressed_tensors_configuration_says():
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_what_compressed_tensors_configuration_says(calibrated):
     """Its own classes take it, and find the schemes W4A16 and W4A4."""
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import NVFP4
 
     same = {"num_bits", "type", "strategy", "group_size", "symmetric", "dynamic"}
-    for calibrated in (False, True):
-        made = encoder("compressed-tensors", calibrated)
-        parsed = QuantizationConfig.model_validate(made.config_entries()["quantization_config"])
-        assert made.extra_files() == {} and parsed.format == "nvfp4-pack-quantized"
-        scheme = parsed.config_groups["group_0"]
-        found = [scheme.weights, scheme.input_activations] if calibrated else [scheme.weights]
-        for part, wanted in zip(found, NVFP4.values(), strict=False):
-            assert part.model_dump(include=same) == wanted.model_dump(include=same)
-        assert calibrated or scheme.input_activations is None
+    parsed = QuantizationConfig.model_validate(configuration("compressed-tensors", calibrated))
+    scheme = parsed.config_groups["group_0"]
+    assert parsed.format == "nvfp4-pack-quantized" and (scheme.input_activations is not None) == calibrated
+    found = [scheme.weights, scheme.input_activations][: 1 + calibrated]
+    for part, wanted in zip(found, NVFP4.values(), strict=False):
+        assert part.model_dump(include=same) == wanted.model_dump(include=same)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_module_is_excluded_if_and_only_if_it_has_no_codes(layout):
     """In a model of more than ten layers, by the rules of all readers: names, wildcards, substrings, expressions."""
     plan = ["precision=nvfp4", "precision.bf16_blocks.names=['blocks.1.*']", "precision.bf16_blocks.last=0"]
     config = composed(*HYBRID, "model.pattern='------------'", *plan)
-    trained = TrainedPlan(plans_of(config)[0], torch.bfloat16)
-    made = NVFP4Encoder(LAYOUTS[layout], trained, sections_of(config.model))
-    excluded = made.config_entries()["quantization_config"]
-    assert not any(LAYOUTS[layout].excludes(excluded, module) for module in made.quantized)
-    assert all(LAYOUTS[layout].excludes(excluded, module) for module in made.excluded)
-    assert made.excluded == [*(f"backbone.layers.1.mixer.{end}" for end in ("up_proj", "down_proj")), "lm_head"]
-    assert len(made.quantized) == 22 and "backbone.layers.10.mixer.up_proj" in made.quantized
-    excluded["ignore"].append("backbone.layers.1" if layout == "modelopt" else r"re:.*layers\.1.*")
-    assert LAYOUTS[layout].excludes(excluded, "backbone.layers.11.mixer.up_proj")
+    made, sections = NVFP4Weights(layout, TrainedPlan(plans_of(config)[0], torch.bfloat16)), sections_of(config.model)
+    said = made.config(sections)
+    quantized = [section.module for name in made.rows() for section in sections[name]]
+    plain = excluded_modules(sections, made.rows())
+    assert not any(excludes(layout, said, module) for module in quantized)
+    assert all(excludes(layout, said, module) for module in plain)
+    assert plain == [*(f"backbone.layers.1.mixer.{end}" for end in ("up_proj", "down_proj")), "lm_head"]
+    assert len(quantized) == 22 and "backbone.layers.10.mixer.up_proj" in quantized
+    said["ignore"].append("backbone.layers.1" if layout is MODELOPT else r"re:.*layers\.1.*")
+    assert excludes(layout, said, "backbone.layers.11.mixer.up_proj")
 
 
 def test_the_two_decoders_agree_and_refuse_other_shapes():

@@ -10,7 +10,7 @@ import torch
 
 from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf_export import PlainEncoder, export_hf
+from exchange.hf_export import export_hf
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
@@ -43,5 +43,5 @@ def checkpoint_of(folder: Path, name: str, overrides: Sequence[str] = (), seed: 
 
 
 def folder_of(path: Path, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Path:
-    export_hf(checkpoint, path, encoder=PlainEncoder(dtype), tokenizer=tokenizer())
+    export_hf(checkpoint, path, dtype=dtype, tokenizer=tokenizer())
     return path

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exchange.hf_export import PlainEncoder, export_hf
+from exchange.hf_export import export_hf
 from inference.generation import Request, Settings, generate
 from megatron_fp4.parallel.mesh import ParallelMesh
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
@@ -21,7 +21,7 @@ NEW = 24
 def test_texts_are_those_of_transformers(name: str, tmp_path: Path, mesh: ParallelMesh) -> None:
     model = strong_model(CASES[name], mesh, seed=5)  # which repeats itself little
     checkpoint = checkpoint_of(tmp_path / "checkpoint", CASES[name], tensors_of(model))
-    export_hf(checkpoint, tmp_path / "hf", encoder=PlainEncoder(torch.float32), tokenizer=None)
+    export_hf(checkpoint, tmp_path / "hf", dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     generator = torch.Generator().manual_seed(8)
     for length in (1, 5, 40):
