@@ -58,7 +58,7 @@ from megatron_fp4.runtime.stop_conditions import StopConditions
 from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism, world_size
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
-from megatron_fp4.training.callbacks.numerics import QuantizationDiagnostics, ReplayCheck, Switch, Verify
+from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.profiling import MemoryHistory, Profile
 from megatron_fp4.training.callbacks.reporting import Banner, Records, Summary, report
 from megatron_fp4.training.callbacks.validation import Validation
@@ -74,7 +74,8 @@ def callbacks_of(config: Config) -> list[Callback]:
     callbacks = [
         Banner(),
         Kernels(data.default_cache_dir() / "autotuning"),  # pinned before any kernel runs
-        Verify(),  # raises before anything else judges a step
+        SelfTest(),
+        LinearCheck() if config.precision.recheck_interval else None,  # raises before anything else judges a step
         Switch(),  # before all that read a recipe
         ReplayCheck() if config.run.replay_interval else None,
         QuantizationDiagnostics() if config.precision.diagnostics.interval else None,

@@ -36,7 +36,7 @@ from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spike, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
-from megatron_fp4.training.callbacks.numerics import Switch, Verify
+from megatron_fp4.training.callbacks.numerics import LinearCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.validation import held_out_losses
 from megatron_fp4.training.check import check
 from megatron_fp4.training.optimizer import WSDSchedule
@@ -162,7 +162,8 @@ def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, step
     notes: list[str] = []
     callbacks = [
         Kernels(default_cache_dir() / "autotuning", write=False),
-        Verify(),
+        SelfTest(),
+        *([LinearCheck()] if config.precision.recheck_interval else []),
         Switch(),
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),
         _Spikes(config.spikes, notes),

@@ -18,18 +18,21 @@ last layers stand out (appendix E.2).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from data import provider as data
 from megatron_fp4.checkpoint.files import (
     DamagedCheckpointError,
-    Manifest,
     check_file,
     checkpoint_in,
     read_manifest,
@@ -41,17 +44,9 @@ from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe
-from megatron_fp4.measure.ranking import (
-    BUDGET_UNITS,
-    GEMM_CHOICES,
-    RankedLinear,
-    allowance,
-    plan_file,
-    rank_linears,
-    select_bf16,
-)
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
-from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.plan import LinearShape
+from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
 from megatron_fp4.training.build import plans_of, set_determinism
@@ -82,8 +77,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="key=value: changes of the run's configuration")
     parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     parser.add_argument("--budget", type=float, default=0.15, help="largest share to keep in BF16 (default 0.15)")
-    parser.add_argument("--by", choices=BUDGET_UNITS, default="linears", help="what the budget is a share of")
-    parser.add_argument("--gemm", choices=GEMM_CHOICES, default="fprop", help="whose error ranks (default fprop)")
+    parser.add_argument("--by", choices=("linears", "flops"), default="linears", help="what the budget is a share of")
+    parser.add_argument("--gemm", choices=(*GEMMS, "all"), default="fprop", help="whose error ranks (default fprop)")
     parser.add_argument("--micro-batches", type=int, default=4, help="to measure, on every rank (default 4)")
     parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="the plan to write (default plan.yaml)")
     return parser.parse_intermixed_args(arguments)
@@ -94,30 +89,30 @@ def analyze(options: argparse.Namespace) -> int:
     if options.micro_batches < 1:
         raise ConfigError(f"--micro-batches {options.micro_batches}: at least 1 must be measured")
     check_place(options.output)
-    options.checkpoint = checkpoint_in(options.checkpoint)
-    manifest = read_whole_manifest(options.checkpoint)
-    config = analysis_config(options.checkpoint, options.overrides, options.trust_config)
-    allowance(
-        [row.linear for row in plans_of(config, models)[0].rows], options.budget, options.by
-    )  # before it is measured
+    checkpoint = checkpoint_in(options.checkpoint)
+    manifest = read_manifest(checkpoint)
+    for name, record in manifest.files.items():
+        if problem := check_file(checkpoint, name, record):
+            raise ConfigError(f"checkpoint {checkpoint} is damaged: {problem}")
+    config = analysis_config(checkpoint, options.overrides, options.trust_config)
+    shapes = [row.linear for row in plans_of(config, models)[0].rows]
+    allowance(shapes, options.budget, options.by)  # refused before anything is measured
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     check(config, models, data, int(os.environ.get("WORLD_SIZE", 1)), device_type)
-    device = init_distributed(
-        device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
-    )
+    device_type = device_type if config.run.device == "auto" else config.run.device
+    device = init_distributed(device_type, config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     run = Trainer(config, models, data, [], build_mesh(config.parallel, device), quiet=True)
     with torch.no_grad():
-        load({"model": run.model.state_dict()}, storage_reader=CheckedReader(options.checkpoint))
+        load({"model": run.model.state_dict()}, storage_reader=CheckedReader(checkpoint))
 
     found, measured = measure(run, manifest.step, options.micro_batches)
-    shapes = [row.linear for row in run.precision.plans[0].rows]
     ranked = rank_linears(shapes, {name: one.errors for name, one in found.items()}, options.gemm)
     chosen = select_bf16(ranked, options.budget, options.by)
     if run.mesh.rank == 0:
         print(table(ranked, chosen))
         facts = {
-            "checkpoint": str(options.checkpoint),
+            "checkpoint": str(checkpoint),
             "step": manifest.step,
             "recipe": config.precision.name,
             "ranked_by": options.gemm,
@@ -128,15 +123,6 @@ def analyze(options: argparse.Namespace) -> int:
         options.output.write_text(plan_file(ranked, chosen, facts))
         print(f"{len(chosen)} of {len(ranked)} linears stay in BF16: {options.output}")
     return 0
-
-
-def read_whole_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all as it says; ConfigError otherwise."""
-    manifest = read_manifest(folder)
-    for name, record in manifest.files.items():
-        if problem := check_file(folder, name, record):
-            raise ConfigError(f"checkpoint {folder} is damaged: {problem}")
-    return manifest
 
 
 def analysis_config(checkpoint: Path, overrides: list[str], trusted: bool = False) -> Config:
@@ -172,6 +158,101 @@ def measure(run: Trainer, start: int, count: int) -> tuple[dict[str, LinearMeasu
     return probe.collect(list(run.precision.linears)), count - left
 
 
+# ------------------------------------------------------------------------------------------------- ranking and choosing
+
+
+@dataclass(frozen=True)
+class RankedLinear:
+    """A linear with its measured relative errors by GEMM, and the score that it is ordered by (larger is worse)."""
+
+    linear: LinearShape
+    errors: dict[str, float]
+    score: float
+
+
+def rank_linears(
+    linears: Iterable[LinearShape], errors: Mapping[str, Mapping[str, float]], gemm: str
+) -> list[RankedLinear]:
+    """The linears, worst first; equal scores in the order given.
+
+    errors: linear -> GEMM -> relative error of its result. gemm: the one whose error is the score, or `all` for the
+    root mean square over the three (a GEMM without an error counts as exact). An error that is not a number is the
+    worst there is.
+
+    Raises ValueError for a linear without measurements, or one GEMM that no linear was measured at.
+    """
+    shapes = list(linears)
+    if missing := [shape.name for shape in shapes if shape.name not in errors]:
+        raise ValueError(f"nothing was measured at {missing[0]} ({len(missing)} linears in all); is it ever used?")
+    if gemm != "all" and not any(gemm in errors[shape.name] for shape in shapes):
+        raise ValueError(f"--gemm {gemm}: the recipe quantizes no operand of {gemm}; choose another GEMM or recipe")
+
+    def score(of: Mapping[str, float]) -> float:
+        found = math.sqrt(sum(e * e for e in of.values()) / 3) if gemm == "all" else of.get(gemm, 0.0)
+        return math.inf if math.isnan(found) else found
+
+    ranked = [RankedLinear(shape, dict(errors[shape.name]), score(errors[shape.name])) for shape in shapes]
+    return sorted(ranked, key=lambda row: row.score, reverse=True)
+
+
+def allowance(linears: Sequence[LinearShape], budget: float, by: str) -> tuple[list[int], int]:
+    """What each of `linears` costs of a `budget` as `select_bf16` takes it, and how much there is to spend.
+
+    Raises ValueError for another budget, or if it allows none.
+    """
+    if not 0 < budget < 1:
+        raise ValueError(f"--budget {budget} is not a share of them; give a number above 0 and below 1, such as 0.15")
+    costs = [1 if by == "linears" else linear.flops_per_token for linear in linears]
+    # A product such as 0.15 * 20 may come out a hair under the whole number that it stands for.
+    left = math.floor(budget * sum(costs) * (1 + 1e-12))
+    if min(costs, default=0) > left:
+        smallest = math.ceil(min(costs) / sum(costs) * 1e4) / 1e4
+        raise ValueError(f"--budget {budget} of {len(linears)} linears keeps none in BF16; the smallest is {smallest}")
+    return costs, left
+
+
+def select_bf16(ranked: Sequence[RankedLinear], budget: float, by: str) -> list[RankedLinear]:
+    """The linears to keep in BF16, worst first: as many of the worst as `budget` allows, never more.
+
+    budget: share of all `ranked`, in (0, 1). by: `linears` (their number) or `flops` (of their GEMMs); with `flops` a
+    linear that no longer fits is passed over for a less bad one that does.
+
+    Raises ValueError as `allowance` does.
+    """
+    costs, left = allowance([row.linear for row in ranked], budget, by)
+    chosen = []
+    for row, cost in zip(ranked, costs, strict=True):
+        if cost <= left:
+            chosen.append(row)
+            left -= cost
+    return chosen
+
+
+def plan_file(ranked: Sequence[RankedLinear], chosen: Sequence[RankedLinear], facts: Mapping[str, Any]) -> str:
+    """The text of a plan file for `precision.bf16_blocks.file`.
+
+    Its list `bf16` is what a run reads, by block; `selection` (`facts` and the shares kept) and
+    `measured` (all linears, worst first) are for people.
+    """
+    kept = {row.linear.name for row in chosen}
+    flops = sum(row.linear.flops_per_token for row in ranked)
+    shares = {
+        "linears_kept": f"{len(chosen)} of {len(ranked)}",
+        "share_of_linears": round(len(chosen) / len(ranked), 4),
+        "share_of_flops": round(sum(row.linear.flops_per_token for row in chosen) / flops, 4),
+    }
+    measured = {
+        row.linear.name: {
+            "kept": row.linear.name in kept,
+            **{gemm: float(f"{error:.4g}") for gemm, error in row.errors.items()},
+        }
+        for row in ranked
+    }
+    in_order = sorted(chosen, key=lambda row: (row.linear.block, row.linear.name))
+    content = {"bf16": [row.linear.name for row in in_order], "selection": {**facts, **shares}, "measured": measured}
+    return yaml.safe_dump(content, sort_keys=False, default_flow_style=False, width=120)
+
+
 def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:
     """Linears, worst first, with their errors and which of them stay in BF16."""
     kept = {row.linear.name for row in chosen}
@@ -179,7 +260,7 @@ def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:
     lines = [f"{'linear':<{width}}   fprop   dgrad   wgrad   {'FLOPs':>6}"]
     total = sum(row.linear.flops_per_token for row in ranked)
     for row in ranked:
-        errors = [f"{row.errors[gemm]:.4f}" if gemm in row.errors else "     -" for gemm in ("fprop", "dgrad", "wgrad")]
+        errors = [f"{row.errors[gemm]:.4f}" if gemm in row.errors else "     -" for gemm in GEMMS]
         share = f"{row.linear.flops_per_token / total:.1%}"
         mark = "BF16" if row.linear.name in kept else ""
         lines.append(f"{row.linear.name:<{width}}  {'  '.join(errors)}   {share:>6}  {mark}".rstrip())

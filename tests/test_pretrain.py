@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_fp4.precision import verify as kernel_tests
 from megatron_fp4.runtime.errors import ExitCode
-from megatron_fp4.training.callbacks.numerics import Verify
+from megatron_fp4.training.callbacks.numerics import SelfTest
 from tests.programs import ROOT, Program, as_child, environments_of_ranks
 
 STEPS = 8
@@ -256,10 +256,10 @@ def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch
     required = []
     monkeypatch.setattr(kernel_tests, "cases_of", lambda *_: [])
     monkeypatch.setattr(kernel_tests, "require", lambda backend, *_: required.append(backend.name) or "")
-    verify, backend = Verify(), MagicMock()
+    check, backend = SelfTest(), MagicMock()
     backend.name = name
-    verify.trainer = MagicMock(precision=MagicMock(linears={"linear": MagicMock(backend=backend)}))
-    verify.start(0)
+    check.trainer = MagicMock(precision=MagicMock(linears={"linear": MagicMock(backend=backend)}))
+    check.start(0)
     assert required == ([] if name == "emulated" else [name])
 
 

@@ -37,13 +37,7 @@ def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch:
         for name in list(BACKENDS)[1:]:
             assert "not tested: " in compared[precision, name][2]
     assert "the run is on cpu" in compared["nvfp4", "transformer_engine"][2]
-    fair = {row[1]: row[2:] for row in rows if row[0] == "nvfp4, emulated" and len(row) == 4}
-    for name in ("dgrad_gradient", "wgrad_gradient"):
-        assert abs(float(fair[name][0])) < 0.01 and abs(float(fair[name][1]) - 1) < 0.05
     assert ["NVTE_USE_FAST_MATH", "1"] in [row[:2] for row in rows]
-    timed = {row[1]: row for row in rows if row[0] == "128 tokens, 128 -> 144"}
-    assert {"bf16", "nvfp4, emulated", "mxfp4, emulated", "fp8_block, emulated"} <= timed.keys()
-    assert timed["bf16"][3] == "1.00" and "**on a CPU**" in printed
 
 
 @pytest.mark.slow
@@ -69,10 +63,10 @@ def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch) -> None:
 
 def test_the_reference_is_judged_too(monkeypatch) -> None:
     cpu = torch.device("cpu")
-    assert all(holds for _, holds in prove_backend.properties(cpu))
+    assert all(holds for _, holds in prove_backend.definitions(cpu))
     monkeypatch.setattr(nvfp4, "round_e2m1_nearest", lambda x: round_e2m1_stochastic(x, torch.full_like(x, 0.45)))
-    assert [what for what, holds in prove_backend.properties(cpu) if not holds] == [
-        "NVFP4: codes are the nearest of all 15"
+    assert [what for what, holds in prove_backend.definitions(cpu) if not holds] == [
+        "nvfp4: codes are the nearest of all"
     ]
 
 

@@ -6,7 +6,7 @@ that returned zeros on one GPU generation, scales blocked along the wrong dimens
 
     codes      every operand, rounded to nearest: values under its scales and tensor scale, bit for bit
     draws      every operand with draws of ours: bit for bit as well. With those of another library: values and scales
-               that the draws allow, and fair statistics (fairness.py)
+               that the draws allow, and fair statistics
     maximum    where ranks share a tensor's maximum: every operand is scaled by that of all of them
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows; and wgrad
                added to the gradient of earlier micro-batches
@@ -15,6 +15,15 @@ that returned zeros on one GPU generation, scales blocked along the wrong dimens
 The tensors are random, with outlier columns, one block of zeros and rows that are a hundred times smaller. Their values
 are multiples of one power of two, so that a Hadamard transform is exact in FP32 in any order of summation: on other
 values two correct transforms may differ in the last bit of BF16, and then in a code.
+
+Stochastic rounding is fair if a value between two neighbours on the E2M1 grid goes up with a probability that is its
+position between them. Its excess is whether it went up (0 or 1) less that probability. Over some draws of an operand:
+
+    bias           the mean excess: of all values, and of those at positions in each of eight bins
+    spread         the variance of one element's excess, as a share of a fair draw's
+    sums           the variance of sums over a row, a column and a block of 16: draws that elements share, or that
+                   repeat, make it larger than that of independent ones, and draws that balance each other smaller
+    dependence     of two operands of one tensor: the excess of elements that might have the same draw is uncorrelated
 
 The recheck (`Recheck`) meets the run's own tensors, on a machine that may have begun to compute wrongly. Every N steps
 one linear is watched: in the step's first micro-batch every operand as the linear really used it is compared with the
@@ -28,7 +37,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,14 +46,29 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
 from megatron_fp4.precision.emulated import operand_rows, shared_amax
-from megatron_fp4.precision.fairness import Fairness, fairness, grid_positions
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.recipe import GEMMS, SLOTS, SLOTS_OF, OperandSlot, Recipe, rounded_to_nearest
+from megatron_fp4.precision.recipe import (
+    GEMMS,
+    SLOTS,
+    SLOTS_OF,
+    Operand,
+    OperandSlot,
+    Recipe,
+    rounded_to_nearest,
+)
 from megatron_fp4.precision.reference import quantized
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.elements import E2M1_MAX, E2M1_VALUES, e2m1_values, unpack_codes
+from megatron_fp4.quantization.elements import (
+    E2M1_MAX,
+    E2M1_VALUES,
+    FP32_MAX,
+    e2m1_values,
+    round_e2m1_stochastic,
+    unpack_codes,
+)
 from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.nvfp4 import encode_tensor_scale, quantize_nvfp4
 from megatron_fp4.quantization.tensor import NVFP4Tensor
 
 if TYPE_CHECKING:
@@ -148,6 +172,12 @@ def _code(positions: Tensor, nearest: bool, up: bool) -> Tensor:
     if nearest:
         return grid[torch.searchsorted((grid[1:] + grid[:-1]) / 2, positions, right=up)]
     return grid[torch.searchsorted(grid, positions, right=not up) - (0 if up else 1)]
+
+
+def grid_positions(rows: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
+    """FP32 [n, k]: where `rows` [n, k] lie on the E2M1 grid of their blocks. scales: FP32 [n, k / 16]; amax: of all."""
+    encode = (scales * encode_tensor_scale(amax).reciprocal()).reciprocal().clamp(max=FP32_MAX)
+    return (rows.to(torch.float32).unflatten(-1, (-1, 16)) * encode[..., None]).flatten(-2)
 
 
 # ----------------------------------------------------------------------------------------------------------- products
@@ -291,57 +321,54 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
 def check(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
     """All comparisons for one case, or the error that a kernel ends in; a collective of the case's groups."""
     try:
-        return list(_findings(backend, case, device))
+        return [Finding(case, *found) for found in _comparisons(backend, case, device)]
     except (RuntimeError, ValueError) as error:  # what a kernel that this chip cannot run ends in
         return [Finding(case, "kernels", f"failed: {str(error).splitlines()[0]}")]
 
 
-def _findings(backend: Backend, case: Case, device: torch.device) -> Iterator[Finding]:
-    x, w, dy = sample_tensors(case, device)
-    nearest = replace(case, recipe=rounded_to_nearest(case.recipe)).context(backend)
+def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    """What was compared, what differs, and of products the relative error."""
+    recipe, samples = case.recipe, sample_tensors(case, device)
+    nearest = replace(case, recipe=rounded_to_nearest(recipe)).context(backend)
+    unpadded = LinearCall(nearest, samples[1], samples[0])
+    tensors = padded_tensors(unpadded, *samples)
     shared = replace(nearest, in_shards=case.in_shards, out_shards=case.out_shards)
-    call, recipe = LinearCall(nearest, w, x), case.recipe
-    tensors = {"activation": call.pad_tokens(x), "weight": call.pad_rows(w), "gradient": call.pad(dy)}
-    # In which context, of which operands.
-    compared: dict[str, tuple[LinearContext, list[OperandSlot]]] = {
-        "maximum of all ranks": (
-            shared,
-            [slot for slot in SLOTS if recipe[slot].format == "nvfp4" and shared.amax_group(slot.tensor) is not None],
-        ),
-        "draws": (case.context(backend), [slot for slot in SLOTS if recipe[slot].quantized and recipe[slot].drawn]),
-        "codes": (nearest, [slot for slot in SLOTS if recipe[slot].quantized]),
-    }
+    of_all = [s for s in SLOTS if recipe[s].format == "nvfp4" and shared.amax_group(s.tensor) is not None]
+    drawn = [slot for slot in SLOTS if recipe[slot].quantized and recipe[slot].drawn]
+    every = [slot for slot in SLOTS if recipe[slot].quantized]
     made: dict[OperandSlot, Any] = {}
-    for what, (context, slots) in compared.items():
-        operands = LinearCall(context, tensors["weight"], tensors["activation"])
+    for what, context, slots in (
+        ("maximum of all ranks", shared, of_all),
+        ("draws", case.context(backend), drawn),
+        ("codes", nearest, every),
+    ):
+        call = LinearCall(context, tensors["weight"], tensors["activation"])
         for name, tensor in tensors.items() if slots else ():
             group = context.amax_group(name)
             # Each rank's is half as large as that of the one before.
             tensor = tensor if group is None else tensor * 2.0 ** -dist.get_rank(group)
-            for slot, make, source in makers(operands, name, tensor):
+            for slot, make, rows in _makers(call, name, tensor):
                 made[slot] = make()
                 if slot in slots:
-                    fault = operand_fault(made[slot], source, operands.request(slot), exact=True)
-                    yield Finding(case, f"{slot.name} {what}", fault)
+                    yield f"{slot.name} {what}", operand_fault(made[slot], rows, call.request(slot), exact=True)
     if not backend.draws_ours:
-        for label, of in fairness_of(backend, case, tensors):
-            yield Finding(case, f"{label} rounding", of.fault)
+        yield from ((f"{label} rounding", fault) for label, fault in fairness_of(backend, case, tensors))
     for name, gemm in recipe.gemms.items():
         if gemm.quantized:
             left, right = (made[slot] for slot in SLOTS if slot.gemm == name)
             product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
-            yield Finding(case, f"{name} product", *product_fault(product, left, right, product_rows(product)))
+            yield f"{name} product", *product_fault(product, left, right, product_rows(product))
             if name == "wgrad" and backend.accumulates:
-                groups = call.row_groups
+                groups = unpadded.row_groups
                 total = backend.gemm(left, right, torch.float32, None, groups).flip(0) * 0.75
                 rows = product_rows(total)
                 before, summed = total[rows], backend.gemm(left, right, torch.float32, total, groups)
                 found = product_fault(summed, left, right, rows, groups=groups, before=before)
-                yield Finding(case, "wgrad product added to a gradient", *found)
-    yield Finding(case, "NaN and inf", _poison_fault(backend, case, {"activation": x, "weight": w, "gradient": dy}))
+                yield "wgrad product added to a gradient", *found
+    yield "NaN and inf", _poison_fault(backend, case, device)
 
 
-def makers(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:
+def _makers(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:
     """Both operands of a tensor (by its name in `SLOTS_OF`): what makes it, and the rows that it is made of, [n, k],
     before the transform."""
     for slot, make in zip(SLOTS_OF[name], call.prepare(*SLOTS_OF[name], tensor), strict=True):
@@ -364,28 +391,16 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
     return draw(case.tokens, case.inputs, 0), draw(case.outputs, case.inputs, -5), draw(case.tokens, case.outputs, -13)
 
 
-def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Fairness]]:
-    """Of the operands that round stochastically to NVFP4, by label. tensors: padded, by their names in `SLOTS_OF`."""
-    for name, slots in SLOTS_OF.items():
-        drawn = [slot for slot in slots if (of := case.recipe[slot]).rounding == "stochastic" and of.format == "nvfp4"]
-        count = max(128, _DRAW_ELEMENTS // tensors[name].shape[1] // 128 * 128)
-        tensor = tensors[name][:count]
-
-        def draw(step: int, name: str = name, tensor: Tensor = tensor) -> dict[OperandSlot, BackendOperand]:
-            call = LinearCall(case.context(backend, step), tensors["weight"], tensor)
-            return {slot: make() for slot, make, _ in makers(call, name, tensor)}
-
-        if drawn:
-            call = LinearCall(case.context(backend), tensors["weight"], tensor)
-            rows = {slot: operand_rows(tensor, call.request(slot), slot.transposed).contiguous() for slot in drawn}
-            yield from fairness(rows, draw, case.recipe).items()
+def padded_tensors(call: LinearCall, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The tensors as a linear pads them, by their names in `SLOTS_OF`."""
+    return {"activation": call.pad_tokens(x), "weight": call.pad_rows(w), "gradient": call.pad(dy)}
 
 
-def _poison_fault(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> str:
+def _poison_fault(backend: Backend, case: Case, device: torch.device) -> str:
     """NaN and inf in each tensor must show in both products that it is in."""
     for value in (float("nan"), float("inf")):
-        for broken in tensors:
-            given = {name: tensor.clone() for name, tensor in tensors.items()}
+        for broken in SLOTS_OF:
+            given = dict(zip(SLOTS_OF, sample_tensors(case, device), strict=True))
             given[broken][5, 7] = value
             x, w = given["activation"].requires_grad_(), given["weight"].requires_grad_()
             with torch.enable_grad():
@@ -394,6 +409,150 @@ def _poison_fault(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -
             for (gemm, factors), product in zip(GEMMS.items(), (y, x.grad, w.grad), strict=True):
                 if broken in factors and product is not None and product.isfinite().all():
                     return f"{value} in the {broken} disappears in {gemm}"
+    return ""
+
+
+# ------------------------------------------------------------------------------------------- fairness of its rounding
+
+_DRAWS = 16
+# Largest deviations beyond six standard errors; eight random bits alone may have a bias of 1/512.
+_BIAS, _BIN_BIAS, _SPREAD, _SUMS, _CORRELATION = 0.004, 0.01, 0.03, 0.1, 0.02
+_NUM_BINS = 8
+# Rows and columns of the corner in which two launches of unequal grids number their threads alike.
+_CORNER = 128
+
+_SUMS_OVER: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda excess: excess.sum(1),
+    "columns": lambda excess: excess.sum(0),
+    "blocks": lambda excess: excess.unflatten(1, (-1, 16)).sum(2),
+}
+
+
+def _corners(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = (min(*sizes, _CORNER) for sizes in zip(one.shape, other.shape, strict=True))
+    return one[:rows, :columns], other[:rows, :columns]
+
+
+# What two operands [n, k] and [k, n] of one tensor might share: one generator's state in two launches, which count by
+# place or by index, or one draw for both copies of an element.
+_PAIRED_BY: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "place": _corners,
+    "index": lambda one, other: (one.flatten(), other.flatten()),
+    "element": lambda one, other: (one, other.t()),
+}
+
+
+def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """What is unfair (empty: nothing) of the operands that round stochastically to NVFP4, by label. tensors: padded, by
+    their names in `SLOTS_OF`."""
+    for name, slots in SLOTS_OF.items():
+        drawn = [slot for slot in slots if (of := case.recipe[slot]).rounding == "stochastic" and of.format == "nvfp4"]
+        count = max(128, _DRAW_ELEMENTS // tensors[name].shape[1] // 128 * 128)
+        tensor = tensors[name][:count]
+
+        def draw(step: int, name: str = name, tensor: Tensor = tensor) -> dict[OperandSlot, BackendOperand]:
+            call = LinearCall(case.context(backend, step), tensors["weight"], tensor)
+            return {slot: make() for slot, make, _ in _makers(call, name, tensor)}
+
+        if drawn:
+            call = LinearCall(case.context(backend), tensors["weight"], tensor)
+            rows = {slot: operand_rows(tensor, call.request(slot), slot.transposed).contiguous() for slot in drawn}
+            yield from fairness(rows, draw, case.recipe).items()
+
+
+def fairness(
+    rows: Mapping[OperandSlot, Tensor], draw: Callable[[int], Mapping[OperandSlot, BackendOperand]], recipe: Recipe
+) -> dict[str, str]:
+    """By its label, what is unfair of each of one or two NVFP4 operands of a tensor, and what the draws of two share.
+
+    rows: what each is made from: [n, k], and of the transposed tensor [k, n]. draw: makes them by the draws of a
+    number, the same again for the same number.
+    """
+    operands = {slot: _Excess(x, recipe[slot]) for slot, x in rows.items()}
+    together, first = dict.fromkeys(_PAIRED_BY, 0.0), dict[OperandSlot, Tensor]()
+    for number in range(_DRAWS):
+        made = draw(number)
+        latest = {slot: of.add(made[slot]) for slot, of in operands.items()}
+        first = first or latest
+        if len(rows) == 2:
+            for what, paired in _PAIRED_BY.items():
+                one, other = paired(*latest.values())
+                together[what] += float((one * other).sum())
+    again, found = draw(0), {}
+    for slot, of in operands.items():
+        found[slot.name] = of.fault()
+        if torch.equal(first[slot], latest[slot]):
+            found[slot.name] = "two draws are the same"
+        elif not torch.equal(first[slot], of.excess(again[slot])):
+            found[slot.name] = "the same key gives other draws"
+    if len(rows) == 2:
+        found[" and ".join(found)] = _dependence(together, *(of.variance for of in operands.values()))
+    return found
+
+
+class _Excess:
+    """The excess of an operand's draws, added up. high: FP32 [n, k], the neighbour above each value in magnitude;
+    position: FP64 [n, k], from below (0) to above (1); variance: FP64 [n, k], of the excess of a fair draw."""
+
+    def __init__(self, rows: Tensor, operand: Operand) -> None:
+        reference = quantize_nvfp4(rows, operand.block)
+        self.scales = reference.scales.to(torch.float32)
+        scaled = grid_positions(rows, self.scales, reference.amax).clamp_(-E2M1_MAX, E2M1_MAX)
+        low = round_e2m1_stochastic(scaled, torch.zeros_like(scaled))
+        self.high = round_e2m1_stochastic(scaled, torch.full_like(scaled, 1 - 2.0**-22))
+        gap = (self.high - low).abs()
+        self.between = gap > 0
+        self.position = torch.where(self.between, (scaled - low).abs() / gap.clamp(min=0.5), 0.0).to(torch.float64)
+        self.variance = self.position * (1 - self.position)
+        self.total, self.sums = torch.zeros_like(self.position), dict.fromkeys(_SUMS_OVER, 0.0)
+
+    def excess(self, made: BackendOperand) -> Tensor:
+        """FP64 [n, k] of one draw; 0 where there is nothing to round."""
+        values = made.unpacked().to(torch.float32).unflatten(-1, (-1, 16)) / self.scales[..., None]
+        ups = (values.flatten(-2) == self.high).to(torch.float64)
+        return torch.where(self.between, ups - self.position, 0.0)
+
+    def add(self, made: BackendOperand) -> Tensor:
+        """The excess of the next of `_DRAWS` draws, taken in."""
+        excess = self.excess(made)
+        self.total += excess
+        for what, add in _SUMS_OVER.items():
+            self.sums[what] += float(add(excess).square().sum())
+        return excess
+
+    def fault(self) -> str:
+        """What is beyond its limit, or an empty string."""
+        excess, variance = (t[self.between] for t in (self.total / _DRAWS, self.variance))
+        bins = (self.position[self.between] * _NUM_BINS).long()
+        limits = {"": (_BIAS, bins >= 0)}
+        limits |= {f" at positions {i / 8:g} to {(i + 1) / 8:g}": (_BIN_BIAS, bins == i) for i in range(_NUM_BINS)}
+        for where, (limit, inside) in limits.items():
+            if inside.any():
+                bias = float(excess[inside].mean())
+                noise = 6 * float(variance[inside].sum() / _DRAWS) ** 0.5 / int(inside.sum())
+                if not abs(bias) <= limit + noise:
+                    return f"goes up too often by {bias:+.4f} of a spacing{where}"
+        # Over independent draws the squared sum has their number times the fair variance.
+        spread = float(self.total.square().sum() / (_DRAWS * self.variance.sum()))
+        if not abs(spread - 1) <= _SPREAD + 6 * (2 / excess.numel()) ** 0.5:
+            return f"its spread is {spread:.3f} of a fair draw's"
+        fair, everywhere = float(variance.sum()), torch.full_like(self.total, float(self.total.mean()) / _DRAWS)
+        for what, add in _SUMS_OVER.items():
+            common = float(add(everywhere).square().sum())  # what a bias adds
+            share = (self.sums[what] / _DRAWS - common) / fair
+            noise = 6 * (2 * float(add(self.variance).square().sum()) / _DRAWS) ** 0.5 / fair
+            if not abs(share - 1) <= _SUMS + noise:
+                return f"sums over {what} have {share:.3f} of the variance of independent draws"
+        return ""
+
+
+def _dependence(together: Mapping[str, float], one: Tensor, other: Tensor) -> str:
+    """together: sums of products of both operands' excess, by how they are paired. one, other: their variances."""
+    for what, paired in _PAIRED_BY.items():
+        a, b = paired(one, other)
+        scale, noise = _DRAWS * float((a * b).sqrt().sum()), 6 * (_DRAWS * float((a * b).sum())) ** 0.5
+        if not abs(together[what]) <= _CORRELATION * scale + noise:
+            return f"go together at the same {what}: correlation {together[what] / scale:+.3f}"
     return ""
 
 
@@ -422,7 +581,8 @@ class Rechecked:
 
 
 class Recheck:
-    """Rechecks a linear every `interval` steps; 0: never.
+    """Rechecks a linear every `interval` steps; it compares the first operand of each slot and the first product of
+    each GEMM: later micro-batches come by too, and recomputed blocks twice.
 
     linears: name -> context, in the plan's order, in which they take turns: which one is due is a function of the step
     alone, the same on all ranks and after a resume. Each data-parallel rank checks it on its own micro-batch, each
@@ -431,21 +591,22 @@ class Recheck:
 
     def __init__(self, interval: int, linears: Mapping[str, LinearContext]) -> None:
         self.interval, self._linears = interval, dict(linears)
-        self._watched: tuple[str, int, _Watcher] | None = None
+        self._watched: tuple[str, int] | None = None
+        self._turn, self._seen, self._faults = 0, set[str](), list[str]()
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
         """A context for the training step `step` (from 0), in which a linear is watched if one is due."""
         names = [name for name, context in self._linears.items() if context.recipe.quantized]
-        if not self.interval or step % self.interval or not names:
+        if step % self.interval or not names:
             yield
             return
-        turn, index = divmod(step // self.interval, len(names))
+        self._turn, index = divmod(step // self.interval, len(names))
+        self._watched, self._seen, self._faults = (names[index], step), set(), []
         context = self._linears[names[index]]
         # Codes that were kept from before would not be seen being made; made again they are the same.
         context.weight_cache = None
-        context.watcher = watcher = _Watcher(turn)
-        self._watched = names[index], step, watcher
+        context.watcher = self
         try:
             yield
         finally:
@@ -456,21 +617,10 @@ class Recheck:
         watched, self._watched = self._watched, None
         if watched is None:
             return None
-        name, step, watcher = watched
-        assert watcher.seen, f"nothing of {name} was seen"
+        assert self._seen, f"nothing of {watched[0]} was seen"
         of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, [f"rank {dist.get_rank()}: {fault}" for fault in watcher.faults])
-        return Rechecked(name, step, len(watcher.seen), [fault for faults in of_ranks for fault in faults])
-
-
-@dataclass
-class _Watcher:
-    """Compares the first operand of each slot and the first product of each GEMM of a linear: later micro-batches come
-    by too, and recomputed blocks twice. turn: chooses rows."""
-
-    turn: int
-    faults: list[str] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
+        dist.all_gather_object(of_ranks, [f"rank {dist.get_rank()}: {fault}" for fault in self._faults])
+        return Rechecked(*watched, len(self._seen), [fault for faults in of_ranks for fault in faults])
 
     def operands(
         self,
@@ -483,7 +633,7 @@ class _Watcher:
         def watched(make: MakeOperand, request: OperandRequest, rows: Tensor) -> Any:
             made, slot = make(), request.slot
             assert slot is not None
-            if made.quantized and slot.name not in self.seen:
+            if made.quantized and slot.name not in self._seen:
                 self._note(slot.name, operand_fault(made, rows, request))
             return made
 
@@ -503,7 +653,7 @@ class _Watcher:
     ) -> Tensor:
         """The backend's product, compared."""
         what = f"{gemm} product" if total is None else f"{gemm} product added to a gradient"
-        if what in self.seen or not any(side.quantized for side in sides):
+        if what in self._seen or not any(side.quantized for side in sides):
             return multiply()
         before = None if total is None else total[self._rows(total)]
         product = multiply()
@@ -513,9 +663,9 @@ class _Watcher:
 
     def _rows(self, product: Tensor) -> Tensor:
         size, count = product.shape[0], min(_PRODUCT_ROWS, product.shape[0])
-        return (torch.arange(count, device=product.device) * size // count + self.turn) % size
+        return (torch.arange(count, device=product.device) * size // count + self._turn) % size
 
     def _note(self, what: str, fault: str) -> None:
-        self.seen.add(what)
+        self._seen.add(what)
         if fault:
-            self.faults.append(f"{what}: {fault}")
+            self._faults.append(f"{what}: {fault}")

@@ -174,7 +174,7 @@ def wrong(*_):
 errors.PATIENCE = 0.2
 errors.leave_distributed = lambda: time.sleep(3600)
 if "wrong" in sys.argv:
-    pretrain.Verify.start = wrong
+    pretrain.SelfTest.start = wrong
 if "crash" in sys.argv:
     pretrain.Trainer.steps = lambda *_: 1 // 0
 errors.run_program(lambda: pretrain.main(sys.argv[2:], StopRequest().listen()))

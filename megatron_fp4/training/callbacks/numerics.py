@@ -14,19 +14,25 @@ from megatron_fp4.precision.verify import Recheck, RecheckError
 from megatron_fp4.training.trainer import Callback, Step
 
 
-class Verify(Callback):
-    """Compares native kernels with the reference: on random tensors before the first step, on one linear's own every
-    `precision.recheck_interval` steps."""
+class SelfTest(Callback):
+    """Compares a native backend with the reference, on random tensors before the first step."""
 
     def start(self, done: int) -> None:
         """Raises SelfTestError if a native kernel computes something else than the reference."""
-        trainer = self.trainer
-        train, linears, precision = trainer.config.train, trainer.precision.linears, trainer.config.precision
+        trainer, train = self.trainer, self.trainer.config.train
+        linears = trainer.precision.linears
         backend = next(iter(linears.values())).backend
         if backend.name != "emulated":
             cases = verify.cases_of(trainer.precision.plans, linears, train.micro_batch_size * train.sequence_length)
             trainer.log.console.text(verify.require(backend, cases, trainer.mesh.device))
-        self._recheck = Recheck(precision.recheck_interval, linears)
+
+
+class LinearCheck(Callback):
+    """Compares one linear with the reference every `precision.recheck_interval` steps, on its own tensors."""
+
+    def start(self, done: int) -> None:
+        """The linears take turns by the step alone."""
+        self._recheck = Recheck(self.trainer.config.precision.recheck_interval, self.trainer.precision.linears)
 
     def around_step(self, step: Step) -> AbstractContextManager[object]:
         """One linear is watched if one is due."""
