@@ -38,9 +38,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
+from data.indexed import DataBundle, IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
 from data.storage import build_once, default_cache_dir
-from data.token_source import DataBundle
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 CODE = "code"

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.indexed import DataBundle, TokenRange, TokenSource
 from data.megatron_indices import DatasetIndices, blend_sizes, blending_indices, dataset_indices, split_range
 from data.order import Growth, Samples, Window, num_windows
 from data.schedule import Location, Phase, PhaseSchedule, SourceRange
 from data.storage import build_once, default_cache_dir
-from data.token_source import DataBundle, TokenRange, TokenSource
 
 _LOOK_BACK = 1 << 14
 

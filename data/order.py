@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.token_source import Concatenation, TokenSource, check_ids, document_numbers, side_by_side
+from data.indexed import Concatenation, TokenSource, check_ids, document_numbers
+from data.storage import side_by_side
 
 _NUM_ROUNDS = 6
 _MASK = (1 << 64) - 1

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from data.builtin import check_builtin, open_builtin
+from data.indexed import DataBundle
 from data.loader import MicroBatch, MicroBatchLoader
 from data.megatron_order import MegatronOrder, MegatronSchedule, check_megatron, held_out_by_split, megatron_run
 from data.order import Samples, SampleSource
 from data.schedule import Phase, PhaseSchedule, PhaseSpan, PlannedUse, check_epochs, check_phases, planned_use
 from data.sources import check_indexed, open_indexed
 from data.storage import default_cache_dir
-from data.token_source import DataBundle
 from data.validation import ValidationSet, Yardstick, fewer_windows
 
 __all__ = ["MicroBatch", "RunData", "check", "check_kind", "default_cache_dir", "open_alone", "open_data", "phases"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from data.megatron_order import MegatronSchedule, order_differences
 from data.order import Growth, Samples
 from data.schedule import PhaseSchedule
-from data.token_source import side_by_side
+from data.storage import side_by_side
 
 FORMAT = 2
 

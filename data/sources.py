@@ -20,9 +20,8 @@ from typing import Any
 
 import yaml
 
-from data.indexed import CHECKED_BLOCKS, IndexedDataset, facts_path
-from data.storage import check_url, is_url, list_objects
-from data.token_source import Concatenation, DataBundle, TokenSource, side_by_side
+from data.indexed import CHECKED_BLOCKS, Concatenation, DataBundle, IndexedDataset, TokenSource, facts_path
+from data.storage import check_url, is_url, list_objects, side_by_side
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 _ENDINGS = (".idx", ".bin")

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.indexed import IndexedDataset, facts_path
+from data.indexed import IndexedDataset, TokenRange, TokenSource, check_ids, document_numbers, facts_path
 from data.loader import MicroBatch
 from data.order import num_windows
-from data.token_source import TokenRange, TokenSource, check_ids, document_numbers
 
 # Windows that are counted at a time.
 _BLOCK = 64

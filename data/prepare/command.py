@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from data.indexed import check_whole
-from data.prepare.merge import merge
+from data.prepare.merge import check_whole, merge
 from data.prepare.prepare import NewTokenizer, Prepared, State, prepare, validation_prefix, work_path
 from data.prepare.readers import FORMATS, TEXT_UNITS, find_files, has_one_split, open_dataset, open_files
 from data.prepare.tokenize import POLICIES, Options, WorkerDied

@@ -1,40 +1,41 @@
-"""Several pairs into one: the bytes of preparing their inputs with one command, without memory for any of it."""
+"""What is done with finished pairs: several become one, and a pair is checked to its last byte.
+
+A merge has the bytes of preparing its inputs with one command. Neither takes memory for what a pair holds.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.indexed import HEADER, IndexedDataset, facts_path, index_path, tokens_path, write_index
+from data.indexed import (
+    HEADER,
+    INDEX_BLOCK,
+    IndexedDataset,
+    document_at,
+    facts_path,
+    index_path,
+    tokens_path,
+    write_index,
+)
 from data.prepare.prepare import WorkFolder, blocks_of, refuse_existing, write_facts
 from data.prepare.tokenize import SplitCount
+from data.storage import is_url
 
 _COPY_BYTES = 8 << 20
-# What must be the same in all facts, and how it is called.
-_SAME = {"tokenizer": "tokenizer", "eod": "end of a document", "bos": "begin of a document"}
+# Facts that must be the same in all inputs.
+_SAME = ("tokenizer", "eod", "bos")
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """One input, checked."""
-
-    prefix: Path
-    dtype: np.dtype[Any]
-    sequences: int
-    documents: int
-    tokens: int
-    facts: dict[str, Any] | None
-
-
-def merge(prefixes: Sequence[str | Path], output: str | Path, report: Callable[[str], None]) -> SplitCount:
+def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) -> SplitCount:
     """Write the documents of all pairs, in their order, to the pair `output`; what is in it (text_bytes 0 if unknown).
 
     The facts beside the pairs are merged too if all of them have some. report: called with a line if not.
@@ -43,71 +44,55 @@ def merge(prefixes: Sequence[str | Path], output: str | Path, report: Callable[[
     FileNotFoundError or ValueError for a pair that is missing, damaged or named twice, of another type of token, of
     another tokenizer, or with modes (multimodal data).
     """
-    output = Path(output)
-    if len(prefixes) < 2:
-        raise ValueError("to merge takes two or more pairs; name their paths without ending")
-    for path, times in Counter(Path(prefix).resolve() for prefix in prefixes).items():
-        if times > 1:
-            raise ValueError(f"{path} comes twice; its documents would be in the output twice")
-    pairs = [_open(Path(prefix)) for prefix in prefixes]
-    _check_alike(pairs)
-    without = [str(pair.prefix) for pair in pairs if pair.facts is None]
-    known = [] if without else [pair.facts for pair in pairs if pair.facts]
-    count = SplitCount(
-        sum(pair.documents for pair in pairs),
-        sum(pair.tokens for pair in pairs),
-        sum(facts["text_bytes"] for facts in known),
-    )
-    work = WorkFolder(output, {"merge of": [str(pair.prefix.resolve()) for pair in pairs]})
+    if len({Path(prefix).resolve() for prefix in prefixes}) < max(2, len(prefixes)):
+        raise ValueError("to merge takes two or more pairs, each named once, by their paths without ending")
+    pairs = [_open(prefix) for prefix in prefixes]
+    facts = [_facts(prefix) for prefix in prefixes if facts_path(prefix).is_file()]
+    if len({pair.dtype for pair in pairs}) > 1:
+        types = ", ".join(f"{pair} {pair.dtype.name}" for pair in pairs)
+        raise ValueError(f"the pairs hold different types of tokens ({types}); prepare them with one tokenizer")
+    for one, other in pairwise(facts):
+        for key in _SAME:
+            if one.get(key) != other.get(key):
+                raise ValueError(
+                    f"the .json of the pairs differ in {key} ({one.get(key)}, {other.get(key)}); prepare them alike"
+                )
+    if len(facts) < len(pairs):
+        facts = []
+    documents, tokens = sum(pair.num_documents for pair in pairs), sum(pair.num_tokens for pair in pairs)
+    count = SplitCount(documents, tokens, sum(of["text_bytes"] for of in facts))
+    work = WorkFolder(output, {"merge of": [str(Path(prefix).resolve()) for prefix in prefixes]})
     with work.kept_if_saved():
         if not work.state.published:
             refuse_existing([index_path(output), tokens_path(output), facts_path(output)])
-            if without:
+            if not facts:
                 report(
-                    f"without a .json: {', '.join(without)}; whether the tokenizer is the same was not checked, and no "
+                    f"not every pair has a .json: whether the tokenizer is the same was not checked, and no "
                     f"{facts_path(output)} is written"
                 )
-            _write(pairs, work.path, count, known)
-        of_facts = {"train.json": facts_path(output)} if known else {}
+            _write(pairs, work.path, count, facts)
+        of_facts = {"train.json": facts_path(output)} if facts else {}
         work.publish({**of_facts, "train.bin": tokens_path(output), "train.idx": index_path(output)})
     return count
 
 
-def _open(prefix: Path) -> _Pair:
-    dataset, index = IndexedDataset(prefix), index_path(prefix)
-    sequences, documents = dataset.num_sequences, dataset.num_documents
-    if index.stat().st_size != HEADER.size + 12 * sequences + 8 * (documents + 1):
-        raise ValueError(f"{index} has modes of sequences, as multimodal data do; these cannot be merged here")
-    facts = None
-    if facts_path(prefix).is_file():
-        try:
-            facts = json.loads(facts_path(prefix).read_bytes())
-            facts["tokenizer"]["fingerprint"], facts["text_bytes"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{facts_path(prefix)} is damaged; remove it to merge without its facts") from error
-    return _Pair(prefix, dataset.dtype, sequences, documents, dataset.num_tokens, facts)
+def _open(prefix: str) -> IndexedDataset:
+    pair = IndexedDataset(prefix)
+    if index_path(prefix).stat().st_size != HEADER.size + 12 * pair.num_sequences + 8 * (pair.num_documents + 1):
+        raise ValueError(f"{prefix}.idx has modes of sequences, as multimodal data do; these cannot be merged here")
+    return pair
 
 
-def _check_alike(pairs: Sequence[_Pair]) -> None:
-    first = pairs[0]
-    for other in pairs[1:]:
-        if other.dtype != first.dtype:
-            raise ValueError(
-                f"{first.prefix} holds {first.dtype.name} and {other.prefix} {other.dtype.name}, so they are of "
-                "different tokenizers; prepare them with one"
-            )
-    known = [pair for pair in pairs if pair.facts is not None]
-    for other in known[1:]:
-        for key, name in _SAME.items():
-            ours, theirs = ((pair.facts or {}).get(key) for pair in (known[0], other))
-            if ours != theirs:
-                raise ValueError(
-                    f"{known[0].prefix} and {other.prefix} differ in the {name} ({_shown(ours)}, {_shown(theirs)}); "
-                    "prepare them alike"
-                )
+def _facts(prefix: str) -> dict[str, Any]:
+    try:
+        facts = json.loads(facts_path(prefix).read_bytes())
+        facts["tokenizer"]["fingerprint"], facts["text_bytes"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{prefix}.json is damaged; remove it to merge without its facts") from error
+    return facts
 
 
-def _write(pairs: Sequence[_Pair], folder: Path, count: SplitCount, facts: Sequence[dict[str, Any]]) -> None:
+def _write(pairs: Sequence[IndexedDataset], folder: Path, count: SplitCount, facts: Sequence[dict[str, Any]]) -> None:
     files = {"bin": folder / "train.bin", "idx": folder / "train.idx"}
     with open(files["bin"], "wb") as target:
         for pair in pairs:
@@ -115,44 +100,105 @@ def _write(pairs: Sequence[_Pair], folder: Path, count: SplitCount, facts: Seque
                 shutil.copyfileobj(source, target, _COPY_BYTES)
     if files["bin"].stat().st_size != count.tokens * pairs[0].dtype.itemsize:
         raise ValueError("one of the pairs changed while it was read; merge again")
-    starts = np.cumsum([0, *(pair.sequences for pair in pairs)]).tolist()
+
+    def lengths(pair: IndexedDataset) -> Iterator[np.ndarray]:
+        return blocks_of(index_path(pair.prefix), "<i4", HEADER.size, pair.num_sequences)
+
+    def ends(pair: IndexedDataset, sequences_before: int) -> Iterator[np.ndarray]:
+        # After lengths, pointers, and the first entry, 0.
+        offset = HEADER.size + 12 * pair.num_sequences + 8
+        for block in blocks_of(index_path(pair.prefix), "<i8", offset, pair.num_documents):
+            yield block + sequences_before
+
+    starts = np.cumsum([0, *(pair.num_sequences for pair in pairs)]).tolist()
     write_index(
         files["idx"],
         pairs[0].dtype,
         starts[-1],
-        lambda: chain.from_iterable(
-            blocks_of(index_path(pair.prefix), "<i4", HEADER.size, pair.sequences) for pair in pairs
-        ),
+        lambda: chain.from_iterable(map(lengths, pairs)),
         count.documents,
-        # After lengths, pointers, and the first entry, 0.
-        lambda: (
-            block + start
-            for pair, start in zip(pairs, starts, strict=False)
-            for block in blocks_of(
-                index_path(pair.prefix), "<i8", HEADER.size + 12 * pair.sequences + 8, pair.documents
-            )
-        ),
+        lambda: chain.from_iterable(map(ends, pairs, starts)),
     )
     if facts:
-        write_facts(folder / "train.json", count, files, _merged(facts))
+        counts = {"format", "documents", "tokens", "text_bytes", "sha256"}
+        agreed = {**_agreed(facts), "options": _agreed([of.get("options") or {} for of in facts])}
+        merged = {key: agreed.get(key) for key in facts[0] if key not in counts}
+        write_facts(folder / "train.json", count, files, merged)
 
 
-def _merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all facts agree on, the counts aside; None where they do not."""
-    counts = {"format", "documents", "tokens", "text_bytes", "sha256"}
-    found = {
-        key: value if all(other.get(key) == value for other in facts) else None
-        for key, value in facts[0].items()
-        if key not in counts
-    }
-    options = [other.get("options") or {} for other in facts]
-    found["options"] = {
-        key: value for key, value in options[0].items() if all(other.get(key) == value for other in options)
-    }
-    return found
+def _agreed(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all say alike."""
+    return {key: value for key, value in facts[0].items() if all(other.get(key) == value for other in facts)}
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return str(value.get("token") or str(value.get("fingerprint"))[:12])
-    return "none" if value is None else str(value)
+@dataclass(frozen=True)
+class Checked:
+    """What was counted in a dataset without a fault. agreed: whether there is a `<prefix>.json`, which then
+    says the same."""
+
+    documents: int
+    tokens: int
+    smallest_id: int
+    largest_id: int
+    agreed: bool
+
+    def __str__(self) -> str:
+        agreed = ", as its .json says" if self.agreed else ""
+        ids = f"ids {self.smallest_id} to {self.largest_id}"
+        return f"{self.documents:,} documents, {self.tokens:,} tokens, {ids}{agreed}"
+
+
+def check_whole(prefix: str | Path, vocab_size: int | None = None) -> Checked:
+    """Check the whole index, that every token id is from 0 to below vocab_size (None: whatever is not negative), and
+    that `<prefix>.json`, if it is there, says the same.
+
+    Raises ValueError with the place of the first fault, and what IndexedDataset raises.
+    """
+    dataset, block = IndexedDataset(prefix), INDEX_BLOCK
+    for first in range(0, dataset.num_sequences, block):
+        dataset.check_sequences(first, min(first + block, dataset.num_sequences))
+    for first in range(0, dataset.num_documents, block):
+        dataset.check_documents(first, min(first + block, dataset.num_documents))
+    digest = hashlib.sha256()
+    smallest, largest = np.iinfo(np.int64).max, -1
+    for start in range(0, dataset.num_tokens, block):
+        tokens = dataset.tokens(start, min(block, dataset.num_tokens - start))
+        digest.update(tokens.data)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            wrong = (tokens < 0) | (tokens >= (high + 1 if vocab_size is None else vocab_size))
+            raise _wrong_id(dataset, start + int(wrong.argmax()), vocab_size)
+        smallest, largest = min(smallest, low), max(largest, high)
+    agreed = not is_url(str(prefix)) and facts_path(prefix).exists()
+    if agreed:
+        _compare_facts(dataset, digest.hexdigest())
+    return Checked(dataset.num_documents, dataset.num_tokens, smallest, largest, agreed)
+
+
+def _wrong_id(dataset: IndexedDataset, place: int, vocab_size: int | None) -> ValueError:
+    document = document_at(dataset, place)
+    begin = int(dataset.document_offsets(document, document)[0])
+    limit = "no id is negative" if vocab_size is None else f"ids are from 0 to {vocab_size - 1}"
+    return ValueError(
+        f"{dataset}.bin: token {place - begin} of document {document} (byte {place * dataset.dtype.itemsize}) is "
+        f"{dataset.tokens(place, 1)[0]}; {limit}: the file is damaged, or of another tokenizer"
+    )
+
+
+def _compare_facts(dataset: IndexedDataset, digest: str) -> None:
+    """Raise ValueError where the dataset, whose `.bin` has this sha256, is not what its facts say; those that are not
+    there say nothing."""
+    try:
+        facts = dict(json.loads(facts_path(dataset.prefix).read_text(encoding="utf-8")))
+        facts |= dict(facts.get("sha256", {}))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{dataset}.json does not hold facts by name ({error}); restore or delete it") from error
+    with open(index_path(dataset.prefix), "rb") as file:
+        of_index = hashlib.file_digest(file, "sha256").hexdigest()
+    found = {"documents": dataset.num_documents, "tokens": dataset.num_tokens, "bin": digest, "idx": of_index}
+    for name, actual in found.items():
+        if (said := facts.get(name, actual)) != actual:
+            raise ValueError(
+                f"{dataset}.json says {str(said)[:12]} of {name} where the dataset has {str(actual)[:12]}: it was "
+                "changed since it was prepared; copy or prepare the dataset again"
+            )

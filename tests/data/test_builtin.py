@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from data.builtin import (
     paragraphs,
     split_documents,
 )
-from data.storage import build_once
 
 
 def sentence(i: int, characters: str = "aeioubdlmnrst") -> str:
@@ -126,22 +124,6 @@ def test_two_processes_build_once_and_rank_0_shows_it(
     monkeypatch.setenv("RANK", "1")
     open_builtin(301, tmp_path / "cache")
     assert capfd.readouterr().err == ""
-
-
-def test_a_failed_or_killed_build_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
-    def build(folder: Path, error: Exception | None) -> None:
-        (folder / "half").touch()
-        if error:
-            raise error
-        (folder / "whole").touch()
-
-    with pytest.raises(OSError, match="disk full"):
-        build_once(tmp_path / "corpus", partial(build, error=OSError("disk full")))
-    assert not (tmp_path / "corpus").exists()
-    (tmp_path / "corpus.tmp").mkdir()  # as a killed build leaves it
-    (tmp_path / "corpus.tmp" / "stale").touch()
-    build_once(tmp_path / "corpus", partial(build, error=None))
-    assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == ["half", "whole"]
 
 
 @pytest.mark.slow

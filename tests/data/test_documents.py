@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.indexed import IndexedDataset
+from data.indexed import IndexedDataset, document_numbers
 from data.loader import UNCOUNTED, MicroBatch, MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
-from data.token_source import document_numbers
 from data.validation import ValidationSet
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -27,18 +26,6 @@ def expected(dataset: IndexedDataset, start: int, length: int) -> list[int]:
     """By hand: the documents of the tokens, numbered anew."""
     owners = np.repeat(np.arange(dataset.num_documents), lengths_of(dataset))[start : start + length]
     return (np.unique(owners, return_inverse=True)[1]).tolist()
-
-
-def test_offsets_are_those_of_the_documents(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset("code", 500)
-    ends = [0, *np.cumsum(lengths_of(dataset)).tolist()]
-    offsets = dataset.document_offsets(0, dataset.num_documents)
-    assert offsets.tolist() == ends and offsets.dtype == np.int64
-    assert dataset.document_offsets(3, 6).tolist() == ends[3:7]
-    assert [dataset.document_offsets(d, d).tolist() for d in (0, 5, len(ends) - 1)] == [[0], [ends[5]], [500]]
-    for first, last in ((-1, 2), (4, 3), (0, len(ends))):
-        with pytest.raises(IndexError, match="outside"):
-            dataset.document_offsets(first, last)
 
 
 def test_every_window_at_every_place(make_dataset: MakeDataset) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import data.order as orders
+from data.indexed import Concatenation
 from data.order import DocumentOrder, Growth, Permutation, SampleSource, WindowOrder, num_windows, shuffled
-from data.token_source import Concatenation
 from tests.data.streams import CountingStream
 
 ORDERS = [WindowOrder, DocumentOrder]

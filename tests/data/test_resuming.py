@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from data.indexed import Concatenation
 from data.loader import MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
-from data.token_source import Concatenation
 from tests.data.streams import CountingStream
 
 LENGTH, BATCH = 4, 6

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.indexed import Concatenation, IndexedDataset, IndexedDatasetWriter
 from data.order import SampleSource
 from data.sources import entries, open_indexed, prefixes
-from data.token_source import Concatenation
 
 MakeDataset = Callable[..., IndexedDataset]
 KEY = "data.sources.web"

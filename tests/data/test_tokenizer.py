@@ -15,8 +15,17 @@ import pytest
 import sentencepiece
 import tiktoken
 
-from data import words
-from data.tokenizer import END_OF_DOCUMENT, HuggingFaceTokenizer, TextTokenizer, load_tokenizer, train_tokenizer
+from data import tokenizer as module
+from data.tokenizer import (
+    CL100K,
+    END_OF_DOCUMENT,
+    GPT2,
+    QWEN2,
+    HuggingFaceTokenizer,
+    TextTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 TEXTS = [
     f"def function_{i}(argument):\n    return argument + {i}  # it's naïve, isn't it? 文字\r\n" for i in range(200)
@@ -160,7 +169,7 @@ ALPHABET = [
 def cut_by(expression: str, normalizer: str | None = None, added: str | None = None) -> HuggingFaceTokenizer:
     """The trained tokenizer, its words cut by an expression instead of GPT-2's own."""
     settings: dict[str, Any] = json.loads(CONTENT)
-    if expression != words.GPT2:
+    if expression != GPT2:
         settings["pre_tokenizer"] = {
             "type": "Sequence",
             "pretokenizers": [
@@ -184,7 +193,7 @@ def random_texts(seed: int, number: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("expression", "normalizer"),
-    [(words.GPT2, None), (words.CL100K, "NFC"), (words.QWEN2, None), (words.QWEN2, "NFKD")],
+    [(GPT2, None), (CL100K, "NFC"), (QWEN2, None), (QWEN2, "NFKD")],
 )
 def test_any_text_gets_the_ids_of_tokenizers(
     expression: str, normalizer: str | None, monkeypatch: pytest.MonkeyPatch
@@ -193,23 +202,22 @@ def test_any_text_gets_the_ids_of_tokenizers(
     assert subject._words is not None
     texts = [*random_texts(1, 800), "x".join(random_texts(2, 200)), ""]
     expected = subject.encode_batch(texts)
-    for at_once, of_unusual in ((1 << 18, 8), (7, 1), (100, 50)):
-        monkeypatch.setattr(words, "_CHARACTERS_AT_ONCE", at_once)
-        monkeypatch.setattr(words, "_UNUSUAL_CHARACTERS_AT_ONCE", of_unusual)
+    for at_once in (1 << 18, 100, 8, 1):
+        monkeypatch.setattr(module, "_CHARACTERS_AT_ONCE", at_once)
         for text, ids, right in zip(texts, subject.encode_arrays(texts), expected, strict=True):
             assert ids.dtype == np.int32 and ids.tolist() == right, repr(text)
 
 
 def test_every_character_is_classified_as_tokenizers_does() -> None:
     """Beside a letter, a digit, a mark and a space: a character of another class would cut other words."""
-    subject = cut_by(words.GPT2)
+    subject = cut_by(GPT2)
     points = [point for point in range(0x3000) if not 0xD800 <= point < 0xE000]
     text = "".join(f"a{chr(point)}1{chr(point)}. {chr(point)}" for point in points)
     assert subject.encode_arrays([text])[0].tolist() == subject.encode_batch([text])[0]
 
 
 def test_a_token_that_is_looked_for_first_is_found() -> None:
-    subject = cut_by(words.GPT2, added="return argument")
+    subject = cut_by(GPT2, added="return argument")
     texts = ["we return arguments", "return", "x return argument\n"]
     encoded = [ids.tolist() for ids in subject.encode_arrays(texts)]
     assert encoded == subject.encode_batch(texts)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.indexed import IndexedDataset, IndexedDatasetWriter
-from data.token_source import Concatenation, TokenRange
+from data.indexed import Concatenation, IndexedDataset, IndexedDatasetWriter, TokenRange
 from data.tokenizer import train_tokenizer
 from data.validation import ValidationSet, bytes_per_token
 

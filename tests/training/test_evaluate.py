@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.token_source import TokenSource
+from data.indexed import TokenSource
 from data.validation import ValidationSet
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState

@@ -1,0 +1,99 @@
+"""Files of this machine, of which ranges are read, and folders that are built once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import storage
+from data.storage import LocalFile, build_once
+
+
+def open_in(folder: Path) -> int:
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{number}").startswith(str(folder))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return found
+
+
+def test_threads_share_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A descriptor that is closed while another thread reads from it would give the bytes of another file."""
+    monkeypatch.setattr(storage, "_opened", lru_cache(16)(storage._Descriptor))
+    for i in range(40):
+        (tmp_path / f"{i}").write_bytes(np.full(100, i, np.uint32).tobytes())
+    files = [LocalFile(f"{tmp_path}/{i}") for i in range(40)]
+    assert open_in(tmp_path) == 0, "naming a file does not open it"
+    wrong: list[int] = []
+
+    def read(seed: int) -> None:
+        for i in np.random.default_rng(seed).integers(0, 40, 2000).tolist():
+            if files[i].read(100, 4) != np.uint32(i).tobytes():
+                wrong.append(i)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and open_in(tmp_path) == 16
+
+
+def test_a_file_that_was_replaced_or_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"abcd")
+    kept, pickled = LocalFile(str(path)), pickle.dumps(LocalFile(str(path)))
+    assert (kept.name, kept.size, kept.read(1, 2), kept.read(4, 0)) == (str(path), 4, b"bc", b"")
+    storage._opened.cache_clear()
+    os.utime(path, (1, 1))
+    assert pickle.loads(pickled).read(0, 4) == b"abcd", "touched, but the same"
+    (tmp_path / "new").write_bytes(b"efgh")
+    os.replace(tmp_path / "new", path)
+    assert kept.read(0, 4) == b"abcd", "it is open"
+    storage._opened.cache_clear()
+    with pytest.raises(ValueError, match=r"f is not the file any more that this run opened; put it back"):
+        pickle.loads(pickled).read(0, 4)
+    other = LocalFile(str(path))
+    assert other.read(0, 4) == b"efgh"
+    os.truncate(path, 3)
+    with pytest.raises(ValueError, match="f ends at byte 3; it was cut short while in use"):
+        other.read(2, 2)
+
+
+def test_an_error_of_the_disk_keeps_its_number_and_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(b"abcd")
+    file = LocalFile(f"{tmp_path}/f")
+
+    def fail(*arguments: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(OSError) as failure:
+        file.read(0, 1)
+    assert failure.value.errno == 5 and failure.value.filename == f"{tmp_path}/f"
+
+
+def test_a_failed_or_killed_build_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    def build(folder: Path, error: Exception | None) -> None:
+        (folder / "half").touch()
+        if error:
+            raise error
+        (folder / "whole").touch()
+
+    with pytest.raises(OSError, match="disk full"):
+        build_once(tmp_path / "corpus", partial(build, error=OSError("disk full")))
+    assert not (tmp_path / "corpus").exists()
+    (tmp_path / "corpus.tmp").mkdir()  # as a killed build leaves it
+    (tmp_path / "corpus.tmp" / "stale").touch()
+    build_once(tmp_path / "corpus", partial(build, error=None))
+    assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == ["half", "whole"]
