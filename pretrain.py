@@ -53,8 +53,7 @@ from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersError, run_program
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, explain, sole_run
-from megatron_fp4.runtime.signals import StopRequest
-from megatron_fp4.runtime.stop_conditions import StopConditions
+from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism, world_size
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
@@ -123,7 +122,7 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
                 report(trainer, CONFIGS)
         return code
     except (ConfigError, DivergedError, WrongNumbersError, SelfTestError) as error:
-        signals.hush()
+        signals.over()
         return explain(error, run_dir, lambda: signals.requested)
 
 
@@ -152,7 +151,8 @@ def only_run(config: Config, signals: StopRequest) -> Iterator[tuple[Trainer, Ru
     mesh = build_mesh(config.parallel, device)
     first_rank = mesh.rank == 0
     logging.basicConfig(level=logging.INFO if first_rank else logging.WARNING, format="%(message)s")
-    progress.observer = ledger = TimeLedger(signals.began)
+    ledger = TimeLedger(signals.began)
+    progress.observer = ledger.at
     with (
         sole_run(run_dir),
         RunState(run_dir, first_rank, progress, anew=config.checkpoint.resume == "never") as state,

@@ -18,8 +18,7 @@ import torch.distributed as dist
 import pretrain
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.runtime.errors import DivergedError
-from megatron_fp4.runtime.signals import StopRequest
-from megatron_fp4.runtime.stop_conditions import StopConditions
+from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training import trainer
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import accumulate

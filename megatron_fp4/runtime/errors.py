@@ -1,15 +1,14 @@
 """How a run ends: its exit code, one line for an error that a user can cause, and a process that ends in any case.
 
 Under torchrun every failure of a worker becomes torchrun's own exit code 1; `state.json` (run_state.py) keeps the
-difference. A finished or stopped run has written everything before it comes here. It leaves the process group with
-little patience, since groups were seen to hang in their end for minutes, and the process ends with the run's own exit
-code either way. A run that failed does not wait for its group at all: other ranks may never come. It says why first.
+difference. A run that finished or stopped has written everything before it comes here; its process group, which may
+hang in its end for minutes, gets some seconds. A run that failed says why and does not wait for its group: other ranks
+may never come.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import faulthandler
 import hashlib
@@ -20,13 +19,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_fp4.config.checks import place_in_run
@@ -38,9 +35,8 @@ from megatron_fp4.runtime.closed_pipe import ReaderLeftError
 
 # Seconds for a process group to end.
 PATIENCE = 10.0
-# Seconds to wait for the rank that prints, for the others of this machine to arrive, and for torchrun to end them.
-_PRINT, _ARRIVE, _END = 20.0, 10.0, 10.0
-_STORE_TIMEOUT = datetime.timedelta(seconds=5)
+# Seconds to wait for the others of this machine to arrive, and for torchrun to end this process.
+_ARRIVE, _END = 10.0, 20.0
 
 
 class ExitCode(IntEnum):
@@ -151,18 +147,16 @@ def code_for_launcher(code: int) -> int:
     return ExitCode.FINISHED if code == ExitCode.STOPPED and done < most else code
 
 
-class PrintedAtOnce:
+@contextlib.contextmanager
+def printed_at_once() -> Iterator[None]:
     """A context whose unforeseen exceptions are on stderr before anything else is left: outer contexts, such as a save
     in the background, may take their time, or hang."""
-
-    def __enter__(self) -> PrintedAtOnce:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and exit_code_of(error) is ExitCode.CRASHED:
+    try:
+        yield
+    except BaseException as error:
+        if exit_code_of(error) is ExitCode.CRASHED:
             print_traceback(error)
+        raise
 
 
 def print_traceback(error: BaseException) -> None:
@@ -173,40 +167,37 @@ def print_traceback(error: BaseException) -> None:
         error._printed = True  # type: ignore[attr-defined]
 
 
-# One rank prints what all ranks found, and none leaves before the line is out. torchrun ends all workers of a machine
-# as soon as one has left with a failure, so a line that only rank 0 prints is lost when another one leaves before it.
-# What ranks have in common before they have met is the folder that torchrun keeps for a start (that of
-# TORCHELASTIC_ERROR_FILE; it removes it afterwards): the first to make a file there prints the line. Of several
-# machines, the first in torchrun's own store does.
+# torchrun ends all workers of a machine as soon as one has left with a failure, so a line that only rank 0 prints is
+# lost when another one leaves before it. What ranks have in common before they have met is the folder that torchrun
+# keeps for a start (that of TORCHELASTIC_ERROR_FILE): the first to make a file there prints the line.
 
 
 def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
-    """Print `line` on stderr if no other rank has, or see to it that one does; returns whether it was this one.
+    """Print on stderr, by one rank of this machine, what all ranks found; returns whether it was this one.
 
-    ended: whether torchrun has asked this process to end. Returns once the line is out and, on the rank that printed
-    it, once the other ranks of this machine have come to it too, within seconds. Where another rank printed it and
-    torchrun then asks this one to end, it leaves with exit code 0, so that torchrun's report names the one that did.
+    ended: whether torchrun has asked this process to end. The rank that prints waits some seconds for the others to
+    come here too: a rank that torchrun asks to end before would say so. The others wait for that, and leave with exit
+    code 0, so that torchrun's report names the one that printed.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None or not (folder := Path(path).parent.parent).is_dir():
         if mine := _is_first_without_torchrun():  # one process, or one of Slurm's, which do not end each other
-            _print(line)
+            print(line, file=sys.stderr, flush=True)
         return mine
     name = f"said_{hashlib.sha256(line.encode()).hexdigest()[:16]}"
     _make(folder / f"{name}.{os.environ.get('LOCAL_RANK', 0)}")
-    if _make(folder / name):
-        mine = _print_unless_another_machine(line, name)
-        _make(folder / f"{name}.out")
-        everyone = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        _wait(lambda: len(list(folder.glob(f"{name}.[0-9]*"))) >= everyone, _ARRIVE)
-        # torchrun's report of failed workers then ends with the line instead of a traceback.
-        details = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
-        return mine
-    if _wait((folder / f"{name}.out").exists, _PRINT) and _wait(ended, _END):
-        os._exit(0)
-    return False
+    if not _make(folder / name):
+        if _wait(ended, _END):
+            os._exit(0)
+        return False
+    print(line, file=sys.stderr, flush=True)
+    everyone = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    _wait(lambda: len(list(folder.glob(f"{name}.[0-9]*"))) >= everyone, _ARRIVE)
+    # torchrun's report of failed workers then ends with the line instead of a traceback.
+    details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+    return True
 
 
 def _is_first_without_torchrun() -> bool:
@@ -217,34 +208,10 @@ def _is_first_without_torchrun() -> bool:
     return not (place.rank if place.local_rank is None else place.local_rank)
 
 
-def _print_unless_another_machine(line: str, name: str) -> bool:
-    """Returns whether it was printed here."""
-    env = os.environ
-    if env.get("GROUP_WORLD_SIZE", "1") == "1" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _print(line)
-        return True
-    key = f"megatron_fp4/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
-    try:
-        port = int(env["MASTER_PORT"])
-        store = dist.TCPStore(env["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        if store.add(key, 1) > 1:
-            store.wait([f"{key}/out"], _STORE_TIMEOUT)
-            return False
-        _print(line)
-        store.set(f"{key}/out", "1")
-    except (dist.DistError, RuntimeError, ValueError, KeyError):  # twice is better than never
-        _print(line)
-    return True
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _make(path: Path) -> bool:
     """Make a file; False if it is there already."""
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
+        path.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:  # a full disk: each prints it

@@ -1,13 +1,14 @@
-"""What each rank is doing, in `run.dir/ranks`, so that others can name a rank that stops; and when a rank ends itself.
+"""What each rank is doing, in `run.dir/ranks`; who holds up a run; and when a rank ends itself.
 
 The loop says where it is (`Progress.at`, a tuple written). A thread writes that every few seconds to
 `ranks/rank_00003.json`, one small write, whether or not anything changed: a process that is stopped or gone shows by
 its file not being rewritten. On a thousand ranks each writes every 20 seconds, 50 small writes a second in all.
 
 When a rank has not moved for half of `parallel.timeout_seconds`, its thread appends where all its threads stand to
-`ranks/rank_00003.stack`. The lowest rank that waits then reads what the others wrote and prints one diagnosis
-(diagnosis.py). It comes at half time because NCCL's watchdog aborts a process without Python: there is no later
-moment. When a collective fails with an exception, gloo's way, the diagnosis is added to that.
+`ranks/rank_00003.stack`, and the first such rank of a step prints one diagnosis. Suspected is a rank that failed; whose
+process, on this host, is stopped or gone; whose file is no longer rewritten; or that is at an earlier place than
+others. It comes at half time because NCCL's watchdog aborts a process without Python: there is no later moment. When a
+collective fails with an exception, gloo's way, the diagnosis is added to that.
 
 Collectives fail after `parallel.timeout_seconds`. A disk that hangs may fail no collective: all ranks read it, or the
 save in the background does. So a rank also ends itself, with the state `hung` in `state.json`, an exit code with which
@@ -22,29 +23,34 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
+import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from megatron_fp4.runtime.diagnosis import BlockedThreads, Report, diagnose, is_lowest_waiting, line_of, report_path
 from megatron_fp4.runtime.errors import ExitCode
 
 T = TypeVar("T")
 
 FOLDER = "ranks"
-# Of `parallel.timeout_seconds`: until a rank says what it sees, and until it ends itself.
-_SPEAK, _BLOCKED, _WITHOUT_LIFE = 0.5, 0.9, 6.0
+# Of `parallel.timeout_seconds`: until a rank says what it sees; until it ends itself, for a call of the main thread on
+# a file, for one of another thread, and without a sign of life.
+_SPEAK, _BLOCKED, _BLOCKED_BESIDE, _WITHOUT_LIFE = 0.5, 0.9, 6.0, 6.0
 _STATE_SECONDS = 10.0
 _RECORD_BYTES = 1024
-# What gloo's and NCCL's errors say when the fault may be another rank's.
-_OF_OTHERS = ("timed out", "timeout", "connection", "gloo", "nccl")
+# Of the ranks with one and the same fault, so many are described one by one.
+_NAMED = 8
+# Errors of a rank that waited for another one.
+_OF_OTHERS = re.compile(r"gloo|nccl|timed out|timeout|connection", re.IGNORECASE)
 
 
 class Place(NamedTuple):
@@ -57,21 +63,14 @@ class Place(NamedTuple):
     since: float
 
 
-class Observer(Protocol):
-    """Who wants to hear of every phase as it begins, and of the wait for a step's data (`StepResult.data_wait`)."""
-
-    def at(self, step: int, phase: str) -> None:
-        """As `Progress.at`."""
-
-
 class Progress:
     """Where this rank is; watched and written down inside `with progress.watched(...)`.
 
-    on_hang: told the step and the reason before the process ends itself.
+    observer: told step and phase as each begins. on_hang: told step and reason before the process ends itself.
     """
 
     def __init__(self) -> None:
-        self.observer: Observer | None = None
+        self.observer: Callable[[int, str], None] | None = None
         self.place = Place(0, "start", 0, time.time())
         self.on_hang: Callable[[int, str], None] | None = None
 
@@ -81,7 +80,7 @@ class Progress:
         order = self.place.order + 1 if step == self.place.step else 0
         self.place = Place(step, phase, order, time.time())
         if self.observer is not None:
-            self.observer.at(step, phase)
+            self.observer(step, phase)
 
     def alive(self) -> None:
         """This rank gets on within its phase."""
@@ -123,11 +122,9 @@ class _Watch:
         # Often enough to be told from a stopped one in time, seldom enough for a shared disk.
         self.interval = min(max(5.0, self._world_size / 50), timeout_seconds / 20)
         self._start = ""
-        self._beat = 0
         self._error = ""
         self._diagnosed: Place | None = None
         self._end = threading.Event()
-        self._lock = threading.Lock()
         # Two: writing the place may hang with the disk, and what sees that must not.
         self._threads = [
             threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True)
@@ -137,7 +134,8 @@ class _Watch:
     def __enter__(self) -> None:
         if self._rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for old in self._folder.glob("rank_*.json"):  # of an earlier start, maybe with more ranks
+            # Of an earlier start, maybe with more ranks.
+            for old in [*self._folder.glob("rank_*.json"), *self._folder.glob("diagnosis_*")]:
                 old.unlink(missing_ok=True)
         start = [f"{time.time():.3f} {os.getpid()}"]
         dist.broadcast_object_list(start)
@@ -152,11 +150,9 @@ class _Watch:
         self._end.set()
         self._error = f"{type(error).__name__}: {error}"[:400] if error is not None else ""
         self._write()
-        if error is None:
-            return
-        of_others = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _OF_OTHERS)
+        of_others = isinstance(error, RuntimeError) and _OF_OTHERS.search(str(error))
         speaks = self._world_size > 1 and (self._rank == 0 or self._world_size <= 64)
-        if of_others and speaks and (found := self.diagnosis()):
+        if error is not None and of_others and speaks and (found := self.diagnosis()):
             error.add_note(found)
 
     def diagnosis(self) -> str:
@@ -178,9 +174,8 @@ class _Watch:
         try:
             stack = self._folder / f"rank_{self._rank:05d}.stack"
             with stack.open("a") as file:
-                file.write(
-                    f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: step {place.step}, {place.phase}\n"
-                )
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                file.write(f"{now} process {os.getpid()}: step {place.step}, {place.phase}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("\n")
@@ -188,16 +183,18 @@ class _Watch:
             self._end.wait(2.5 * self.interval)  # the others come to the same point, and a stopped one shows
             if self._progress.place != place or self._end.is_set():
                 return  # it has moved
-            if is_lowest_waiting(self._folder, self._report(), _SPEAK * self._timeout, self.interval):
-                text = self.diagnosis() or "all ranks are there and alive: slow work, or a collective that never ends"
-                seconds = time.time() - place.since
-                print(
-                    f"pretrain.py: rank {self._rank} has been in step {place.step}, {place.phase}, for {seconds:.0f} s "
-                    f"(collectives fail after {self._timeout:.0f} s).\n{text}\n"
-                    f"Where threads stand: {stack.parent}/*.stack",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            (self._folder / f"diagnosis_{place.step:08d}").touch(exist_ok=False)  # the first rank speaks for all
+            text = self.diagnosis() or "all ranks are there and alive: slow work, or a collective that never ends"
+            seconds = time.time() - place.since
+            print(
+                f"pretrain.py: rank {self._rank} has been in step {place.step}, {place.phase}, for {seconds:.0f} s "
+                f"(collectives fail after {self._timeout:.0f} s).\n{text}\n"
+                f"Where threads stand: {stack.parent}/*.stack",
+                file=sys.stderr,
+                flush=True,
+            )
+        except FileExistsError:
+            return
         except OSError as error:  # a dying disk must not end the run from here
             print(f"pretrain.py: no diagnosis of a hang: {error}", file=sys.stderr, flush=True)
 
@@ -205,7 +202,7 @@ class _Watch:
         blocked, main = BlockedThreads(), os.getpid()
         while not self._end.wait(self.interval):
             for thread, call, seconds in blocked.look():
-                if seconds >= (_BLOCKED if thread == main else _WITHOUT_LIFE) * self._timeout:
+                if seconds >= (_BLOCKED if thread == main else _BLOCKED_BESIDE) * self._timeout:
                     self._end_hung(f"{line_of(thread)} stands in the system call `{call}`", seconds)
             seconds = time.time() - self._progress.place.since
             if seconds >= _WITHOUT_LIFE * self._timeout:
@@ -224,34 +221,215 @@ class _Watch:
         os._exit(ExitCode.HUNG)
 
     def _report(self) -> Report:
-        place = self._progress.place
         return Report(
             start=self._start,
             rank=self._rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            step=place.step,
-            phase=place.phase,
-            order=place.order,
-            since=place.since,
             time=time.time(),
-            beat=self._beat,
             error=self._error,
+            **self._progress.place._asdict(),
         )
 
     def _write(self) -> None:
-        with self._lock:
-            self._beat += 1
-            text = json.dumps(self._report()._asdict())
+        content = json.dumps(self._report()._asdict()).ljust(_RECORD_BYTES).encode()
+        try:
+            # In place and of one length: one write, nothing for the disk to make or rename; closed, so that network
+            # disks show it to other hosts.
+            descriptor = os.open(report_path(self._folder, self._rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                # In place and of one length: one write, nothing for the disk to make or rename; closed, so that network
-                # disks show it to other hosts.
-                descriptor = os.open(
-                    report_path(self._folder, self._rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
-                )
-                try:
-                    os.pwrite(descriptor, text.ljust(_RECORD_BYTES).encode(), 0)
-                finally:
-                    os.close(descriptor)
-            except OSError:
-                pass  # a full disk is for the checkpoints to report
+                os.pwrite(descriptor, content, 0)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            pass  # a full disk is for the checkpoints to report
+
+
+# Who holds up a run, from what the ranks wrote
+
+
+class Report(NamedTuple):
+    """What a rank writes about itself. start: the same on all ranks of one start of the run. step, phase, order, since:
+    its Place. time: of writing. error: the exception it ended with, or ""."""
+
+    start: str
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    order: int
+    since: float
+    time: float
+    error: str
+
+    @property
+    def where(self) -> str:
+        """Its place in words."""
+        return f"step {self.step}, {self.phase}" if self.step else f"before the first step, {self.phase}"
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    """The file of `rank`."""
+    return folder / f"rank_{rank:05d}.json"
+
+
+def read_report(folder: Path, rank: int, start: str) -> Report | None:
+    """What `rank` wrote in this start; None if it wrote nothing yet or it cannot be read."""
+    for _ in range(3):  # it may be in the middle of being written
+        try:
+            report = Report(**json.loads(report_path(folder, rank).read_text()))
+        except (OSError, ValueError, TypeError):
+            time.sleep(0.01)
+        else:
+            return report if report.start == start else None
+    return None
+
+
+def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], None]) -> str:
+    """The suspects and where the others are, in a few lines; "" if none is suspected.
+
+    wait: lets so much time pass that every rank that is alive writes again; called only if none failed or stopped
+    visibly on this host.
+    """
+
+    def read() -> dict[int, Report | None]:
+        reports = {rank: read_report(folder, rank, mine.start) for rank in range(world_size)}
+        return {**reports, mine.rank: mine}
+
+    reports = read()
+    suspects = _visible(reports)
+    if not suspects:
+        wait()
+        before, reports = reports, read()
+        suspects = _visible(reports)
+        for rank in reports.keys() - suspects.keys() - {mine.rank}:
+            if reports[rank] is None or reports[rank] == before[rank]:
+                suspects[rank] = "its process writes nothing any more: stopped, gone, or its host is"
+    present = [report for report in reports.values() if report is not None]
+    furthest = max((report.step, report.order) for report in present)
+    for report in present:
+        if report.rank not in suspects and not report.error and (report.step, report.order) < furthest:
+            suspects[report.rank] = "behind the others"
+    if not suspects:
+        return ""
+    described, more = sorted(suspects)[:_NAMED], sorted(suspects)[_NAMED:]
+    lines = ["The run is held up by", *(_described(reports[rank], rank, suspects[rank]) for rank in described)]
+    if more:
+        lines.append(f"  and {len(more)} more: {_ranks(more)}")
+    waiting = defaultdict(list)
+    for report in present:
+        if report.rank not in suspects:
+            waiting[report.where].append(report.rank)
+    lines += [f"  waiting: {_ranks(ranks)} in {where}" for where, ranks in sorted(waiting.items())]
+    return "\n".join(lines)
+
+
+def _visible(reports: dict[int, Report | None]) -> dict[int, str]:
+    """What is certain at once: exceptions, and the processes of this host."""
+    found = {}
+    for rank, report in reports.items():
+        if report is None:
+            continue
+        if report.error:
+            if not _OF_OTHERS.search(report.error):
+                found[rank] = f"failed: {report.error}"
+        elif report.host == socket.gethostname() and (state := state_of_process(report.pid)) is not None:
+            remedy = f" (`kill -CONT {report.pid}` resumes it)" if state == "stopped" else ""
+            found[rank] = f"its process is {state}{remedy}"
+    return found
+
+
+def _described(report: Report | None, rank: int, fault: str) -> str:
+    if report is None:
+        return f"  rank {rank}: nothing is known of it: it never came as far as this, or its host is gone"
+    heard, there = time.time() - report.time, report.time - report.since
+    return (
+        f"  rank {rank} (process {report.pid} on {report.host}): {fault}; last heard of {max(0.0, heard):.0f} s ago in "
+        f"{report.where}, {max(0.0, there):.0f} s after it came there"
+    )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """`ranks 0-2, 5`: ascending numbers, neighbours together."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'' if words.isdigit() else 's'} {words}"
+
+
+def state_of_process(pid: int) -> str | None:
+    """What is wrong with a process of this host: stopped or gone; None if it runs."""
+    if not Path("/proc/self/stat").exists():  # another operating system
+        return None
+    try:
+        # The first field after the name, which may itself hold a parenthesis.
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return {"T": "stopped", "t": "stopped by a debugger", "Z": "gone", "X": "gone"}.get(letter)
+
+
+# What threads of this process wait for
+
+# System calls of Linux that may wait for a disk or a pipe, by number.
+_CALLS = {
+    "x86_64": {0: "read", 1: "write", 2: "open", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 73: "flock"}
+    | {74: "fsync", 75: "fdatasync", 77: "ftruncate", 82: "rename", 83: "mkdir", 87: "unlink", 257: "openat"}
+    | {4: "stat", 5: "fstat", 84: "rmdir", 262: "newfstatat", 263: "unlinkat", 264: "renameat", 316: "renameat2"},
+    "aarch64": {63: "read", 64: "write", 67: "pread64", 68: "pwrite64", 82: "fsync", 83: "fdatasync", 46: "ftruncate"}
+    | {56: "openat", 34: "mkdirat", 35: "unlinkat", 38: "renameat", 276: "renameat2", 79: "newfstatat", 80: "fstat"},
+}
+# Of those, the ones whose first argument is a file descriptor.
+_OF_DESCRIPTORS = {
+    *("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ftruncate", "flock"),
+}
+
+
+class BlockedThreads:
+    """Threads of this process that stand in one system call on a file: the same call, and not run since."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, ...], float] = {}
+
+    def look(self) -> list[tuple[int, str, float]]:
+        """(native thread id, call, seconds since it was first seen so) of each; to be called now and then."""
+        now, seen, found = time.monotonic(), {}, []
+        for task in Path("/proc/self/task").glob("*"):
+            try:
+                call, signature = _file_call(task)
+            except (OSError, ValueError, IndexError):  # it has just ended, or this system does not say
+                continue
+            if call:
+                key = (task.name, *signature)
+                seen[key] = self._since.get(key, now)
+                found.append((int(task.name), call, now - seen[key]))
+        self._since = seen
+        return found
+
+
+def _file_call(task: Path) -> tuple[str, list[str]]:
+    """The call on a file that a thread is in, such as `fsync /runs/a/x`, or "", and what differs if it ran between."""
+    call = (task / "syscall").read_text().split()
+    switches = [line.split()[1] for line in (task / "status").read_text().splitlines() if "ctxt_switches" in line]
+    if call[0] == "-1":  # no call: reading mapped memory, which a disk has to fill
+        waits = (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"
+        return "a page fault" if waits else "", switches
+    name = _CALLS.get(os.uname().machine, {}).get(int(call[0]), "") if call[0] != "running" else ""
+    if name in _OF_DESCRIPTORS:
+        path = os.readlink(f"/proc/self/fd/{int(call[1], 16)}")
+        name = f"{name} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
+    return name, [*call, *switches]
+
+
+def line_of(native_id: int) -> str:
+    """Which thread of this process that is, and the line of Python where it stands."""
+    for thread in threading.enumerate():
+        if thread.native_id == native_id and (frame := sys._current_frames().get(thread.ident or 0)) is not None:
+            last = traceback.extract_stack(frame)[-1]
+            return f"thread {thread.name}, {last.name} in {Path(last.filename).name}:{last.lineno}"
+    return f"thread {native_id}"

@@ -50,25 +50,24 @@ def sole_run(run_dir: Path) -> Iterator[None]:
     Waits up to `PATIENCE` seconds for a run that is there, saying so. Raises ConfigError on all ranks if it stays, or
     if the folder is none that can be written to, and RuntimeError if its disk fails.
     """
-    refused: list[str | None] = [None, None]  # as the user's to mend, and otherwise
+    failed: list[Exception | None] = [None]
     descriptor = None
     try:
         if dist.get_rank() == 0:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 descriptor = _open_lock(run_dir)
+                _acquire(descriptor, run_dir)
             except OSError as error:
                 if is_users_to_mend(error):
-                    refused[0] = f"run.dir={run_dir} cannot be written to ({error}); choose another"
+                    failed[0] = ConfigError(f"run.dir={run_dir} cannot be written to ({error}); choose another")
                 else:
-                    refused[1] = f"run.dir={run_dir} cannot be written to now: {error}"
-            else:
-                refused[0] = _acquire(descriptor, run_dir)
-        dist.broadcast_object_list(refused)
-        if refused[0] is not None:
-            raise ConfigError(refused[0])
-        if refused[1] is not None:
-            raise RuntimeError(refused[1])
+                    failed[0] = RuntimeError(f"run.dir={run_dir} cannot be written to now: {error}")
+            except ConfigError as error:
+                failed[0] = error
+        dist.broadcast_object_list(failed)
+        if failed[0] is not None:
+            raise failed[0]
         yield
     finally:
         if descriptor is not None:
@@ -79,27 +78,27 @@ def _open_lock(run_dir: Path) -> int:
     return os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _acquire(descriptor: int, run_dir: Path) -> str | None:
-    """Lock the open file and write down who holds it; returns None, or why it cannot be had."""
-    deadline = time.monotonic() + PATIENCE
-    waiting = False
+def _acquire(descriptor: int, run_dir: Path) -> None:
+    """Lock the open file and write down who holds it. Raises ConfigError if another process keeps it."""
+    began, waiting = time.monotonic(), False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # both mean that another process holds it
+        except (BlockingIOError, PermissionError) as error:  # both mean that another process holds it
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
-            if time.monotonic() >= deadline:
-                return (
+            if time.monotonic() - began >= PATIENCE:
+                raise ConfigError(
                     f"run.dir={run_dir}: {holder} is still writing there; stop it or wait for its end, or choose "
                     "another run.dir"
-                )
+                ) from error
             if not waiting:
                 log.warning("run.dir=%s: waiting up to %.0f s for %s to leave", run_dir, PATIENCE, holder)
             waiting = True
             time.sleep(0.2)
         except OSError as error:
-            log.warning("run.dir=%s: its file system has no locks (%s); start no second run there", run_dir, error)
-            return None
+            return log.warning(
+                "run.dir=%s: its file system has no locks (%s); start no second run there", run_dir, error
+            )
         else:
             with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
                 os.ftruncate(descriptor, 0)
@@ -115,11 +114,12 @@ class RunState:
     """
 
     def __init__(self, run_dir: Path, active: bool, progress: Progress, anew: bool = False) -> None:
+        lost = has_lost_checkpoints(run_dir)
         self._run_dir = run_dir
-        self._active = active and (anew or not has_lost_checkpoints(run_dir))
+        self._active = active and (anew or not lost)
         self._progress = progress
-        self._checkpoint = 0 if anew and has_lost_checkpoints(run_dir) else checkpoint_in_state(run_dir)
-        self._now: tuple[str, int, str] = "running", progress.place.step, ""
+        self._checkpoint = 0 if lost else checkpoint_in_state(run_dir)
+        self._now = "running", 0, ""
 
     def __enter__(self) -> RunState:
         self._write(*self._now)
@@ -151,7 +151,7 @@ class RunState:
 
     def _hung(self, step: int, reason: str) -> None:
         """Any rank writes that it hangs: others do not know."""
-        write_state(self._run_dir, ExitCode.HUNG.state, step, reason, self._checkpoint)
+        write_state(self._run_dir, ExitCode.HUNG.state, step, reason, checkpoint_in_state(self._run_dir))
 
     def _write(self, state: str, step: int, reason: str) -> None:
         self._now = state, step, reason

@@ -60,7 +60,7 @@ ALONE = GlobalBatch(1)
 class StepRequests(NamedTuple):
     """What ranks tell each other with a step: of one rank when given to `update`, of any rank in its result.
 
-    stop: to end after this step, with a checkpoint (runtime/stop_conditions.py). save: a checkpoint now. save_failed:
+    stop: to end after this step, with a checkpoint (runtime/signals.py). save: a checkpoint now. save_failed:
     this rank's last save in the background came to nothing.
     """
 

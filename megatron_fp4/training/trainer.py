@@ -36,10 +36,10 @@ from megatron_fp4.logging.run_log import RunLog
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import agreed_backend
-from megatron_fp4.runtime.errors import ExitCode, PrintedAtOnce
+from megatron_fp4.runtime.errors import ExitCode, printed_at_once
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.revision import revision
-from megatron_fp4.runtime.stop_conditions import StopConditions
+from megatron_fp4.runtime.signals import StopConditions
 from megatron_fp4.training.build import (
     backend_of,
     configuration_errors,
@@ -201,7 +201,7 @@ class Trainer:
             )
             return Ending(ExitCode.FINISHED, start)
         with self._opened(start):
-            done, stop = start, start < steps and stops.agreed(self.mesh)
+            done, stop = start, start < steps and any_rank(stops.stop, self.mesh)
             for step in self.steps(start, start if stop else steps, stops):
                 done, requests = step.done, step.result.requests
                 self._saves_ended(requests.save_failed)
@@ -431,7 +431,7 @@ class Trainer:
         with log, ExitStack() as stack:
             for callback in self.callbacks:
                 stack.callback(callback.close)
-            with self.checkpointer, PrintedAtOnce():
+            with self.checkpointer, printed_at_once():
                 self.checkpointer.prepare(self.model, self.optimizer)
                 for callback in self.callbacks:
                     callback.start(start)
@@ -480,6 +480,13 @@ class Trainer:
             stops.obeyed()
             self.log.stop(done, stops.why_stop)
         return finished
+
+
+def any_rank(flag: bool, mesh: ParallelMesh) -> bool:
+    """Whether any rank has it. A collective."""
+    value = torch.tensor(float(flag), device=mesh.device)
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
+    return bool(value.item())
 
 
 def is_due(interval: int, done: int) -> bool:

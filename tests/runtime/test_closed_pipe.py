@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.analysis.test_trials import written
+from tests.test_pretrain import small
 
+__all__ = ["small"]
 ROOT = Path(__file__).resolve().parents[2]
 NO_COMMANDS = {
     "__init__",
@@ -48,12 +49,9 @@ def into_closed_pipe(*arguments: str | Path, **environment: str) -> tuple[int, s
 
 
 def test_a_program_ends_where_it_prints() -> None:
+    """With its own exit code if it was done by then."""
     assert into_closed_pipe("-c", PROGRAM.format(printed="'x' * 100_000")) == (141, "cleaned up\n")
-    assert into_closed_pipe("-c", PROGRAM.format(printed="'x', flush=True")) == (141, "cleaned up\n")
     assert into_closed_pipe("-c", PROGRAM.format(printed="'x'"), PYTHONUNBUFFERED="1") == (141, "cleaned up\n")
-
-
-def test_a_program_that_is_done_has_its_exit_code() -> None:
     assert into_closed_pipe("-c", PROGRAM.format(printed="'x'")) == (3, "cleaned up\n")
 
 
@@ -65,23 +63,10 @@ def test_what_is_read_arrives() -> None:
     assert (done.returncode, done.stdout.decode()) == (3, "é" * 100_000 + ".")
 
 
-@pytest.mark.parametrize(("unbuffered", "code"), [("", 0), ("1", 141)])
-def test_tables(unbuffered: str, code: int, tmp_path: Path) -> None:
-    """compare.py takes OSError for files that it cannot read."""
-    files = [written(tmp_path, name, {"nvfp4": 1.0}) for name in ("one", "two")]
-    assert into_closed_pipe("scripts/compare.py", "starts", *files, PYTHONUNBUFFERED=unbuffered) == (code, "")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argument", "unbuffered", "code"),
-    [("--help", "1", 141), ("--check", "1", 141), ("--check", "", 0), ("run.dry=true", "1", 141)],
-)
-def test_what_pretrain_says(argument: str, unbuffered: str, code: int, tmp_path: Path) -> None:
-    arguments = ["pretrain.py", argument, f"run.dir={tmp_path}"]
-    ended, said = into_closed_pipe(*arguments, PYTHONUNBUFFERED=unbuffered)
-    # The first start of all builds the corpus, and shows on stderr how far it is.
-    assert ended == code and "Traceback" not in said and "pipe" not in said
+def test_a_check_ends_without_a_word(small: list[str], tmp_path: Path) -> None:
+    ended, said = into_closed_pipe("pretrain.py", "--check", *small, f"run.dir={tmp_path}", PYTHONUNBUFFERED="1")
+    assert ended == 141 and "Traceback" not in said and "pipe" not in said
 
 
 def test_every_script_says_so() -> None:

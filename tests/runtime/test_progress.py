@@ -10,31 +10,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.runtime.diagnosis import (
+from megatron_fp4.runtime.progress import (
+    FOLDER,
     BlockedThreads,
+    Progress,
     Report,
     diagnose,
-    is_lowest_waiting,
     read_report,
     report_path,
     state_of_process,
 )
-from megatron_fp4.runtime.progress import FOLDER, Progress
+from tests.programs import environments_of_ranks, run_program
 
 START = "now"
+HERE = {"host": socket.gethostname(), "pid": os.getpid()}
 
 
 def report(rank: int, step: int = 5, order: int = 3, **other: object) -> Report:
     """A rank that has waited for a minute, on a host of its own."""
     since, now = time.time() - 60, time.time()
-    plain = Report(START, rank, f"host{rank}", 100 + rank, step, f"phase {order}", order, since, now, 1, "")
+    plain = Report(START, rank, f"host{rank}", 100 + rank, step, f"phase {order}", order, since, now, "")
     return plain._replace(**other)
 
 
@@ -43,27 +43,13 @@ def write(folder: Path, *reports: Report) -> None:
         report_path(folder, one.rank).write_text(json.dumps(one._asdict()).ljust(900))
 
 
-def beat(folder: Path, *but: int) -> None:
-    """Every rank writes again, except these."""
+def write_again(folder: Path, *but: int) -> None:
+    """Every rank, except these."""
     for path in folder.glob("rank_*.json"):
         rank = int(path.stem.removeprefix("rank_"))
         found = read_report(folder, rank, START)
         if found is not None and rank not in but:
-            write(folder, found._replace(beat=found.beat + 1, time=time.time()))
-
-
-@contextmanager
-def process(number: signal.Signals) -> Iterator[int]:
-    """A process that got a signal."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
-    assert child.stdout is not None
-    child.stdout.readline()
-    child.send_signal(number)
-    while state_of_process(child.pid) is None:
-        time.sleep(0.01)
-    yield child.pid
-    child.kill()
-    child.communicate()
+            write(folder, found._replace(time=time.time()))
 
 
 def test_places_are_ordered_and_loading_is_data() -> None:
@@ -76,43 +62,36 @@ def test_places_are_ordered_and_loading_is_data() -> None:
         seen.append((batch, progress.place[:3]))
         progress.at(progress.place.step, "update")
     assert seen == [("a", (4, "data", 0)), ("b", (5, "data", 0))]
-    since = progress.place.since
-    progress.alive()
-    assert progress.place.since >= since and progress.place.phase == "data"
 
 
 def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
     write(tmp_path, report(0), report(1), report(2, order=1, phase="data"), report(3))
-    found = diagnose(tmp_path, report(0), 4, wait=lambda: beat(tmp_path))
+    found = diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path))
     assert "rank 2 (process 102 on host2): behind the others; last heard of 0 s ago in step 5, data, 60 s" in found
     assert "waiting: ranks 0-1, 3 in step 5, phase 3" in found and "rank 1 (" not in found
+    write(tmp_path, report(2))
+    assert diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path)) == ""
 
 
 def test_a_rank_that_writes_no_more_is_named(tmp_path: Path) -> None:
     write(tmp_path, *(report(rank) for rank in range(3)))
-    found = diagnose(tmp_path, report(0), 4, wait=lambda: beat(tmp_path, 2))
+    found = diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path, 2))
     assert "rank 2 (process 102 on host2): its process writes nothing any more" in found
-    assert "rank 3: nothing is known of it" in found
-    assert "waiting: ranks 0-1 in step 5" in found
-
-
-def test_nobody_is_suspected_if_all_are_there(tmp_path: Path) -> None:
-    write(tmp_path, *(report(rank) for rank in range(3)))
-    assert diagnose(tmp_path, report(0), 3, wait=lambda: beat(tmp_path)) == ""
+    assert "rank 3: nothing is known of it" in found and "waiting: ranks 0-1 in step 5" in found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGSTOP, "stopped"), (signal.SIGKILL, "gone")])
 def test_a_process_of_this_host_is_looked_at(tmp_path: Path, number: signal.Signals, word: str) -> None:
-    with process(number) as pid:
-        write(tmp_path, report(0, host=socket.gethostname(), pid=os.getpid()))
-        write(tmp_path, report(1, host=socket.gethostname(), pid=pid))
+    with subprocess.Popen(["sleep", "600"]) as child:
+        child.send_signal(number)
+        while state_of_process(child.pid) is None:
+            time.sleep(0.01)
+        write(tmp_path, report(0, **HERE), report(1, host=HERE["host"], pid=child.pid))
         found = diagnose(tmp_path, report(0), 2, wait=lambda: pytest.fail("it is plain to see"))
-        assert f"rank 1 (process {pid} on {socket.gethostname()}): its process is {word}" in found
-        assert (f"`kill -CONT {pid}`" in found) == (word == "stopped")
-        # A rank that cannot speak is not waited for.
-        write(tmp_path, report(0, host=socket.gethostname(), pid=pid))
-        assert is_lowest_waiting(tmp_path, report(2), 60, interval=3600.0)
+        child.kill()
+    assert f"rank 1 (process {child.pid} on {HERE['host']}): its process is {word}" in found
+    assert (f"`kill -CONT {child.pid}`" in found) == (word == "stopped")
 
 
 def test_the_cause_is_the_rank_that_failed_by_itself(tmp_path: Path) -> None:
@@ -124,45 +103,23 @@ def test_the_cause_is_the_rank_that_failed_by_itself(tmp_path: Path) -> None:
     assert "rank 2 (" not in found
 
 
-def test_the_lowest_rank_that_waits_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, report(0, since=time.time()), report(1))
-    assert is_lowest_waiting(tmp_path, report(0), 60, interval=0.01)
-    assert is_lowest_waiting(tmp_path, report(1), 60, interval=0.01)  # rank 0 gets on
-    # Rank 1 waits as long as rank 2, but does not write any more; then it does.
-    assert is_lowest_waiting(tmp_path, report(2), 60, interval=0.01)
-    reads = []
-    real = read_report
-
-    def read(folder: Path, rank: int, start: str) -> Report | None:
-        reads.append(rank)
-        found = real(folder, rank, start)
-        return found and found._replace(beat=len(reads))
-
-    monkeypatch.setattr("megatron_fp4.runtime.diagnosis.read_report", read)
-    assert not is_lowest_waiting(tmp_path, report(2), 60, interval=0.01)
-    # A thousand ranks that wait read one file each, the first rank's, and that once more.
-    write(tmp_path, report(0))
-    reads.clear()
-    assert not is_lowest_waiting(tmp_path, report(999), 60, interval=0.01)
-    assert reads == [0, 0]
-
-
 def test_a_thousand_ranks_are_a_few_lines(tmp_path: Path) -> None:
     ranks = [report(rank, order=1 if rank % 2 else 3) for rank in range(1000)]
     write(tmp_path, *ranks)
-    found = diagnose(tmp_path, ranks[0], 1000, wait=lambda: None)
-    assert len(found.splitlines()) < 12
+    assert len(diagnose(tmp_path, ranks[0], 1000, wait=lambda: None).splitlines()) < 12
 
 
 def test_a_hang_is_told_once_with_its_stack(
     mesh: ParallelMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """By the first of the ranks that see it."""
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "rank_00005.json").write_text("of an earlier start")
-    progress = Progress()
-    with progress.watched(tmp_path, timeout_seconds=0.4):
+    progress, other = Progress(), Progress()
+    with progress.watched(tmp_path, timeout_seconds=0.4), other.watched(tmp_path, timeout_seconds=0.4):
         assert not (tmp_path / FOLDER / "rank_00005.json").exists()
         progress.at(7, "a phase that hangs")
+        other.at(7, "a phase that hangs")
         printed = ""
         while "threads stand" not in printed:
             time.sleep(0.02)
@@ -182,11 +139,9 @@ def test_an_error_of_others_gets_the_diagnosis(mesh: ParallelMesh, tmp_path: Pat
         with pytest.raises(RuntimeError) as caught, watch:
             raise RuntimeError(text)
         assert (getattr(caught.value, "__notes__", []) == ["rank 1 is stopped"]) == noted
-        written = report_path(tmp_path / FOLDER, 0).read_text()
-        assert f"RuntimeError: {text}" in written
+        assert f"RuntimeError: {text}" in report_path(tmp_path / FOLDER, 0).read_text()
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # A process on rank 0 of 1 whose main thread, or another one, does one thing to a disk that hangs; state.json beside it.
 _HANGS = """
 import os, sys, threading, time
@@ -197,25 +152,22 @@ from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.run_state import RunState
 
 folder, what, where = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-module._WITHOUT_LIFE = 2.0
+module._BLOCKED_BESIDE = module._WITHOUT_LIFE = 1.0
 
 def hang():
     pipe = folder / "pipe"
     if what == "open":
         open(pipe, "w")
     descriptor = os.open(pipe, os.O_RDWR)
-    if what == "read":
-        os.read(descriptor, 1)
     while what == "write":
         os.write(descriptor, bytes(65536))
-    if what == "compute":
-        time.sleep(1000)
+    time.sleep(1000)
 
 init_distributed("cpu", 60)
 progress = Progress()
-with RunState(folder, True, progress), progress.watched(folder, 2.0):
+with RunState(folder, True, progress), progress.watched(folder, 1.0):
     progress.at(7, "save")
-    if where == "main":
+    if where == "MainThread":
         hang()
     threading.Thread(target=hang, name="checkpoint", daemon=True).start()
     while True:
@@ -227,26 +179,21 @@ with RunState(folder, True, progress), progress.watched(folder, 2.0):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("what", "where", "call"),
+    ("what", "thread", "call"),
     [
-        ("open", "main", "`openat`"),
-        ("read", "main", "`read {}/pipe`"),
-        ("write", "main", "`write {}/pipe`"),
-        ("open", "background", "`openat`"),
-        ("write", "background", "`write {}/pipe`"),
-        ("compute", "main", "no sign of life"),
+        ("open", "MainThread", "`openat`"),
+        ("write", "checkpoint", "`write {}/pipe`"),
+        ("compute", "MainThread", "no sign of life"),
     ],
 )
-def test_a_rank_that_hangs_ends_itself(tmp_path: Path, what: str, where: str, call: str) -> None:
+def test_a_rank_that_hangs_ends_itself(tmp_path: Path, what: str, thread: str, call: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _HANGS, str(tmp_path), what, where]
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    (tmp_path / "program.py").write_text(_HANGS)
+    done = run_program([tmp_path / "program.py", str(tmp_path), what, thread], environments_of_ranks(1)[0], timeout=120)
     assert done.returncode == 5, done.stderr
     state = json.loads((tmp_path / "state.json").read_text())
     assert (state["state"], state["step"]) == ("hung", 7)
-    thread = "MainThread" if where == "main" else "checkpoint"
-    for part in ("rank 0 on ", "step 7, save", call.format(tmp_path), f"thread {thread}, hang in <string>:"):
+    for part in ("rank 0 on ", "step 7, save", call.format(tmp_path), f"thread {thread}, hang in program.py:"):
         assert part in state["reason"] and part in done.stderr
 
 

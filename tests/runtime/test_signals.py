@@ -1,5 +1,8 @@
+"""Requests to stop and to save: signals, files, the clock."""
+
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -9,12 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime import signals
-from megatron_fp4.runtime.signals import SIGNALS, StopRequest
-from megatron_fp4.runtime.stop_conditions import StopConditions
-from megatron_fp4.training.step import StepRequests
-from tests.training.harness import launch, toy, toy_batches, toy_mesh, train_step
+from megatron_fp4.runtime.signals import SIGNALS, StopConditions, StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,17 +29,12 @@ def test_a_signal_sets_a_flag_and_handlers_are_restored(number: signal.Signals) 
             assert stop.requested and stop.received == number
             os.kill(os.getpid(), signal.SIGTERM)  # within moments: the same request, delivered twice
             assert stop.received == number
-            _wait_until_said(stop)
+            while not stop._said:  # a thread says it, which else may do so in the next test
+                time.sleep(0.01)
         assert signal.getsignal(number) is signal.SIG_DFL
         assert signal.set_wakeup_fd(wakeup) == wakeup
     finally:
         signal.signal(number, before)
-
-
-def _wait_until_said(stop: StopRequest) -> None:
-    """A thread says it, which else may do so in the next test."""
-    while not stop._said:
-        time.sleep(0.01)
 
 
 def test_what_only_says_something_does_not_listen() -> None:
@@ -48,9 +42,6 @@ def test_what_only_says_something_does_not_listen() -> None:
     try:
         stop = signals.stop_request(["train.steps=3", "--check"])
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is other
-        stop.close()
-        stop = signals.stop_request(["train.steps=3"])
-        assert signal.getsignal(signal.SIGINT) == stop._receive
         stop.close()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -84,53 +75,6 @@ libc = ctypes.CDLL(None)
 while True:
     libc.sleep(1000)
 """
-
-
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_leaves_at_once(second: signal.Signals) -> None:
-    process = _stuck(second_after=0.0)
-    process.send_signal(signal.SIGTERM)
-    assert process.stderr is not None
-    assert "SIGTERM: stopping after this step; another signal leaves at once" in process.stderr.readline()
-    process.send_signal(second)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + second
-    assert f"{second.name}, the second signal: leaving at once" in errors
-
-
-def test_the_same_request_twice_within_moments_is_one() -> None:
-    """Slurm and torchrun deliver one so."""
-    process = _stuck(second_after=3600.0)
-    assert process.stderr is not None
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
-        process.send_signal(number)
-    process.stderr.readline()
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(timeout=0.5)
-    process.kill()
-    process.communicate()
-
-
-def _stuck(second_after: float) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _STUCK, str(second_after)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "listening\n"
-    return process
-
-
-def test_a_program_without_steps_lets_signals_be() -> None:
-    code = f"{_STUCK.partition('libc')[0]}import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nstop.decline()\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "5"], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False
-    )
-    assert done.returncode == -signal.SIGTERM
-
-
 # Starts a process as torchrun does, tells its id, and dies when told to.
 _LAUNCHER = f"""
 import os, subprocess, sys
@@ -141,17 +85,39 @@ sys.stdin.read()
 """
 
 
+def program(*arguments: str) -> subprocess.Popen[str]:
+    command, pipes = [sys.executable, "-c", *arguments], {"stdout": -1, "stderr": -1, "stdin": -1}
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, **pipes)
+
+
+def test_a_second_signal_leaves_at_once_if_it_is_no_repetition() -> None:
+    for second_after in (0.0, 3600.0):
+        process = program(_STUCK, str(second_after))
+        assert process.stdout is not None and process.stdout.readline() == "listening\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "SIGTERM: stopping after this step; another signal leaves at once" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        if second_after:  # Slurm and torchrun deliver one request as two signals
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=0.5)
+            process.kill()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == (-signal.SIGKILL if second_after else 128 + signal.SIGINT)
+        assert ("SIGINT, the second signal: leaving at once" in errors) == (not second_after)
+
+
+def test_a_program_without_steps_lets_signals_be() -> None:
+    code = f"{_STUCK.partition('libc')[0]}import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nstop.decline()\n"
+    process = program(code, "5")
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_a_worker_is_told_when_its_launcher_dies() -> None:
     """And the SIGHUP that tells it is not the second signal, even right after another one."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", _LAUNCHER],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    launcher = program(_LAUNCHER)
     assert launcher.stdout is not None and launcher.stderr is not None
     worker = int(launcher.stdout.readline())
     assert launcher.stdout.readline() == "listening\n"
@@ -164,24 +130,39 @@ def test_a_worker_is_told_when_its_launcher_dies() -> None:
     assert launcher.stderr.read() == ""  # its other end is closed: the worker is gone
 
 
-def _stop_one(rank: int, run_dir: str) -> tuple[int, bool, bool]:
-    mesh = toy_mesh()
-    model, optimizer = toy(mesh)
-    with StopRequest() as stop:
-        orders = StopConditions(Path(run_dir), 0.0, stop, active=rank == 0)
-        quiet = orders.agreed(mesh)
-        for step in range(10):
-            if rank == 1 and step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            result = train_step(
-                model, optimizer, toy_batches(step, mesh), mesh, StepState(0),
-                step=step, lr=1e-2, clip_norm=1.0, requests=StepRequests(stop=orders.stop),
-            )  # fmt: skip
-            if result.requests.stop:
-                return step, quiet, orders.agreed(mesh)
-    raise AssertionError("nobody stopped")
+@pytest.fixture
+def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "LOOK_EVERY", 0.0)
 
 
-@pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    assert launch(_stop_one, 2, str(tmp_path)) == [(3, False, True)] * 2
+@pytest.mark.usefixtures("look_always")
+def test_files_are_seen_by_the_first_rank_and_removed_when_obeyed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "STOP").touch()  # meant for the run before
+    with caplog.at_level(logging.WARNING):
+        first = StopConditions(tmp_path, 0.0, StopRequest(), active=True)
+    other = StopConditions(tmp_path, 0.0, StopRequest(), active=False)
+    assert "meant for the run before: removed" in caplog.text and not (first.stop or first.save)
+    (tmp_path / "SAVE").touch()
+    assert first.save and not first.stop and not other.save
+    (tmp_path / "STOP").touch()  # after the step asked: not lost in the save
+    first.obeyed()
+    assert not (tmp_path / "SAVE").exists() and not first.save
+    assert first.stop and first.why_stop == "the file STOP" and not other.stop
+    first.obeyed()
+    assert not (tmp_path / "STOP").exists()
+    assert first.stop and first.why_stop == "the file STOP"  # it has been obeyed, not taken back
+
+
+def test_minutes_count_from_the_start_of_the_process(tmp_path: Path) -> None:
+    request = StopRequest()
+    conditions = StopConditions(tmp_path, 2.0, request, active=True)
+    request.began -= 119
+    assert not conditions.stop
+    request.began -= 2
+    assert conditions.stop and conditions.why_stop == "run.max_minutes=2"
+    assert not StopConditions(tmp_path, 2.0, request, active=False).stop  # clocks differ: one decides
+    assert not StopConditions(tmp_path, 0.0, request, active=True).stop
+    request.received = signal.SIGHUP
+    assert conditions.why_stop == "SIGHUP"
