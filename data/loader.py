@@ -3,7 +3,13 @@
 Global batch b covers the global samples [b * G, (b + 1) * G). Its micro-batch m covers `micro_batch_size` consecutive
 ones of them, and data-parallel rank r of R takes m = r, r + R, r + 2R, ...: the same micro-batches exist at any R, so
 another number of ranks or workers, or a restart anywhere, changes neither their content nor their order. The whole
-state is the number of samples consumed.
+position is the number of samples consumed.
+
+A checkpoint keeps with it a fingerprint of the data, plain JSON: seed, sequence length, order of samples, the files of
+each source, the phases. On resume only what shaped the samples already consumed must agree: a phase that has served
+samples must keep its blend, and a source that has given some must keep its files. What is to come may change: where
+phases begin and end, their blends, batches and sequence lengths, and a source may have more files after those that it
+had.
 """
 
 from __future__ import annotations
@@ -12,20 +18,22 @@ import contextlib
 import itertools
 import socket
 import time
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from data.order import Samples
-from data.resume import data_fingerprint, resume_data
+from data.indexed import side_by_side
+from data.megatron_order import MegatronSchedule
+from data.order import Growth, Samples
 from data.schedule import PhaseSchedule
 from data.workers import LoaderError, Prefetcher, RankMicroBatches, SlotContent
 
 _STEPS_AHEAD = 2
+_FORMAT = 2  # of fingerprints
 UNCOUNTED = -1
 """A target that does not count: its token has no loss, and the mean is over the others."""
 
@@ -57,29 +65,29 @@ class MicroBatch:
         boundary_loss: bool = True,
         sequence_length: int | None = None,
     ) -> MicroBatch:
-        """samples: integers [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask them;
-        boundary_loss: whether targets of another document than their token's count. sequence_length: of the rows; None:
-        samples are rows as they are."""
-        if sequence_length is not None and sequence_length < samples.shape[1] - 1:
-            samples = _cut(samples, sequence_length)
-            if documents is not None:
-                documents = _cut(documents, sequence_length)
-                documents = documents - documents[:, :1]
-        tokens, targets = samples[:, :-1].long().contiguous(), samples[:, 1:].long().contiguous()
+        """A copy of samples: integers [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask
+        them; boundary_loss: whether targets of another document than their token's count. sequence_length: of the rows
+        that samples are cut into; None: of samples."""
+
+        def rows(tensor: torch.Tensor) -> torch.Tensor:
+            """[rows, length + 1], each but a sample's first beginning with the last of the one before."""
+            length = sequence_length or tensor.shape[1] - 1
+            return tensor.unfold(1, length + 1, length).reshape(-1, length + 1)
+
+        samples = rows(samples).long()
+        tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
         if documents is None:
             return cls(index, tokens, targets)
+        documents = rows(documents)
+        documents = documents - documents[:, :1]
+        boundaries = documents.diff(dim=1)
+        assert bool(((boundaries == 0) | (boundaries == 1)).all()), "0, 1, 2, ... in each row"
+        num_targets = None
         if not boundary_loss:
-            targets = without_boundaries(targets, documents)
-        steps = documents.diff(dim=1)
-        assert bool((documents[:, 0] == 0).all() and ((steps == 0) | (steps == 1)).all()), "0, 1, 2, ... in each row"
-        return cls(
-            index,
-            tokens,
-            targets,
-            documents[:, :-1].contiguous(),
-            num_documents=int((documents[:, -2] + 1).sum()),
-            num_targets=None if boundary_loss else int((targets >= 0).sum()),
-        )
+            targets = targets.masked_fill(boundaries != 0, UNCOUNTED)
+            num_targets = int((targets >= 0).sum())
+        num_documents = int((documents[:, -2] + 1).sum())
+        return cls(index, tokens, targets, documents[:, :-1].contiguous(), num_documents, num_targets)
 
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory."""
@@ -87,19 +95,7 @@ class MicroBatch:
         return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory(), documents=documents)
 
 
-def _cut(samples: torch.Tensor, length: int) -> torch.Tensor:
-    """Rows of length + 1, each but the first beginning with the last of the one before."""
-    return samples.unfold(1, length + 1, length).reshape(-1, length + 1)
-
-
-def without_boundaries(targets: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """Targets (int64 [rows, length]) with `UNCOUNTED` wherever the target is of another document than its token.
-
-    documents: int32 [rows, length + 1], of the tokens and of the last target.
-    """
-    return targets.masked_fill(documents[:, 1:] != documents[:, :-1], UNCOUNTED)
-
-
+@dataclass(eq=False)
 class MicroBatchLoader:
     """Loads one rank's micro-batches, step by step.
 
@@ -112,42 +108,31 @@ class MicroBatchLoader:
     Raises ValueError when a source is missing.
     """
 
-    def __init__(
-        self,
-        schedule: PhaseSchedule,
-        sources: Mapping[str, Samples],
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        num_workers: int = 1,
-        device: torch.device | None = None,
-        allow_other_data: bool = False,
-        timeout_seconds: float = 0.0,
-        masked: bool = False,
-        boundary_loss: bool = True,
-    ) -> None:
-        for span in schedule.spans:
-            assert span.batch_size % (micro_batch_size * dp_size) == 0, (span, micro_batch_size, dp_size)
-        schedule.check_sources(sources)
-        self.schedule = schedule
-        self.sources = {name: sources[name] for name in schedule.source_names}
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.num_workers = num_workers
-        self.device = device or torch.device("cpu")
-        self.allow_other_data = allow_other_data
-        self.timeout_seconds = timeout_seconds
-        self.masked = masked
-        self.boundary_loss = boundary_loss
-        self.consumed_samples = 0
-        """Global samples handed out so far, by all ranks together, the step in progress included."""
-        self.changes: list[str] = []
-        """What of the data is other than the checkpoint that was loaded had it, in words."""
-        self.data_wait = 0.0
-        """Seconds for which the rank waited for the newest step's micro-batches."""
-        self.worker_pids: list[int] = []
-        """Process ids of the workers, while there are some."""
+    schedule: PhaseSchedule
+    sources: Mapping[str, Samples]
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    num_workers: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    allow_other_data: bool = False
+    timeout_seconds: float = 0.0
+    masked: bool = False
+    boundary_loss: bool = True
+    consumed_samples: int = field(default=0, init=False)
+    """Global samples handed out so far, by all ranks together, the step in progress included."""
+    changes: list[str] = field(default_factory=list, init=False)
+    """What of the data is other than the checkpoint that was loaded had it, in words."""
+    data_wait: float = field(default=0.0, init=False)
+    """Seconds for which the rank waited for the newest step's micro-batches."""
+    worker_pids: list[int] = field(default_factory=list, init=False)
+    """Process ids of the workers, while there are some."""
+
+    def __post_init__(self) -> None:
+        for span in self.schedule.spans:
+            assert span.batch_size % (self.micro_batch_size * self.dp_size) == 0, span
+        self.schedule.check_sources(self.sources)
+        self.sources = {name: self.sources[name] for name in self.schedule.source_names}
 
     def num_micro_batches(self, step: int) -> int:
         """Micro-batches that this rank gets in `step`, from 0."""
@@ -159,8 +144,8 @@ class MicroBatchLoader:
         Workers live until the iterator ends or is closed. Raises LoaderError where they die or deliver nothing, and
         what reading raises.
         """
-        own = self.micro_batch_size, self.dp_rank, self.dp_size
-        micro_batches = RankMicroBatches(self.schedule, self.sources, *own, start_step, end_step, self.masked)
+        own = self.micro_batch_size, self.dp_rank, self.dp_size, self.masked
+        micro_batches = RankMicroBatches(self.schedule, self.sources, *own, start_step, end_step)
         with contextlib.closing(self._batches(micro_batches)) as batches:
             for step in range(start_step, end_step):
                 began = time.perf_counter()
@@ -177,7 +162,7 @@ class MicroBatchLoader:
 
     def _batches(self, micro_batches: RankMicroBatches) -> Generator[MicroBatch, None, None]:
         """All micro-batches in order: read when they are asked for, or ahead by workers."""
-        make = partial(_tensors, micro_batches, self.device, self.boundary_loss)
+        make = partial(self._make, micro_batches)
         if self.num_workers == 0:
             slot = np.empty(micro_batches.slot_size, np.int32)
             for number in range(len(micro_batches)):
@@ -191,10 +176,35 @@ class MicroBatchLoader:
             for _ in range(len(micro_batches)):
                 yield prefetcher.next(self.timeout_seconds)
 
-    @cached_property
+    def _make(self, micro_batches: RankMicroBatches, number: int, content: SlotContent) -> MicroBatch:
+        """Micro-batch `number` from its slot: copied, into page-locked memory if it goes to a GPU."""
+        index, sequence_length = micro_batches.index(number), micro_batches.sequence_length(number)
+        documents = None if content.documents is None else torch.from_numpy(content.documents)
+        batch = MicroBatch.of(index, torch.from_numpy(content.tokens), documents, self.boundary_loss, sequence_length)
+        if self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # of this thread
+        return batch.pin_memory()
+
+    @property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the data of this run (see resume.py). Reads the sources' indexes once."""
-        return data_fingerprint(self.schedule, self.sources)
+        """What identifies the data of this run: JSON types only, and nothing of where files lie. Reads the sources'
+        indexes once."""
+        # Where other data was allowed, one of the past may be gone.
+        used = [self.sources[name] for name in self.schedule.source_names if name in self.sources]
+        # An object of a store takes a while to name itself, and then knows.
+        side_by_side(lambda part: part.identity(), {id(part): part for s in used for part in s.stream.parts}.values())
+        found = {
+            "format": _FORMAT,
+            "seed": used[0].seed,
+            "seq_length": used[0].seq_length,
+            "order": used[0].order,
+            "sources": {source.name: source.description() for source in used},
+            "phases": self.schedule.description(),
+        }
+        if isinstance(self.schedule, MegatronSchedule):
+            found["megatron"] = self.schedule.layout_description()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """consumed_samples, what each source gave of them, and the fingerprint: JSON types, equal on all ranks."""
@@ -211,27 +221,137 @@ class MicroBatchLoader:
         and the rest holds from there on; `changes` then says so.
 
         Raises ValueError, with what differs, when this run's data would not have given the samples that the
-        checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
+        checkpoint has seen, unless allow_other_data; and when the run ends before.
         """
-        resumed = resume_data(state, self.schedule, self.sources, self.allow_other_data)
-        self.schedule, self.sources = resumed.schedule, resumed.sources
-        self.consumed_samples, self.changes = resumed.consumed, resumed.changes
-        self.__dict__.pop("fingerprint", None)  # it is of schedule and sources
+        consumed, counts = int(state["consumed_samples"]), state["position"]["counts"]
+        saved, schedule = state["fingerprint"], self.schedule
+        changes = []
+        if found := self._other_past(saved, consumed, counts):
+            if not self.allow_other_data:
+                raise ValueError(
+                    f"this run's data is not the data of the checkpoint: {'; '.join(found)}. Restore those settings "
+                    "and files, or resume with other data by checkpoint.allow_mismatch=true, which gives up exact "
+                    "resumption"
+                )
+            changes.append(f"the data is other than the checkpoint's: {'; '.join(found)}")
+        phases = schedule.description()
+        if _served(saved["phases"], consumed) != _served(phases, consumed):
+            past, said = (_spelled(of, end=consumed) for of in (saved["phases"], phases))
+            # Weights by tokens are those of the files of then.
+            if past != said and not any(phase["by_tokens"] for phase in saved["phases"]):
+                changes.append(f"phases before sample {consumed} stay as they were: {past}; data.phases says {said}")
+            schedule = schedule.after(saved["phases"], consumed)
+            phases = schedule.description()
+        before, now = _to_come(saved["phases"], consumed), _to_come(phases, consumed)
+        if before != now:
+            changes.append(f"phases after sample {consumed}: were {_spelled(before)}; are {_spelled(now)}")
+        if (steps := schedule.steps_before(consumed)) > schedule.num_steps:
+            raise ValueError(
+                f"the checkpoint stands after {consumed} samples in {steps} steps, and the run ends after "
+                f"{schedule.num_steps}; resume with train.steps={steps} or more"
+            )
+        sources = {}
+        for name, source in self.sources.items():
+            given, kept = counts.get(name, 0), saved["sources"].get(name)
+            problem = None if kept is None else source.replaces(kept)
+            if problem is not None and not given:
+                changes.append(f"source {name!r}, of which nothing was consumed yet, {problem}")
+            if problem is None and given and kept is not None:
+                source = _grown(source, [Growth(*entry) for entry in kept["growth"]], given, changes)
+            sources[name] = source
+        self.schedule, self.sources, self.consumed_samples, self.changes = schedule, sources, consumed, changes
+
+    def _other_past(self, saved: Mapping[str, Any], consumed: int, counts: Mapping[str, int]) -> list[str]:
+        """What of the past this run would replace, one sentence each.
+
+        saved: the fingerprint of the run that has consumed the samples, `counts` of them from each source.
+        """
+        if "format" not in saved:
+            raise ValueError("the checkpoint was written by version 0.2, whose order of samples is no more; start anew")
+        one = next(iter(self.sources.values()))
+        now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
+        keys = {"seed": "data.seed (by default run.seed)", "seq_length": "train.sequence_length", "order": "data.order"}
+        found = [
+            f"{keys[key]} was {saved[key]} and is now {value}" for key, value in now.items() if saved[key] != value
+        ]
+        if isinstance(self.schedule, MegatronSchedule) and "megatron" in saved:
+            found += self.schedule.layout_differences(saved["megatron"], consumed)
+        current = self.schedule.description()
+        if changed := _changed_phase(saved["phases"], current, consumed):
+            found.append(
+                f"the phases up to sample {consumed} were {_spelled(saved['phases'], end=consumed)} and are now "
+                f"{_spelled(current, end=consumed)}; phase {changed!r} has served samples, so it must stay in "
+                "data.phases with its blend, sources in the same order (give one that begins now another name)"
+            )
+        for name in (name for name, count in counts.items() if count):
+            if name not in self.sources or name not in saved["sources"]:
+                found.append(f"source {name!r} is gone")
+            elif "fim" in saved["sources"][name]:
+                found.append(f"source {name!r} had data.fim, which is no more")
+            elif problem := self.sources[name].replaces(saved["sources"][name]):
+                found.append(f"source {name!r} {problem}")
+        return found
 
 
-def _tensors(
-    micro_batches: RankMicroBatches, device: torch.device, boundary_loss: bool, number: int, content: SlotContent
-) -> MicroBatch:
-    """Micro-batch `number` from its slot: copied, into page-locked memory if it goes to a GPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
-    # Widening the tokens copies them; of the documents the slot must not keep the only copy.
-    documents = None if content.documents is None else torch.from_numpy(content.documents).clone()
-    batch = MicroBatch.of(
-        micro_batches.index(number),
-        torch.from_numpy(content.tokens),
-        documents,
-        boundary_loss,
-        micro_batches.sequence_length(number),
-    )
-    return batch.pin_memory() if device.type == "cuda" else batch
+def _grown(source: Samples, growth: list[Growth], given: int, changes: list[str]) -> Samples:
+    """`source`, whose files came as `growth` says, and then new ones, which `changes` names, after `given` samples."""
+    new = source.stream.parts[growth[-1].files :]
+    if new:
+        tokens = sum(part.num_tokens for part in new)
+        changes.append(
+            f"source {source.name!r} has {len(new)} new files of {tokens:,} tokens, mixed with what its epoch has left "
+            f"after its sample {given}"
+        )
+        growth.append(Growth(given, len(source.stream.parts)))
+    return source.grown(growth)
+
+
+# --- phases as PhaseSchedule.description has them, which have served samples up to `consumed`
+
+Phases = Sequence[Mapping[str, Any]]
+
+
+def _served(phases: Phases, consumed: int) -> list[tuple[Any, ...]]:
+    """What of the phases shaped the samples before; their names do not."""
+    keys = ("batch_size", "sequence_length", "blend_start", "blend")
+    return [
+        (phase["start"], min(phase["end"], consumed), *(phase[key] for key in keys))
+        for phase in phases
+        if phase["start"] < min(phase["end"], consumed)
+    ]
+
+
+def _to_come(phases: Phases, consumed: int) -> list[dict[str, Any]]:
+    """What is left of the phases."""
+    return [
+        {**phase, "start": max(phase["start"], consumed), "blend_start": 0, "first_step": 0}
+        for phase in phases
+        if phase["end"] > max(phase["start"], consumed)
+    ]
+
+
+def _spelled(phases: Phases, end: int | None = None) -> str:
+    """The phases for a reader, as far as sample `end`."""
+    words = []
+    for phase in phases:
+        last = phase["end"] if end is None else min(phase["end"], end)
+        if phase["start"] < last:
+            total = sum(weight for _, weight in phase["blend"])
+            blend = ", ".join(f"{name} {weight / total:.4g}" for name, weight in phase["blend"][:8])
+            more = f" and {len(phase['blend']) - 8} more" if len(phase["blend"]) > 8 else ""
+            words.append(f"{phase['name']} [{phase['start']}, {last}) {blend}{more}")
+    return "; ".join(words) or "none"
+
+
+def _changed_phase(saved: Phases, current: Phases, consumed: int) -> str | None:
+    """The first phase that has served samples and that the run does not have any more, or with another blend."""
+    if _served(saved, consumed) == _served(current, consumed):
+        return None
+    names = {phase["name"] for phase in saved}
+    for phase in saved:
+        # A phase of its name, or one that may be the same under a new name. Weights by tokens follow the files.
+        now = [p for p in current if p["name"] == phase["name"]] or [p for p in current if p["name"] not in names]
+        same = any(p["blend"] == phase["blend"] or (p["by_tokens"] and phase["by_tokens"]) for p in now)
+        if phase["start"] < min(phase["end"], consumed) and not same:
+            return str(phase["name"])
+    return None

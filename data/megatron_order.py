@@ -1,107 +1,213 @@
-"""`data.order=megatron`: the samples of a Megatron run at the positions where Megatron has them.
+"""`data.order=megatron`: the samples of a Megatron run at the positions where megatron-core 0.16 has them, bit for bit.
 
-Megatron lays out a whole run before its first step (megatron_indices.py). What it lays out depends on how many samples
-the run was to have, so a run that resumes with another length would have another order; that is refused.
+Megatron lays out a whole run before its first step, in arrays that are functions of sizes, weights and the seed.
+Three for each dataset of a blend, all from one generator, `RandomState(seed)`:
 
-A phase of the run is laid out in one of two ways, as `data.megatron.phases` says:
+    document_index  int32 [epochs * D]  the sequences of the `.idx`, every one `epochs` times, shuffled. The last epoch
+                                        is shuffled on its own if fewer than 80% of its samples are needed
+    sample_index    [samples + 1, 2]    where sample j begins: position in the document index, and offset within the
+                                        sequence. A sample is seq_length + 1 tokens; its last is the next one's first
+    shuffle_index   uint32 [samples]    the order in which samples are served; int64 where uint32 is too small
 
-    transitions   like a Megatron run with `--phase-transition-iterations`: every phase has indices of its own, for as
-                  many samples as it has, and begins at their beginning
-    relaunched    like a Megatron run that was stopped and started with another `--data-path`: every phase has indices
-                  for all samples of the run, and begins at the position where the one before it stopped
+and two for the blend: dataset_index, at sample i the dataset that is furthest behind its weight, and
+dataset_sample_index, how many samples it had before. Megatron finds them one sample at a time in C++; here a sum and a
+search, or many stretches side by side, give the same numbers.
 
-The indices are built once for each disk, into files that all ranks and loader workers map into memory. `MegatronSource`
-reads the samples of a source through them, `MegatronOrder` knows which source serves a position of the run, and
-`MegatronSchedule` gives the loader that order phase by phase.
+They depend on how many samples the run was to have, so a run that resumes with another length would have another order;
+that is refused. Each phase has arrays of its own, as `data.megatron.phases` says:
+
+    transitions   as with `--phase-transition-iterations`: for as many samples as the phase has, from their beginning on
+    relaunched    as when Megatron is stopped and started with another `--data-path`: for all samples of the run, from
+                  the position on where the phase before it stopped
+
+They are built once for each disk, into files that all ranks and loader workers map into memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from data.indexed import DataBundle, TokenRange, TokenSource
-from data.megatron_indices import DatasetIndices, blend_sizes, blending_indices, dataset_indices, split_range
-from data.order import Growth, Samples, Window, num_windows
+from data.order import Growth, Samples, Window
 from data.schedule import Location, Phase, PhaseSchedule, SourceRange
 from data.storage import build_once, default_cache_dir
 
-_LOOK_BACK = 1 << 14
+# Part of the name of every folder of arrays: raise it with any change to what is in one.
+_FORMAT = 2
+# Samples of a blend among which its datasets are looked for, before all that come before are counted.
+_LOOK_BACK = 1 << 18
+# Counts of all stretches together; they and a few arrays of their size stay in the processor's cache.
+_LANE_ELEMENTS = 1 << 17
 
 
-class Piece(NamedTuple):
-    """`length` tokens of a sequence from `offset` on."""
-
-    sequence: int
-    offset: int
-    length: int
+# --- the arrays
 
 
-class _Stored:
-    """A folder of arrays, mapped into memory when first needed; loader workers get its path."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[type[_Stored], tuple[Path]]:
-        return type(self), (self.folder,)
-
-    def load(self, name: str) -> np.ndarray:
-        return np.load(self.folder / f"{name}.npy", mmap_mode="r")
+def _normalized(weights: Sequence[float]) -> list[float]:
+    array = np.array(weights, dtype=np.float64)
+    return (array / np.sum(array)).tolist()
 
 
-class StoredDataset(_Stored):
-    """The indices of a dataset."""
+def split_range(split: Sequence[float] | None, share: int, num_sequences: int) -> tuple[int, int]:
+    """The sequences [first, end) of a dataset that Megatron's `--split` gives to its share 0 (training), 1 or 2.
 
-    @cached_property
-    def indices(self) -> DatasetIndices:
-        return DatasetIndices(*(self.load(name) for name in DatasetIndices._fields))
+    split: such as (949, 50, 1); None: all to training. Raises ValueError for what is no split.
+    """
+    if split is None:
+        return (0, num_sequences) if share == 0 else (num_sequences, num_sequences)
+    if not 1 <= len(split) <= 3 or min(split) < 0 or sum(split) == 0:
+        raise ValueError(
+            f"data.megatron.split={list(split)} is not up to three shares such as [949,50,1] (training, validation, "
+            "test)"
+        )
+    # Megatron's order of additions, because a rounding error can move a document to the other side.
+    ends = [0.0]
+    for part in _normalized([*split, *[0.0] * (3 - len(split))]):
+        ends.append(ends[-1] + part)
+    return round(ends[share] * float(num_sequences)), round(ends[share + 1] * float(num_sequences))
 
-    @property
-    def num_samples(self) -> int:
-        return len(self.indices.shuffle_index)
+
+def dataset_indices(
+    lengths: np.ndarray, sequences: tuple[int, int], num_samples: int | None, seq_length: int, seed: int
+) -> dict[str, np.ndarray]:
+    """What `GPTDataset` builds for training on the sequences [first, end) of an `.idx` with these `lengths`, by name.
+
+    lengths: int32 [all sequences]; those of the range hold a sample. num_samples: at least so many; None: one epoch.
+    """
+    per_epoch = int(np.sum(lengths[slice(*sequences)], dtype=np.int64))
+    epochs, separate, before_last = 1, False, 0
+    if num_samples is not None:
+        epochs = max(1, -(-(num_samples * seq_length + 1) // per_epoch))
+    if num_samples is not None and epochs > 1:
+        before_last = ((epochs - 1) * per_epoch - 1) // seq_length
+        separate = num_samples - before_last < int(0.80 * ((per_epoch - 1) // seq_length))
+    generator = np.random.RandomState(seed)
+
+    def shuffled(index: np.ndarray, last: int) -> np.ndarray:
+        """`index`, what comes from place `last` on shuffled on its own if the last epoch is."""
+        for part in (index[:last], index[last:]) if separate else (index,):
+            generator.shuffle(part)
+        return index
+
+    repeated = np.tile(np.arange(*sequences, dtype=np.int32), epochs)
+    document_index = shuffled(repeated, len(repeated) - len(repeated) // epochs)
+    samples = (epochs * per_epoch - 1) // seq_length
+    # Sample j begins with token j * seq_length of the shuffled sequences laid end to end.
+    ends = np.cumsum(lengths[document_index], dtype=np.int64)
+    begins = np.arange(samples + 1, dtype=np.int64) * seq_length
+    places = np.searchsorted(ends, begins, side="right")
+    largest = max(len(document_index), int(lengths.max()))
+    sample_index = np.empty((samples + 1, 2), dtype=np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    sample_index[:, 0] = places
+    sample_index[:, 1] = begins - (ends[places] - lengths[document_index[places]])
+    sample_index[0] = 0  # Megatron begins with the first sequence even if it is empty
+    dtype = np.int64 if samples >= np.iinfo(np.uint32).max - 1 else np.uint32
+    shuffle_index = shuffled(np.arange(samples, dtype=dtype), before_last)
+    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 
-class StoredBlend(_Stored):
-    """The indices of a blend."""
+def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(dataset int16 [size], its sample int64 [size]) at each sample of a blend with these weights, as given.
 
-    @cached_property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """(datasets, their samples) at each sample of the blend."""
-        return self.load("dataset_index"), self.load("dataset_sample_index")
+    Sample i goes to the dataset d with the largest `w_d * max(i, 1) - count_d` in FP64, the first of equal ones, where
+    count_d is how many it had before; a dataset's samples are served in order.
 
-    @cached_property
-    def counts(self) -> list[int]:
-        """Of all samples, by dataset."""
-        return self.load("counts").tolist()
+    The rule needs the count before each sample. Many stretches run side by side, each from counts that are about
+    right; a stretch that did not begin where the one before it ended runs again from there, until all fit. Then, by
+    induction from the first, every one began right.
 
-    def at(self, position: int) -> tuple[int, int]:
-        return int(self.arrays[0][position]), int(self.arrays[1][position])
+    Products and differences are rounded one by one, as Megatron's C++ does it on x86; a compiler for ARM may fuse them,
+    which can move samples where two datasets are equally far behind.
+    """
+    # Megatron normalizes the weights twice, and 1.0 / 0.9999999999999999 is not 1.
+    w = np.array(_normalized(_normalized(weights)), dtype=np.float64)
+    if len(w) > 32766:
+        raise ValueError(f"a Megatron blend has at most 32,766 datasets, not {len(w)}")
+    lanes = max(1, min(_LANE_ELEMENTS // len(w), -(-size // 512)))
+    length = -(-size // lanes)
+    datasets = np.empty((lanes, length), dtype=np.int16)
+    samples = np.empty((lanes, length), dtype=np.int64)
+    starts = np.arange(lanes, dtype=np.int64) * length
+    warm_up = min(length, 4 * len(w) + 64)
+    before = np.maximum(starts - warm_up, 0)
+    begins = _about(w, before)
+    _blend(w, begins, before, warm_up)
+    begins[:, 0] = 0  # the first has nothing before it, and is exact
+    ends = begins.copy()
+    wrong = np.arange(lanes)
+    while len(wrong):
+        counts = np.ascontiguousarray(begins[:, wrong])
+        datasets[wrong], samples[wrong] = _blend(w, counts, starts[wrong], length)
+        ends[:, wrong] = counts
+        wrong = 1 + np.flatnonzero((begins[:, 1:] != ends[:, :-1]).any(axis=0))
+        begins[:, wrong] = ends[:, wrong - 1]
+    return datasets.reshape(-1)[:size], samples.reshape(-1)[:size]
 
-    def before(self, position: int) -> list[int]:
-        """How many samples of each dataset come before a position: looks back until all have been met."""
-        datasets, samples = self.arrays
-        counts: dict[int, int] = {}
-        end = position
-        while end > 0 and len(counts) < len(self.counts):
-            start = max(0, end - _LOOK_BACK)
-            for dataset, back in zip(*np.unique(datasets[start:end][::-1], return_index=True), strict=True):
-                counts.setdefault(int(dataset), int(samples[end - 1 - back]) + 1)
-            end = start
-        return [counts.get(dataset, 0) for dataset in range(len(self.counts))]
+
+def _about(w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Whole counts FP64 [D, lanes] that sum to `sizes` [lanes] and are close to w * sizes."""
+    exact = np.outer(w, sizes)
+    counts = np.floor(exact)
+    ranks = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0)
+    return counts + (ranks < (sizes - counts.sum(axis=0)))
+
+
+def _blend(w: np.ndarray, counts: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """From counts [D, lanes] at the samples `starts` [lanes], `length` samples on: their datasets int16 [lanes, length]
+    and these datasets' counts before. Changes counts in place."""
+    lanes = np.arange(counts.shape[1])
+    datasets = np.empty((len(lanes), length), dtype=np.int16)
+    samples = np.empty((len(lanes), length), dtype=np.int64)
+    for step in range(length):
+        at = np.maximum(starts + step, 1).astype(np.float64)
+        best = np.zeros(len(lanes), dtype=np.int16)
+        largest = w[0] * at - counts[0]
+        for d in range(1, len(w)):
+            error = w[d] * at - counts[d]
+            better = error > largest
+            np.copyto(largest, error, where=better)
+            best[better] = d
+        datasets[:, step] = best
+        samples[:, step] = counts[best, lanes]
+        counts[best, lanes] += 1
+    return datasets, samples
+
+
+# --- the samples of a source and of a run
+
+
+@cache
+def _stored(folder: Path, name: str) -> np.ndarray:
+    return np.load(folder / f"{name}.npy", mmap_mode="r")
+
+
+def _build(cache_dir: Path, key: Sequence[Any], arrays: Callable[[], Mapping[str, np.ndarray]]) -> Path:
+    """The folder with these arrays, which `key` identifies; built if no process has done so."""
+
+    def build(folder: Path) -> None:
+        for name, array in arrays().items():
+            np.save(folder / f"{name}.npy", array)
+
+    name = hashlib.sha256(json.dumps([_FORMAT, *key]).encode()).hexdigest()[:24]
+    return build_once(cache_dir / f"{key[0]}-{name}", build)
 
 
 class MegatronSource(Samples):
-    """The samples of one source by ordinal, which counts through the indices of all phases in turn. Built by
-    MegatronOrder."""
+    """The samples of one source by ordinal, which counts through the datasets of all phases in turn.
+
+    split: `data.megatron.split`, which says which of its sequences are trained on.
+    """
 
     order = "megatron"
 
@@ -112,51 +218,51 @@ class MegatronSource(Samples):
         seq_length: int,
         seed: int,
         vocab_size: int,
-        split: Sequence[float] | None = None,
+        split: Sequence[float] | None,
     ) -> None:
-        super().__init__(name, stream, seq_length, seed, vocab_size)
-        self._stored: list[StoredDataset] = []
-        self._bases: list[int] = []
-        self.num_ordinals = 0
-        first, end = split_range(split, 0, stream.num_sequences)
-        borders = stream.sequence_offsets(first, end)
-        self.num_samples = num_windows(int(borders[-1] - borders[0]), seq_length)
+        self._sequences = split_range(split, 0, stream.num_sequences)
+        borders = stream.sequence_offsets(*self._sequences)
+        super().__init__(name, stream, seq_length, seed, vocab_size, int(borders[-1] - borders[0]))
+        self.datasets: list[Path] = []
+        """The folders with their arrays."""
+        self._bases = [0]
 
-    def add(self, stored: StoredDataset) -> int:
-        """Append the indices of a phase; returns the ordinal of their first sample."""
-        base = self.num_ordinals
-        self._stored.append(stored)
-        self._bases.append(base)
-        self.num_ordinals += stored.num_samples
-        return base
+    def add(self, num_samples: int | None, cache_dir: Path) -> tuple[int, int]:
+        """Append the dataset of a phase, for num_samples samples (None: one epoch): (ordinal of its first sample, how
+        many it has)."""
+        stream = self.stream
+        key = ["dataset", stream.identity(), *self._sequences, num_samples, self.seq_length, self.seed]
 
-    def pieces(self, ordinal: int) -> list[Piece]:
-        """What sample `ordinal` is made of, in order."""
-        assert 0 <= ordinal < self.num_ordinals, (self.name, ordinal)
-        place = bisect_right(self._bases, ordinal) - 1
-        document_index, sample_index, shuffle_index = self._stored[place].indices
-        sample = int(shuffle_index[ordinal - self._bases[place]])
-        (begin, offset), (end, end_offset) = sample_index[sample : sample + 2].tolist()
+        def arrays() -> dict[str, np.ndarray]:
+            lengths = np.diff(stream.sequence_offsets(0, stream.num_sequences)).astype(np.int32)
+            return dataset_indices(lengths, self._sequences, num_samples, self.seq_length, self.seed)
+
+        folder, base = _build(cache_dir, key, arrays), self._bases[-1]
+        count = len(_stored(folder, "shuffle_index"))
+        self.datasets.append(folder)
+        self._bases.append(base + count)
+        return base, count
+
+    def _read(self, sample: int, documents: bool) -> Window:
+        dataset = bisect_right(self._bases, sample) - 1
+        document_index, sample_index, shuffle_index = (
+            _stored(self.datasets[dataset], name) for name in ("document_index", "sample_index", "shuffle_index")
+        )
+        index = int(shuffle_index[sample - self._bases[dataset]])
+        (first, offset), (last, last_offset) = sample_index[index : index + 2].tolist()
         pieces = []
-        for position in range(begin, end + 1):
-            sequence = int(document_index[position])
-            if position == end:
-                length = end_offset + 1 - offset
-            else:
-                borders = self.stream.sequence_offsets(sequence, sequence + 1)
-                length = int(borders[1] - borders[0]) - offset
-            if length:
-                pieces.append(Piece(sequence, offset, length))
+        for place in range(first, last + 1):
+            sequence = int(document_index[place])
+            begin, end = self.stream.sequence_offsets(sequence, sequence + 1).tolist()
+            if place == last:
+                end = begin + last_offset + 1
+            if begin + offset < end:
+                pieces.append(self.stream.tokens(begin + offset, end - begin - offset))
             offset = 0
-        return pieces
-
-    def read(self, sample: int, documents: bool) -> Window:
-        pieces = self.pieces(sample)
-        starts = [int(self.stream.sequence_offsets(p.sequence, p.sequence + 1)[0]) + p.offset for p in pieces]
-        tokens = np.concatenate([self.stream.tokens(at, p.length) for at, p in zip(starts, pieces, strict=True)])
+        tokens = np.concatenate(pieces)
         assert len(tokens) == self.seq_length + 1, (self.name, len(tokens))
-        numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), [piece.length for piece in pieces])
-        return Window(tokens, numbers if documents else None)
+        numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), list(map(len, pieces))) if documents else None
+        return Window(tokens, numbers)
 
     def replaces(self, saved: Mapping[str, Any]) -> str | None:
         if (now := len(self.stream.parts)) > len(saved["files"]):  # another order
@@ -168,268 +274,170 @@ class MegatronSource(Samples):
         return self
 
 
-# Part of the name of every folder of indices: raise it with any change to what is in one.
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class MegatronRun:
-    """How Megatron was or would be started; `MegatronConfig` in the configuration's schema says what each key means."""
-
-    split: Sequence[float] | None = None
-    train_samples: int | None = None
-    consumed_samples: int = 0
-    phases: str = "transitions"
-    weighted: bool | None = None
-    surplus: float = 0.005
-
-
-class Layout(NamedTuple):
+@dataclass
+class Layout:
     """The samples [start, end) of the run are the samples [first, first + end - start) of a Megatron dataset that was
-    built for num_samples, of sources by these weights (as given, not normalized)."""
+    built for num_samples, of sources by these weights (as given, not normalized).
+
+    folder: of the blend's arrays; None if one dataset serves all. bases: by source, the ordinal at which its dataset
+    begins.
+    """
 
     start: int
     end: int
     first: int
     num_samples: int
-    blend: dict[str, float]
+    blend: Mapping[str, float]
+    folder: Path | None = None
+    bases: dict[str, int] = field(default_factory=dict)
+
+    def locate(self, sample: int) -> tuple[str, int]:
+        """(source, ordinal) of a sample of the run."""
+        dataset, index = 0, self.first + sample - self.start
+        if self.folder is not None:
+            arrays = (_stored(self.folder, name) for name in ("dataset_index", "dataset_sample_index"))
+            dataset, index = (int(array[index]) for array in arrays)
+        name = list(self.blend)[dataset]
+        return name, self.bases[name] + index
+
+    def ordinals(self, sample: int) -> list[int]:
+        """The ordinal that each source has come to before a sample of the run."""
+        position = self.first + sample - self.start
+        counts = [position] if self.folder is None else _counts_before(self.folder, position, len(self.blend))
+        return [self.bases[name] + count for name, count in zip(self.blend, counts, strict=True)]
 
 
-def lay_out(spans: Sequence[tuple[int, int, Mapping[str, float]]], run: MegatronRun) -> list[Layout]:
-    """The phases (start, end, blend), which follow each other from 0, as a Megatron run has them.
-
-    Raises ValueError for a run that is shorter than what it is to serve.
-    """
-    total = run.consumed_samples + spans[-1][1]
-    samples = total if run.train_samples is None else run.train_samples
-    if samples < total:
-        raise ValueError(
-            f"data.megatron.train_samples={samples} is less than the {total} samples up to this run's end "
-            f"(consumed_samples={run.consumed_samples} and {spans[-1][1]} of this run); give those of the Megatron "
-            "run, its --train-iters times --global-batch-size, or shorten train.steps"
-        )
-    layouts = []
-    for index, (start, end, blend) in enumerate(spans):
-        weights = {name: weight for name, weight in blend.items() if weight > 0}
-        if run.phases == "relaunched":
-            layouts.append(Layout(start, end, run.consumed_samples + start, samples, weights))
-            continue
-        # The first phase began before this run, and the last one may continue after it.
-        before = run.consumed_samples if index == 0 else 0
-        later = samples - total if index == len(spans) - 1 else 0
-        layouts.append(Layout(start, end, before, before + end - start + later, weights))
-    return layouts
+def _counts_before(folder: Path, position: int, num_datasets: int) -> list[int]:
+    """How many samples of each dataset come before a position of a blend."""
+    datasets = _stored(folder, "dataset_index")
+    found, back = np.unique(datasets[max(0, position - _LOOK_BACK) : position][::-1], return_index=True)
+    if len(found) < num_datasets:
+        return np.bincount(datasets[:position], minlength=num_datasets).tolist()
+    return (_stored(folder, "dataset_sample_index")[position - 1 - back] + 1).tolist()
 
 
-class MegatronOrder:
-    """Which sample of which source is at a position of the run, and the sources that have them.
+class MegatronSchedule(PhaseSchedule):
+    """A PhaseSchedule whose phases take Megatron's samples; `open` has to come before the first of them is asked for.
 
-    streams: at least the sources that the phases name. cache_dir: where the indices are kept; None: the user's cache
-    folder. Raises ValueError for what Megatron would refuse, run forever on, or leave unfinished.
+    Phases in a row with one blend are one for Megatron: a batch size that grows changes no order. run: the group
+    `data.megatron` of a configuration, where each key is described. Raises ValueError, also for a Megatron run that is
+    shorter than what it is to serve.
     """
 
     def __init__(
+        self, phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int, run: Any
+    ) -> None:
+        super().__init__(phases, num_steps, global_batch_size, sequence_length)
+        split = None if run.split is None else list(map(float, run.split))
+        self._settings = {"split": split, "weighted": run.weighted, "surplus": run.surplus}
+        total = run.consumed_samples + self.num_samples
+        samples = total if run.train_samples is None else run.train_samples
+        if samples < total:
+            raise ValueError(
+                f"data.megatron.train_samples={samples} is less than the {total} samples up to this run's end "
+                f"(consumed_samples={run.consumed_samples} and {self.num_samples} of this run); give those of the "
+                "Megatron run, its --train-iters times --global-batch-size, or shorten train.steps"
+            )
+        # Megatron normalizes the floats as they are written; whole numbers in proportion can be a bit off.
+        blends = {phase.name: {n: w for n, w in (phase.blend or {}).items() if w > 0} for phase in phases}
+        self.layouts: list[Layout] = []
+        for span in self.spans:
+            if self.layouts and span.blend_start == self.layouts[-1].start:
+                self.layouts[-1].end = span.end
+            elif span.num_samples:
+                self.layouts.append(Layout(span.start, span.end, 0, samples, blends[span.name]))
+        for layout in self.layouts:
+            if run.phases == "relaunched":
+                layout.first = run.consumed_samples + layout.start
+            else:
+                layout.num_samples = layout.end - layout.start
+        if run.phases == "transitions":
+            # The first phase began before this run, and the last one may continue after it.
+            self.layouts[0].first = run.consumed_samples
+            self.layouts[0].num_samples += run.consumed_samples
+            self.layouts[-1].num_samples += samples - total
+
+    def open(
         self,
-        layouts: Sequence[Layout],
         streams: Mapping[str, TokenSource],
-        run: MegatronRun,
         seq_length: int,
         seed: int,
         vocab_size: int,
         cache_dir: str | Path | None = None,
-    ) -> None:
-        self.layouts = list(layouts)
-        self.run = run
-        self._folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)) / "megatron"
-        names = dict.fromkeys(name for layout in layouts for name in layout.blend)
-        self.sources = {
-            name: MegatronSource(name, streams[name], seq_length, seed, vocab_size, run.split) for name in names
+    ) -> dict[str, MegatronSource]:
+        """The sources of the run, after all arrays were built or found.
+
+        streams: at least the sources that the phases name. cache_dir: where the arrays are kept; None: the user's cache
+        folder. Raises ValueError for what Megatron would refuse, run forever on, or leave unfinished.
+        """
+        self.check_sources(streams)
+        folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)) / "megatron"
+        sources = {
+            name: MegatronSource(name, streams[name], seq_length, seed, vocab_size, self._settings["split"])
+            for name in dict.fromkeys(name for layout in self.layouts for name in layout.blend)
         }
-        self._starts = [layout.start for layout in layouts]
-        self._blends: list[StoredBlend | None] = []
-        self._bases: list[dict[str, int]] = []
-        for layout in layouts:
-            self._add(layout)
+        for layout in self.layouts:
+            self._open_layout(layout, sources, folder)
+        return sources
 
-    def locate(self, global_sample: int) -> tuple[str, int]:
-        """(source, ordinal) of a sample of the run. O(log phases)."""
-        # Of phases that start together all but the last are empty, and bisect_right finds the last.
-        phase = bisect_right(self._starts, global_sample) - 1
-        layout, blend = self.layouts[phase], self._blends[phase]
-        assert layout.start <= global_sample < layout.end, global_sample
-        position = layout.first + global_sample - layout.start
-        dataset, sample = (0, position) if blend is None else blend.at(position)
-        name = list(layout.blend)[dataset]
-        return name, self._bases[phase][name] + sample
-
-    def ranges(self, start: int, end: int) -> list[tuple[str, int, int]]:
-        """(source, first, last): the ordinals [first, last) that the samples [start, end) of the run take, layout by
-        layout."""
-        found = []
-        for layout, blend, bases in zip(self.layouts, self._blends, self._bases, strict=True):
-            first, last = max(start, layout.start), min(end, layout.end)
-            if first < last:
-                before, after = (
-                    [layout.first + at - layout.start]
-                    if blend is None
-                    else blend.before(layout.first + at - layout.start)
-                    for at in (first, last)
-                )
-                for name, some, more in zip(layout.blend, before, after, strict=True):
-                    if some < more:
-                        found.append((name, bases[name] + some, bases[name] + more))
-        return found
-
-    def description(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the order: JSON."""
-        phases = [[*layout[:4], list(map(list, layout.blend.items()))] for layout in self.layouts]
-        return {
-            "split": None if self.run.split is None else list(map(float, self.run.split)),
-            "weighted": self.run.weighted,
-            "surplus": self.run.surplus,
-            "phases": phases,
-        }
-
-    def _add(self, layout: Layout) -> None:
-        """Build or find the indices of a phase."""
-        names, weights = list(layout.blend), list(layout.blend.values())
-        weighted = len(names) > 1 if self.run.weighted is None else self.run.weighted
+    def _open_layout(self, layout: Layout, sources: Mapping[str, MegatronSource], folder: Path) -> None:
+        names, weights, size = list(layout.blend), list(layout.blend.values()), layout.num_samples
+        weighted = len(names) > 1 if self._settings["weighted"] is None else self._settings["weighted"]
+        wanted: list[int | None] = [size]
         if weighted:
-            size, built = blend_sizes(weights, layout.num_samples, self.run.surplus)
-            wanted: list[int | None] = [*built]
-        elif len(names) == 1:
-            size, wanted = layout.num_samples, [layout.num_samples]
-        else:
+            shares = [math.ceil(size * weight) for weight in _normalized(weights)]
+            size, wanted = sum(shares), [math.ceil(share * (1 + self._settings["surplus"])) for share in shares]
+        elif len(names) > 1:
             if len(set(weights)) > 1:
                 raise ValueError(
                     "with data.megatron.weighted=false the lengths of the sources are their weights, but the blend "
                     f"has {layout.blend}; give all of them the weight 1"
                 )
             wanted = [None] * len(names)
-        stored = [self._dataset(name, samples) for name, samples in zip(names, wanted, strict=True)]
-        if not weighted and len(names) > 1:
-            weights = [float(dataset.num_samples) for dataset in stored]
-            size = min(layout.num_samples, sum(dataset.num_samples for dataset in stored))
+        built = [sources[name].add(samples, folder) for name, samples in zip(names, wanted, strict=True)]
+        layout.bases = {name: base for name, (base, _) in zip(names, built, strict=True)}
+        if not weighted and len(names) == 1:
+            return
+        if not weighted:
+            weights = [float(count) for _, count in built]
+            size = min(size, sum(count for _, count in built))
             if size < (needed := layout.first + layout.end - layout.start):
                 raise ValueError(
                     f"{', '.join(names)} have {size} samples in one epoch, and Megatron gives no more to --data-path "
                     f"without weights; this run needs {needed}: shorten train.steps"
                 )
-        blend = None
-        if weighted or len(names) > 1:
-            blend = self._blend(weights, size)
-            for name, dataset, count in zip(names, stored, blend.counts, strict=True):
-                if count > dataset.num_samples:
-                    raise ValueError(
-                        f"the blend takes {count} samples of {name!r}, of which it built {dataset.num_samples}, where "
-                        "Megatron ends too; raise data.megatron.surplus (--mid-level-dataset-surplus), as for that run"
-                    )
-        self._blends.append(blend)
-        self._bases.append({name: self.sources[name].add(dataset) for name, dataset in zip(names, stored, strict=True)})
 
-    def _dataset(self, name: str, num_samples: int | None) -> StoredDataset:
-        source = self.sources[name]
-        stream = source.stream
-        sequences = split_range(self.run.split, 0, stream.num_sequences)
-        key = ["dataset", stream.identity(), *sequences, num_samples, source.seq_length, source.seed]
-
-        def build(folder: Path) -> None:
-            lengths = np.diff(stream.sequence_offsets(0, stream.num_sequences)).astype(np.int32)
-            try:
-                indices = dataset_indices(lengths, sequences, num_samples, source.seq_length, source.seed)
-            except ValueError as error:
-                share = (
-                    ""
-                    if self.run.split is None
-                    else f", the training share of data.megatron.split={list(self.run.split)}"
-                )
-                raise ValueError(
-                    f"source {name!r} ({stream}{share}): {error}; shorten the sequence or add text"
-                ) from error
-            for kind, index in indices._asdict().items():
-                np.save(folder / f"{kind}.npy", index)
-
-        return StoredDataset(self._stored_at(key, build))
-
-    def _blend(self, weights: Sequence[float], size: int) -> StoredBlend:
-        def build(folder: Path) -> None:
+        def arrays() -> dict[str, np.ndarray]:
             datasets, samples = blending_indices(weights, size)
-            np.save(folder / "dataset_index.npy", datasets)
-            np.save(folder / "dataset_sample_index.npy", samples)
-            np.save(folder / "counts.npy", np.bincount(datasets, minlength=len(weights)))
+            return {"dataset_index": datasets, "dataset_sample_index": samples}
 
-        return StoredBlend(self._stored_at(["blend", weights, size], build))
-
-    def _stored_at(self, key: Sequence[Any], build: Callable[[Path], None]) -> Path:
-        name = hashlib.sha256(json.dumps([_FORMAT, *key]).encode()).hexdigest()[:24]
-        return build_once(self._folder / f"{key[0]}-{name}", build)
-
-
-def order_differences(saved: Mapping[str, Any], current: Mapping[str, Any], consumed: int) -> list[str]:
-    """What of the first `consumed` samples two orders' descriptions disagree on, one sentence each."""
-    found = [
-        f"data.megatron.{key} was {saved[key]} and is now {current[key]}"
-        for key in ("split", "weighted", "surplus")
-        if saved[key] != current[key]
-    ]
-    starts = {phase[0]: phase for phase in current["phases"]}
-    for start, end, first, samples, blend in saved["phases"]:
-        if not start < min(end, consumed):
-            continue
-        now = starts.get(start)
-        if now is None or now[2] != first or now[4] != blend:
-            found.append(
-                f"the phase from sample {start} began at sample {first} of Megatron's blend {blend} and does no longer"
-            )
-        elif now[3] != samples:
-            found.append(
-                f"Megatron's indices of the phase from sample {start} were built for {samples} samples and would be "
-                f"for {now[3]}, which is another order; give the phase the length that it had, and "
-                "the last one data.megatron.train_samples"
-            )
-    return found
-
-
-class MegatronSchedule(PhaseSchedule):
-    """A PhaseSchedule whose phases take Megatron's samples.
-
-    Phases in a row with one blend are one for Megatron: a batch size that grows changes no order.
-    """
-
-    order: MegatronOrder
-    """Of these `layouts`; to be set once the data is open, before a sample is asked for."""
-
-    def __init__(
-        self, phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int, run: MegatronRun
-    ) -> None:
-        super().__init__(phases, num_steps, global_batch_size, sequence_length)
-        blends = {phase.name: phase.blend or {} for phase in phases}
-        spans: list[tuple[int, int, Mapping[str, float]]] = []
-        for span in self.spans:
-            if not span.num_samples:
-                continue
-            if spans and span.blend_start == spans[-1][0]:
-                spans[-1] = (spans[-1][0], span.end, spans[-1][2])
-            else:
-                # Megatron normalizes the floats as they are written; whole numbers in proportion can be a bit off.
-                spans.append((span.start, span.end, blends[span.name]))
-        self.layouts: list[Layout] = lay_out(spans, run)
+        layout.folder = _build(folder, ["blend", weights, size], arrays)
+        for name, (_, has), count in zip(names, built, _counts_before(layout.folder, size, len(names)), strict=True):
+            if count > has:
+                raise ValueError(
+                    f"the blend takes {count} samples of {name!r}, of which it built {has}, where Megatron ends too; "
+                    "raise data.megatron.surplus (--mid-level-dataset-surplus), as for that run"
+                )
 
     def locate(self, global_sample: int) -> Location:
-        return Location(self.span_at(global_sample).name, *self.order.locate(global_sample))
+        layout = self.layouts[bisect_right(self.layouts, global_sample, key=lambda layout: layout.start) - 1]
+        return Location(self.span_at(global_sample).name, *layout.locate(global_sample))
 
     def source_ranges(self, start: int, end: int) -> list[SourceRange]:
-        return [
-            SourceRange(span.name, *found)
-            for span in self.spans
-            for found in self.order.ranges(max(start, span.start), min(end, span.end))
-        ]
+        found = []
+        for span in self.spans:
+            for layout in self.layouts:
+                first, last = (min(max(at, span.start, layout.start), span.end, layout.end) for at in (start, end))
+                if first < last:
+                    ordinals = zip(layout.blend, layout.ordinals(first), layout.ordinals(last), strict=True)
+                    found += [SourceRange(span.name, *taken) for taken in ordinals if taken[1] < taken[2]]
+        return found
 
     def counts(self, global_sample: int) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for name, first, last in self.order.ranges(0, global_sample):
-            counts[name] = counts.get(name, 0) + last - first
-        return counts
+        counts: Counter[str] = Counter()
+        for taken in self.source_ranges(0, global_sample):
+            counts[taken.source] += taken.end - taken.start
+        return dict(counts)
 
     def after(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
         """Raises ValueError: what Megatron laid out for a run is of that run."""
@@ -438,19 +446,47 @@ class MegatronSchedule(PhaseSchedule):
             "restore train.global_batch_size and the lengths of the phases up to there"
         )
 
+    def layout_description(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the layouts: JSON."""
+        phases = [
+            [layout.start, layout.end, layout.first, layout.num_samples, [list(pair) for pair in layout.blend.items()]]
+            for layout in self.layouts
+        ]
+        return {**self._settings, "phases": phases}
 
-def megatron_run(data: Any) -> MegatronRun:
-    """What the group `data` of a configuration says of it."""
-    given = data.megatron
-    return MegatronRun(
-        given.split, given.train_samples, given.consumed_samples, given.phases, given.weighted, given.surplus
-    )
+    def layout_differences(self, saved: Mapping[str, Any], consumed: int) -> list[str]:
+        """What of the first `consumed` samples a checkpoint's `layout_description` has otherwise, one sentence each."""
+        found = [
+            f"data.megatron.{key} was {saved[key]} and is now {value}"
+            for key, value in self._settings.items()
+            if saved[key] != value
+        ]
+        layouts = {phase[0]: phase for phase in self.layout_description()["phases"]}
+        for start, end, first, samples, blend in saved["phases"]:
+            if start >= min(end, consumed):
+                continue
+            now = layouts.get(start)
+            if now is None or now[2] != first or now[4] != blend:
+                found.append(
+                    f"the phase from sample {start} began at sample {first} of Megatron's blend {blend} and does no "
+                    "longer"
+                )
+            elif now[3] != samples:
+                found.append(
+                    f"Megatron's indices of the phase from sample {start} were built for {samples} samples and would "
+                    f"be for {now[3]}, which is another order; give the phase the length that it had, and the last one "
+                    "data.megatron.train_samples"
+                )
+        return found
+
+
+# --- the configuration
 
 
 def check_megatron(data: Any) -> None:
     """Raise ValueError for settings of a configuration's `data.megatron` that are none, or would have no effect."""
-    run = megatron_run(data)
-    if data.order != "megatron" and run != MegatronRun():
+    run = data.megatron
+    if data.order != "megatron" and run != type(run)():
         raise ValueError(
             f"data.megatron has no effect with data.order={data.order}; leave it out, or choose data.order=megatron"
         )
@@ -466,9 +502,5 @@ def held_out_by_split(bundle: DataBundle, split: Sequence[float] | None) -> Mapp
     """
     if bundle.validation or split is None:
         return bundle.validation
-    found = {}
-    for name, stream in bundle.train.items():
-        first, end = split_range(split, 1, stream.num_sequences)
-        if first < end:
-            found[name] = TokenRange(stream, first, end)
-    return found
+    ranges = {name: (stream, *split_range(split, 1, stream.num_sequences)) for name, stream in bundle.train.items()}
+    return {name: TokenRange(*of) for name, of in ranges.items() if of[1] < of[2]}

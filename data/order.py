@@ -22,11 +22,11 @@ keeps from which sample on there were how many files (`Growth`).
 from __future__ import annotations
 
 import hashlib
-import math
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,7 +37,10 @@ _NUM_ROUNDS = 6
 _MASK = (1 << 64) - 1
 
 
-def _mix(value: int) -> int:
+Bits = TypeVar("Bits", int, np.ndarray)
+
+
+def _mix(value: Bits) -> Bits:
     """The finalizer of splitmix64: every input bit reaches every output bit. 64 bits to 64 bits."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -76,10 +79,8 @@ def shuffled(size: int, key: str) -> np.ndarray:
     """
     seed = np.frombuffer(hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest(), dtype="<u8")
     # splitmix64: its state takes equal steps, its finalizer is a bijection, so no two numbers get the same hash.
-    value = seed + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(value ^ (value >> np.uint64(31)), kind="stable")
+    states = seed + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return np.argsort(_mix(states), kind="stable")
 
 
 _GROUP_DOCUMENTS = 1 << 14
@@ -87,10 +88,6 @@ _RUN_DOCUMENTS = 1 << 10
 _RUNS_IN_GROUP = 16
 _SHUFFLE = 2
 """Of sources above _GROUP_DOCUMENTS: checkpoints keep it, since an earlier version shuffled them otherwise."""
-# Of all sources of a process: 16 bytes each. Every source of a blend has a group under way.
-_KEPT_DOCUMENTS = 1 << 23
-# Documents whose places are read at once when one is looked for.
-_SEARCHED_DOCUMENTS = 1 << 11
 
 
 class Window(NamedTuple):
@@ -106,10 +103,8 @@ def num_windows(num_tokens: int, seq_length: int) -> int:
     return max(0, (num_tokens - 1) // seq_length)
 
 
-@lru_cache(maxsize=64)
-def _permutation(size: int, key: str) -> Permutation:
-    # Samples of one epoch follow one another; the cache saves hashing the same key for each of them.
-    return Permutation(size, key)
+# Samples of one epoch follow one another: the same key need not be hashed for each of them.
+_permutation = lru_cache(maxsize=64)(Permutation)
 
 
 class WindowOrder:
@@ -119,13 +114,9 @@ class WindowOrder:
         self.num_windows = num_windows(stream.num_tokens, seq_length)
         self._stream, self._seq_length, self._key = stream, seq_length, key
 
-    def place(self, epoch: int, position: int) -> int:
-        """Which window of the stream comes at `position`."""
-        return _permutation(self.num_windows, f"{self._key}/{epoch}")(position)
-
-    def window(self, epoch: int, position: int, documents: bool = False) -> Window:
+    def window(self, epoch: int, position: int, documents: bool) -> Window:
         """The window at `position` of an epoch, with its documents if so asked."""
-        start = self.place(epoch, position) * self._seq_length
+        start = _permutation(self.num_windows, f"{self._key}/{epoch}")(position) * self._seq_length
         length = self._seq_length + 1
         numbers = document_numbers(self._stream, start, length) if documents else None
         return Window(self._stream.tokens(start, length), numbers)
@@ -157,7 +148,8 @@ class _Groups:
         return self._kept[key]
 
 
-_GROUPS = _Groups(_KEPT_DOCUMENTS)
+# Of all sources of a process: 16 bytes a document. Every source of a blend has a group under way.
+_GROUPS = _Groups(1 << 23)
 
 
 class DocumentOrder:
@@ -173,7 +165,7 @@ class DocumentOrder:
         self._num_runs = max(1, stream.num_tokens // self._run)  # whole ones; what is left goes to the last group
         self._num_groups = max(1, self._num_runs // _RUNS_IN_GROUP)
 
-    def window(self, epoch: int, position: int, documents: bool = False) -> Window:
+    def window(self, epoch: int, position: int, documents: bool) -> Window:
         """The window at `position` of an epoch, with its documents if so asked."""
         group = min(position * self._seq_length // (self._run * _RUNS_IN_GROUP), self._num_groups - 1)
         while position < self._first_window(group):
@@ -233,45 +225,24 @@ class DocumentOrder:
         return _Group(starts[order], np.cumsum(lengths[order]))
 
 
-Order = WindowOrder | DocumentOrder
-
-
 def _documents_within(stream: TokenSource, first: int, end: int) -> np.ndarray:
     """Where the documents begin that lie in the tokens [first, end), the first one cut there, and the end: int64."""
-    documents = stream.num_documents
+    documents, block = stream.num_documents, 2 * _RUN_DOCUMENTS
     if (first, end) == (0, stream.num_tokens):
         return stream.document_offsets(0, documents)
     found = [np.array([first])]
-    document = _document_at(stream, first) + 1  # that begins after `first`
+    document = bisect_right(range(documents), first, key=lambda d: int(stream.document_offsets(d, d)[0]))
     while document < documents:
-        offsets = stream.document_offsets(document, min(document + _SEARCHED_DOCUMENTS, documents))
+        offsets = stream.document_offsets(document, min(document + block, documents))
         found.append(offsets[:-1][offsets[:-1] < end])
         if offsets[-1] >= end:
             break
-        document += _SEARCHED_DOCUMENTS
+        document += block
     return np.append(np.concatenate(found), end)
 
 
-def _document_at(stream: TokenSource, token: int) -> int:
-    """The last document that begins at or before a token, looked for where it would lie if all were equally long."""
-    low, high, start, end = 0, stream.num_documents, 0, stream.num_tokens
-    turn = 0
-    while high - low > _SEARCHED_DOCUMENTS:
-        margin = _SEARCHED_DOCUMENTS // 4 + 4 * math.isqrt(high - low)
-        guess = low + (token - start) * (high - low) // max(1, end - start)
-        turn += 1
-        # Where they are not, every third probe halves what is left.
-        for probe in (guess - margin, guess + margin) if turn % 3 else ((low + high) // 2,):
-            if low < probe < high:
-                offset = int(stream.document_offsets(probe, probe)[0])
-                if offset <= token:
-                    low, start = probe, offset
-                else:
-                    high, end = probe, offset
-    return low + int(np.searchsorted(stream.document_offsets(low, high)[:-1], token, side="right")) - 1
-
-
-ORDERS: dict[str, type[DocumentOrder | WindowOrder]] = {"documents": DocumentOrder, "windows": WindowOrder}
+Order = WindowOrder | DocumentOrder
+ORDERS: dict[str, type[Order]] = {"documents": DocumentOrder, "windows": WindowOrder}
 
 
 class Growth(NamedTuple):
@@ -338,37 +309,37 @@ class _Stage:
 
 
 class Samples:
-    """The samples of one source by ordinal, which counts over the whole run.
+    """The samples of one source by ordinal, which counts over the whole run. num_samples: of an epoch.
 
-    vocab_size is the model's: a token id beyond it is refused here, with the source's name, rather than in an
-    embedding kernel. num_samples: of an epoch.
+    tokens: how many of the stream's are used; None: all. Raises ValueError if they are fewer than one sample.
     """
 
     order: str
-    num_samples: int
 
-    def __init__(self, name: str, stream: TokenSource, seq_length: int, seed: int, vocab_size: int) -> None:
+    def __init__(
+        self, name: str, stream: TokenSource, seq_length: int, seed: int, vocab_size: int, tokens: int | None = None
+    ) -> None:
         self.name, self.stream, self.seq_length, self.seed = name, stream, seq_length, seed
         self.vocab_size = vocab_size
         self.growth = [Growth(0, len(stream.parts))]
+        tokens = stream.num_tokens if tokens is None else tokens
+        self.num_samples = num_windows(tokens, seq_length)
+        if self.num_samples == 0:
+            raise ValueError(
+                f"source {name!r} ({stream}) has {tokens} tokens to train on, fewer than one sample of seq_length + 1 "
+                f"= {seq_length + 1}; shorten the sequence or add text"
+            )
 
-    def read(self, sample: int, documents: bool) -> Window:
-        """Sample k, with its documents if so asked; its ids are not checked."""
-        raise NotImplementedError
-
-    def sample(self, sample: int) -> np.ndarray:
-        """Sample k: int64 [seq_length + 1]. Raises ValueError for a token id outside the model's vocabulary."""
-        return self._checked(sample, documents=False).tokens
-
-    def sample_and_documents(self, sample: int) -> Window:
-        """`sample`, and int32 [seq_length + 1]: which document of the sample each token belongs to, from 0."""
-        return self._checked(sample, documents=True)
-
-    def _checked(self, sample: int, documents: bool) -> Window:
-        tokens, numbers = self.read(sample, documents)
+    def sample(self, sample: int, documents: bool = False) -> Window:
+        """Sample k as int64 tokens, with its documents if so asked. Raises ValueError for a token id outside the
+        model's vocabulary, rather than in an embedding kernel."""
+        tokens, numbers = self._read(sample, documents)
         tokens = tokens.astype(np.int64, copy=False)
         check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
         return Window(tokens, numbers)
+
+    def _read(self, sample: int, documents: bool) -> Window:
+        raise NotImplementedError
 
     def epochs(self, sample: int) -> float:
         """How often the samples [0, sample) have gone through the source."""
@@ -388,15 +359,15 @@ class Samples:
         More files after those that it had replace nothing.
         """
         files, parts = saved["files"], self.stream.parts
-        for number, (num_tokens, identity) in enumerate(files):
-            if number >= len(parts):
-                return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"
-            part = parts[number]
+        if len(files) > len(parts):
+            return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"
+        for number, ((num_tokens, identity), part) in enumerate(zip(files, parts, strict=False), start=1):
             if part.num_tokens != num_tokens or part.identity() != identity:
-                which = f", file {number + 1} of {len(files)}," if len(files) > 1 else ""
+                which = f", file {number} of {len(files)}," if len(files) > 1 else ""
+                was, now = (of.rpartition(":")[2][:12] for of in (identity, part.identity()))
                 return (
-                    f"({part}){which} had {num_tokens} tokens (identity {_short(identity)}) and now has "
-                    f"{part.num_tokens} (identity {_short(part.identity())}); new files go after those that it had"
+                    f"({part}){which} had {num_tokens} tokens (identity {was}) and now has {part.num_tokens} "
+                    f"(identity {now}); new files go after those that it had"
                 )
         return None
 
@@ -405,16 +376,9 @@ class Samples:
         raise NotImplementedError
 
 
-def _short(identity: str) -> str:
-    return identity.rpartition(":")[2][:12]
-
-
 class SampleSource(Samples):
     """A token stream cut into shuffled samples. order: a key of ORDERS. growth: when it got its files, if that was not
-    at the beginning.
-
-    Raises ValueError for a stream shorter than one sample.
-    """
+    at the beginning."""
 
     def __init__(
         self,
@@ -429,12 +393,6 @@ class SampleSource(Samples):
         super().__init__(name, stream, seq_length, seed, vocab_size)
         self.order = order
         self.growth = list(growth) or self.growth
-        self.num_samples = num_windows(stream.num_tokens, seq_length)
-        if self.num_samples == 0:
-            raise ValueError(
-                f"source {name!r} ({stream}) has {stream.num_tokens} tokens, fewer than one sample "
-                f"of seq_length + 1 = {seq_length + 1}; shorten the sequence or add text"
-            )
         assert self.growth[0].sample == 0 and self.growth[-1].files == len(stream.parts), self.growth
         files = self.growth[0].files
         self._stage = _Stage(self._order_of(0, files))
@@ -459,7 +417,7 @@ class SampleSource(Samples):
         """Where sample k is."""
         return self._stage.place(sample)
 
-    def read(self, sample: int, documents: bool) -> Window:
+    def _read(self, sample: int, documents: bool) -> Window:
         order, epoch, position = self.place(sample)
         return order.window(epoch, position, documents)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from data.builtin import check_builtin, open_builtin
 from data.indexed import DataBundle
 from data.loader import MicroBatch, MicroBatchLoader
-from data.megatron_order import MegatronOrder, MegatronSchedule, check_megatron, held_out_by_split, megatron_run
+from data.megatron_order import MegatronSchedule, check_megatron, held_out_by_split
 from data.order import Samples, SampleSource
 from data.schedule import Phase, PhaseSchedule, PhaseSpan, PlannedUse, check_epochs, check_phases, planned_use
 from data.sources import check_indexed, open_indexed
@@ -148,7 +148,7 @@ def phases(config: Any, num_tokens: Mapping[str, int] | None = None) -> PhaseSch
     ]
     length = train.steps, train.global_batch_size, train.sequence_length
     if config.data.order == "megatron":
-        return MegatronSchedule(found, *length, megatron_run(config.data))
+        return MegatronSchedule(found, *length, config.data.megatron)
     return PhaseSchedule(found, *length)
 
 
@@ -188,9 +188,7 @@ def open_on_rank(config: Any, mesh: Any) -> RunData:
     sources: Mapping[str, Samples]
     cut = train.sequence_length, config.data_seed, vocab_size
     if isinstance(schedule, MegatronSchedule):
-        schedule.check_sources(bundle.train)
-        schedule.order = MegatronOrder(schedule.layouts, bundle.train, megatron_run(data), *cut, data.cache_dir)
-        sources = schedule.order.sources
+        sources = schedule.open(bundle.train, *cut, data.cache_dir)
         bundle = replace(bundle, validation=held_out_by_split(bundle, data.megatron.split))
     else:
         sources = {name: SampleSource(name, stream, *cut, data.order) for name, stream in bundle.train.items()}

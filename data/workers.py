@@ -35,6 +35,7 @@ import threading
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Generic, NamedTuple, NoReturn, TypeVar
@@ -61,39 +62,34 @@ class SlotContent(NamedTuple):
     documents: np.ndarray | None
 
 
+@dataclass
 class RankMicroBatches:
     """The micro-batches of data-parallel rank dp_rank of dp_size in the steps [start_step, end_step), by number from 0.
 
-    masked: with the numbers of their documents. Pickles as what it was made of, so `sources` has to pickle, and small.
+    masked: with the numbers of their documents. `sources` has to pickle, and small.
     """
 
-    def __init__(
-        self,
-        schedule: PhaseSchedule,
-        sources: Mapping[str, Samples],
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        start_step: int,
-        end_step: int,
-        masked: bool = False,
-    ) -> None:
-        self._schedule = schedule
-        self._sources = dict(sources)
-        self._size = micro_batch_size
-        self._masked = masked
+    schedule: PhaseSchedule
+    sources: Mapping[str, Samples]
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    masked: bool
+    start_step: int
+    end_step: int
+
+    def __post_init__(self) -> None:
         # The first sample of each micro-batch, for each phase that the steps touch.
         self._spans, self._firsts = [], []
-        for span in schedule.spans:
-            first, end = max(start_step, span.first_step), min(end_step, span.end_step)
+        for span in self.schedule.spans:
+            first, end = max(self.start_step, span.first_step), min(self.end_step, span.end_step)
             if first < end:
-                samples = schedule.samples_before(first), schedule.samples_before(end)
+                begin, stop = self.schedule.samples_before(first), self.schedule.samples_before(end)
+                size = self.micro_batch_size
                 self._spans.append(span)
-                self._firsts.append(
-                    range(samples[0] + dp_rank * micro_batch_size, samples[1], micro_batch_size * dp_size)
-                )
+                self._firsts.append(range(begin + self.dp_rank * size, stop, size * self.dp_size))
         self._starts = list(accumulate(map(len, self._firsts), initial=0))
-        self._seq_length = next(iter(self._sources.values())).seq_length
+        self._seq_length = next(iter(self.sources.values())).seq_length
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -101,12 +97,12 @@ class RankMicroBatches:
     @property
     def slot_size(self) -> int:
         """How many int32 a slot holds."""
-        return self._size * (self._seq_length + 1) * (2 if self._masked else 1)
+        return self.micro_batch_size * (self._seq_length + 1) * (2 if self.masked else 1)
 
     def index(self, number: int) -> int:
         """Which micro-batch of its global batch number `number` is."""
         span, first = self._place(number)
-        return (first - span.start) % span.batch_size // self._size
+        return (first - span.start) % span.batch_size // self.micro_batch_size
 
     def sequence_length(self, number: int) -> int:
         """Of the sequences that the samples of number `number` are cut into."""
@@ -119,20 +115,18 @@ class RankMicroBatches:
 
     def content(self, slot: np.ndarray) -> SlotContent:
         """`slot`, int32 [slot_size], as what it holds."""
-        parts = slot.reshape(-1, self._size, self._seq_length + 1)
-        return SlotContent(parts[0], parts[1] if self._masked else None)
+        parts = slot.reshape(-1, self.micro_batch_size, self._seq_length + 1)
+        return SlotContent(parts[0], parts[1] if self.masked else None)
 
     def read_into(self, number: int, slot: np.ndarray) -> None:
         """Read micro-batch `number` into `slot`, int32 [slot_size]. Raises what the sources raise."""
         tokens, documents = self.content(slot)
         _, first = self._place(number)
-        for row in range(self._size):
-            _, name, ordinal = self._schedule.locate(first + row)
-            source = self._sources[name]
-            if documents is None:
-                tokens[row] = source.sample(ordinal)
-            else:
-                tokens[row], documents[row] = source.sample_and_documents(ordinal)
+        for row in range(self.micro_batch_size):
+            _, name, ordinal = self.schedule.locate(first + row)
+            tokens[row], numbers = self.sources[name].sample(ordinal, self.masked)
+            if documents is not None:
+                documents[row] = numbers
 
 
 class Task(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,9 @@ def test_a_starved_run_reports_what_it_gets(
 ) -> None:
     sample = SampleSource.sample
 
-    def slow(self: SampleSource, number: int) -> object:
+    def slow(self: SampleSource, *arguments: Any) -> object:
         time.sleep(0.05)
-        return sample(self, number)
+        return sample(self, *arguments)
 
     monkeypatch.setattr(SampleSource, "sample", slow)
     settings = ["precision=bf16", "data.num_workers=0", "train.steps=4", "checkpoint.interval=0"]

@@ -41,10 +41,10 @@ def test_a_sample_and_its_documents(make_dataset: MakeDataset) -> None:
     dataset = make_dataset("code", 400)
     source = SampleSource("code", dataset, LENGTH, seed=1, vocab_size=1000, order="windows")
     for k in range(2 * source.num_samples):
-        tokens, documents = source.sample_and_documents(k)
-        assert np.array_equal(tokens, source.sample(k))
-        order, epoch, position = source.place(k)
-        assert documents.tolist() == expected(dataset, order.place(epoch, position) * LENGTH, LENGTH + 1)
+        tokens, documents = source.sample(k, documents=True)
+        assert np.array_equal(tokens, source.sample(k).tokens)
+        [start] = [i for i in range(0, 400 - LENGTH, LENGTH) if np.array_equal(dataset.tokens(i, LENGTH + 1), tokens)]
+        assert documents.tolist() == expected(dataset, start, LENGTH + 1)
 
 
 def loader(dataset: IndexedDataset, **options: bool) -> MicroBatchLoader:
@@ -65,7 +65,7 @@ def test_micro_batches(make_dataset: MakeDataset) -> None:
         assert a.documents is a.num_documents is a.num_targets is b.num_targets is None
         assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
         assert torch.equal(a.tokens, c.tokens) and torch.equal(b.documents, c.documents)
-        rows = [source.sample_and_documents(2 * step_and_place + row)[1] for row in range(2)]
+        rows = [source.sample(2 * step_and_place + row, documents=True)[1] for row in range(2)]
         assert b.documents.dtype == torch.int32 and b.documents.is_contiguous()
         assert b.documents.tolist() == [row[:-1].tolist() for row in rows]
         assert b.num_documents == sum(len(set(row[:-1].tolist())) for row in rows)

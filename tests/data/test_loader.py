@@ -75,7 +75,7 @@ def test_micro_batches_are_the_schedules_samples_in_order(sources: Sources) -> N
         rows = torch.cat([torch.cat([b.tokens, b.targets[:, -1:]], dim=1) for b in batches])
         for row, sample in zip(rows, range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH), strict=True):
             location = plan.locate(sample)
-            assert np.array_equal(row.numpy(), sources[location.source].sample(location.ordinal))
+            assert np.array_equal(row.numpy(), sources[location.source].sample(location.ordinal).tokens)
         for batch in batches:
             assert batch.tokens.shape == batch.targets.shape == (MICRO_BATCH, SEQ_LENGTH)
             assert batch.tokens.dtype == batch.targets.dtype == torch.int64
@@ -169,7 +169,7 @@ def test_phases_of_other_batches_and_sequence_lengths(make_dataset: MakeDataset,
         assert [batch.index for batch in step] == list(range(len(step)))
         for batch in step:
             located = [plan.locate(i) for i in range(sample, sample + MICRO_BATCH)]
-            rows = [sources[at.source].sample_and_documents(at.ordinal) for at in located]
+            rows = [sources[at.source].sample(at.ordinal, documents=True) for at in located]
             tokens, documents = (np.stack(parts) for parts in zip(*rows, strict=True))
             length = 2 if located[0].phase == "short" else SEQ_LENGTH
             assert batch.tokens.shape == (MICRO_BATCH * SEQ_LENGTH // length, length)

@@ -3,184 +3,256 @@
 from __future__ import annotations
 
 import json
-import pickle
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from megatron_fp4.config.data_schema import MegatronConfig
 
+from data import provider
 from data.indexed import IndexedDataset
-from data.megatron_indices import DatasetIndices, blending_indices, split_range
-from data.megatron_order import MegatronOrder, MegatronRun, lay_out, order_differences
+from data.loader import MicroBatchLoader
+from data.megatron_order import MegatronSchedule, MegatronSource, blending_indices
+from data.schedule import Phase
+from megatron_fp4.config.schema import Config
+from tests.composing import composed
 from tests.data.megatron_cases import CASES, VOCAB_SIZE, Case, digest, write_datasets, write_pair
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("megatron_golden.json").read_text())
+NAMED = {case.name: case for case in CASES}
+Opened = tuple[MegatronSchedule, dict[str, MegatronSource]]
 
 
-def order_of(case: Case, folder: Path, **changes: Any) -> MegatronOrder:
-    """The whole run of a case. changes: of the MegatronRun."""
+def opened(
+    streams: Mapping[str, IndexedDataset],
+    phases: list[Phase],
+    folder: Path,
+    length: int = 16,
+    seed: int = 7,
+    /,
+    **run: Any,
+) -> Opened:
+    """A run in batches of one sample, and its sources. run: `data.megatron`."""
+    steps = sum(phase.steps or 0 for phase in phases)
+    schedule = MegatronSchedule(phases, steps, 1, length, MegatronConfig(**run))
+    return schedule, schedule.open(streams, length, seed, VOCAB_SIZE, folder / "cache")
+
+
+def of_case(case: Case, folder: Path, **run: Any) -> Opened:
+    """The whole run of a case."""
     streams = {f"s{i}": IndexedDataset(prefix) for i, prefix in enumerate(write_datasets(case, folder))}
-    weights = case.weights or (1.0,) * len(streams)
+    weights = dict(zip(streams, case.weights or (1.0,) * len(streams), strict=True))
     # With --train-data-path Megatron takes no notice of the weight of a single dataset.
     weighted = case.weights is not None and not (len(streams) == 1 and case.split is None)
-    size = min(case.num_samples, GOLDEN[case.name]["size"])
     split = None if case.split is None else [float(share) for share in case.split.split(",")]
-    run = MegatronRun(split=split, train_samples=case.num_samples, weighted=weighted, **changes)
-    spans = [(0, size - run.consumed_samples, dict(zip(streams, weights, strict=True)))]
-    return MegatronOrder(lay_out(spans, run), streams, run, case.seq_length, case.seed, VOCAB_SIZE, folder / "cache")
+    run = {"split": split, "train_samples": case.num_samples, "weighted": weighted, **run}
+    size = min(case.num_samples, GOLDEN[case.name]["size"]) - run.get("consumed_samples", 0)
+    return opened(streams, [Phase("all", blend=weights, steps=size)], folder, case.seq_length, case.seed, **run)
+
+
+def samples_of(run: Opened) -> list[list[int]]:
+    schedule, sources = run
+    located = [schedule.locate(i) for i in range(schedule.num_samples)]
+    return [sources[at.source].sample(at.ordinal).tokens.tolist() for at in located]
+
+
+def array(folder: Path, name: str) -> np.ndarray:
+    return np.load(folder / f"{name}.npy")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_megatron_has_it(case: Case, tmp_path: Path) -> None:
     golden = GOLDEN[case.name]
-    order = order_of(case, tmp_path)
-    for source, expected in zip(order.sources.values(), golden["datasets"], strict=True):
-        [stored] = source._stored
-        found = {name: digest(np.asarray(index)) for name, index in stored.indices._asdict().items()}
-        assert found == {name: expected[name] for name in DatasetIndices._fields}
-        for name, array in expected.get("arrays", {}).items():
-            assert getattr(stored.indices, name).tolist() == array
-    [blend] = order._blends
-    assert (blend is None) == ("dataset_index" not in golden)
-    if blend is not None:
-        assert [digest(np.asarray(array)) for array in blend.arrays] == [
-            golden["dataset_index"],
-            golden["dataset_sample_index"],
-        ]
-    places = [order.locate(i) for i in range(order.layouts[-1].end)]
-    samples = np.stack([order.sources[name].sample(ordinal) for name, ordinal in places])
-    assert digest(samples) == golden["samples"]
-    assert samples[: len(golden.get("first_samples", []))].tolist() == golden.get("first_samples", [])
-
-
-def by_hand(weights: list[float], size: int) -> tuple[list[int], list[int]]:
-    """The rule, sample by sample."""
-    w = np.array(weights) / np.sum(weights)
-    w = w / np.sum(w)
-    counts = [0] * len(w)
-    datasets, samples = [], []
-    for i in range(size):
-        errors = [float(w[d]) * max(i, 1.0) - counts[d] for d in range(len(w))]
-        chosen = errors.index(max(errors))
-        datasets.append(chosen)
-        samples.append(counts[chosen])
-        counts[chosen] += 1
-    return datasets, samples
+    run = of_case(case, tmp_path)
+    schedule, sources = run
+    for source, expected in zip(sources.values(), golden["datasets"], strict=True):
+        [folder] = source.datasets
+        for name in ("document_index", "sample_index", "shuffle_index"):
+            assert digest(array(folder, name)) == expected[name]
+            assert array(folder, name).tolist() == expected.get("arrays", {name: array(folder, name).tolist()})[name]
+    [layout] = schedule.layouts
+    assert (layout.folder is None) == ("dataset_index" not in golden)
+    for name in ("dataset_index", "dataset_sample_index") if layout.folder else ():
+        assert digest(array(layout.folder, name)) == golden[name]
+    samples = samples_of(run)
+    assert digest(np.array(samples)) == golden["samples"]
+    assert samples[: len(golden.get("first_samples", []))] == golden.get("first_samples", [])
 
 
 def test_stretches_that_began_wrong_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However bad the guess of where a stretch begins."""
+    """Against the rule, sample by sample, however bad the guess of where a stretch begins."""
     weights = [0.31, 0.0015, 0.2, 0.11, 0.3785]
-    expected = by_hand(weights, 4000)
+    w = np.array(weights) / np.sum(weights)
+    w = w / np.sum(w)
+    counts, expected = [0] * len(w), []
+    for i in range(4000):
+        lags = [float(w[d]) * max(i, 1.0) - counts[d] for d in range(len(w))]
+        chosen = lags.index(max(lags))
+        expected.append((chosen, counts[chosen]))
+        counts[chosen] += 1
     monkeypatch.setattr(
-        "data.megatron_indices._about", lambda w, sizes: np.stack([sizes.astype(float), *[0.0 * sizes] * (len(w) - 1)])
+        "data.megatron_order._about", lambda w, sizes: np.stack([sizes.astype(float), *[0.0 * sizes] * (len(w) - 1)])
     )
     datasets, samples = blending_indices(weights, 4000)
-    assert (datasets.tolist(), samples.tolist()) == expected
+    assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == expected
 
 
-@pytest.mark.parametrize(
-    ("split", "shares"),
-    [
-        (None, [(0, 1000), (1000, 1000), (1000, 1000)]),
-        ([969, 30, 1], [(0, 969), (969, 999), (999, 1000)]),
-        ([99, 1], [(0, 990), (990, 1000), (1000, 1000)]),
-        ([1], [(0, 1000), (1000, 1000), (1000, 1000)]),
-        ([0.9, 0.1, 0], [(0, 900), (900, 1000), (1000, 1000)]),
-    ],
-)
-def test_splits(split: list[float] | None, shares: list[tuple[int, int]]) -> None:
-    assert [split_range(split, share, 1000) for share in range(3)] == shares
-
-
-@pytest.mark.parametrize("name", ["uneven", "epochs_360"])
-def test_a_run_is_taken_up_in_the_middle(name: str, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == name)
-    whole, rest = order_of(case, tmp_path), order_of(case, tmp_path, consumed_samples=100)
-    assert rest.layouts[0][:4] == (0, case.num_samples - 100, 100, case.num_samples)
-    assert [rest.locate(i) for i in range(case.num_samples - 100)] == [
-        whole.locate(i) for i in range(100, case.num_samples)
-    ]
-
-
-def streams_of(tmp_path: Path) -> dict[str, IndexedDataset]:
+@pytest.fixture
+def streams(tmp_path: Path) -> dict[str, IndexedDataset]:
     rng = np.random.default_rng(3)
     for index, name in enumerate("ab"):
         write_pair(tmp_path / name, rng.integers(5, 90, 40).astype(np.int32), 5000 * index)
     return {name: IndexedDataset(tmp_path / name) for name in "ab"}
 
 
-def test_phases_with_transitions_are_runs_of_their_own(tmp_path: Path) -> None:
-    streams = streams_of(tmp_path)
-    spans = [(0, 60, {"a": 0.7, "b": 0.3}), (60, 100, {"b": 1.0}), (100, 180, {"b": 1, "a": 3})]
+THREE = [
+    Phase("first", blend={"a": 0.7, "b": 0.3}, steps=60),
+    Phase("second", blend={"b": 1.0}, steps=40),
+    Phase("third", blend={"b": 1, "a": 3}, steps=80),
+]
 
-    def samples(spans: list[Any], **settings: Any) -> list[list[int]]:
-        run = MegatronRun(**settings)
-        order = MegatronOrder(lay_out(spans, run), streams, run, 16, 7, VOCAB_SIZE, tmp_path / "cache")
-        places = [order.locate(i) for i in range(spans[-1][1])]
-        return [order.sources[name].sample(ordinal).tolist() for name, ordinal in places]
 
-    whole = samples(spans)
-    alone = [samples([(0, end - start, blend)]) for start, end, blend in spans]
+def test_phases_with_transitions_are_runs_of_their_own(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
+    def samples(*of: tuple[Phase, int], **run: Any) -> list[list[int]]:
+        resized = [Phase(phase.name, blend=phase.blend, steps=steps) for phase, steps in of]
+        return samples_of(opened(streams, resized, tmp_path, **run))
+
+    first, second, third = THREE
+    in_turn = (first, 60), (second, 40), (third, 80)
+    whole, alone = samples(*in_turn), [samples(of) for of in in_turn]
     assert whole == [*alone[0], *alone[1], *alone[2]]
     # Taken up 20 samples into the first phase; and what Megatron would do with a longer last one.
-    assert samples([(0, 40, spans[0][2]), (40, 80, spans[1][2])], consumed_samples=20) == whole[20:100]
-    longer = samples([(0, 100, spans[2][2])])
-    assert samples([(0, 40, spans[1][2]), (40, 120, spans[2][2])], train_samples=140) == [*alone[1], *longer[:80]]
-    relaunched = samples(spans, phases="relaunched")
-    wholes = [samples([(0, 180, blend)]) for _, _, blend in spans]
-    assert relaunched == [*wholes[0][:60], *wholes[1][60:100], *wholes[2][100:]]
-    assert relaunched != whole
+    assert samples((first, 40), (second, 40), consumed_samples=20) == whole[20:100]
+    assert samples((second, 40), (third, 80), train_samples=140) == [*alone[1], *samples((third, 100))[:80]]
+    relaunched = samples(*in_turn, phases="relaunched")
+    one, two, three = (samples((phase, 180)) for phase in THREE)
+    assert relaunched == [*one[:60], *two[60:100], *three[100:]] != whole
+    assert samples((second, 100), consumed_samples=80) == two[80:]
 
 
-def test_pieces_and_documents(tmp_path: Path) -> None:
-    streams = streams_of(tmp_path)
-    run = MegatronRun()
-    order = MegatronOrder(lay_out([(0, 90, {"a": 1})], run), streams, run, 64, 7, VOCAB_SIZE, tmp_path / "cache")
-    source = pickle.loads(pickle.dumps(order.sources["a"]))
-    offsets = streams["a"].sequence_offsets(0, 40)
-    for ordinal in range(90):
-        tokens, documents = source.sample_and_documents(ordinal)
-        assert tokens.tolist() == source.sample(ordinal).tolist() and documents.dtype == np.int32
-        assert len(tokens) == 65 and len(documents) == 65
-        pieces, expected = source.pieces(ordinal), []
-        for number, piece in enumerate(pieces):
-            assert piece.length > 0 and (number == 0 or piece.offset == 0)
-            begin, end = offsets[piece.sequence : piece.sequence + 2]
-            assert piece.offset + piece.length <= end - begin
-            stream = streams["a"].tokens(int(begin) + piece.offset, piece.length)
-            expected += [(int(token), number) for token in stream]
-        assert tokens.tolist() == [token for token, _ in expected]
-        assert documents.tolist() == [number for _, number in expected]
+def test_the_documents_of_a_sample(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
+    """The sequences in their shuffled order, laid end to end and cut by hand."""
+    _, sources = opened(streams, [Phase("all", blend={"a": 1}, steps=90)], tmp_path, 64)
+    source, stream = sources["a"], streams["a"]
+    offsets = stream.sequence_offsets(0, 40)
+    order = array(source.datasets[0], "document_index").tolist()
+    laid = [(int(t), place) for place, i in enumerate(order) for t in stream.tokens(offsets[i], np.diff(offsets)[i])]
+    for ordinal, sample in enumerate(array(source.datasets[0], "shuffle_index").tolist()):
+        tokens, places = zip(*laid[64 * sample : 64 * sample + 65], strict=True)
+        window = source.sample(ordinal, documents=True)
+        assert window.tokens.tolist() == list(tokens)
+        assert window.documents is not None and window.documents.dtype == np.int32
+        assert window.documents.tolist() == np.unique(places, return_inverse=True)[1].tolist()
 
 
-def test_ranges_count_what_locate_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams, run = streams_of(tmp_path), MegatronRun()
-    layouts = lay_out([(0, 60, {"a": 0.7, "b": 0.3}), (60, 100, {"b": 1.0}), (100, 180, {"b": 1, "a": 3})], run)
-    order = MegatronOrder(layouts, streams, run, 16, 7, VOCAB_SIZE, tmp_path / "cache")
-    for look_back in (2, 1 << 14):
-        monkeypatch.setattr("data.megatron_order._LOOK_BACK", look_back)
-        for start, end in [(0, 60), (7, 8), (13, 31), (31, 31), (60, 75), (130, 180), (40, 150), (0, 180)]:
-            found = [
-                (name, ordinal) for name, first, last in order.ranges(start, end) for ordinal in range(first, last)
-            ]
-            assert sorted(found) == sorted(order.locate(i) for i in range(start, end))
+@pytest.mark.parametrize("look_back", [2, 1 << 14])
+def test_ranges_and_counts_are_of_what_locate_finds(
+    streams: dict[str, IndexedDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_back: int
+) -> None:
+    monkeypatch.setattr("data.megatron_order._LOOK_BACK", look_back)
+    schedule, _ = opened(streams, THREE, tmp_path)
+    for start, end in [(0, 60), (7, 8), (13, 31), (31, 31), (60, 75), (130, 180), (40, 150), (0, 180)]:
+        found = [
+            (taken.phase, taken.source, ordinal)
+            for taken in schedule.source_ranges(start, end)
+            for ordinal in range(taken.start, taken.end)
+        ]
+        assert sorted(found) == sorted(map(tuple, (schedule.locate(i) for i in range(start, end))))
+    assert schedule.counts(180) == {"a": 42 + 60, "b": 18 + 40 + 20}
 
 
-def test_what_would_not_be_the_same_run(tmp_path: Path) -> None:
-    def description(**settings: Any) -> dict[str, Any]:
-        run = MegatronRun(**{"train_samples": 200, **settings})
-        spans = [(0, 60, {"a": 0.7, "b": 0.3}), (60, 100, {"b": 1.0})]
-        order = MegatronOrder(lay_out(spans, run), streams, run, 16, 7, VOCAB_SIZE, tmp_path / "cache")
-        return json.loads(json.dumps(order.description()))
+def test_a_checkpoint_is_of_one_megatron_run(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
+    def loader(phases: list[Phase] = THREE[:2], **run: Any) -> MicroBatchLoader:
+        return MicroBatchLoader(
+            *opened(streams, phases, tmp_path, **{"train_samples": 200, **run}), 1, 0, 1, num_workers=0
+        )
 
-    streams = streams_of(tmp_path)
-    saved = description()
-    assert order_differences(saved, description(), 100) == []
-    # Only the last phase has other indices, and before it nothing of them has been seen.
-    assert order_differences(saved, description(train_samples=300), 60) == []
-    [sentence] = order_differences(saved, description(train_samples=300), 61)
-    assert "from sample 60 were built for 140 samples and would be for 240" in sentence
-    assert "split was None and is now [9.0, 1.0]" in order_differences(saved, description(split=[9, 1]), 10)[0]
-    assert "began at sample 0" in order_differences(saved, description(consumed_samples=5), 10)[0]
+    def state_after(steps: int) -> Any:
+        before = loader()
+        list(before.steps(0, steps))
+        return json.loads(json.dumps(before.state_dict()))
+
+    again = loader()
+    again.load_state_dict(state_after(61))
+    assert again.consumed_samples == 61 and again.changes == []
+    for (one,), (other,) in zip(again.steps(61, 100), loader().steps(61, 100), strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+    # Before the last phase, which alone has other indices then, nothing of them has been seen.
+    loader(train_samples=300).load_state_dict(state_after(60))
+    for run, words in {
+        "train_samples=300": "from sample 60 were built for 140 samples and would be for 240",
+        "split=[9,1]": "split was None and is now [9.0, 1.0]",
+        "surplus=0.01": "data.megatron.surplus was 0.005 and is now 0.01",
+        "consumed_samples=5": "began at sample 0 ",
+    }.items():
+        key, _, value = run.partition("=")
+        with pytest.raises(ValueError) as refusal:
+            loader(**{key: json.loads(value)}).load_state_dict(state_after(61))
+        assert words in str(refusal.value)
+    with pytest.raises(ValueError, match="keep their phases and batches"):
+        other = [THREE[0], Phase("second", blend={"b": 1.0}, steps=20, global_batch_size=2)]
+        loader(other).load_state_dict(state_after(61))
+
+
+def configured(case: Case, folder: Path, *more: str) -> Config:
+    """In batches of 50."""
+    names = [f"s{number}" for number in range(len(case.sequences))]
+    sources = ",".join(f"{name}: {folder}/{case.name}_{number}" for number, name in enumerate(names))
+    config = composed(
+        "data=indexed", "data.order=megatron", f"data.sources={{{sources}}}", f"data.cache_dir={folder}/cache",
+        f"run.seed={case.seed}", "train.global_batch_size=50", "train.micro_batch_size=10", "model.vocab_size=60000",
+        *more,
+    )  # fmt: skip
+    # For which a configuration wants a multiple of 16.
+    object.__setattr__(config.train, "sequence_length", case.seq_length)
+    return config
+
+
+def rows(loader: MicroBatchLoader, start: int, end: int) -> np.ndarray:
+    found = [torch.cat([b.tokens, b.targets[:, -1:]], dim=1) for step in loader.steps(start, end) for b in step]
+    return torch.cat(found).numpy()
+
+
+def test_a_configured_run_whose_batches_grow(tmp_path: Path) -> None:
+    """As with Megatron's --rampup-batch-size, phases in a row with one blend are one; also in workers."""
+    case = NAMED["uneven"]
+    write_datasets(case, tmp_path)
+    assert case.weights is not None
+    blend = ",".join(f"s{number}: {weight}" for number, weight in enumerate(case.weights))
+    small = f"{{name: small, steps: 100, global_batch_size: 10, blend: {{{blend}}}}}"
+    ramp = f"data.phases=[{small},{{name: big, blend: {{{blend}}}}}]"
+    alone, workers = (
+        provider.open_alone(configured(case, tmp_path, ramp, "train.steps=200", f"data.num_workers={count}")).loader
+        for count in (0, 1)
+    )
+    assert digest(rows(alone, 0, 200)) == GOLDEN["uneven"]["samples"]
+    assert np.array_equal(rows(workers, 98, 104), rows(alone, 98, 104))
+
+
+def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
+    case = NAMED["single_split"]
+    write_datasets(case, tmp_path)
+    settings = (
+        "data.megatron.split=[949,51,0]", "validation.num_samples=null", "train.steps=30", "data.num_workers=0",
+        "data.phases=[{name: main, blend: {s0: 1}}]",
+    )  # fmt: skip
+    config = configured(case, tmp_path, *settings)
+    run = provider.open_alone(config)
+    assert digest(rows(run.loader, 0, 30)) == GOLDEN["single_split"]["samples"]
+    [held_out] = run.validation
+    stream = IndexedDataset(tmp_path / "single_split_0")
+    begin, end = stream.sequence_offsets(0, 1003)[[952, 1003]].tolist()
+    assert held_out.name == "s0" and held_out.stream.num_tokens == end - begin
+    assert np.array_equal(held_out.stream.tokens(0, 5), stream.tokens(begin, 5))
+    # Who opens held-out data alone has the same windows.
+    _, [alone_opened] = provider.open_held_out(config)
+    assert alone_opened.batch(0, 3, 9).tokens.equal(held_out.batch(0, 3, 9).tokens)
+    # Those that are named are the ones.
+    for path in tmp_path.glob("single_split_0.*"):
+        shutil.copy(path, path.with_stem("copy"))
+    named = configured(case, tmp_path, *settings, f"data.validation={{web: {tmp_path}/copy}}")
+    assert [held_out.name for held_out in provider.open_held_out(named)[1]] == ["web"]
