@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.indexed import side_by_side
 from data.megatron_order import MegatronSchedule
 from data.order import Growth, Samples
 from data.schedule import PhaseSchedule
+from data.storage import side_by_side
 from data.workers import LoaderError, Prefetcher, RankMicroBatches, SlotContent
 
 _STEPS_AHEAD = 2

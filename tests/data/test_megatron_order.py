@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_fp4.config.data_schema import MegatronConfig
 
 from data import provider
 from data.indexed import IndexedDataset
 from data.loader import MicroBatchLoader
 from data.megatron_order import MegatronSchedule, MegatronSource, blending_indices
 from data.schedule import Phase
-from megatron_fp4.config.schema import Config
+from megatron_fp4.config.schema import Config, MegatronConfig
 from tests.composing import composed
 from tests.data.megatron_cases import CASES, VOCAB_SIZE, Case, digest, write_datasets, write_pair
 
