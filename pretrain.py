@@ -85,7 +85,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         Prompts() if config.validation.prompts else None,
         Exports(last_exportable(config, plans_of(config, models))),
         Summary(),
-        MemoryHistory() if config.logging.memory_history else None,
+        MemoryHistory() if config.logging.profile_steps else None,
         Profile() if config.logging.profile_steps else None,  # innermost: it sees the step alone
     ]
     return [callback for callback in callbacks if callback is not None]

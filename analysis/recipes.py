@@ -9,7 +9,7 @@ run saved them. A branch without a partner has the partners of its trunk, the ru
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,17 +19,7 @@ import pandas as pd
 import yaml
 
 from analysis.runs import check_sources, comparable, difference_line, differences, settings_of
-from analysis.statistics import (
-    Estimate,
-    draw_estimates,
-    estimate,
-    estimates,
-    gap_text,
-    markdown,
-    pooled,
-    share_of,
-    share_text,
-)
+from analysis.statistics import draw_estimates, estimate, estimates, gap_text, markdown, pooled, share_text
 from megatron_fp4.logging.console import short_tokens
 from megatron_fp4.logging.pictures import BLACK, INK, legend_below, look, open_frame, picture
 from megatron_fp4.logging.run_folder import read_records
@@ -89,11 +79,10 @@ def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[s
             folders = [text] if Path(text).exists() or not glob.has_magic(text) else sorted(glob.glob(text))
             if not folders:
                 raise ValueError(f"{text}: no folder has such a name; name the folders of runs of {name}")
-            for folder in folders:
-                if (other := seen.setdefault(Path(folder).resolve(), name)) != name or any(
-                    run.folder == Path(folder).resolve() for run in groups[name]
-                ):
-                    raise ValueError(f"{argument}: {folder} is in {other} already; name each run once")
+            for folder in map(Path, folders):
+                if (resolved := folder.resolve()) in seen:
+                    raise ValueError(f"{argument}: {folder} is in {seen[resolved]} already; name each run once")
+                seen[resolved] = name
                 groups[name].append(read_held_out(folder, sources))
     if len(groups) < 2:
         raise ValueError("name two groups at least, the base first")
@@ -104,13 +93,13 @@ def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[s
     return groups
 
 
-def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
+def read_held_out(run_dir: Path, sources: Sequence[str] = ()) -> HeldOut:
     """The run in `run_dir`, finished or not. sources: those that count (default: all).
 
     Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if the seed is not in
     config.yaml, or the run was never validated on one of `sources`.
     """
-    config_file, records = Path(run_dir) / "config.yaml", read_records(run_dir)
+    config_file, records = run_dir / "config.yaml", read_records(run_dir)
     if not config_file.exists():
         raise FileNotFoundError(f"{config_file} does not exist; name the folder of a run (its run.dir)")
     try:
@@ -136,7 +125,7 @@ def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
         problem = f"not finished, last validated after {short_tokens(max(losses))} tokens"
     start, trunk = _start(starts)
     return HeldOut(
-        folder=Path(run_dir).resolve(),
+        folder=run_dir.resolve(),
         seed=seed,
         pair=Pair(start or f"seed {seed}", data_seed),
         losses=losses,
@@ -167,8 +156,7 @@ def partners(run: HeldOut, base: Sequence[HeldOut], groups: Groups) -> list[Held
     passed: list[HeldOut] = []
     one: HeldOut | None = run
     while one is not None and one not in passed:  # names of folders may lead in a circle
-        alike = [other for other in base if other.pair == one.pair]
-        if alike:
+        if alike := [other for other in base if other.pair == one.pair]:
             return [other for other in alike if other.seed == one.seed] or alike
         passed.append(one)
         one = _trunk(one, groups)
@@ -180,44 +168,54 @@ def partners(run: HeldOut, base: Sequence[HeldOut], groups: Groups) -> list[Held
 def _trunk(run: HeldOut, groups: Groups) -> HeldOut | None:
     """The run that `run` is a branch of, if it has as many steps, and so the same learning rates, and the same order of
     the data: in its folder, else (folders may have been copied) the only one of its name."""
-    if run.trunk is None:
-        return None
-    fits = [
-        other
-        for runs in groups.values()
-        for other in runs
-        if other != run and other.pair.data_seed == run.pair.data_seed and other.steps == run.steps
-    ]
+    every = [other for runs in groups.values() for other in runs if other != run]
+    fits = [o for o in every if o.pair.data_seed == run.pair.data_seed and o.steps == run.steps]
     here = [other for other in fits if other.folder == run.trunk]
-    named = [other for other in fits if other.name == run.trunk.name]
+    named = [other for other in fits if run.trunk is not None and other.name == run.trunk.name]
     return here[0] if here else named[0] if len(named) == 1 else None
 
 
-def gaps(groups: Groups, base: str, source: str = MEAN) -> pd.DataFrame:
-    """Gaps to the group `base`: a row for each group, number of tokens and pair, with `percent` of the base's loss,
-    `nats` per token, and whether it is `final`, of finished runs.
+def gaps(groups: Groups, base: str) -> pd.DataFrame:
+    """Gaps to the group `base`: a row for each group, source (also MEAN), number of tokens and pair, with `percent` of
+    the base's loss, `nats` per token, and whether it is `final`, of finished runs.
 
     Runs that share a partner share its noise: they are one row, their mean. Raises ValueError if partners were
     validated on other sources.
     """
     rows = []
-    for name, runs in groups.items():
-        for run in runs if name != base else ():
-            for tokens, measured in run.losses.items():
-                found = [other for other in partners(run, groups[base], groups) if tokens in other.losses]
-                for other in found:
-                    if other.losses[tokens].keys() != measured.keys():
-                        raise ValueError(
-                            f"after {short_tokens(tokens)} tokens {run.name} and {other.name} were validated on other "
-                            "sources; compare runs of the same data.validation, or --sources that both have"
-                        )
-                if found and source in measured:
-                    of_base = float(np.mean([other.losses[tokens][source] for other in found]))
-                    final = run.final == tokens and any(other.final == tokens for other in found)
-                    loss = measured[source]
-                    rows.append((name, tokens, found[0].pair, final, 100 * (loss / of_base - 1), loss - of_base))
-    frame = pd.DataFrame(rows, columns=["group", "tokens", "pair", "final", "percent", "nats"])
-    return frame.groupby(["group", "tokens", "pair", "final"], as_index=False, sort=False).mean()
+    for name, run in _others(groups, base):
+        for tokens, measured in run.losses.items():
+            found = [other for other in partners(run, groups[base], groups) if tokens in other.losses]
+            for other in found:
+                if other.losses[tokens].keys() != measured.keys():
+                    raise ValueError(
+                        f"after {short_tokens(tokens)} tokens {run.name} and {other.name} were validated on other "
+                        "sources; compare runs of the same data.validation, or --sources that both have"
+                    )
+            final = run.final == tokens and any(other.final == tokens for other in found)
+            for source, loss in measured.items() if found else ():
+                of_base = float(np.mean([other.losses[tokens][source] for other in found]))
+                key = name, source, tokens, found[0].pair, final
+                rows.append((*key, 100 * (loss / of_base - 1), loss - of_base))
+    keys = ["group", "source", "tokens", "pair", "final"]
+    return pd.DataFrame(rows, columns=[*keys, "percent", "nats"]).groupby(keys, as_index=False, sort=False).mean()
+
+
+def _others(groups: Groups, base: str) -> Iterator[tuple[str, HeldOut]]:
+    return ((name, run) for name, runs in groups.items() if name != base for run in runs)
+
+
+def _wide(found: pd.DataFrame, source: str = MEAN, column: str = "percent") -> pd.DataFrame:
+    """A column for each group, a row for each pair."""
+    of_source = found[found["source"] == source]
+    return of_source.pivot(index=["tokens", "pair"], columns="group", values=column)
+
+
+def _noise(groups: Groups, base: str) -> pd.DataFrame:
+    """Of the base over its runs, by tokens: the `mean` loss, the standard deviation in `percent` of it, the `count`."""
+    losses = [(tokens, of[MEAN]) for run in groups[base] for tokens, of in run.losses.items()]
+    table = pd.DataFrame(losses, columns=["tokens", "loss"]).groupby("tokens")["loss"].agg(["mean", "std", "count"])
+    return table.assign(percent=100 * table["std"] / table["mean"])
 
 
 def recipes_tables(groups: Groups, against: str | None = None) -> str:
@@ -225,7 +223,7 @@ def recipes_tables(groups: Groups, against: str | None = None) -> str:
 
     against: another group to tell differences to. Raises ValueError if no group has this name, or none has a pair.
     """
-    base = next(iter(groups))
+    base, *others = groups
     if against is not None and against not in groups:
         raise ValueError(f"--against {against}: no group has this name; the groups are {', '.join(groups)}")
     found = gaps(groups, base)
@@ -236,70 +234,47 @@ def recipes_tables(groups: Groups, against: str | None = None) -> str:
             f"same data in the same order, and been validated after equally many tokens; starts: {starts}"
         )
     parts = [_by_tokens(groups, base, found), _at_the_end(groups, base, None if against == base else against, found)]
-    measured = next(iter(groups[base][0].losses.values()), {})
-    if len(measured) > 2 and found["final"].any():
-        by_source = {source: _final(gaps(groups, base, source)) for source in measured if source != MEAN}
-        others = [name for name in groups if name != base]
-        rows = [[name, *(gap_text(of.get(name)) for of in by_source.values())] for name in others]
-        parts.append(markdown([f"recipe above {base}", *by_source], rows))
+    sources, ends = [source for source in found["source"].unique() if source != MEAN], found[found["final"]]
+    if len(sources) > 1 and not ends.empty:
+        by_source = [estimates(_wide(ends, source)) for source in sources]
+        rows = [[name, *(gap_text(of.get(name)) for of in by_source)] for name in others]
+        parts.append(markdown([f"recipe above {base}", *sources], rows))
     return "\n\n".join(parts)
 
 
-def _final(found: pd.DataFrame, column: str = "percent") -> dict[str, Estimate]:
-    ends = found[found["final"]]
-    return estimates({str(name): list(of[column]) for name, of in ends.groupby("group", sort=False)})
-
-
 def _by_tokens(groups: Groups, base: str, found: pd.DataFrame) -> str:
+    others = [name for name in groups if name != base]
     rows = []
-    for tokens in sorted({tokens for run in groups[base] for tokens in run.losses}):
-        losses = [run.losses[tokens][MEAN] for run in groups[base] if tokens in run.losses]
-        at = found[found["tokens"] == tokens]
-        row = estimates({str(name): list(of["percent"]) for name, of in at.groupby("group", sort=False)})
-        rows.append(
-            [
-                short_tokens(tokens),
-                f"{np.mean(losses):.4f} ({len(losses)})",
-                f"{100 * np.std(losses, ddof=1) / np.mean(losses):.2f}%" if len(losses) > 1 else "-",
-                *(
-                    f"{gap_text(row[name])} ({row[name].count})" if name in row else "-"
-                    for name in groups
-                    if name != base
-                ),
-            ]
-        )
+    for tokens, noise in _noise(groups, base).iterrows():
+        above = estimates(_wide(found[found["tokens"] == tokens]))
+        cells = [f"{gap_text(above[name])} ({above[name].count})" if name in above else "-" for name in others]
+        deviation = "-" if np.isnan(noise["percent"]) else f"{noise['percent']:.2f}%"
+        rows.append([short_tokens(int(tokens)), f"{noise['mean']:.4f} ({noise['count']:.0f})", deviation, *cells])
     notes = [
         difference_line(f"{run.name} ({name})", other.name, unlike)
-        for name in groups
-        for run in (groups[name] if name != base else ())
+        for name, run in _others(groups, base)
         for other in partners(run, groups[base], groups)[:1]
         if (unlike := differences(run.settings, other.settings))
     ]
-    others = [f"{name} above it" for name in groups if name != base]
-    return markdown(["tokens", base, "standard deviation", *others], rows, notes)
+    return markdown(["tokens", base, "standard deviation", *(f"{name} above it" for name in others)], rows, notes)
 
 
 def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFrame) -> str:
-    percent, nats = _final(found), _final(found, "nats")
-    heads = ["recipe", "loss at the end", "pairs", f"above {base}", "nats per token"]
-    other = None if against is None else gaps(groups, against)
-    if other is not None:
+    ends = found[found["final"]]
+    wide, heads = _wide(ends), ["recipe", "loss at the end", "pairs", f"above {base}", "nats per token"]
+    percent, nats, beside = estimates(wide), estimates(_wide(ends, column="nats")), {}
+    if against is not None:
         heads += [f"above {against}", f"share of the gap of {against}"]
-    by_pair = {
-        str(name): dict(zip(zip(of["tokens"], of["pair"], strict=True), of["percent"], strict=True))
-        for name, of in found[found["final"]].groupby("group")
-    }
+        to_against = gaps(groups, against)
+        beside = estimates(_wide(to_against[to_against["final"]]))
     rows = []
     for name, runs in groups.items():
-        ends = [run.losses[run.final][MEAN] for run in runs if run.final is not None]
-        same = len({run.final for run in runs if run.final is not None}) == 1
-        cells = [name, f"{np.mean(ends):.4f} ({len(ends)})" if same else f"({len(ends)})"]
+        finished = [run for run in runs if run.final is not None]
+        mean = f"{np.mean([run.losses[run.final][MEAN] for run in finished]):.4f} " if finished else ""  # type: ignore[index]
+        cells = [name, f"{mean if len({run.final for run in finished}) == 1 else ''}({len(finished)})"]
         cells += [str(percent[name].count) if name in percent else "-", gap_text(percent.get(name))]
         cells.append(gap_text(nats.get(name), "", 4))
-        if other is not None:
-            known = against in percent and percent[against].beyond_noise and name in by_pair
-            share = share_of(by_pair[name], by_pair[against]) if known and against is not None else None
-            cells += [gap_text(_final(other).get(name)), share_text(share)]
+        cells += [] if against is None else [gap_text(beside.get(name)), share_text(wide, name, against)]
         rows.append(cells)
     notes = [
         "[95% interval]: of the mean over pairs (Student's t); of twenty recipes that cost nothing, one or two are "
@@ -309,18 +284,13 @@ def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFr
     return markdown(heads, rows, notes)
 
 
-def _left_out(groups: Groups, base: str) -> list[str]:
+def _left_out(groups: Groups, base: str) -> Iterator[str]:
     """Runs that are in no pair of finished runs, and why."""
-    lines = []
-    for name, runs in groups.items():
-        for run in runs:
-            ends = [other.final for other in partners(run, groups[base], groups)]
-            if run.problem:
-                lines.append(f"{run.name} ({name}): {run.problem}")
-            elif name != base and run.final not in ends:
-                why = f"no finished run of {base} has its start ({run.pair.start}), data and length"
-                lines.append(f"{run.name} ({name}): {why}")
-    return lines
+    for name, run in [*((base, run) for run in groups[base]), *_others(groups, base)]:
+        if run.problem:
+            yield f"{run.name} ({name}): {run.problem}"
+        elif name != base and run.final not in [other.final for other in partners(run, groups[base], groups)]:
+            yield f"{run.name} ({name}): no finished run of {base} has its start ({run.pair.start}), data and length"
 
 
 def draw_by_tokens(groups: Groups, target: Path) -> Path:
@@ -330,16 +300,12 @@ def draw_by_tokens(groups: Groups, target: Path) -> Path:
     """
     base, *others = groups
     found = gaps(groups, base)
+    found = found[found["source"] == MEAN]
     with picture(target, figsize=(9, 5.2), dpi=150) as (figure, axes):
-        noise = {}
-        for tokens in sorted({tokens for run in groups[base] for tokens in run.losses}):
-            losses = [run.losses[tokens][MEAN] for run in groups[base] if tokens in run.losses]
-            if len(losses) > 1:
-                noise[tokens / 1e6] = 100 * np.std(losses, ddof=1) / np.mean(losses)
-        if noise:
-            edge = list(noise.values())
+        noise = _noise(groups, base)["percent"].dropna()
+        if len(noise):
             label = f"{base}: one standard deviation over its runs"
-            axes.fill_between(list(noise), [-e for e in edge], edge, color=BLACK, alpha=0.07, linewidth=0, label=label)
+            axes.fill_between(noise.index / 1e6, -noise, noise, color=BLACK, alpha=0.07, linewidth=0, label=label)
         axes.axhline(0, color=INK, linewidth=1.0)
         for index, name in enumerate(others, start=1):
             mine = found[found["group"] == name]
@@ -363,17 +329,14 @@ def draw_at_the_end(groups: Groups, target: Path, against: str | None = None) ->
     `target`. Raises ValueError if there is no pair of finished runs."""
     base = next(iter(groups))
     found = gaps(groups, base)
-    percent = _final(found)
-    if not percent:
-        raise ValueError(f"no finished run has a finished partner in {base}, so nothing can be said of the end")
-    ends = found[found["final"]]
-    rows = {name: (of, list(ends[ends["group"] == name]["percent"])) for name, of in percent.items()}
-    losses = [[run.losses[run.final][MEAN] for run in groups[base] if run.final is not None]]
-    noise = pooled([100 * loss / float(np.mean(each)) for loss in each] for each in losses)
+    wide = _wide(found[found["final"]])
+    rows = {name: (of, list(wide[name].dropna())) for name, of in estimates(wide).items()}
+    ends = [run.losses[run.final][MEAN] for run in groups[base] if run.final is not None]
+    noise = pooled([[100 * loss / float(np.mean(ends)) for loss in ends]])
     return draw_estimates(
         rows,
         target,
         f"held-out loss above {base} at the end (%)",
-        mark=(against, percent[against].mean) if against in percent and against is not None else None,
+        against=against,
         noise=None if noise is None else (f"{base}: one standard deviation of its runs", noise.deviation),
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from analysis.statistics import block_estimate, gap_text, markdown
 from megatron_fp4.checkpoint.config_diff import NOT_OF_THE_MODEL
-from megatron_fp4.logging.pictures import draw_gaps, legend_below, look, picture, smooth, step_axis, thinned
+from megatron_fp4.logging.pictures import draw_gaps, draw_training, legend_below, look, picture, step_axis
 from megatron_fp4.logging.run_folder import RunFolder
 
 # Section -> keys that change losses by more than their rounding and are no recipe; None: all but those below.
@@ -84,16 +84,11 @@ def draw_runs(runs: Sequence[RunFolder], target: Path) -> Path:
     """Draw smoothed training losses, and below them the gap of each run to the first in percent; returns `target`."""
     settings = {"figsize": (10, 7.6), "dpi": 150, "sharex": True, "height_ratios": (3, 2)}
     with picture(target, 2, 1, **settings) as (figure, (above, below)):
+        draw_training(above, runs)
         for index, run in enumerate(runs):
-            steps, loss = run.series("loss")
-            above.plot(*thinned(steps, smooth(loss)), label=run.name, **look(index).line(linewidth=1.5))
             for event in run.events:
                 if event["event"] == "switch":
                     above.axvline(event["step"], color=look(index).color, linewidth=1.0, linestyle=":")
-        finite = [loss[np.isfinite(loss)] for loss in (run.series("loss")[1] for run in runs)]
-        if all(each.size for each in finite):
-            above.set_ylim(min(each.min() for each in finite) - 0.1, np.percentile(np.concatenate(finite), 97))
-        above.set_ylabel("training loss, smoothed\n(nats per token)")
         draw_gaps(below, runs[0], runs[1:])
         for axes in (above, below):
             step_axis(axes, max(run.steps[-1]["step"] for run in runs))

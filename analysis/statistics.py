@@ -12,12 +12,13 @@ little too many: of 95% intervals, 93% to 94% hold the truth (2 or 3 pairs each 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from megatron_fp4.logging.pictures import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
@@ -26,8 +27,6 @@ from megatron_fp4.logging.pictures import BLACK, BLUE, FAINT, INK, VERMILION, le
 _OWN = 5
 # Of a mean over neighbouring steps, which are not independent.
 BLOCKS = 6
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ class Estimate:
         return f"{mean} [{low:+.{digits}f}, {high:+.{digits}f}]{'*' if self.shared else ''}"
 
 
-@dataclass(frozen=True)
-class Pooled:
+class Pooled(NamedTuple):
     """A standard deviation over several groups, each around its own mean, and its degrees of freedom."""
 
     deviation: float
@@ -85,10 +83,11 @@ def estimate(numbers: Sequence[float], shared: Pooled | None = None) -> Estimate
     return Estimate(mean, float(stats.sem(numbers)) if count > 1 else None, count, count - 1)
 
 
-def estimates(groups: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Of each group that has a number, with their pooled standard deviation."""
+def estimates(gaps: pd.DataFrame) -> dict[str, Estimate]:
+    """Of each column that has a number, with the pooled standard deviation of all of them."""
+    groups = {str(name): list(column.dropna()) for name, column in gaps.items()}
     shared = pooled(groups.values())
-    return {name: estimate(numbers, shared) for name, numbers in groups.items() if len(numbers)}
+    return {name: estimate(numbers, shared) for name, numbers in groups.items() if numbers}
 
 
 def block_estimate(numbers: Sequence[float]) -> Estimate:
@@ -100,19 +99,16 @@ def block_estimate(numbers: Sequence[float]) -> Estimate:
     return Estimate(float(np.mean(numbers)), float(stats.sem(means)), BLOCKS, BLOCKS - 1)
 
 
-def share_of(gaps: Mapping[Key, float], others: Mapping[Key, float]) -> Estimate | None:
-    """What part of `others` the `gaps` are: the mean over the keys that both have of gap / other gap; None without such
-    a key, or if the other gap of one is not above zero."""
-    pairs = [(gaps[key], others[key]) for key in gaps if key in others]
-    if not pairs or min(whole for _, whole in pairs) <= 0:
-        return None
-    return estimate([gap / whole for gap, whole in pairs])
-
-
-def share_text(share: Estimate | None) -> str:
-    """A share with its standard error."""
-    if share is None:
+def share_text(gaps: pd.DataFrame, name: str, against: str | None) -> str:
+    """What part of the gap of `against` that of `name` is, with its standard error: the mean over the rows of `gaps`
+    that have both. A dash if there is none, or nothing says that the gaps of `against` are above zero."""
+    whole = estimates(gaps).get(str(against))
+    if whole is None or not whole.beyond_noise or name not in gaps:
         return "-"
+    pairs = gaps.dropna(subset=[name, str(against)])
+    if pairs.empty or pairs[against].min() <= 0:
+        return "-"
+    share = estimate(list(pairs[name] / pairs[against]))
     return f"{share.mean:.2f}" + ("" if share.error is None else f" ± {share.error:.2f}")
 
 
@@ -123,31 +119,34 @@ def gap_text(gap: Estimate | None, unit: str = "%", digits: int = 2) -> str:
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
     """A Markdown table, with notes below it."""
-    lines = [f"| {' | '.join(cells)} |" for cells in rows]
     below = list(notes)
-    return "\n".join([f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *lines, *([""] if below else []), *below])
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:], *([""] if below else []), *below])
 
 
 def draw_estimates(
     rows: Mapping[str, tuple[Estimate, Sequence[float]]],
     target: Path,
     axis: str,
+    *,
     title: str = "",
-    mark: tuple[str, float] | None = None,
+    against: str | None = None,
     noise: tuple[str, float] | None = None,
 ) -> Path:
     """Draw at least one estimate by its name, the smallest on top, with its 95% interval and the numbers that it is the
-    mean of as ticks; returns `target`. Filled: the interval leaves out zero.
+    mean of as ticks; returns `target`. Filled: the interval leaves out zero. Raises ValueError if there is none.
 
-    axis: what a gap is. mark: name and place of a dotted line. noise: name and half width of a band around zero.
+    axis: what a gap is. against: a dotted line at this row's. noise: name and half width of a band around zero.
     """
+    if not rows:
+        raise ValueError("nothing to draw: there is no gap, of runs or recipes that got to their ends beside the base")
     ordered = sorted(rows.items(), key=lambda row: row[1][0].mean)
     with picture(target, figsize=(8.5, 1.7 + 0.36 * len(ordered)), dpi=150) as (figure, axes):
         axes.axvline(0, color=INK, linewidth=1.0)
         if noise is not None:
             axes.axvspan(-noise[1], noise[1], color=BLACK, alpha=0.07, linewidth=0, label=noise[0])
-        if mark is not None:
-            axes.axvline(mark[1], color=FAINT, linewidth=1.0, linestyle=(0, (1, 2)), label=mark[0])
+        if against in rows:
+            axes.axvline(rows[against][0].mean, color=FAINT, linewidth=1.0, linestyle=(0, (1, 2)), label=against)
         for place, (_, (gap, numbers)) in enumerate(ordered):
             color = VERMILION if gap.beyond_noise else BLUE
             if len(numbers) > 1:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from analysis.statistics import (
     BLOCKS,
@@ -34,7 +35,6 @@ from analysis.statistics import (
     estimates,
     gap_text,
     markdown,
-    share_of,
     share_text,
 )
 from megatron_fp4.logging.console import counted, short_seconds
@@ -68,11 +68,20 @@ class Trial:
         whole = losses and len(losses) == len(self.losses[skip:]) and self.ended is None
         return float(np.mean(losses)) if whole else None
 
+    def seconds_of_a_step(self, skip: int) -> float | None:
+        """The median after the first `skip`; None if it did not get to its end."""
+        return float(np.median(self.seconds[skip:])) if self.ended is None and self.seconds[skip:] else None
 
-def gap(trial: Trial, base: Trial, skip: int, percent: bool = True) -> Estimate | None:
-    """Over the steps after the first `skip`, in percent of the base's loss or in nats per token; None if either did not
-    get to its end or has a loss that is not finite among them."""
-    if trial.mean_loss(skip) is None or base.mean_loss(skip) is None or len(trial.losses) != len(base.losses):
+
+def gap(trial: Trial, base: Trial | None, skip: int, percent: bool = True) -> Estimate | None:
+    """Over the steps after the first `skip`, in percent of the base's loss or in nats per token; None without a base,
+    or if either did not get to its end or has a loss that is not finite among them."""
+    if (
+        base is None
+        or trial.mean_loss(skip) is None
+        or base.mean_loss(skip) is None
+        or len(trial.losses) != len(base.losses)
+    ):
         return None
     mine, theirs = (np.array(of.losses[skip:], dtype=float) for of in (trial, base))
     return block_estimate(list(100 * (mine / theirs - 1) if percent else mine - theirs))
@@ -91,17 +100,16 @@ def trial_table(trials: Mapping[str, Trial], against: str | None, start: int, sk
     heads += ["time of a step", *(["held-out loss", f"held-out above {base}"] if validated else [])]
     rows = []
     for name, trial in trials.items():
-        mean, others = trial.mean_loss(skip), {} if name == base else {base: trials[base]}
-        cells = [name, "-" if mean is None else f"{mean:.4f}"]
-        cells.append(gap_text(gap(trial, others[base], skip) if others else None))
-        cells.append(gap_text(gap(trial, others[base], skip, percent=False) if others else None, "", 4))
+        mean, other = trial.mean_loss(skip), None if name == base else trials[base]
+        cells = [name, "-" if mean is None else f"{mean:.4f}", gap_text(gap(trial, other, skip))]
+        cells.append(gap_text(gap(trial, other, skip, percent=False), "", 4))
         if against is not None:
-            cells.append(gap_text(gap(trial, trials[against], skip) if name not in (base, against) else None))
-        cells.append(_time(trial, trials[base], skip))
+            cells.append(gap_text(gap(trial, None if name in (base, against) else trials[against], skip)))
+        cells.append(_time(trial, other, skip))
         if validated:
             held_out, of_base = (np.mean(list(of.held_out.values() or [math.nan])) for of in (trial, trials[base]))
             cells.append(f"{held_out:.4f}" if np.isfinite(held_out) else "-")
-            above = 100 * (held_out / of_base - 1) if others else math.nan
+            above = 100 * (held_out / of_base - 1) if other is not None else math.nan
             cells.append(f"{above:+.2f}% (no interval)" if np.isfinite(above) else "-")
         rows.append(cells)
     steps = max(len(trial.losses) for trial in trials.values())
@@ -114,6 +122,15 @@ def trial_table(trials: Mapping[str, Trial], against: str | None, start: int, sk
     return markdown(heads, rows, notes)
 
 
+def _time(trial: Trial, base: Trial | None, skip: int) -> str:
+    """Of a step, in steps of the base; of the base itself in seconds."""
+    mine = trial.seconds_of_a_step(skip)
+    other = 1.0 if base is None else base.seconds_of_a_step(skip)
+    if mine is None or other is None:
+        return "-"
+    return short_seconds(mine) if base is None else f"{mine / other:.2f} x"
+
+
 def _trial_notes(trials: Mapping[str, Trial]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for name, trial in trials.items():
@@ -123,16 +140,9 @@ def _trial_notes(trials: Mapping[str, Trial]) -> list[str]:
     return [f"{'all recipes' if len(of) == len(trials) else ', '.join(of)}: {note}" for note, of in lines.items()]
 
 
-def _time(trial: Trial, base: Trial, skip: int) -> str:
-    if trial.ended is not None or not trial.seconds[skip:]:
-        return "-"
-    mine, other = float(np.median(trial.seconds[skip:])), float(np.median(base.seconds[skip:] or [math.nan]))
-    return short_seconds(mine) if trial is base or not np.isfinite(other) else f"{mine / other:.2f} x"
-
-
 def trial_line(name: str, trial: Trial, base: Trial | None, skip: int) -> str:
     """A line about a recipe that has just been tried. base: None of the base itself."""
-    mean, found = trial.mean_loss(skip), None if base is None else gap(trial, base, skip)
+    mean, found = trial.mean_loss(skip), gap(trial, base, skip)
     outcome = trial.ended or f"training loss {'-' if mean is None else f'{mean:.4f}'}"
     seconds = f"{counted(len(trial.losses), 'step')} in {short_seconds(sum(trial.seconds))}"
     return f"{name}: {seconds}; {outcome}" + ("" if found is None else f", {found.text()}")
@@ -144,54 +154,47 @@ def draw_trials(trials: Mapping[str, Trial], against: str | None, skip: int, tar
     base = next(iter(trials))
     found = {name: gap(trial, trials[base], skip) for name, trial in trials.items() if name != base}
     rows = {name: (of, ()) for name, of in found.items() if of is not None}
-    if not rows:
-        raise ValueError(f"nothing to draw: no recipe got to its last step beside {base}, with finite losses")
-    mark = (against, rows[against][0].mean) if against in rows and against is not None else None
-    return draw_estimates(rows, target, f"training loss above {base} (%)", mark=mark)
+    return draw_estimates(rows, target, f"training loss above {base} (%)", against=against)
 
 
-@dataclass
 class TrialFile:
     """The file at `path`, there or not. made_from: what all results have in common, JSON values; its keys are words of
-    a message. configurations: of the recipes to be tried, something that differs if they do.
+    a message. configurations: of the recipes to be tried, something that differs if they do. trials: of these recipes,
+    what the file has.
 
     Raises ValueError for a file of something else, or with results that are not comparable; OSError.
     """
 
-    path: Path
-    made_from: Mapping[str, Any]
-    configurations: Mapping[str, str]
-    trials: dict[str, Trial] = field(default_factory=dict)
-    _kept: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.made_from = json.loads(json.dumps(self.made_from))
-        if self.path.exists():
-            made_from, self._kept, trials = _content(self.path)
-            for key in dict.fromkeys((*self.made_from, *made_from)):
-                there, here = made_from.get(key), self.made_from.get(key)
+    def __init__(self, path: Path, made_from: Mapping[str, Any], configurations: Mapping[str, str]) -> None:
+        self.path, self.configurations = path, configurations
+        self.made_from = json.loads(json.dumps(made_from))
+        self._kept: dict[str, Any] = {}
+        self.trials: dict[str, Trial] = {}
+        if path.exists():
+            before, self._kept, trials = _content(path)
+            for key in dict.fromkeys((*self.made_from, *before)):
+                there, here = before.get(key), self.made_from.get(key)
                 if there != here:
                     raise ValueError(
-                        f"{self.path} has results of another {key} ({there}, and this is {here}), which cannot be "
-                        "compared with these; give --output another file"
+                        f"{path} has results of another {key} ({there}, and this is {here}), which cannot be compared "
+                        "with these; give --output another file"
                     )
-            for name, configuration in self.configurations.items():
+            for name, configuration in configurations.items():
                 if name in self._kept and self._kept[name].get("configuration") != configuration:
                     raise ValueError(
-                        f"{self.path} has results of another {name}, whose configuration or plan was not this one; "
-                        "give the recipe another name, or --output another file"
+                        f"{path} has results of another {name}, whose configuration or plan was not this one; give the "
+                        "recipe another name, or --output another file"
                     )
-            self.trials = {name: trials[name] for name in self.configurations if name in trials}
-        self.write()  # what cannot be written is refused before anything is trained
+            self.trials = {name: trials[name] for name in configurations if name in trials}
+        self._write()  # what cannot be written is refused before anything is trained
 
     def add(self, name: str, trial: Trial) -> None:
         """Take up what has been tried, and write. Raises OSError."""
         self.trials[name] = trial
         self._kept[name] = {"configuration": self.configurations[name], **asdict(trial)}
-        self.write()
+        self._write()
 
-    def write(self) -> None:
-        """Replace the file by one with all there is. Raises OSError."""
+    def _write(self) -> None:
         content = {"made_from": self.made_from, "trials": self._kept}
         replace_text(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
@@ -237,39 +240,34 @@ def read_starts(paths: Sequence[Path]) -> list[Start]:
     return starts
 
 
-def start_gaps(starts: Sequence[Start], base: str, skip: int) -> dict[str, dict[str, float]]:
-    """Of each recipe: its gaps to `base` in percent, by start. Raises ValueError if a start lacks `base`."""
-    found: dict[str, dict[str, float]] = {}
+def start_gaps(starts: Sequence[Start], base: str, skip: int) -> pd.DataFrame:
+    """Gaps to `base` in percent: a row for each start, a column for each recipe. Raises ValueError if a start lacks
+    `base`."""
+    rows = {}
     for start in starts:
         if base not in start.trials:
             raise ValueError(f"{start.name} has no recipe {base}; it has {', '.join(start.trials)}")
-        for name, trial in start.trials.items():
-            if name != base and (of := gap(trial, start.trials[base], skip)) is not None:
-                found.setdefault(name, {})[start.name] = of.mean
-    return found
+        found = {name: gap(of, start.trials[base], skip) for name, of in start.trials.items() if name != base}
+        rows[start.name] = {name: of.mean for name, of in found.items() if of is not None}
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def starts_table(starts: Sequence[Start], base: str, against: str | None, skip: int) -> str:
     """Markdown: each recipe's gap to the base and to `against` over the starts, its share of the gap of `against`, and
     the time of a step; notes below. Raises ValueError if a start lacks one of the two."""
     found = start_gaps(starts, base, skip)
-    above = estimates({name: list(gaps.values()) for name, gaps in found.items()})
-    beside = {} if against is None else start_gaps(starts, against, skip)
-    beside_mean = estimates({name: list(gaps.values()) for name, gaps in beside.items() if name != base})
+    above, beside = estimates(found), {}
     heads = ["recipe", "starts", f"above {base}"]
-    heads += [] if against is None else [f"above {against}", f"share of the gap of {against}"]
+    if against is not None:
+        heads += [f"above {against}", f"share of the gap of {against}"]
+        beside = estimates(start_gaps(starts, against, skip).drop(columns=base, errors="ignore"))
     rows = []
     for name in dict.fromkeys([base, *(name for start in starts for name in start.trials)]):
-        cells = [name, str(sum(name in start.trials for start in starts)), gap_text(above.get(name))]
-        if against is not None:
-            known = name in found and against in above and above[against].beyond_noise
-            share = share_of(found[name], found[against]) if known else None
-            cells += [gap_text(beside_mean.get(name)), share_text(share)]
-        ratios = [
-            np.median(start.trials[name].seconds[skip:]) / np.median(start.trials[base].seconds[skip:])
-            for start in starts
-            if name in start.trials and start.trials[name].ended is None
-        ]
+        there = [start.trials for start in starts if name in start.trials]
+        cells = [name, str(len(there)), gap_text(above.get(name))]
+        cells += [] if against is None else [gap_text(beside.get(name)), share_text(found, name, against)]
+        seconds = [(of[name].seconds_of_a_step(skip), of[base].seconds_of_a_step(skip)) for of in there]
+        ratios = [mine / other for mine, other in seconds if mine is not None and other is not None]
         rows.append([*cells, f"{np.mean(ratios):.2f} x" if ratios and name != base else "-"])
     notes = [
         "above: training loss over that of the other recipe in the same step; mean over the starts. [95% interval]: of "
@@ -288,9 +286,6 @@ def draw_starts(starts: Sequence[Start], base: str, against: str | None, skip: i
     """The gaps to the base, each start as a tick, and a dotted line at that of `against`; returns `target`. Raises
     ValueError if no recipe has a gap."""
     found = start_gaps(starts, base, skip)
-    above = estimates({name: list(gaps.values()) for name, gaps in found.items()})
-    if not above:
-        raise ValueError(f"nothing to draw: no recipe got to its last step beside {base}, with finite losses")
-    rows = {name: (of, list(found[name].values())) for name, of in above.items()}
-    mark = (against, above[against].mean) if against in above and against is not None else None
-    return draw_estimates(rows, target, f"training loss above {base} (%)", f"{len(starts)} starts", mark=mark)
+    rows = {name: (of, list(found[name].dropna())) for name, of in estimates(found).items()}
+    axis, title = f"training loss above {base} (%)", f"{len(starts)} starts"
+    return draw_estimates(rows, target, axis, title=title, against=against)

@@ -22,19 +22,19 @@ from analysis.runs import difference_line, differences, settings_of
 from analysis.trials import Trial, TrialFile, draw_trials, first_steps, trial_line, trial_table
 from data import provider as data
 from data.storage import default_cache_dir
-from megatron_fp4.checkpoint.config_diff import flatten
 from megatron_fp4.checkpoint.files import MANIFEST, checkpoint_in, read_manifest, read_trainer
 from megatron_fp4.checkpoint.find import refuse_weights_only
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved, config_from_saved, group_options
-from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
+from megatron_fp4.config.removed_keys import leaves
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism
-from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spike, Spikes
+from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.validation import held_out_losses
@@ -137,21 +137,6 @@ def _on_first(mesh: ParallelMesh, action: Callable[[], T]) -> T:
     return box[0]  # type: ignore[no-any-return]
 
 
-class _Spikes(Spikes):
-    """notes: a line for each spike."""
-
-    def __init__(self, config: SpikesConfig, notes: list[str]) -> None:
-        super().__init__(config)
-        self._notes = notes
-
-    def answer(self, spike: Spike) -> None:
-        """As a run does whose last checkpoint is the one that it began with."""
-        super().answer(spike)
-        again = self.config.action == "rollback" and spike.in_row < self.config.max_in_row
-        after = ", after which it began again with the checkpoint's weights" if again else ""
-        self._notes.append(f"step {spike.step:,} was a spike ({spike}){after}")
-
-
 def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, steps: int, validate: bool) -> Trial:
     """Train `steps` steps of `config` from `checkpoint`, which has `start` of them done, as a branch by pretrain.py
     does, without writing anything.
@@ -166,7 +151,7 @@ def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, step
         *([LinearCheck()] if config.precision.recheck_interval else []),
         Switch(),
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),
-        _Spikes(config.spikes, notes),
+        Spikes(config.spikes),
     ]
     trainer = Trainer(config, models, data, callbacks, mesh, quiet=True)
     if validate and not trainer.data.validation:
@@ -181,6 +166,8 @@ def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, step
                 trial.losses.append(step.result.loss if math.isfinite(step.result.loss) else None)
                 trial.seconds.append(time.perf_counter() - began)
                 num_skipped += step.result.skipped
+                if step.result.spike:
+                    notes.append(f"step {step.done:,} was a spike ({config.spikes.action})")
                 began = time.perf_counter()
         except DivergedError as error:
             ended = f"ended after step {start + len(trial.losses) + 1:,}: {str(error).strip()}"
@@ -293,7 +280,7 @@ def _check(config: Config, start: int, steps: int, base: Recipe | None) -> None:
     if base is None:
         return
     here, there = (
-        flatten({section: saved[section] for section in _COMMON}) for saved in map(as_saved, (config, base.config))
+        dict(leaves({section: saved[section] for section in _COMMON})) for saved in map(as_saved, (config, base.config))
     )
     if different := [key for key in {**there, **here} if there.get(key) != here.get(key)]:
         raise ConfigError(

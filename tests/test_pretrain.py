@@ -180,7 +180,7 @@ def test_switch_by_gradient_noise(straight: Any, small: list[str], tmp_path: Pat
     processes, folder, _ = straight
     if processes > 1:
         pytest.skip("two ranks measure in tests/measure/test_diagnostics_run.py")
-    noise = ["gradient_noise", "threshold=1000000", "interval=2", "patience=3"]
+    noise = ["gradient_noise", "threshold=1000000", "interval=2"]
     switch = [f"precision.switch.{'when=' if i == 0 else ''}{part}" for i, part in enumerate(noise)]
     run(1, [*small, *switch, f"run.dir={tmp_path}", "checkpoint.interval=0", "precision.diagnostics.interval=3"])
     measured = records(tmp_path, "gradient_noise")

@@ -87,6 +87,7 @@ KEYS = [
     ),
     ("spikes.min_history=3", "spikes.min_history is no key any more: half of spikes.window"),
     ("checkpoint.export_at_end=true", "set checkpoint.export_interval to train.steps"),
+    ("logging.memory_history=true", "logging.memory_history is no key any more: logging.profile_steps=[1,1] records"),
     ("run.file_mode=0640", "run.file_mode is no key any more: set the umask of the shell"),
 ]
 VALUES = [
@@ -162,7 +163,6 @@ TOGETHER = [
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
     # --- machine
     ("run.device=cuda", "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"),
-    ("logging.memory_history=true", "logging.memory_history=true records CUDA allocations, and this run is on a CPU"),
     ("checkpoint.resume=/no/such", "checkpoint.resume: /no/such is not a folder; give a checkpoint"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),

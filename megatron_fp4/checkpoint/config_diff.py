@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fp4.config.compose import as_saved
-from megatron_fp4.config.removed_keys import removed_values, renewed
+from megatron_fp4.config.removed_keys import leaves, removed_values, renewed
 from megatron_fp4.config.schema import Config, ScheduleConfig
 from megatron_fp4.precision.plan import PrecisionSwitch
 from megatron_fp4.training.optimizer import WSDSchedule
@@ -46,7 +46,7 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
         "run": {"seed": config.run.seed},
         "data": json.loads(json.dumps(data_fingerprint)),  # as it will come back from the checkpoint
     }
-    return flatten(nested)
+    return dict(leaves(nested))
 
 
 def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -65,17 +65,6 @@ def other_run(folder: Path, differences: Sequence[str]) -> str:
         f"{folder} belongs to another run: {'; '.join(differences)}. Set these back, choose another run.dir, or resume "
         "anyway with checkpoint.allow_mismatch=true"
     )
-
-
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Mappings in mappings as one, with names joined by dots."""
-    flat: dict[str, Any] = {}
-    for name, value in nested.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 class Change(NamedTuple):

@@ -128,11 +128,8 @@ def _effects(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _machine(config: Config, device_type: str) -> Iterator[str]:
-    on_cpu = device_type != "cuda"
-    if config.run.device == "cuda" and on_cpu:
+    if config.run.device == "cuda" and device_type != "cuda":
         yield "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"
-    if config.logging.memory_history and (on_cpu or config.run.device == "cpu"):
-        yield "logging.memory_history=true records CUDA allocations, and this run is on a CPU; use false"
     files = {"data.tokenizer": config.data.tokenizer, "precision.bf16_blocks.file": config.precision.bf16_blocks.file}
     for key, path in files.items():
         if path is not None and not path.startswith("tiktoken:") and not Path(path).exists():

@@ -148,8 +148,8 @@ class SwitchConfig:
     scope: `both`, `forward` (fprop only) or `backward` (dgrad and wgrad; where dgrad's weights are no longer
         quantized, fprop's take 1x16 blocks).
     target: the precision config to switch to, a name under `configs/precision/`.
-    threshold, interval, patience: of `gradient_noise`: the ratio, the steps between measurements and how many
-        measurements in a row must lie below the ratio.
+    threshold, interval: of `gradient_noise`: the ratio, below which three measurements in a row must lie, and the steps
+        between measurements.
     rewarm_steps: steps over which the learning rate climbs again from zero after the switch (0: it does not).
     """
 
@@ -158,7 +158,6 @@ class SwitchConfig:
     target: str = "bf16"
     threshold: Positive = 1.7320508
     interval: AtLeastOne = 50
-    patience: AtLeastOne = 3
     rewarm_steps: AtLeastZero = 0
 
 

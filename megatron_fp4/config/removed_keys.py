@@ -18,6 +18,8 @@ _REMOVED = {
     "checkpoint.local_dir": (None, "no checkpoints are kept on nodes' own disks; save shared ones more often instead"),
     "checkpoint.local_interval": (0, "no checkpoints are kept on nodes' own disks; lower checkpoint.interval instead"),
     "checkpoint.max_failed_saves": (3, "three failed saves in a row end a run; leave it out"),
+    "logging.memory_history": (None, "logging.profile_steps=[1,1] records the history of CUDA memory too"),
+    "logging.wandb_project": (None, "set wandb's own WANDB_PROJECT in the environment"),
     "data.prefetch": (2, "loader workers are two steps ahead; leave it out, or raise data.num_workers"),
     "data.remote_cache": (None, "blocks of URLs are kept in `remote` below data.cache_dir; set that instead"),
     "optimizer.implementation": ("torch", "torch's fused AdamW is the only one; leave it out"),
@@ -28,6 +30,7 @@ _REMOVED = {
     "precision.*.four_over_six_error": (None, "write four_over_six=squared instead"),
     "precision.*.power_of_two_scales": (None, "write precision.fp8_power_of_two_scales=true instead"),
     "precision.*.reuse_fprop": (None, "write source=codes instead, of dgrad's weight or wgrad's activation"),
+    "precision.switch.patience": (3, "three measurements in a row must lie below the threshold; leave it out"),
     "precision.recheck_action": ("end", "a difference ends the run; leave it out, or set precision.recheck_interval=0"),
     "run.dry_host_bandwidth": (None, "a plan assumes 300 GB/s within a host; leave it out"),
     "run.dry_host_ms": (None, "a plan assumes 3 ms of Python a linear; leave it out"),
@@ -97,7 +100,7 @@ def _without_removed(saved: Mapping[str, Any], path: str = "") -> dict[str, Any]
 def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Every key that is no section, and its value."""
     for name, value in node.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value

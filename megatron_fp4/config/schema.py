@@ -355,9 +355,9 @@ class ValidationConfig:
 class LoggingConfig:
     """interval: steps between printed lines; `metrics.jsonl` has every step. tensorboard: into run.dir/tensorboard.
 
-    wandb: `online`, `offline`, `disabled`. wandb_project: that the run belongs to there.
-    profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`; empty:
-        none. memory_history: record CUDA allocations on rank 0. Both write into run.dir (training/profiling.py).
+    wandb: `online`, `offline`, `disabled`; of the project that WANDB_PROJECT names, else megatron_fp4.
+    profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`, which
+        writes into run.dir (training/callbacks/profiling.py), and on CUDA the history of memory; empty: none.
     baseline: the folder of another run, or `name=folder`, which loss.png and report.html show beside this one, with the
         gap to it (null: none). report: write report.html, a page about the run, when it has finished.
     """
@@ -365,9 +365,7 @@ class LoggingConfig:
     interval: AtLeastOne = 10
     tensorboard: bool = True
     wandb: Literal["online", "offline", "disabled"] = "disabled"
-    wandb_project: str = "megatron_fp4"
     profile_steps: list[Integer] = field(default_factory=list)
-    memory_history: bool = False
     baseline: PathText | None = None
     report: bool = True
 

@@ -141,7 +141,6 @@ class MetricsWriter:
         resume_step: int = 0,
         tensorboard: bool = True,
         wandb_mode: str = "disabled",
-        wandb_project: str = "megatron_fp4",
         config: dict[str, Any] | None = None,
         active: bool = True,
     ) -> None:
@@ -165,7 +164,7 @@ class MetricsWriter:
             self._views.append(TensorBoardView(directory / "tensorboard", resume_step))
         if wandb_mode != "disabled":
             run_id = known_run_id(directory) if resume_step else None
-            self._views.append(WandbView(directory, wandb_mode, wandb_project, run_id, config))
+            self._views.append(WandbView(directory, wandb_mode, run_id, config))
 
     def run(self, step: int, **facts: Any) -> None:
         """Record a start from `step` steps done, with facts about the run (JSON values)."""
@@ -420,9 +419,7 @@ class WandbView(View):
     news: why a run that asked for `online` logs offline. Raises ValueError without the package.
     """
 
-    def __init__(
-        self, directory: Path, mode: str, project: str, run_id: str | None, config: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, directory: Path, mode: str, run_id: str | None, config: dict[str, Any] | None) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -431,7 +428,7 @@ class WandbView(View):
             ) from error
         super().__init__("wandb")
         self._wandb: Any = wandb
-        self._directory, self._project, self._config = directory, project, config
+        self._directory, self._config = directory, config
         self.run_id = run_id or secrets.token_hex(4)
         attempt(str(directory / ID_FILE), lambda: replace_text(directory / ID_FILE, self.run_id + "\n"))
         # wandb's own switch for machines without a network, which an explicit mode would overrule.
@@ -465,7 +462,7 @@ class WandbView(View):
 
     def _init(self, mode: str) -> Any:
         return self._wandb.init(
-            project=self._project,
+            project=os.environ.get("WANDB_PROJECT", "megatron_fp4"),
             name=self._directory.resolve().name,
             dir=str(self._directory),
             mode=mode,

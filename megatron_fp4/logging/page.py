@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_fp4 import __version__
-from megatron_fp4.checkpoint.config_diff import flatten
+from megatron_fp4.config.removed_keys import leaves
 from megatron_fp4.logging.console import short_number, short_time
 from megatron_fp4.logging.files import REPORT_FILE, replace_text
 from megatron_fp4.logging.pictures import (
@@ -30,6 +30,7 @@ from megatron_fp4.logging.pictures import (
     draw_gaps,
     draw_heatmap,
     draw_losses,
+    draw_training,
     drawing,
     heatmap_height,
     legend_below,
@@ -306,7 +307,7 @@ def _texts(run: RunFolder) -> dict[str, Any]:
 
 def differences(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
     """Rows of (key, value by default and in each run) of the settings that a run has otherwise than the default."""
-    flat = [flatten(settings) for settings in (defaults, *(run.config for run in runs))]
+    flat = [dict(leaves(settings)) for settings in (defaults, *(run.config for run in runs))]
     rows: list[Row] = []
     for key in dict.fromkeys(key for settings in flat for key in settings):
         values = [str(settings.get(key, "-")) for settings in flat]
@@ -345,19 +346,19 @@ def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> list[Marku
     every = [*runs, *([] if baseline is None else [baseline])]
     sources = dict.fromkeys(source for run in every for source in run.validation)
 
-    def draw(source: str | None, _: Figure, axes: Axes) -> None:
+    def training(_: Figure, axes: Axes) -> None:
+        draw_training(axes, every)
+        _step_axis(every, axes)
+
+    def held_out(source: str, _: Figure, axes: Axes) -> None:
         for index, run in enumerate(every):
-            if source is None:
-                steps, losses = run.series("loss")
-                axes.plot(*thinned(steps, smooth(losses)), label=run.name, **look(index).line(linewidth=1.5))
-                axes.set_ylim(top=np.nanpercentile(losses, 99))
-            elif points := run.validation.get(source):
+            if points := run.validation.get(source):
                 axes.plot(list(points), list(points.values()), label=run.name, **look(index).points())
         axes.set_ylabel("nats per token")
         _step_axis(every, axes)
 
-    titles = {"training loss, smoothed": None, **{f"held-out loss of {source}": source for source in sources}}
-    return [_figure(title, partial(draw, source)) for title, source in titles.items()]
+    figures = [_figure(f"held-out loss of {source}", partial(held_out, source)) for source in sources]
+    return [_figure("training loss, smoothed", training), *figures]
 
 
 def _gaps(base: RunFolder | None, runs: Sequence[RunFolder]) -> list[Markup]:

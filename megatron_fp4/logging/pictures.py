@@ -254,6 +254,18 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
     mark_run(axes, run)
 
 
+def draw_training(axes: Axes, runs: Sequence[RunFolder]) -> None:
+    """Smoothed training losses of runs side by side, in nats per token."""
+    for index, run in enumerate(runs):
+        steps, losses = run.series("loss")
+        axes.plot(*thinned(steps, smooth(losses)), label=run.name, **look(index).line(linewidth=1.5))
+    every = np.concatenate([run.series("loss")[1] for run in runs])
+    finite = every[np.isfinite(every)]
+    if finite.size:  # the first steps would flatten everything else
+        axes.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
+    axes.set_ylabel("training loss, smoothed\n(nats per token)")
+
+
 def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder], first_look: int = 1) -> None:
     """How far runs are above `base` after the same steps, in percent of its loss: a curve for training, smoothed, and
     markers for validation, the mean of the sources that both have. first_look: of the first of `runs`."""

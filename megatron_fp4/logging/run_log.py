@@ -95,7 +95,6 @@ class RunLog:
             resume_step=start,
             tensorboard=settings.tensorboard,
             wandb_mode=settings.wandb,
-            wandb_project=settings.wandb_project,
             config=as_saved(self.config),
             active=self.active,
         )

@@ -306,6 +306,10 @@ def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
     )
 
 
+PATIENCE = 3
+"""Measurements of the gradient noise in a row that must lie below the threshold."""
+
+
 @dataclass
 class PrecisionSwitch:
     """Decides, before each step, whether the switch happens now, and remembers that it did; by default it never does.
@@ -321,7 +325,7 @@ class PrecisionSwitch:
 
     def try_switch(self, step: int) -> bool:
         """Switch before `step` is computed if it is time, once; returns whether it did."""
-        by_noise = self.config.when == "gradient_noise" and self.num_below >= self.config.patience
+        by_noise = self.config.when == "gradient_noise" and self.num_below >= PATIENCE
         if self.switched_at is not None or not (by_noise or (self.at_step is not None and step >= self.at_step)):
             return False
         self.switched_at = step

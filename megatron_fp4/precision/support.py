@@ -206,7 +206,7 @@ def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: 
         if switch == "never":
             why |= {"diagnostics.interval": nothing, "recheck_interval": nothing}
     if switch not in ("never", "gradient_noise"):
-        for name in ("threshold", "interval", "patience"):
+        for name in ("threshold", "interval"):
             why[f"switch.{name}"] = f"it is for {key}.switch.when=gradient_noise; leave it out, or set that"
     default = PrecisionConfig()
     for option, reason in why.items():

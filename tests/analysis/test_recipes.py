@@ -23,17 +23,17 @@ def held_out(
 
 def percents(runs: Sequence[HeldOut], base: Sequence[HeldOut], tokens: int = 10) -> dict[str, float]:
     found = gaps({"base": base, "other": runs}, "base")
-    return {row.pair.start: row.percent for row in found[found["tokens"] == tokens].itertuples()}
+    return {row.pair.start: row.percent for row in found[found["tokens"] == tokens].itertuples() if row.source == ""}
 
 
-def write_run(folder: Path, seed: int, losses: dict[int, dict[str, Any]], data: str = "{}", **facts: Any) -> str:
+def write_run(folder: Path, seed: int, losses: dict[int, dict[str, Any]], data: str = "{}", **facts: Any) -> Path:
     """facts: of the `run` record, if any."""
     folder.mkdir()
     (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}\ndata: {data}\n")
     records = [{"kind": "validation", "step": t, "tokens": 1_000_000 * t, "losses": of} for t, of in losses.items()]
     start = [{"kind": "run", "step": 0, **facts}] if facts else []
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*start, *records]))
-    return str(folder)
+    return folder
 
 
 def test_runs_are_paired_by_seed_and_order_of_the_data() -> None:
@@ -67,7 +67,7 @@ def test_a_branch_without_a_partner_has_those_of_its_trunk() -> None:
     # Of a branch of a branch: the partners of the trunk of its trunk.
     second = held_out(1, {10: 2.06}, "d", trunk=Path("/runs/branch"), steps=100)
     found = gaps({"base": [trunk], "branch": [branch], "second": [second]}, "base")
-    assert list(found["percent"]) == pytest.approx([1.0, 3.0])
+    assert list(found[found["source"] == "a"]["percent"]) == pytest.approx([1.0, 3.0])
 
 
 def test_a_run_is_read_with_its_start_and_its_end(tmp_path: Path) -> None:
@@ -137,6 +137,6 @@ def test_what_is_no_group_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         ([f"x={a}", f"y={b}", "--sources", "t"], "was not validated on 't'"),
         ([f"x={a}", f"y={tmp_path}/twin", "--against", "z"], "no group has this name"),
     ):
-        assert compare.main(["recipes", *arguments]) == 2, arguments
+        assert compare.main(["recipes", *map(str, arguments)]) == 2, arguments
         error = capsys.readouterr().err
         assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1, error

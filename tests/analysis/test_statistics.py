@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from analysis.statistics import BLOCKS, block_estimate, draw_estimates, estimate, estimates, pooled, share_of
+from analysis.statistics import BLOCKS, block_estimate, estimate, estimates, pooled, share_text
 from tests.programs import ROOT
 
 
@@ -24,7 +24,7 @@ def test_small_groups_share_their_scatter() -> None:
     groups = {"a": [1.0, 3.0], "b": [5.0, 6.0, 7.0], "c": [9.0], "own": [0.0, 1.0, 2.0, 3.0, 4.0], "none": []}
     shared = pooled(groups.values())
     assert shared is not None and shared.freedom == 7 and shared.deviation == pytest.approx(np.sqrt(14 / 7))
-    found = estimates(groups)
+    found = estimates(pd.DataFrame({name: pd.Series(numbers, dtype=float) for name, numbers in groups.items()}))
     assert list(found) == ["a", "b", "c", "own"]
     assert found["c"].error == pytest.approx(np.sqrt(2)) and found["c"].text().endswith("*")
     assert found["own"].error == pytest.approx(np.sqrt(2.5 / 5)) and not found["own"].shared
@@ -47,15 +47,10 @@ def test_neighbouring_steps_are_taken_in_blocks() -> None:
 
 
 def test_a_share_is_of_gaps_above_zero() -> None:
-    share = share_of({1: 0.5, 2: 1.0, 3: 9.0}, {1: 1.0, 2: 1.0})
-    assert share is not None and share.mean == 0.75 and share.error == pytest.approx(0.25)
-    assert share_of({1: 0.5}, {1: -1.0}) is None and share_of({1: 0.5}, {2: 1.0}) is None
-
-
-def test_a_picture_of_estimates(tmp_path: Path) -> None:
-    rows = {"a": (estimate([1.0, 2.0, 4.0]), [1.0, 2.0, 4.0]), "b": (estimate([1.0]), [1.0])}
-    path = draw_estimates(rows, tmp_path / "a.png", "gap (%)", "title", mark=("b", 1.0), noise=("noise", 0.5))
-    assert path.read_bytes().startswith(b"\x89PNG")
+    gaps = pd.DataFrame({"best": [0.5, 1.0, 9.0], "all": [1.0, 1.0, np.nan], "below": [-1.0, -1.0, -1.0]})
+    assert share_text(gaps, "best", "all") == "0.75 ± 0.25" and share_text(gaps, "all", "all") == "1.00 ± 0.00"
+    assert [share_text(gaps, "best", other) for other in ("below", "none", None)] == ["-"] * 3
+    assert share_text(gaps.assign(all=[1.0, 40.0, np.nan]), "best", "all") == "-"  # not beyond its noise
 
 
 def test_without_the_extra_the_command_names_it() -> None:

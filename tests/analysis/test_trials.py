@@ -84,7 +84,7 @@ def test_the_table_of_one_start(tmp_path: Path) -> None:
 
 def test_starts(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     starts = read_starts(files)
-    assert start_gaps(starts, "nvfp4", 4)["best"][str(files[0])] == pytest.approx(100 * (1.004 / 1.01 - 1))
+    assert start_gaps(starts, "nvfp4", 4)["best"].iloc[0] == pytest.approx(100 * (1.004 / 1.01 - 1))
     assert compare.main(["starts", *map(str, files), "--picture", str(tmp_path / "a.png")]) == 0
     table = starts_table(starts, "bf16", "nvfp4", 4)
     assert capsys.readouterr().out.startswith(table)

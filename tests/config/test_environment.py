@@ -24,7 +24,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
         [
             "data.cache_dir=${oc.env:SECRET_DIR}/corpus",
             "run.dir=${data.cache_dir}/run",  # through another key
-            "logging.wandb_project=${oc.env:NOT_SET,fallback}",
+            "data.eod_token=${oc.env:NOT_SET,fallback}",
             "data.blends={first: {code: '${oc.env:WEIGHT}', prose: 0.25}}",
             "data.phases=[{name: a, fraction: 0.5, blend: {code: 1.0}}, "
             "{name: b, fraction: '${oc.decode:${oc.env:HALF,0.5}}', blend: '${data.blends.first}'}]",
@@ -36,7 +36,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
 TEXTS = {
     "data.cache_dir": "${oc.env:SECRET_DIR}/corpus",
     "run.dir": "${data.cache_dir}/run",
-    "logging.wandb_project": "${oc.env:NOT_SET,fallback}",
+    "data.eod_token": "${oc.env:NOT_SET,fallback}",
     "data.blends.first.code": "${oc.env:WEIGHT}",
     "data.phases[1].fraction": "${oc.decode:${oc.env:HALF,0.5}}",
     "data.phases[1].blend": "${data.blends.first}",
@@ -46,7 +46,7 @@ TEXTS = {
 def test_they_are_used_and_not_written(config: Config) -> None:
     assert config.data.cache_dir == f"{SECRET}/corpus" and config.run.dir == f"{SECRET}/corpus/run"
     assert config.data.phases[1].blend == {"code": 0.8125, "prose": 0.25}
-    assert (config.data.phases[1].fraction, config.logging.wandb_project) == (0.5, "fallback")
+    assert (config.data.phases[1].fraction, config.data.eod_token) == (0.5, "fallback")
     assert config.from_environment == TEXTS
     for written in (to_yaml(config), json.dumps(as_saved(config))):
         assert SECRET not in written and "0.8125" not in written and "fallback}" in written
@@ -63,7 +63,7 @@ def test_who_reads_it_looks_into_the_environment_of_then(config: Config, monkeyp
     monkeypatch.setenv("SECRET_DIR", "elsewhere")
     monkeypatch.setenv("NOT_SET", "now")
     again = config_from_saved(saved, ["train.steps=7", "precision=mxfp8"], CONFIGS, trusted=True)
-    assert (again.run.dir, again.logging.wandb_project, again.train.steps) == ("elsewhere/corpus/run", "now", 7)
+    assert (again.run.dir, again.data.eod_token, again.train.steps) == ("elsewhere/corpus/run", "now", 7)
     assert again.precision.name == "mxfp8" and again.from_environment == TEXTS
     monkeypatch.delenv("SECRET_DIR")
     with pytest.raises(ConfigError, match=r"data\.cache_dir: Environment variable 'SECRET_DIR' not found"):

@@ -83,7 +83,7 @@ def test_gradient_noise_measured_beside_cuda_graphs_changes_no_bit(tmp_path: Pat
     common = ["model.pattern=-*-*", "model.nvfp4_bf16_blocks.last=1", "train.steps=8"]
     common += ["train.cuda_graphs=true", "precision.backend=emulated"]
     common += [override for override in COMMON if override.startswith(("checkpoint.", "validation.", "logging."))]
-    noise = ["precision.switch.when=gradient_noise", "precision.switch.interval=2", "precision.switch.patience=1000"]
+    noise = ["precision.switch.when=gradient_noise", "precision.switch.interval=2", "precision.switch.threshold=1e-9"]
     measured = run(tmp_path / "measured", [*common, *noise])
     unmeasured = run(tmp_path / "unmeasured", [*common, "precision.switch.when=never"])
     steps, expected = (

@@ -38,7 +38,7 @@ def test_a_switch_comes_once_at_its_step_or_at_once_where_it_is_past():
 
 
 def test_gradient_noise_is_measured_at_the_interval_and_needs_patience_in_a_row():
-    switch = PrecisionSwitch(SwitchConfig(when="gradient_noise", threshold=2.0, interval=5, patience=3), None)
+    switch = PrecisionSwitch(SwitchConfig(when="gradient_noise", threshold=2.0, interval=5), None)
     assert [step for step in range(12) if switch.measures(step)] == [0, 5, 10]
     for ratio in (1.0, 1.9, 2.0, 1.0, float("nan"), 1.0, 1.0):  # neither the threshold itself nor NaN is below
         switch.record(ratio)
@@ -49,7 +49,7 @@ def test_gradient_noise_is_measured_at_the_interval_and_needs_patience_in_a_row(
 
 
 def test_state_survives_a_checkpoint():
-    config = SwitchConfig(when="gradient_noise", threshold=2.0, patience=2)
+    config = SwitchConfig(when="gradient_noise", threshold=2.0)
 
     def controller() -> PrecisionController:
         return PrecisionController(
@@ -57,6 +57,7 @@ def test_state_survives_a_checkpoint():
         )
 
     first, resumed, after = controller(), controller(), controller()
+    first.switch.record(1.0)
     first.switch.record(1.0)
     resumed.load_state_dict(first.state_dict())
     assert not resumed.switch.try_switch(3)

@@ -17,9 +17,7 @@ from tests.composing import validate
 
 def run(folder, steps, window, rank=0):
     profile = Profile()
-    config = SimpleNamespace(
-        run=SimpleNamespace(dir=str(folder)), logging=SimpleNamespace(profile_steps=window, memory_history=False)
-    )
+    config = SimpleNamespace(run=SimpleNamespace(dir=str(folder)), logging=SimpleNamespace(profile_steps=window))
     profile.trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=rank, device=torch.device("cpu")))
     for step in steps:
         with profile.around_step(Step(step, [], 0.0)):
@@ -54,8 +52,3 @@ def test_off_by_default_on_other_ranks_and_after_the_window(tmp_path):
 def test_impossible_windows(window):
     with pytest.raises(ConfigError, match="is no window"):
         validate(compose_config([f"logging.profile_steps={window}"], CONFIGS), 1, "cpu")
-
-
-def test_memory_history_needs_cuda():
-    with pytest.raises(ConfigError, match="memory_history"):
-        validate(compose_config(["logging.memory_history=true"], CONFIGS), 1, "cpu")

@@ -66,8 +66,8 @@ class MemoryHistory(Callback):
     _recording = False
 
     def start(self, done: int) -> None:
-        """If `logging.memory_history` is on."""
-        if self.trainer.config.logging.memory_history and self.trainer.mesh.rank == 0:
+        """On the first rank, if it has a GPU."""
+        if self.trainer.mesh.rank == 0 and self.trainer.mesh.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
             self._recording = True
 
