@@ -145,7 +145,7 @@ def draw_estimates(
         axes.axvline(0, color=INK, linewidth=1.0)
         if noise is not None:
             axes.axvspan(-noise[1], noise[1], color=BLACK, alpha=0.07, linewidth=0, label=noise[0])
-        if against in rows:
+        if against is not None and against in rows:
             axes.axvline(rows[against][0].mean, color=FAINT, linewidth=1.0, linestyle=(0, (1, 2)), label=against)
         for place, (_, (gap, numbers)) in enumerate(ordered):
             color = VERMILION if gap.beyond_noise else BLUE

@@ -47,10 +47,11 @@ def test_neighbouring_steps_are_taken_in_blocks() -> None:
 
 
 def test_a_share_is_of_gaps_above_zero() -> None:
-    gaps = pd.DataFrame({"best": [0.5, 1.0, 9.0], "all": [1.0, 1.0, np.nan], "below": [-1.0, -1.0, -1.0]})
-    assert share_text(gaps, "best", "all") == "0.75 ± 0.25" and share_text(gaps, "all", "all") == "1.00 ± 0.00"
+    gaps = pd.DataFrame({"best": [0.5, 1.0, 0.5, 1.0, 0.75, 9.0], "all": [1.0] * 5 + [np.nan], "below": [-1.0] * 6})
+    assert share_text(gaps, "best", "all") == "0.75 ± 0.11" and share_text(gaps, "all", "all") == "1.00 ± 0.00"
     assert [share_text(gaps, "best", other) for other in ("below", "none", None)] == ["-"] * 3
-    assert share_text(gaps.assign(all=[1.0, 40.0, np.nan]), "best", "all") == "-"  # not beyond its noise
+    noisy = gaps.assign(all=[1.0, 40.0, 1.0, -1.0, 1.0, np.nan])
+    assert share_text(noisy, "best", "all") == "-"
 
 
 def test_without_the_extra_the_command_names_it() -> None:
