@@ -41,6 +41,7 @@ import torch
 from data import provider as data
 from exchange.exports import Exports, check_exports, last_exportable
 from inference.prompts import Prompts
+from megatron_fp4.checkpoint.find import check_resume
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
@@ -54,14 +55,21 @@ from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersErr
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, explain, sole_run
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
-from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism, world_size
+from megatron_fp4.training.build import (
+    check,
+    device_type_of,
+    execution_of,
+    plans_of,
+    set_determinism,
+    why_eager,
+    world_size,
+)
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.profiling import MemoryHistory, Profile
 from megatron_fp4.training.callbacks.reporting import Banner, Records, Summary, report
 from megatron_fp4.training.callbacks.validation import Validation
-from megatron_fp4.training.check import check, print_check, print_dry_run
 from megatron_fp4.training.trainer import Callback, Trainer
 from models import provider as models
 
@@ -110,6 +118,8 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
         config = configure(overrides)
         if checks or config.run.dry:
             signals.decline()
+            from megatron_fp4.planning.needs import print_check, print_dry_run  # imports much that no run needs
+
             (print_check if checks else print_dry_run)(config, models, data)
             return ExitCode.FINISHED
         check_launch()
@@ -132,12 +142,13 @@ def configure(overrides: list[str]) -> Config:
     # A dry run plans for machines that are not here.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     check(config, models, data, world_size(), device_type)
+    check_resume(config)
     check_initialization(config)
     check_exports(config, plans_of(config, models))
     check_baseline(config)
     if not config.run.dry:  # before any rank waits for others
         execution_of(config, models)
-        graphs_of(config, models)
+        why_eager(config, models)
     return config
 
 

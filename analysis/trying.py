@@ -33,12 +33,11 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distribute
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.runtime.revision import revision
-from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism
+from megatron_fp4.training.build import check, device_type_of, execution_of, plans_of, set_determinism, why_eager
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.validation import held_out_losses
-from megatron_fp4.training.check import check
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
@@ -276,7 +275,7 @@ def _check(config: Config, start: int, steps: int, base: Recipe | None) -> None:
         )
     check(config, models, data, place_in_run().world_size, "cuda" if torch.cuda.is_available() else "cpu")
     execution_of(config, models)
-    graphs_of(config, models)
+    why_eager(config, models)
     if base is None:
         return
     here, there = (

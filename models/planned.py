@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, over_ranks
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.planning.backend import MULTIPROCESSORS
 from models.attention import KERNELS, split_heads
 from models.execution import Execution
 from models.mamba2 import readable, sections
@@ -26,6 +25,7 @@ from models.ssd import ScanInputs
 
 # They move numbers about, and turn some: the backward pass needs none of their inputs but the angles.
 _MOVES = (split_heads, sections)
+_MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def planned_execution(config: Config) -> Execution:
@@ -150,7 +150,7 @@ def attention(deterministic: bool, tiled: bool) -> Callable[..., Tensor]:
         def backward() -> list[Tensor]:
             if in_tiles:
                 return [torch.empty(batch, heads, length, device=device)]
-            parts = -(-MULTIPROCESSORS // (batch * heads)) if deterministic else 1
+            parts = -(-_MULTIPROCESSORS // (batch * heads)) if deterministic else 1
             padded = -(-length // 128) * 128
             rows = torch.empty(batch, heads, padded, device=device)
             dq = torch.empty(parts, batch, padded, heads, -(-dim // 32) * 32, device=device)

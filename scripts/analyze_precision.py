@@ -49,8 +49,7 @@ from megatron_fp4.precision.plan import LinearShape
 from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
-from megatron_fp4.training.build import plans_of, set_determinism
-from megatron_fp4.training.check import check
+from megatron_fp4.training.build import check, plans_of, set_determinism
 from megatron_fp4.training.step import ALONE, accumulate
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models

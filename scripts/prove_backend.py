@@ -43,8 +43,8 @@ from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.tensor import NVFP4Tensor, scale_values
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.training.build import check as check_config
 from megatron_fp4.training.build import plans_of
-from megatron_fp4.training.check import check as check_config
 from models import provider as models
 from pretrain import CONFIGS
 

@@ -45,11 +45,10 @@ from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.logging.metrics import METRICS_FILE, read_metrics
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.training.build import device_type_of, set_determinism, world_size
+from megatron_fp4.training.build import check, device_type_of, set_determinism, world_size
 from megatron_fp4.training.callbacks.bad_steps import Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import Switch
-from megatron_fp4.training.check import check
 from megatron_fp4.training.trainer import Step, Trainer
 from models import provider as models
 from pretrain import CONFIGS

@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 from data import provider as data
+from megatron_fp4.checkpoint.find import check_resume
 from megatron_fp4.config import compose
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.training import build, check
+from megatron_fp4.training import build
 from models import provider as models
 
 
 def validate(config: Config, ranks: int, device_type: str) -> None:
-    """`check` of this project's models and data."""
-    check.check(config, models, data, ranks, device_type)
+    """`check` of this project's models and data, and of what the run resumes from."""
+    build.check(config, models, data, ranks, device_type)
+    check_resume(config)
 
 
 def plans_of(config: Config) -> tuple[Plan, Plan | None]:

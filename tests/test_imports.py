@@ -25,7 +25,7 @@ FLOORS = [
     "megatron_fp4/planning",
 ]
 # Of training, what is above all other rooms of the package.
-SPINE = ("trainer", "callbacks", "check")
+SPINE = ("trainer", "callbacks")
 # What each room may import besides itself.
 BELOW = {
     **{room: set(FLOORS[:i]) for i, room in enumerate(FLOORS)},
@@ -35,8 +35,7 @@ BELOW = {
     "megatron_fp4/training/spine": {*FLOORS, "megatron_fp4/__version__"},
     # Checking a configuration asks the rooms that know what fits.
     "data": set(),
-    # For a plan, models stand in for their kernels.
-    "models": {f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel", "planning")},
+    "models": {f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel")},
     "exchange": {*FLOORS, "megatron_fp4/training/spine", "models", "data", "megatron_fp4/__version__"},
     "inference": {*FLOORS, "megatron_fp4/training/spine", "models", "data", "exchange"},
     "analysis": {*FLOORS, "megatron_fp4/training/spine", "models", "data", "exchange"},

@@ -15,7 +15,7 @@ from data import provider as data_provider
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.training import check as preflight
+from megatron_fp4.planning import needs
 from models import provider as models
 from pretrain import CONFIGS, configure
 from tests.composing import validate as check_configuration
@@ -53,7 +53,7 @@ def check(saved: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch
         try:
             check_configuration(config, 1, "cpu")
             check_initialization(config)
-            preflight.print_check(config, models, data_provider)
+            needs.print_check(config, models, data_provider)
         finally:
             assert sorted(run_dir.rglob("*")) == before
         return capsys.readouterr().out.splitlines()
@@ -100,7 +100,7 @@ def test_under_torchrun_one_rank_says_it(check: Check, tmp_path: Path, monkeypat
 
 @pytest.fixture
 def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_needs", lambda *_: (2**30, "about 1 minute", "assumed"))
+    monkeypatch.setattr(needs, "_needs", lambda *_: (2**30, "about 1 minute", "assumed"))
 
 
 @pytest.mark.usefixtures("no_plan")

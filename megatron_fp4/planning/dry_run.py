@@ -5,10 +5,14 @@ Every shape, every division of a size by a mesh and every collective is the prog
 values. The first step brings everything into the state in which a long run is (moments, quantized weights of the step
 before); the second is measured.
 
+Linears are those of the emulated backend on an NVIDIA GPU whose kernels do nothing: operands go through the fused
+quantizers' own code, and what those do not make (four-over-six, unusual transforms, FP32 activations) goes through
+PyTorch, as on a GPU.
+
 A `Ledger` is a dispatch mode: it sees every operation, keeps a list of the storages that are alive (views share one)
-and adds up the messages of `torch.distributed`. Memory is counted as
-PyTorch's CUDA allocator counts it (`torch.cuda.max_memory_allocated`): in units of 512 bytes, without the allocator's
-own reserve, the CUDA context, the buffers of NCCL and the workspaces of cuBLAS (the dry run adds these).
+and adds up the messages of `torch.distributed`. Memory is counted as PyTorch's CUDA allocator counts it
+(`torch.cuda.max_memory_allocated`): in units of 512 bytes, without the allocator's own reserve, the CUDA context, the
+buffers of NCCL and the workspaces of cuBLAS (the dry run adds these).
 """
 
 from __future__ import annotations
@@ -33,23 +37,30 @@ from torch.utils._pytree import tree_leaves
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
-from megatron_fp4.planning.backend import planned_gpu
-from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.emulated import codes_of
+from megatron_fp4.precision.backend import Backend, RowGroups
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, codes_of, gemm
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.gemm_cuda import computed_alone
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.overlapped import Pending
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.quantization import cuda
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import TensorMicroBatch
 from megatron_fp4.training.step import accumulate, update
 
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
+_ALLOCATION_UNIT = 512
+_MULTIPROCESSORS = 132  # of an H100 or H200
 
 Build = Callable[[ParallelMesh, StepState, Any, Backend], tuple[nn.Module, PrecisionController]]
-_ALLOCATION_UNIT = 512
+_COLLECTIVES = {  # torch's operation -> name, and which argument is the whole tensor
+    "_allgather_base_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "allreduce_": ("all-reduce", 0),
+}
 
 
 @dataclass(frozen=True)
@@ -151,7 +162,6 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
         numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = 3 if len(numbers) > 1 else min(*numbers, 3)
-        accumulates = max(numbers) > 1
         ledger = Ledger(lambda: step_state.micro_batch)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
@@ -162,22 +172,22 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
 
             def step(number: int, count: int) -> None:
                 step_state.step = number
-                batches, reshard = _micro_batches(config, count), config.parallel.reshard
-                loss = accumulate(model, batches, mesh, step_state, reshard=reshard)
-                clip_norm = config.optimizer.clip_norm
-                update(optimizer, loss, mesh, step_state, lr=config.optimizer.lr, clip_norm=clip_norm)
+                loss = accumulate(
+                    model, _micro_batches(config, count), mesh, step_state, reshard=config.parallel.reshard
+                )
+                lr, clip_norm = config.optimizer.lr, config.optimizer.clip_norm
+                update(optimizer, loss, mesh, step_state, lr=lr, clip_norm=clip_norm)
 
             # Two micro-batches: whatever DTensor looks up once per kind of operation, it has looked up then.
             step(0, min(shown, 2))
             ledger.messages.clear()
             ledger.order.clear()
             ledger.restart_peak()
-            watch.passes.clear()
             step_state.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
-            unreduced = accumulates and not mesh.reduce_each and mesh.dp_size > 1
-            memory = watch.memory(ledger.peak_bytes, accumulates=unreduced)
-        names = _axis_names(mesh)
+            memory = watch.memory(max(numbers) > 1 and not mesh.reduce_each and mesh.dp_size > 1)
+        axes = mesh.device_mesh.mesh_dim_names or ()
+        names: dict[str, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
         parts = [_named(ledger.messages.get(index, {}), names) for index in range(shown)]
         first, middle, last = {1: [*parts, {}, {}], 2: [parts[0], {}, parts[-1]], 3: parts}[shown]
         return DryRun(memory, max(numbers), first, middle, last, _ends(ledger.order, names))
@@ -203,28 +213,84 @@ def _ends(order: Sequence[Message], names: Mapping[str, str]) -> dict[Message, i
 
 def _micro_batches(config: Config, count: int) -> list[TensorMicroBatch]:
     """Of rows that are one document each, where documents are masked."""
-    shape = (config.train.micro_batch_size, config.train.sequence_length)
+    shape, masked = (config.train.micro_batch_size, config.train.sequence_length), config.data.documents == "masked"
     batches = []
     for index in range(count):
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        masked = config.data.documents == "masked"
         documents = torch.zeros(shape, dtype=torch.int32) if masked else None
         num_targets = None if config.data.boundary_loss else targets.numel()
         batches.append(TensorMicroBatch(index, tokens, targets, documents, shape[0] if masked else None, num_targets))
     return batches
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Bytes at the end of one forward pass."""
+class AllocatingGPU(cuda.NvidiaGPU):
+    """An H100 or H200 whose quantization kernels do nothing."""
 
-    gathered: int
-    quantized: int
-    activations: int
+    def available(self, device: torch.device) -> bool:
+        """They all are."""
+        return True
+
+    def aligned(self, x: Tensor) -> bool:
+        """As new tensors are."""
+        return True
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """Some kernels' grids depend on it."""
+        return _MULTIPROCESSORS
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """By themselves: of many made at once, the rest would outlive a fake tensor's mode."""
+        return torch.zeros(2, dtype=torch.int32, device=device)
+
+    def start(
+        self, kernel: cuda.Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        """Nothing."""
+
+
+class PlanningBackend(EmulatedBackend):
+    """Products that are allocated as on a GPU."""
+
+    def gemm(
+        self,
+        a: GemmOperand,
+        b: GemmOperand,
+        out_dtype: torch.dtype,
+        total: Tensor | None = None,
+        rows: RowGroups | None = None,
+    ) -> Tensor:
+        """Codes become values, as for cuBLAS; then the product is allocated."""
+        return gemm(a, b, out_dtype, total, rows, scaled_matmul=_allocated)
+
+
+@contextmanager
+def planned_gpu() -> Iterator[PlanningBackend]:
+    """Inside, tensors are on an H100 or H200 that allocates and computes nothing; a linear's backend there."""
+    with cuda.on(AllocatingGPU()):
+        yield PlanningBackend()
+
+
+def _allocated(
+    left: Tensor,
+    right: Tensor,
+    alpha: Tensor | None,
+    out_dtype: torch.dtype,
+    total: Tensor | None,
+    rows: RowGroups | None,
+) -> Tensor:
+    """As `gemm_cuda.scaled_matmul`: cuBLAS, which reads rows or columns that are in one piece."""
+    left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
+    if rows is not None and not computed_alone(rows):
+        product = left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
+        return rows.of(product) if total is None else total
+    if total is not None:
+        return total
+    size = left.shape[0] if rows is None else left.shape[0] // rows.padded * rows.kept
+    return left.new_empty(size, right.shape[1], dtype=out_dtype)
 
 
 class _Watch:
-    """Looks at what is alive before and after every forward pass of the model."""
+    """Looks at what is alive before and after every forward pass of the model; keeps what it saw last."""
 
     def __init__(
         self,
@@ -234,28 +300,25 @@ class _Watch:
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self.model, self.linears, self.ledger = model, linears, ledger
-        self.passes: list[_Pass] = []
         self.parameters = optimizer_parameters(optimizer)
         self.shards = [local_part(p) for p in self.parameters]
-        self.state = [value for state in optimizer.state.values() for value in state.values()]
-        self._before: dict[int, int] = {}
+        self.state = [local_part(value) for state in optimizer.state.values() for value in state.values()]
+        self.gathered = self.quantized = self.activations = 0  # bytes at the end of a forward pass
+        self._before: set[int] = set()
         model.register_forward_pre_hook(lambda *_: self._start())
         model.register_forward_hook(lambda *_: self._end())
 
     def _start(self) -> None:
-        self._before = self.ledger.storages()
+        self._before = {*self.ledger.storages()}
 
     def _end(self) -> None:
         alive = self.ledger.storages()
         gathered = self.ledger.numbers(self.model.parameters()) - self.ledger.numbers(self.shards)
         quantized = self.ledger.numbers(self._kept_weights())
-        other = gathered | quantized
-
-        def size(numbers: Iterable[int]) -> int:
-            return sum(alive.get(number, 0) for number in numbers)
-
-        new = alive.keys() - self._before.keys() - other
-        self.passes.append(_Pass(size(gathered), size(quantized), size(new)))
+        new = alive.keys() - self._before - gathered - quantized
+        self.gathered, self.quantized, self.activations = (
+            sum(alive.get(number, 0) for number in numbers) for numbers in (gathered, quantized, new)
+        )
 
     def _kept_weights(self) -> Iterator[Tensor]:
         for context in self.linears.values():
@@ -266,24 +329,22 @@ class _Watch:
             if (gathered := codes_of(parameter)) is not None:
                 yield from (gathered.codes, gathered.scales)
 
-    def memory(self, peak: int, accumulates: bool) -> RankMemory:
-        """What was seen; the last pass is that of a run's steady state. accumulates: unreduced gradients, over several
-        micro-batches."""
-        parameters = sum(t.numel() * t.element_size() for t in self.shards)
-        last = self.passes[-1]
+    def memory(self, unreduced: bool) -> RankMemory:
+        """What was seen. unreduced: gradients add up over several micro-batches before they are reduced."""
+        parameters = sum(t.nbytes for t in self.shards)
         # Every gradient is FP32 and whole on its tensor-parallel rank until it is reduced.
-        unreduced = sum(4 * parameter.numel() // _tensor_parallel_parts(parameter) for parameter in self.parameters)
+        whole = sum(4 * parameter.numel() // _tensor_parallel_parts(parameter) for parameter in self.parameters)
         return RankMemory(
             num_parameters=sum(t.numel() for t in self.shards),
             parameters=parameters,
             gradients=parameters,
-            optimizer=sum(_num_bytes(t) for t in self.state),
-            gathered=last.gathered,
-            quantized_weights=last.quantized,
-            activations=last.activations,
-            unreduced_gradients=unreduced if accumulates else 0,
+            optimizer=sum(t.nbytes for t in self.state),
+            gathered=self.gathered,
+            quantized_weights=self.quantized,
+            activations=self.activations,
+            unreduced_gradients=whole if unreduced else 0,
             workspaces=_WORKSPACES,
-            peak=peak + _WORKSPACES,
+            peak=self.ledger.peak_bytes + _WORKSPACES,
         )
 
 
@@ -293,16 +354,6 @@ def _tensor_parallel_parts(parameter: Tensor) -> int:
         return 1
     names = parameter.device_mesh.mesh_dim_names or ()
     return parameter.device_mesh.size(names.index("tp"))
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    local = local_part(tensor)
-    return local.numel() * local.element_size()
-
-
-def _axis_names(mesh: ParallelMesh) -> dict[str, str]:
-    """Process group -> what runs over it."""
-    return {mesh.device_mesh[axis].get_group().group_name: axis for axis in mesh.device_mesh.mesh_dim_names or ()}
 
 
 @dataclass
@@ -315,7 +366,7 @@ class Ledger(TorchDispatchMode):
     """Use it as a context manager inside `FakeTensorMode`.
 
     now: in which part of the step a message is sent, the key of `messages`. order: all messages as they were sent.
-    live_bytes, peak_bytes: of all storages seen; `restart_peak` forgets the peak so far.
+    live_bytes, peak_bytes: of all storages seen.
     """
 
     def __init__(self, now: Callable[[], int]) -> None:
@@ -391,7 +442,7 @@ class Ledger(TorchDispatchMode):
         return {self._storages[local_part(t).untyped_storage()._cdata].number for t in tensors}
 
     def restart_peak(self) -> None:
-        """From here on."""
+        """Forget the peak so far."""
         self.peak_bytes = self.live_bytes
 
     def _see(self, tensor: Tensor) -> None:
@@ -413,19 +464,12 @@ class Ledger(TorchDispatchMode):
 
     def _send(self, func: Any, args: Any) -> None:
         name = func.name().removeprefix("c10d::").split(".")[0]
-        known = {
-            "_allgather_base_": ("all-gather", 0),
-            "_reduce_scatter_base_": ("reduce-scatter", 1),
-            "allreduce_": ("all-reduce", 0),
-        }
-        assert name in known, f"a collective that the ledger does not know: {name}"
-        operation, which = known[name]
+        assert name in _COLLECTIVES, f"a collective that the ledger does not know: {name}"
+        operation, which = _COLLECTIVES[name]
         tensors = args[which] if isinstance(args[which], (list, tuple)) else [args[which]]
-        scripted = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-        group = dist.ProcessGroup.unbox(scripted)
-        size = sum(t.numel() * t.element_size() for t in tensors)
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
         asynchronous = next((arg for arg in args if isinstance(arg, bool)), True)  # the operations' own default
-        message = Message(operation, group.group_name, group.size(), size, asynchronous)
+        message = Message(operation, group.group_name, group.size(), sum(t.nbytes for t in tensors), asynchronous)
         self.order.append(message)
         self._sent_at = self._operations
         self.messages.setdefault(self._now(), Counter())[message] += 1

@@ -1,4 +1,4 @@
-"""From a configuration and a model provider to plans, kernels, and the sharded model.
+"""From a configuration and a model provider to plans, kernels and the sharded model; what cannot run is refused first.
 
 Nothing here opens data, writes a file or knows a step. Whoever wants a model without a Trainer begins here.
 """
@@ -7,26 +7,58 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from megatron_fp4.config.checks import place_in_run
+from megatron_fp4.config.checks import place_in_run, validate
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.backend import Backend, OperandRequest
+from megatron_fp4.precision.emulated import codes_transpose, side_of
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, build_plan, recipes_in
-from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.support import BackendChoice, check_sizes, choose_backend
+from megatron_fp4.precision.support import (
+    BackendChoice,
+    check_sizes,
+    choose_backend,
+    refuse_nothing_quantized,
+    validate_precision,
+)
+from megatron_fp4.quantization.cuda import kernels_unavailable
+from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.runtime.errors import is_users_to_mend
-from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
+from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
-from megatron_fp4.training.providers import ModelProvider
+from megatron_fp4.training.providers import DataProvider, ModelProvider
+
+
+def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int, device_type: str) -> None:
+    """Raise ConfigError for the first thing in `config` that cannot run on `ranks` ranks.
+
+    device_type: what the machine offers, `cuda` or `cpu`.
+    """
+    models.check(config)
+    validate(config, ranks, device_type, models.shared_by_tensor_ranks(config.model))
+    with configuration_errors():
+        data.check_kind(config.data)
+        WSDSchedule.of(config).switch_step(config.precision.switch.when)
+    with configuration_errors("data.phases: "):
+        data.check(config)
+    for key, precision in precisions(config).items():
+        models.check_exceptions(precision.exceptions, key)
+        validate_precision(precision, device_type, key)
+    with configuration_errors():
+        plans = own_plans(config, models)
+        for (key, precision), plan in zip(precisions(config).items(), plans, strict=True):
+            refuse_nothing_quantized(plan, precision, key)
+    plans_of(config, models)
 
 
 def precisions(config: Config) -> dict[str, PrecisionConfig]:
@@ -71,10 +103,56 @@ def backend_of(config: Config, models: ModelProvider) -> BackendChoice:
     return choose_backend(config, device_type_of(config), plans_of(config, models))
 
 
-def graphs_of(config: Config, models: ModelProvider) -> GraphsChoice:
-    """Whether micro-batches are replayed. Raises ConfigError."""
+def why_eager(config: Config, models: ModelProvider) -> str | None:
+    """Why the run computes micro-batches eagerly, or None if CUDA graphs replay them. Raises ConfigError."""
     backend, recipes = backend_of(config, models), recipes_in(plans_of(config, models))
-    return choose_graphs(config, world_size(), device_type_of(config), backend.name, recipes)
+    return graphs_refusal(config, world_size(), device_type_of(config), backend.name, recipes)
+
+
+def graphs_refusal(
+    config: Config, ranks: int, device_type: str, backend: str, recipes: Iterable[Recipe] = ()
+) -> str | None:
+    """Why micro-batches of a run on `ranks` ranks are not replayed by CUDA graphs, or None if they are. backend: who
+    computes the linears. recipes: theirs.
+
+    Raises ConfigError if `train.cuda_graphs` is `true` where graphs cannot be.
+    """
+    parallel, wanted = config.parallel, config.train.cuda_graphs
+    refusal = None
+    if wanted == "false":
+        return "as train.cuda_graphs says"
+    if device_type != "cuda":
+        refusal = f"the run is on {device_type}, and graphs are CUDA's"
+    elif parallel.replicate * parallel.tensor != ranks or parallel.replicate > 1:
+        refusal = "FSDP2 gathers parameters and adds gradients up over data-parallel ranks, which is not captured"
+    elif backend != "emulated":
+        refusal = f"linears are computed by {backend}, whose calls have not been captured"
+    elif config.precision.compute_dtype != "bfloat16":
+        refusal = f"precision.compute_dtype={config.precision.compute_dtype} has no kernels of its own"
+    elif config.data.documents == "masked":
+        refusal = "data.documents=masked gives every micro-batch other shapes"
+    elif config.train.kernels == "torch":
+        refusal = "train.kernels=torch asks for plain PyTorch"
+    elif torch.cuda.is_available():  # a plan may be made elsewhere
+        refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
+    refusal = refusal or next(filter(None, map(made_by_pytorch, recipes)), None)
+    if refusal is not None and wanted == "true":
+        raise ConfigError(f"train.cuda_graphs=true cannot be: {refusal}; leave it at auto")
+    return refusal
+
+
+def made_by_pytorch(recipe: Recipe) -> str | None:
+    """What of `recipe` no fused kernel makes, so that PyTorch copies from the host, which no capture takes; or None."""
+    draws = RoundingKey(0)
+    for slot, operand in recipe.operands.items():
+        if not operand.quantized or operand.source == "codes":
+            continue
+        key = draws if operand.drawn else None
+        request = OperandRequest(operand, recipe.gemms[slot.gemm].rht, recipe.rht_signs, key, draws, slot)
+        along = "rows" if slot.transposed and not codes_transpose(request) else "columns"
+        if format_of(operand.format).kernels(side_of(request), along) is None:
+            return f"{slot.name} of the recipe {recipe.name} is quantized by PyTorch, not by a kernel"
+    return None
 
 
 def world_size() -> int:
@@ -151,7 +229,7 @@ def graphs_for(
     warn: Callable[[str], None],
 ) -> MicroBatchGraphs | None:
     """What replays the micro-batches of `model`; None where they run eagerly. warn: as `MicroBatchGraphs` has it."""
-    if not graphs_of(config, models).used:
+    if why_eager(config, models) is not None:
         return None
     return MicroBatchGraphs(model, mesh, controller.linears, required=config.train.cuda_graphs == "true", warn=warn)
 
@@ -176,6 +254,28 @@ def configuration_errors(prefix: str = "") -> Iterator[None]:
         if isinstance(error, OSError) and error.filename and error.strerror:
             text = f"{error.filename}: {error.strerror}"  # without its number
         raise ConfigError(f"{prefix}{text}") from error
+
+
+def check_samples(phases: Any, start: int, consumed: int) -> None:
+    """Raise ValueError if `start` steps of a checkpoint took another number of samples than the run's."""
+    if (expected := phases.samples_before(start)) != consumed:
+        raise ValueError(
+            f"its {start} steps took {consumed} samples, which in this run would have been {expected}; restore "
+            "train.global_batch_size and the batches of the phases up to there"
+        )
+
+
+def when_it_switches(switch: PrecisionSwitch, steps: int) -> str:
+    """When the precision changes in a run of `steps` steps, or changed, in words."""
+    if switch.switched_at is not None:
+        return f"was before step {switch.switched_at + 1:,}, to {switch.config.target}"
+    if switch.config.when == "never":
+        return "never"
+    if switch.at_step is None:
+        return f"when the gradient noise asks for it, to {switch.config.target}"
+    if switch.at_step >= steps:
+        return f"never: {switch.config.when} is the end of the run"
+    return f"before step {switch.at_step + 1:,} ({switch.config.when}), to {switch.config.target}"
 
 
 def set_determinism(deterministic: bool) -> None:

@@ -24,26 +24,18 @@ validation) cannot have the pool's memory: where there is not as much beside it,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.emulated import codes_transpose, side_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearContext
-from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.precision.rng import DeviceKeys, StepState
-from megatron_fp4.quantization.cuda import kernels_unavailable
-from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.training.providers import MicroBatch
 
 EAGER_STEPS = 2
@@ -73,70 +65,6 @@ class GpuGraph:
     def replay(self) -> None:
         """Compute it again, in the order of the current stream."""
         self._graph.replay()
-
-
-@dataclass(frozen=True)
-class GraphsChoice:
-    """Whether a run uses graphs, and why or why not."""
-
-    used: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{'yes' if self.used else 'no'} ({self.reason})"
-
-
-def choose_graphs(
-    config: Config, ranks: int, device_type: str, backend: str, recipes: Iterable[Recipe] = ()
-) -> GraphsChoice:
-    """What `train.cuda_graphs` comes to on `ranks` ranks. backend: who computes the linears. recipes: theirs.
-
-    Raises ConfigError if it is `true` where graphs cannot be.
-    """
-    wanted = config.train.cuda_graphs
-    if wanted == "false":
-        return GraphsChoice(False, "as train.cuda_graphs says")
-    refusal = graphs_refusal(config, ranks, device_type, backend)
-    refusal = refusal or next(filter(None, map(made_by_pytorch, recipes)), None)
-    if refusal is None:
-        return GraphsChoice(True, "forward and backward of a micro-batch are replayed")
-    if wanted == "true":
-        raise ConfigError(f"train.cuda_graphs=true cannot be: {refusal}; leave it at auto")
-    return GraphsChoice(False, refusal)
-
-
-def graphs_refusal(config: Config, ranks: int, device_type: str, backend: str) -> str | None:
-    """Why micro-batches of a run cannot be captured, or None if they can."""
-    if device_type != "cuda":
-        return f"the run is on {device_type}, and graphs are CUDA's"
-    if config.parallel.replicate * config.parallel.tensor != ranks or config.parallel.replicate > 1:
-        return "FSDP2 gathers parameters and adds gradients up over data-parallel ranks, which is not captured"
-    if backend != "emulated":
-        return f"linears are computed by {backend}, whose calls have not been captured"
-    if config.precision.compute_dtype != "bfloat16":
-        return f"precision.compute_dtype={config.precision.compute_dtype} has no kernels of its own"
-    if config.data.documents == "masked":
-        return "data.documents=masked gives every micro-batch other shapes"
-    if config.train.kernels == "torch":
-        return "train.kernels=torch asks for plain PyTorch"
-    if torch.cuda.is_available():  # a plan may be made elsewhere
-        return kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
-    return None
-
-
-def made_by_pytorch(recipe: Recipe) -> str | None:
-    """What of `recipe` no fused kernel makes, so that PyTorch copies from the host, which no capture takes; or None."""
-    draws = RoundingKey(0)
-    for slot, operand in recipe.operands.items():
-        if not operand.quantized or operand.source == "codes":
-            continue
-        key = draws if operand.drawn else None
-        request = OperandRequest(operand, recipe.gemms[slot.gemm].rht, recipe.rht_signs, key, draws, slot)
-        side = side_of(request)
-        along = "rows" if slot.transposed and not codes_transpose(request) else "columns"
-        if format_of(operand.format).kernels(side, along) is None:
-            return f"{slot.name} of the recipe {recipe.name} is quantized by PyTorch, not by a kernel"
-    return None
 
 
 class MicroBatchGraphs:

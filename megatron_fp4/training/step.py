@@ -3,10 +3,9 @@
 A step talks to other ranks twice beyond what the model and FSDP do: the sum over the tensor axis (with sequence
 parallelism only) and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and what ranks request (to
 stop, to save, ...). Since all ranks have the same, they clip, skip and stop alike. Reading these is its only host sync,
-after which the device must not run dry: whether to update and by how much to clip is decided on the device, and the
-host reads once it has launched the update (torch's fused AdamW). Only what the host must decide itself, about spikes
-or for a kernel that always updates, waits for the numbers. Where not all targets count, one number goes before: how
-many do.
+which must not let the device run dry: whether to update and by how much to clip is decided on the device, and the host
+reads once it has launched the update. Only where spikes are judged, by the host, does the update wait for the numbers.
+Where not all targets count, one number goes before: how many do.
 
 The loss of a global batch is the mean over its targets. Where all targets count, every micro-batch has equally many and
 their means are averaged. Where some do not (`data.boundary_loss=false`), the mean is
@@ -41,7 +40,7 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
-from megatron_fp4.training.optimizer import can_skip_on_device, optimizer_parameters, set_lr, step_unless
+from megatron_fp4.training.optimizer import optimizer_parameters, set_lr, step_unless
 from megatron_fp4.training.providers import MicroBatch
 
 
@@ -222,8 +221,7 @@ def update(
     if arrived is not None:
         arrived.record()
     norm = totals[1].sqrt()
-    ahead = accept is None and can_skip_on_device(optimizer)
-    if ahead:
+    if accept is None:
         clip_gradients(parameters, norm, clip_norm)
         set_lr(optimizer, lr)
         step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
@@ -236,7 +234,7 @@ def update(
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     spike = finite and accept is not None and not accept(mean_loss, grad_norm)
     skipped = spike or not finite
-    if not ahead and not skipped:
+    if accept is not None and not skipped:
         clip_gradients(parameters, norm, clip_norm)
         set_lr(optimizer, lr)
         optimizer.step()
@@ -252,7 +250,6 @@ def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelM
 
     With sequence parallelism each rank of the group has seen only its slice of the sequence, so a replicated
     parameter (a norm's scale) holds a part of its gradient on each. One all-reduce for all of them, in place.
-    Without sequence parallelism every rank already holds the whole, and nothing is done.
     """
     if not mesh.sequence_parallel or mesh.tp_size == 1:
         return
@@ -269,8 +266,8 @@ def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelM
 def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> Tensor:
     """This rank's share of the squared L2 norm of all gradients: 0-dim FP64 on the mesh's device.
 
-    The sum of the shares over all ranks counts every element once: of the ranks that hold the same shard, only
-    the first contributes. The caller reduces, so that the sum can travel with other numbers.
+    The sum over all ranks counts every element once: of the ranks that hold the same shard, only the first contributes.
+    The caller reduces, so that the sum can travel with other numbers.
     """
     mine = [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
     if not mine:

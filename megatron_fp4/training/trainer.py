@@ -42,6 +42,7 @@ from megatron_fp4.runtime.revision import revision
 from megatron_fp4.runtime.signals import StopConditions
 from megatron_fp4.training.build import (
     backend_of,
+    check_samples,
     configuration_errors,
     execution_of,
     graphs_for,
@@ -492,12 +493,3 @@ def any_rank(flag: bool, mesh: ParallelMesh) -> bool:
 def is_due(interval: int, done: int) -> bool:
     """Whether something that happens every `interval` steps (0: never) happens after `done` steps."""
     return interval > 0 and done % interval == 0
-
-
-def check_samples(phases: Any, start: int, consumed: int) -> None:
-    """Raise ValueError if `start` steps of a checkpoint took another number of samples than the run's."""
-    if phases.samples_before(start) != consumed:
-        raise ValueError(
-            f"its {start} steps took {consumed} samples, which in this run would have been "
-            f"{phases.samples_before(start)}; restore train.global_batch_size and the batches of the phases up to there"
-        )

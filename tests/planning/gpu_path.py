@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_fp4.planning.backend import AllocatingGPU
+from megatron_fp4.planning.dry_run import AllocatingGPU
 from megatron_fp4.precision import gemm_cuda
 from megatron_fp4.precision.backend import RowGroups
 from megatron_fp4.quantization import cuda

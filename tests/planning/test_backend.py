@@ -12,8 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.planning.backend import planned_gpu
-from megatron_fp4.planning.dry_run import Ledger
+from megatron_fp4.planning.dry_run import Ledger, planned_gpu
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearContext, quantized_linear

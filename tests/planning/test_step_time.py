@@ -9,7 +9,7 @@ import pytest
 
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_fp4.planning.dry_run import DryRun, Message
-from megatron_fp4.planning.tables import PlannedPhase, StepTime, axis_bandwidth, hidden, step_time
+from megatron_fp4.planning.needs import PlannedPhase, StepTime, axis_bandwidth, hidden, step_time
 from models import provider as models
 from models.pattern import training_flops_per_token
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_fp4.planning.backend import AllocatingGPU
+from megatron_fp4.planning.dry_run import AllocatingGPU
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED, encode_operand, gemm, packed_weight, quantize_operand, side_of
 from megatron_fp4.precision.recipe import Operand

@@ -33,8 +33,8 @@ from megatron_fp4.logging.files import (
 from megatron_fp4.logging.metrics import StepMetrics, finite
 from megatron_fp4.logging.run_folder import summarized_steps
 from megatron_fp4.logging.run_log import goodput_of
-from megatron_fp4.precision.plan import Plan, PrecisionSwitch
-from megatron_fp4.training.build import backend_of, graphs_of
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.training.build import backend_of, when_it_switches, why_eager
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 
@@ -66,7 +66,7 @@ class Banner(Callback):
         if trainer.missing is not None:
             return
         console, plan, steps = trainer.log.console, trainer.precision.plans[0], config.train.steps
-        decay_start = WSDSchedule.of(config).decay_start_step
+        decay_start, eager = WSDSchedule.of(config).decay_start_step, why_eager(config, models)
         flops = models.forward_flops_per_token(config.model, config.train.sequence_length)
         kernels = models.kernel_facts(trainer.model, config, trainer.mesh.device.type)
         determinism = kernels.pop("determinism", None)
@@ -78,7 +78,7 @@ class Banner(Callback):
             "precision switch": when_it_switches(trainer.precision.switch, steps),
             "learning rate decays": f"from step {decay_start + 1:,}" if decay_start < steps else "never",
             **kernels,
-            "CUDA graphs": graphs_of(config, models),
+            "CUDA graphs": "forward and backward of a micro-batch are replayed" if eager is None else f"no ({eager})",
             "optimizer": OPTIMIZER,
             "determinism": determinism,
         }
@@ -209,19 +209,6 @@ def report(trainer: Trainer, configs: Path) -> None:
 
     if attempt(str(path), write) is not None:
         trainer.log.console.text(f"all of it on one page: {path}")
-
-
-def when_it_switches(switch: PrecisionSwitch, steps: int) -> str:
-    """When the precision changes in a run of `steps` steps, or changed, in words."""
-    if switch.switched_at is not None:
-        return f"was before step {switch.switched_at + 1:,}, to {switch.config.target}"
-    if switch.config.when == "never":
-        return "never"
-    if switch.at_step is None:
-        return f"when the gradient noise asks for it, to {switch.config.target}"
-    if switch.at_step >= steps:
-        return f"never: {switch.config.when} is the end of the run"
-    return f"before step {switch.at_step + 1:,} ({switch.config.when}), to {switch.config.target}"
 
 
 def _computation_facts(trainer: Trainer) -> dict[str, str | None]:

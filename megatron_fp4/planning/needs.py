@@ -1,0 +1,403 @@
+"""What a run would need. `--check` opens what the run would open and ends in one line; `run.dry=true` prints tables:
+memory, messages, FLOPs, time.
+
+`--check` runs in this process alone and writes nothing but the cache of the built-in corpus. It looks at the checkpoint
+without its tensors; what only the ranks together can find (another file on another node, a shared disk that is slow) a
+start finds.
+
+How long a step takes, by the largest of three bounds: what the GPU computes, what the links carry, what Python does.
+
+    compute    model FLOPs over `run.dry_mfu` of the peak, plus the messages that nothing hides
+    messages   those that run beside the computation, on the busiest axis
+    host       Python for every linear of every micro-batch, unless CUDA graphs replay it: the GPU cannot be faster
+               than it is given work
+
+Which messages are hidden is known by who sends them (`hidden`). The constants are chosen from profiles on H200s, but
+that of a replay, which is assumed; the keys `run.dry_*` replace those that depend on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from megatron_fp4.checkpoint.config_diff import run_identity
+from megatron_fp4.checkpoint.find import Resumed, preview
+from megatron_fp4.config.removed_keys import refuse_removed
+from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
+from megatron_fp4.logging.console import (
+    RunConsole,
+    batch_table,
+    counted,
+    facts_table,
+    long_time,
+    make_table,
+    plan_shares,
+    plan_table,
+    rounded_time,
+    with_unit,
+)
+from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
+from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
+from megatron_fp4.precision.plan import PrecisionController, PrecisionSwitch, recipes_in
+from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training.build import (
+    check_samples,
+    configuration_errors,
+    device_type_of,
+    graphs_refusal,
+    initialized_model,
+    plans_of,
+    sharded_model,
+    when_it_switches,
+    world_size,
+)
+from megatron_fp4.training.optimizer import WSDSchedule, build_optimizer
+from megatron_fp4.training.providers import DataProvider, ModelProvider, TensorMicroBatch
+from megatron_fp4.training.step import accumulate, update
+
+_GIB = 2**30
+# Model FLOPs that a CPU is asked to compute twice for an estimate: seconds, not minutes.
+_MOST_FLOPS_TIMED = 2e11
+# FSDP2 gathers the next unit's parameters while this one computes, and reduces during the backward pass.
+_FSDP_AXES = ("dp", "replicate")
+# Of a collective of a few bytes among neighbours: those of a step at tensor parallel size 4 on NVLink. A tree's depth
+# multiplies it.
+_LATENCY = 10e-6
+# Of a micro-batch that is replayed from CUDA graphs, assumed: copying its inputs and two calls.
+_HOST_MS_OF_A_REPLAY = 1.0
+# Of Python, for each linear of a micro-batch; and what tensor parallelism adds, 0.53 s a micro-batch for the 12B's 124
+# linears at size 4.
+_HOST_MS = 3.0
+_HOST_MS_OF_TENSOR_PARALLELISM = 1.3
+# GB/s that a rank sends to ranks of its host (NVLink) and of others (one adapter of 400 Gb/s).
+_HOST_BANDWIDTH, _NETWORK_BANDWIDTH = 300.0, 40.0
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A data phase: steps of batch_size samples of the run's sequence length, cut into sequences of its own."""
+
+    name: str
+    num_steps: int
+    batch_size: int
+    sequence_length: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. exposed: messages that the computation waits for. hidden: those beside it."""
+
+    compute: float
+    exposed: float
+    hidden: float
+    host: float
+
+    @property
+    def seconds(self) -> float:
+        """The longest of the three."""
+        return max(self.compute + self.exposed, self.hidden, self.host)
+
+    @property
+    def bound(self) -> str:
+        """What bounds the step: `compute`, `messages` or `host`."""
+        if self.host == self.seconds:
+            return "host"
+        return "compute" if self.compute + self.exposed == self.seconds and self.compute >= self.exposed else "messages"
+
+
+def print_check(config: Config, models: ModelProvider, data: DataProvider) -> None:
+    """Open data, tokenizer, checkpoint and run.dir, and print what the run would take.
+
+    Raises ConfigError for whatever a start would refuse, as far as one process can see it; OSError.
+    """
+    if os.environ.get("RANK", "0") != "0":  # under torchrun one rank looks, and says so
+        return
+    ranks, steps = world_size(), config.train.steps
+    _check_run_dir(Path(config.run.dir))
+    with configuration_errors():
+        opened = data.open_alone(config)
+        found = preview(config, run_identity(config, opened.fingerprint))
+        start = 0 if found is None else found.step
+        if found is not None:
+            with configuration_errors(_of_checkpoint(config, start)):
+                refuse_removed(found.trainer.get("config", {}))
+                opened.loader.load_state_dict(found.trainer["loader"])
+                check_samples(opened.phases, start, opened.loader.consumed_samples)
+        opened.check_epochs(config.data.max_epochs)
+    for line in (*opened.summary(config.validation.num_samples), *_precision_lines(config, models)):
+        print(line)
+    weights = config.checkpoint.initialize_from
+    begins = "none yet; begins at step 0" + ("" if weights is None else f" with the weights of {weights}")
+    print(f"checkpoint: {begins if found is None else f'{found.folder}, step {start} of {steps}'}")
+    for damage in found.damaged if found else ():
+        print(f"checkpoint: NOT WHOLE, would be moved aside: {damage.name}: {damage.problem}")
+    for change in opened.loader.changes:
+        print(f"data: {change}")
+    memory, minutes, assumed = _needs(config, models, ranks, opened.phases, found, start)
+    print(assumed)
+    tokens = opened.phases.samples_before(steps) * config.train.sequence_length
+    rest = "" if start == 0 else f" for the {steps - start:,} steps that are left"
+    rest = ", nothing left to do: the run is finished" if start == steps else f", {minutes}{rest}"
+    print(f"ok: {counted(ranks, 'rank')}, {tokens:,} tokens, {memory / _GIB:.1f} GiB a rank{rest}")
+
+
+def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> None:
+    """Print what the run would need on WORLD_SIZE ranks, without running it."""
+    ranks, plans, phases = world_size(), plans_of(config, models), _planned_phases(config, data.phases(config), 0)
+    execution = models.planned_execution(config)
+    dry = dry_run(config, ranks, lambda *parts: sharded_model(config, models, *parts), execution)
+    times = [(phase, step_time(config, models, ranks, dry, phase, recipes_in(plans))) for phase in phases]
+    num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
+    console = RunConsole(config.train.steps)
+    console.text(f"kernels: {models.describe_execution(execution, config.model.pattern)}")
+    console.table(plan_table(plans[0], config.precision.name))
+    console.table(batch_table(config.train, config.parallel, ranks, num_tokens))
+    console.table(facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry)))
+    if any(message.ranks > 1 for message in dry.messages):
+        console.table(_messages_table(dry))
+    console.table(_time_table(times, config, ranks))
+    console.table(facts_table("Work and time", _time_facts(config, models, ranks, times)))
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """Raise ConfigError unless a run could write there; leaves nothing."""
+    here = run_dir.absolute()
+    while not here.exists() and here != here.parent:
+        here = here.parent
+    if not here.is_dir():
+        raise ConfigError(f"run.dir={run_dir}: {here} is a file, not a folder; choose another run.dir")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".check_", dir=here):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"run.dir={run_dir} cannot be written to ({why}); choose another run.dir") from error
+
+
+def _of_checkpoint(config: Config, start: int) -> str:
+    return f"checkpoint.resume={config.checkpoint.resume} starts from step {start}: "
+
+
+def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
+    """How much is in which recipe, before the precision switch and after it."""
+    before, after = plans_of(config, models)
+    yield f"precision: {plan_shares(before)}"
+    if warning := before.warning(config.precision.name):
+        yield warning
+    switch, steps = config.precision.switch, config.train.steps
+    at = WSDSchedule.of(config).switch_step(switch.when)
+    if after is not None and (at is None or at < steps):
+        yield f"precision switches {when_it_switches(PrecisionSwitch(switch, at), steps)}: {plan_shares(after)}"
+
+
+def _planned_phases(config: Config, phases: Any, start: int) -> list[PlannedPhase]:
+    """What is left of the phases after `start` steps."""
+    return [
+        PlannedPhase(span.name, steps, span.batch_size, span.sequence_length or config.train.sequence_length)
+        for span in phases.spans
+        if (steps := span.end_step - max(start, span.first_step)) > 0
+    ]
+
+
+def _needs(
+    config: Config, models: ModelProvider, ranks: int, phases: Any, found: Resumed | None, start: int
+) -> tuple[int, str, str]:
+    """By a dry run: bytes of a rank's memory at its peak, how long the steps after `start` take, what both assume."""
+
+    def build(*parts: Any) -> tuple[torch.nn.Module, PrecisionController]:
+        model, controller = sharded_model(config, models, *parts)
+        if found is not None:
+            with configuration_errors(_of_checkpoint(config, start)):
+                controller.load_state_dict(found.trainer["switch"])
+        return model, controller
+
+    dry, run = dry_run(config, ranks, build, models.planned_execution(config)), config.run
+    planned, flops = _planned_phases(config, phases, start), _flops_of(config, models)
+    memory = "memory: as planned for a GPU (run.dry=true has its parts)"
+    if (on_gpus := device_type_of(config) == "cuda") or flops > _MOST_FLOPS_TIMED:
+        recipes = recipes_in(plans_of(config, models))
+        seconds = sum(p.num_steps * step_time(config, models, ranks, dry, p, recipes).seconds for p in planned)
+        here = "" if on_gpus else "as on GPUs, because a step is too long to try on this CPU, "
+        told = f"time: {here}at run.dry_mfu={run.dry_mfu:g} of run.dry_peak_tflops={run.dry_peak_tflops:g}"
+    else:
+        each = _seconds_of_a_sequence(config, models)
+        seconds = sum(phase.num_steps * phase.batch_size for phase in planned) * each / ranks
+        told = f"time: {each:.2g} s a sequence on each rank, as one process just took here"
+    return dry.memory.peak, f"about {rounded_time(seconds)}", f"{memory}; {told}, without validation and saves"
+
+
+def _seconds_of_a_sequence(config: Config, models: ModelProvider) -> float:
+    """Forward and backward of one sequence, on one rank that is all there is, by the run's first recipe."""
+    train, flops = config.train, _flops_of(config, models)
+    per_rank = train.global_batch_size // (train.micro_batch_size * config.parallel.data_parallel_size(world_size()))
+    rows = train.micro_batch_size if flops * train.micro_batch_size <= _MOST_FLOPS_TIMED else 1
+    count = min(2, per_rank) if flops * rows * 2 <= _MOST_FLOPS_TIMED else 1
+    alone = replace(config, parallel=ParallelConfig())
+    tokens = torch.zeros(rows, train.sequence_length, dtype=torch.int64)
+    batch = [TensorMicroBatch(index, tokens, tokens) for index in range(count)]
+    threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ and world_size() > 1:
+        torch.set_num_threads(1)  # as torchrun gives its workers
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, step_state = build_mesh(alone.parallel, torch.device("cpu")), StepState(seed=config.run.seed)
+        model, _ = initialized_model(alone, models, mesh, step_state)
+        optimizer = build_optimizer(model, config.optimizer)
+        for step in range(2):  # the first makes moments and whatever else is made once
+            began = time.perf_counter()
+            step_state.step = step
+            loss = accumulate(model, batch, mesh, step_state)
+            update(optimizer, loss, mesh, step_state, lr=1e-6, clip_norm=config.optimizer.clip_norm)
+        return (time.perf_counter() - began) / (count * rows)
+    finally:
+        leave_distributed()
+        torch.set_num_threads(threads)
+
+
+def _flops_of(config: Config, models: ModelProvider) -> int:
+    """Model FLOPs of a sequence, forward and backward."""
+    length = config.train.sequence_length
+    return models.training_flops_per_token(config.model, length) * length
+
+
+def _flops_of_step(config: Config, models: ModelProvider, phase: PlannedPhase) -> int:
+    """Model FLOPs of a step of `phase` on all ranks, forward and backward."""
+    per_token = models.training_flops_per_token(config.model, phase.sequence_length)
+    return per_token * phase.batch_size * config.train.sequence_length
+
+
+def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun) -> dict[str, object]:
+    """Name -> size, in GiB."""
+    memory, unreduced = dry.memory, "gradients before their reduction (FP32)"
+    if memory.unreduced_gradients and config.parallel.shards(ranks) > 1:
+        unreduced += "; none with parallel.reduce_gradients=each"
+    sizes = {
+        "parameters (FP32 shards)": memory.parameters,
+        "optimizer state (FP32 moments)": memory.optimizer,
+        "gradients (FP32 shards)": memory.gradients,
+        unreduced: memory.unreduced_gradients,
+        f"gathered parameters ({config.precision.compute_dtype})": memory.gathered,
+        "quantized weights": memory.quantized_weights,
+        "activations of a micro-batch": memory.activations,
+        "workspaces of cuBLAS": memory.workspaces,
+        "peak, temporaries included": memory.peak,
+    }
+    shares = f"{memory.num_parameters:,} of {models.parameter_count(config.model).total:,}"
+    return {"parameters of the rank": shares, **{name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}}
+
+
+def _messages_table(dry: DryRun) -> Table:
+    """The collectives of a step of the largest batch, by volume; sizes of a kind are summed up."""
+    kinds: dict[tuple[str, str, int], list[tuple[int, float, float]]] = {}
+    for message, count in dry.messages.items():
+        if message.ranks > 1:
+            kind = (message.operation, message.group, message.ranks)
+            kinds.setdefault(kind, []).append((count, count * message.num_bytes, count * message.sent_bytes))
+    rows = []
+    for (operation, group, ranks), sizes in sorted(kinds.items(), key=lambda item: -sum(row[2] for row in item[1])):
+        count, num_bytes, sent = (sum(column) for column in zip(*sizes, strict=True))
+        mean = f"{num_bytes / count / 2**20:.2f}"
+        rows.append((operation, group, str(ranks), f"{count:,}", mean, f"{sent / _GIB:.3f}"))
+    title = f"Collectives of a step, per rank ({counted(dry.micro_batches, 'micro-batch', 'micro-batches')})"
+    return make_table(title, ["collective", "over", "ranks", "number>", "MiB each>", "GiB sent>"], rows)
+
+
+def _time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, ranks: int) -> Table:
+    """A step of each phase that differs in batch or sequences: what bounds it."""
+    rows: dict[tuple[int, int], Sequence[str]] = {}
+    for phase, took in times:
+        tokens = phase.batch_size * config.train.sequence_length
+        batch = f"{tokens // phase.sequence_length:,} x {phase.sequence_length:,}"
+        parts = (took.compute, took.exposed, took.hidden, took.host, took.seconds)
+        milliseconds = [f"{1e3 * part:,.0f}" if part >= 0.1 else f"{1e3 * part:.3g}" for part in parts]
+        row = (phase.name, batch, *milliseconds, took.bound, f"{tokens / took.seconds / ranks:,.0f}")
+        rows.setdefault((phase.batch_size, phase.sequence_length), row)
+    numbers = ["compute>", "messages: waited for>", "hidden>", "host>", "step>", "bound by>", "tokens/s a rank>"]
+    return make_table("Time of a step, in ms", ["phase", "batch", *numbers], [*rows.values()])
+
+
+def _time_facts(
+    config: Config, models: ModelProvider, ranks: int, times: Sequence[tuple[PlannedPhase, StepTime]]
+) -> dict[str, object]:
+    """FLOPs, the time of the run, and what is assumed."""
+    run, parallel = config.run, config.parallel
+    flops = sum(phase.num_steps * _flops_of_step(config, models, phase) for phase, _ in times)
+    per_token = models.training_flops_per_token(config.model, config.train.sequence_length)
+    axes = {"tp": parallel.tensor, "dp": parallel.shards(ranks), "replicate": parallel.replicate}
+    bandwidths = [
+        f"{axis} {axis_bandwidth(axis, size, parallel, ranks, run):g} GB/s" for axis, size in axes.items() if size > 1
+    ]
+    return {
+        "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({with_unit(per_token, 'FLOP')})",
+        "model FLOPs of the run": f"{flops:.4g} ({with_unit(flops, 'FLOP')})",
+        "utilization assumed, while computing": f"{run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s per rank",
+        "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none: nothing is sent",
+        "time of the run": long_time(sum(phase.num_steps * took.seconds for phase, took in times)),
+    }
+
+
+def hidden(message: Message) -> bool:
+    """Whether computation runs beside it: FSDP2 sends it (`DryRun.ends` apart), or something else is asked for between
+    sending it with `async_op=True` and waiting for it."""
+    return message.is_async or message.group in _FSDP_AXES
+
+
+def step_time(
+    config: Config,
+    models: ModelProvider,
+    ranks: int,
+    dry: DryRun,
+    phase: PlannedPhase,
+    recipes: Iterable[Recipe] = (),
+) -> StepTime:
+    """The bounds of a step of `phase` on so many ranks. recipes: of the linears."""
+    train, run, parallel, backend = config.train, config.run, config.parallel, config.precision.backend
+    micro_batches = phase.batch_size // (train.micro_batch_size * parallel.data_parallel_size(ranks))
+    exposed, beside = 0.0, Counter[str]()
+    for message, count in dry.messages_of(micro_batches).items():
+        seconds = message_seconds(message, parallel, ranks, run)
+        waited_for = min(dry.ends.get(message, 0), count) if hidden(message) else count
+        exposed += waited_for * seconds
+        beside[message.group] += (count - waited_for) * seconds  # type: ignore[assignment]
+    host_ms = _HOST_MS_OF_A_REPLAY
+    if graphs_refusal(config, ranks, "cuda", "emulated" if backend == "auto" else backend, recipes) is not None:
+        of_linear = _HOST_MS + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
+        host_ms = len(models.linear_shapes(config.model)) * of_linear
+    return StepTime(
+        compute=_flops_of_step(config, models, phase) / (ranks * run.dry_peak_tflops * 1e12 * run.dry_mfu),
+        exposed=exposed,
+        hidden=max(beside.values(), default=0.0),
+        host=micro_batches * host_ms / 1e3,
+    )
+
+
+def message_seconds(message: Message, parallel: ParallelConfig, ranks: int, run: RunConfig) -> float:
+    """Of one collective: its bytes round a ring, and a tree's latency."""
+    if message.ranks == 1:
+        return 0.0
+    bandwidth = axis_bandwidth(message.group, message.ranks, parallel, ranks, run)
+    return _LATENCY * math.ceil(math.log2(message.ranks)) + message.sent_bytes / (bandwidth * 1e9)
+
+
+def axis_bandwidth(group: str, size: int, parallel: ParallelConfig, ranks: int, run: RunConfig) -> float:
+    """GB/s that each rank of a group of `size` ranks sends: over the links within a host or, where the group spans
+    several, over its ranks' network adapters together, since a ring enters and leaves each host once on every adapter.
+    """
+    strides = {"tp": 1, "dp": parallel.tensor, "replicate": parallel.tensor * parallel.shards(ranks)}
+    neighbours = min(size, max(1, run.dry_ranks_per_host // strides.get(group, 1)))
+    if neighbours == size:
+        return _HOST_BANDWIDTH
+    return min(_HOST_BANDWIDTH, neighbours * _NETWORK_BANDWIDTH)
