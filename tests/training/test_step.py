@@ -59,6 +59,11 @@ def test_freeing_parameters_between_micro_batches_changes_nothing() -> None:
     assert kept[:2] == freed[:2] and torch.equal(kept[2], freed[2])
 
 
+def always(loss: float, norm: float) -> bool:
+    """The host decides, because SGD cannot leave out an update on the device."""
+    return True
+
+
 class Watching(nn.Module):
     """Notes the StepState at every forward."""
 
@@ -83,15 +88,14 @@ def test_the_step_state_the_loss_and_the_clipped_update() -> None:
         model = Watching(step_state)
         optimizer = torch.optim.SGD(model.parameters(), lr=123.0)
         batches = [_constant(4, 1.0), _constant(6, 5.0)]
-        result = train_step(model, optimizer, batches, mesh, step_state, step=7, lr=0.5, clip_norm=2.0)
+        result = train_step(model, optimizer, batches, mesh, step_state, step=7, lr=0.5, clip_norm=2.0, accept=always)
         assert (result.loss, result.grad_norm, result.skipped) == (3.0, 3.0, False)
         assert model.seen == [(7, 4, 0), (7, 6, 0)] and step_state.weights_version == 1
         assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0)
         assert model.weight.grad is None
         assert not result.requests.stop
-        assert train_step(
-            model, optimizer, batches, mesh, step_state, step=8, lr=0.5, clip_norm=0.0, requests=StepRequests(stop=True)
-        ).requests.stop
+        settings: dict[str, Any] = {"lr": 0.5, "clip_norm": 0.0, "accept": always, "requests": StepRequests(stop=True)}
+        assert train_step(model, optimizer, batches, mesh, step_state, step=8, **settings).requests.stop
 
 
 def _one_bad(rank: int, bad_rank: int) -> dict[str, Any]:
@@ -210,7 +214,7 @@ def _sixty_four(rank: int) -> tuple[Tensor, Tensor]:
         for index in range(64)
     ]
     mine = batches[rank :: mesh.dp_size]
-    train_step(model, optimizer, mine, mesh, StepState(seed=0), step=0, lr=1.0, clip_norm=0.0)
+    train_step(model, optimizer, mine, mesh, StepState(seed=0), step=0, lr=1.0, clip_norm=0.0, accept=always)
     exact = torch.stack([b.targets.double().T @ b.tokens.double() for b in batches]).sum(0) / 64
     return -whole(model.weight), exact
 
