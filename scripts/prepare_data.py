@@ -1,7 +1,7 @@
 """Make a training set and a validation set in Megatron's format from your own text.
 
     python scripts/prepare_data.py --format json --files 'corpus/*.jsonl.zst' --output /data/web --tokenizer bpe.json
-    python scripts/prepare_data.py --format parquet --files 'shards/**/*.parquet' --field content --output /data/web \\
+    python scripts/prepare_data.py --dataset 'shards/**/*.parquet' --field content --output /data/web \\
         --tokenizer /data/tokenizer.json --train-tokenizer 32768
     python scripts/prepare_data.py --dataset NAME --split 'train[:1%]' --output /data/web --tokenizer tokenizer.json
     python scripts/prepare_data.py merge --inputs /data/web_0 /data/web_1 '/data/more/*.idx' --output /data/web
@@ -17,15 +17,244 @@ but 0 is told in one line on stderr.
 
 from __future__ import annotations
 
+import argparse
+import os
+import re
+import shlex
 import signal
 import sys
+import time
+from pathlib import Path
 
-from data.prepare.command import main
+from data.prepare.merge import check_whole, merge
+from data.prepare.prepare import NewTokenizer, Prepared, State, prefix_of, prepare, work_path
+from data.prepare.readers import FORMATS, TEXT_UNITS, find_files, open_dataset, open_files
+from data.prepare.tokenize import POLICIES, Options, WorkerDied
+from data.sources import prefixes
+from data.tokenizer import END_OF_DOCUMENT, KINDS, PREFIX, TextTokenizer, load_tokenizer
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
+
+# The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.
+_VOCABULARY_MULTIPLE = 128
+_FROM_TOKENIZER = "the tokenizer's own"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code, with a line on stderr if it is not 0."""
+    if arguments[:1] == ["merge"]:
+        return _merge(arguments[1:])
+    if arguments[:1] == ["check"]:
+        return _check(arguments[1:])
+    options = _parse(arguments)
+    try:
+        _prepare(options)
+        return 0
+    except (ValueError, OSError, WorkerDied) as error:
+        reason, code = error_line(error, options.output), 1 if isinstance(error, WorkerDied) else 2
+    except KeyboardInterrupt:
+        reason, code = "interrupted", 130
+    work = work_path(options.output)
+    resumes = f"; what is done is kept in {work}, the same command resumes there"
+    kept = resumes if (work / "state.json").is_file() and str(work) not in reason else ""
+    print(f"prepare_data.py: {reason}{kept}", file=sys.stderr, flush=True)
+    return code
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line of a preparation."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--format", choices=FORMATS, help="of --files; json: one JSON object a line; both may be compressed")
+    add("--files", nargs="+", metavar="PATTERN", help="paths, or quoted patterns: 'corpus/**/*.jsonl'")
+    add("--dataset", nargs="+", metavar="NAME", help="instead of --files, through the package datasets: a name of the "
+        "Hugging Face hub, a folder (save_to_disk, or data files), or data files and quoted patterns")  # fmt: skip
+    add("--subset", metavar="NAME", help="of --dataset, where it has several")
+    add("--split", help="of --dataset: train, or a slice such as train[:1%%]")
+    add("--field", help="JSON field or column that holds the text, meta.text for one inside meta (default text)")
+    add("--text-unit", choices=TEXT_UNITS, help="what of a text file is a document (default: document, the whole file)")
+    add("--output", required=True, type=Path, metavar="PREFIX", help="path of the new .bin and .idx, without ending")
+    add("--tokenizer", required=True, metavar="FILE", help=f"{KINDS}; or the tokenizer.json to train")
+    add("--train-tokenizer", type=int, metavar="VOCAB", help="train a tokenizer of so many ids and save it there")
+    add("--eod-token", metavar="TOKEN", help="ends every document (default: what the tokenizer says)")
+    add("--no-eod", action="store_true", help="end no document with a token")
+    add("--bos", nargs="?", const=_FROM_TOKENIZER, metavar="TOKEN", help="begin every document with TOKEN, by default "
+        "what the tokenizer says")  # fmt: skip
+    add("--validation", type=float, default=0.01, metavar="SHARE", help="of documents to hold out (default 0.01)")
+    add("--max-malformed", type=float, default=0.01, metavar="SHARE", help="of records skipped at most (default 0.01)")
+    add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="of text; larger is huge (default 16 "
+        "MiB)")  # fmt: skip
+    add("--huge", choices=POLICIES, default="split", help="what becomes of a huge document (default: split)")
+    add("--workers", type=int, metavar="N", help="processes that tokenize (default: all cores); changes no byte")
+    return parser.parse_args(arguments)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not go together, rather than ignore one."""
+    if (options.files is None) == (options.dataset is None):
+        raise ValueError("give the input as --files with --format, or as --dataset: one of the two")
+    if options.files is not None and options.format is None:
+        raise ValueError("--files needs --format")
+    trains = options.train_tokenizer is not None
+    without_effect = [
+        ("--subset", options.subset, options.files is not None, "--files"),
+        ("--split", options.split, options.files is not None, "--files"),
+        ("--format", options.format, options.dataset is not None, "--dataset"),
+        ("--text-unit", options.text_unit, options.format != "text", "anything but --format text"),
+        ("--field", options.field, options.format == "text", "--format text"),
+        ("--eod-token", options.eod_token, trains, "--train-tokenizer"),
+        ("--eod-token", options.eod_token, options.no_eod, "--no-eod"),
+    ]
+    for name, value, is_so, with_what in without_effect:
+        if value is not None and is_so:
+            raise ValueError(f"{name} {value} has no effect with {with_what}; leave it out")
+    if trains and (options.tokenizer.startswith(PREFIX) or Path(options.tokenizer).is_dir()):
+        raise ValueError(f"--tokenizer {options.tokenizer} is no file that a new tokenizer can be saved as")
+    if trains and options.bos not in (None, _FROM_TOKENIZER, END_OF_DOCUMENT):
+        raise ValueError(f"a tokenizer that --train-tokenizer makes has no token for --bos but {END_OF_DOCUMENT}")
+    if options.workers is not None and options.workers < 1:
+        raise ValueError(f"--workers {options.workers} is no number of processes; give 1 or more")
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    """Read, tokenize, write, print the summary and the overrides."""
+    _check_options(options)
+    tokenizer: TextTokenizer | NewTokenizer
+    bos = options.bos
+    if options.train_tokenizer is not None:
+        tokenizer = NewTokenizer(options.train_tokenizer, Path(options.tokenizer))
+        bos = bos and END_OF_DOCUMENT
+    else:
+        tokenizer = load_tokenizer(options.tokenizer, options.eod_token)
+        if bos == _FROM_TOKENIZER and (bos := tokenizer.bos_token) is None:
+            raise ValueError(
+                f"the tokenizer {options.tokenizer} does not say what begins a document; name it: --bos TOKEN"
+            )
+        if bos is not None:
+            tokenizer.id_of(bos)
+    field = options.field or "text"
+    if options.dataset is not None:
+        parts = open_dataset(options.dataset, options.split, field, options.subset)
+    else:
+        parts = open_files(options.format, find_files(options.files), field, options.text_unit or "document")
+    names = ("format", "dataset", "subset", "split", "field", "text_unit")
+    done = prepare(
+        parts,
+        options.output,
+        tokenizer,
+        Options(
+            validation=options.validation,
+            max_malformed=options.max_malformed,
+            max_document_bytes=options.max_document_bytes,
+            huge=options.huge,
+            bos_token=bos,
+            eod=not options.no_eod,
+        ),
+        source={name: value for name in names if (value := getattr(options, name)) is not None},
+        workers=options.workers or len(os.sched_getaffinity(0)),
+        report=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=_Progress(),
+    )
+    print(done.summary())
+    if options.train_tokenizer is not None:
+        print(f"{options.tokenizer}: a new tokenizer of {done.tokenizer.vocab_size:,} ids")
+    words = [shlex.quote(word) for word in _overrides(done, options.tokenizer, options.eod_token)]
+    print("\nTo train on it:\n\n  python pretrain.py", *words, sep=" \\\n    ")
+
+
+class _Progress:
+    """Says how far a preparation is: a line that is overwritten on a terminal, else a line a minute."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._began = self._last = time.monotonic()
+
+    def __call__(self, position: int, total: int, state: State) -> None:
+        now = time.monotonic()
+        if now - self._last < (1.0 if self._is_terminal else 60.0):
+            return
+        self._last = now
+        tokens = sum(count.tokens for count in state.counts.values())
+        rate = sum(count.text_bytes for count in state.counts.values()) / (now - self._began) / 1e6
+        share = f"{position / total:.0%}, " if total else ""
+        done = f"{state.records:,} records, {tokens:,} tokens, {state.num_malformed:,} malformed"
+        end = "\r" if self._is_terminal else "\n"
+        print(f"{share}{done}, {rate:.1f} MB/s", end=end, file=sys.stderr, flush=True)
+
+
+def _overrides(done: Prepared, tokenizer: str, eod_token: str | None) -> list[str]:
+    """What pretrain.py needs to train on the data, as Hydra overrides; paths are absolute."""
+    name = re.sub(r"\W", "_", done.output.name, flags=re.ASCII)
+    name = name if name.isidentifier() else f"source_{name}"
+    held_out = prefix_of(done.output, "validation").resolve()
+    vocab_size = -(-done.tokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    where = tokenizer if tokenizer.startswith(PREFIX) else Path(tokenizer).resolve()
+    return [
+        "data=indexed",
+        f"data.sources={{{name}: {_quoted(done.output.resolve())}}}",
+        *([f"data.validation={{{name}: {_quoted(held_out)}}}"] if done.state.counts["validation"].documents else []),
+        f"data.tokenizer={_quoted(where)}",
+        *([f"data.eod_token={_quoted(eod_token)}"] if eod_token is not None else []),
+        f"data.phases=[{{name: main, fraction: 1.0, blend: {{{name}: 1.0}}}}]",
+        f"model.vocab_size={vocab_size}",
+        f"run.dir=runs/{name}",
+    ]
+
+
+def _quoted(value: object) -> str:
+    """A value as Hydra reads it back, quoted where a character would mean something to its grammar."""
+    text = str(value)
+    return text if re.fullmatch(r"[A-Za-z0-9_./-]+", text) else "'" + text.replace("'", "\\'") + "'"
+
+
+def _merge(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="prepare_data.py merge",
+        description="Several pairs into one, in the order given: the bytes that preparing their texts by one command "
+        "has. Nothing is overwritten; pairs of different tokenizers (their .json tells) are refused.",
+    )
+    add = parser.add_argument
+    add("--inputs", nargs="+", required=True, metavar="PREFIX", help="prefixes or quoted patterns, .yaml lists of them")
+    add("--output", required=True, type=Path, metavar="PREFIX", help="path of the new .bin and .idx, without ending")
+    options = parser.parse_args(arguments)
+    try:
+        found = prefixes("--inputs", options.inputs)
+        count = merge(found, options.output, lambda line: print(line, file=sys.stderr, flush=True))
+    except (ValueError, OSError) as error:
+        print(f"prepare_data.py merge: {error_line(error, options.output)}", file=sys.stderr)
+        return 2
+    size = f", {count.text_bytes:,} bytes of text" if count.text_bytes else ""
+    print(f"{options.output}: {count.documents:,} documents, {count.tokens:,} tokens{size}, of {len(found)} pairs")
+    return 0
+
+
+def _check(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="prepare_data.py check",
+        description="Read datasets from end to end: every entry of the index, every token id, the facts beside them. "
+        "What names them is what data.sources takes. Exit code 2: something is wrong with one or more of them.",
+    )
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="a prefix, 'pattern', URL or .yaml list")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="refuse ids of N and above")
+    options = parser.parse_args(arguments)
+    code = 0
+    found: list[str] = []
+    try:
+        found = prefixes("PREFIX", options.prefixes)
+    except (ValueError, OSError) as error:
+        print(f"prepare_data.py check: {error_line(error)}", file=sys.stderr, flush=True)
+        code = 2
+    for prefix in dict.fromkeys(found):
+        try:
+            print(f"{prefix}: {check_whole(prefix, options.vocab_size)}", flush=True)
+        except (ValueError, OSError) as error:
+            print(f"prepare_data.py check: {error_line(error)}", file=sys.stderr, flush=True)
+            code = 2
+    return code
+
 
 if __name__ == "__main__":
     end_without_reader()
     # As Ctrl-C: what is done is kept.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:], __doc__ or "", error_line))
+    sys.exit(main(sys.argv[1:]))

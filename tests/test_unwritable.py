@@ -53,8 +53,8 @@ COMMANDS = [
     ("scripts.compare", "compare_runs", ["runs", "a", "b", "--output", "{out}.png"]),
     ("scripts.compare", "compare_starts", ["starts", "a", "--picture", "{out}.png"]),
     ("scripts.report", "write_report", ["a", "--output", "{out}"]),
-    ("data.prepare.command", "_prepare", ["--output", "{out}", "--tokenizer", "t"]),
-    ("data.prepare.command", "find_prefixes", ["merge", "--inputs", "a", "--output", "{out}"]),
+    ("scripts.prepare_data", "_prepare", ["--output", "{out}", "--tokenizer", "t"]),
+    ("scripts.prepare_data", "prefixes", ["merge", "--inputs", "a", "--output", "{out}"]),
 ]
 
 
@@ -77,7 +77,6 @@ def test_a_full_disk_is_one_line(
     monkeypatch.setattr(module, function, full)
     monkeypatch.setattr(sys, "argv", [name, *given])
     calls: dict[str, Callable[[], object]] = {"scripts.report": lambda: sys.exit(module.main())}
-    calls["data.prepare.command"] = lambda: sys.exit(module.main(given, "", error_line))
     with pytest.raises(SystemExit) as ended:
         calls.get(name, lambda: sys.exit(module.main(given)))()
     said = capsys.readouterr().err

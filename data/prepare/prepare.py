@@ -3,18 +3,17 @@
     part -> tasks (readers.py) -> records, split, tokens (tokenize.py, on all cores) -> growing files -> .bin, .idx
 
 A record that gives no document (malformed JSON, no string in the field, not UTF-8) is skipped, counted by its problem
-and, for the first few, reported with its place; a share of them above a limit ends it as soon as that is clear. One
-without text is no document and no fault.
+and, for the first few, reported with its place; a share of them above a limit ends the preparation as soon as that is
+clear. One without text is no document and no fault.
 
 The output is a function of the records in order, the tokenizer and the options: neither the number of processes nor
 how often it was killed and started again changes a byte. What is done so far is in the folder OUTPUT.parts:
 
     lock                       held by the command that works here
-    settings.json              what shapes the output; another command must not resume here
-    stamps.json                the inputs as they were
     tokenizer.json             a tokenizer that was trained for this output
     train.bin, train.lengths   tokens and lengths of documents so far; validation.* the same
-    state.json                 how much of all of it counts, and which tasks it came from
+    state.json                 how much of all of it counts, which tasks it came from, what the inputs were, and what
+                               else shapes the output: another command must not resume here
 
 The two files of a split only grow. Now and then they are synced to disk, then state.json is replaced; after a kill
 what lies after state.json is cut off and made again. At the end the files are published: state.json says so first,
@@ -33,9 +32,10 @@ import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
-from itertools import chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,14 +64,7 @@ SAVE_SECONDS = 30.0
 CLEAR_AFTER_RECORDS = 1000
 _FACTS_FORMAT = 1
 # Of the work folder: raise it when the tasks of an input are cut otherwise, or a file there means something else.
-_WORK_FORMAT = 2
-_TOKENIZER, _STATE, _SETTINGS, _STAMPS, _LOCK = (
-    "tokenizer.json",
-    "state.json",
-    "settings.json",
-    "stamps.json",
-    "lock",
-)
+_WORK_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -84,27 +77,36 @@ class NewTokenizer:
 
 @dataclass
 class State:
-    """What of a work folder counts: `tasks` tasks of part number `part`, and all of those before it."""
+    """What of a work folder counts: `tasks` tasks of part number `part`, and all of those before it.
 
+    settings: what shapes the output, JSON types by name. stamps: of each part.
+    """
+
+    settings: dict[str, Any]
+    stamps: list[list[Any]] = field(default_factory=list)
     part: int = 0
     tasks: int = 0
     counts: dict[str, SplitCount] = field(default_factory=lambda: {split: SplitCount() for split in SPLITS})
     sizes: dict[str, int] = field(default_factory=dict)  # bytes by name of a file
-    malformed: Counter[str] = field(default_factory=Counter)
+    malformed: dict[str, int] = field(default_factory=dict)
     reported: int = 0
     empty: int = 0
     huge: int = 0
     published: bool = False
 
     @property
+    def num_malformed(self) -> int:
+        return sum(self.malformed.values())
+
+    @property
     def records(self) -> int:
         """Documents and malformed records so far."""
-        return sum(count.documents for count in self.counts.values()) + self.malformed.total()
+        return sum(count.documents for count in self.counts.values()) + self.num_malformed
 
     @property
     def problems(self) -> list[str]:
-        """A line for each kind of malformed record."""
-        return [f"{count:,} {problem}" for problem, count in self.malformed.most_common()]
+        """What is wrong with how many malformed records."""
+        return [f"{count:,} {problem}" for problem, count in Counter(self.malformed).most_common()]
 
 
 @dataclass
@@ -118,20 +120,17 @@ class Prepared:
 
     def summary(self) -> str:
         """One line for each dataset, one for each problem."""
-        state = self.state
-        prefixes = {"train": self.output, "validation": validation_prefix(self.output)}
-        lines = [
-            f"{prefixes[split]}: {count.documents:,} documents, {count.tokens:,} tokens, {count.text_bytes:,} bytes of "
-            "text"
-            for split, count in state.counts.items()
-            if count.documents
-        ]
+        state, lines = self.state, []
+        for split, count in state.counts.items():
+            if count.documents:
+                sizes = f"{count.documents:,} documents, {count.tokens:,} tokens, {count.text_bytes:,} bytes of text"
+                lines.append(f"{prefix_of(self.output, split)}: {sizes}")
         if state.huge:
             done = {"split": "split into several", "skip": "skipped"}[self.huge]
             lines.append(f"huge: {state.huge:,} documents above the largest size {done}")
         if state.empty:
             lines.append(f"empty: {state.empty:,} records without text left out")
-        lines.append(f"malformed: {state.malformed.total():,} of {state.records:,} records skipped")
+        lines.append(f"malformed: {state.num_malformed:,} of {state.records:,} records skipped")
         return "\n".join(lines + [f"  {problem}" for problem in state.problems])
 
 
@@ -139,9 +138,9 @@ class Prepared:
 Progress = Callable[[int, int, State], None]
 
 
-def validation_prefix(output: str | Path) -> Path:
-    """Where the held-out documents of `output` go: `<output>_validation`."""
-    return Path(f"{output}_validation")
+def prefix_of(output: Path, split: str) -> Path:
+    """Where the documents of a split go: `<output>`, and `<output>_validation` for held-out ones."""
+    return output if split == "train" else Path(f"{output}_validation")
 
 
 def refuse_existing(paths: Sequence[Path]) -> None:
@@ -149,6 +148,71 @@ def refuse_existing(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.exists():
             raise FileExistsError(f"{path} exists already; choose another name, or remove it to prepare it again")
+
+
+def prepare(
+    parts: Sequence[Part],
+    output: Path,
+    tokenizer: TextTokenizer | NewTokenizer,
+    options: Options,
+    *,
+    source: dict[str, Any] | None = None,
+    workers: int = 0,
+    report: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda position, total, state: None,
+) -> Prepared:
+    """Write the documents of all parts, in order, to the dataset `output`, and held-out ones to `<output>_validation`.
+
+    source: how the parts were opened, of JSON types; it goes into the facts, and only the same resumes. workers:
+    processes that tokenize, 0: none but this one. report: called with a line for each of the first skipped records.
+
+    Nothing appears under its name before all is written; until then it is in `<output>.parts`, and the same call
+    resumes there. Raises FileExistsError if one of the outputs exists; ValueError for other options than those it was
+    begun with, inputs that changed, more malformed records than allowed, a split without a document, or a file that
+    cannot be read; WorkerDied.
+    """
+    new = tokenizer if isinstance(tokenizer, NewTokenizer) else None
+    settings = {f"source {name}": value for name, value in (source or {}).items()}
+    settings |= {key: value for key, value in asdict(options).items() if key != "max_malformed"}
+    if isinstance(tokenizer, NewTokenizer):
+        settings["tokenizer"] = {"train": tokenizer.vocab_size}
+    else:
+        settings["tokenizer"] = {**tokenizer_facts(tokenizer), "eod": tokenizer.eod_token}
+    work = WorkFolder(output, {**settings, "format": _WORK_FORMAT})
+    splits = SPLITS if options.validation > 0 else SPLITS[:1]
+    # The training set last: whoever sees it finds its validation set and its tokenizer too; and its index at the very
+    # end, without which there is no dataset.
+    renamings = {"tokenizer.json": new.path} if new else {}
+    for split in reversed(splits):
+        for ending, path in (("json", facts_path), ("bin", tokens_path), ("idx", index_path)):
+            renamings[f"{split}.{ending}"] = path(prefix_of(output, split))
+    with work.kept_if_saved():
+        if not work.state.published:
+            refuse_existing([*renamings.values()])
+        if isinstance(tokenizer, NewTokenizer):
+            tokenizer = _trained(parts, tokenizer, options, work)
+        if not work.state.published:
+            _encode(parts, tokenizer, options, work, splits, workers, report, progress)
+            _check(work.state, options, splits)
+            work.save()
+            _write_indices(tokenizer, options, work, splits, source or {})
+        work.publish(renamings)
+    return Prepared(output, tokenizer, work.state, options.huge)
+
+
+def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: WorkFolder) -> TextTokenizer:
+    """The new tokenizer, of an earlier call if that came so far."""
+    path = work.path / "tokenizer.json"
+    if work.state.published and not path.exists():
+        return load_tokenizer(new.path)
+    if not path.exists():
+        begin = time.monotonic()
+        temporary = path.with_suffix(".new")
+        train_on(parts, new.vocab_size, options).save(temporary)
+        temporary.rename(path)
+        if time.monotonic() - begin >= SAVE_SECONDS:
+            work.save()
+    return load_tokenizer(path)
 
 
 def train_on(parts: Sequence[Part], vocab_size: int, options: Options) -> HuggingFaceTokenizer:
@@ -171,75 +235,6 @@ def train_on(parts: Sequence[Part], vocab_size: int, options: Options) -> Huggin
     return train_tokenizer(texts(), vocab_size)
 
 
-def prepare(
-    parts: Sequence[Part],
-    output: str | Path,
-    tokenizer: TextTokenizer | NewTokenizer,
-    options: Options | None = None,
-    *,
-    source: dict[str, Any] | None = None,
-    workers: int = 0,
-    report: Callable[[str], None] = lambda line: None,
-    progress: Progress = lambda position, total, state: None,
-) -> Prepared:
-    """Write the documents of all parts, in order, to the dataset `output`, and held-out ones to `<output>_validation`.
-
-    source: how the parts were opened, of JSON types; it goes into the facts, and only the same resumes. workers:
-    processes that tokenize, 0: none but this one. report: called with a line for each of the first skipped records.
-
-    Nothing appears under its name before all is written; until then it is in `<output>.parts`, and the same call
-    resumes there. Raises FileExistsError if one of the outputs exists; ValueError for other options than those it was
-    begun with, inputs that changed, more malformed records than allowed, a split without a document, or a file that
-    cannot be read; WorkerDied.
-    """
-    options, output = options or Options(), Path(output)
-    if isinstance(tokenizer, NewTokenizer):
-        about: dict[str, Any] = {"tokenizer": {"train": tokenizer.vocab_size}, "eod": [options.eod, None]}
-    else:
-        about = {"tokenizer": tokenizer_facts(tokenizer), "eod": [options.eod, tokenizer.eod_token]}
-    shape = {key: value for key, value in asdict(options).items() if key not in ("max_malformed", "eod")}
-    named = {f"source {name}": value for name, value in (source or {}).items()}
-    work = WorkFolder(output, {**named, **about, **shape, "format": _WORK_FORMAT})
-    new = tokenizer.path if isinstance(tokenizer, NewTokenizer) else None
-    splits = SPLITS if options.validation > 0 else SPLITS[:1]
-    with work.kept_if_saved():
-        if not work.state.published:
-            prefixes = (output, validation_prefix(output))
-            targets = [path(prefix) for prefix in prefixes for path in (index_path, tokens_path, facts_path)]
-            refuse_existing([*targets, *([new] if new else [])])
-        if isinstance(tokenizer, NewTokenizer):
-            tokenizer = _trained(parts, tokenizer, options, work)
-        if not work.state.published:
-            _encode(parts, tokenizer, options, work, splits, workers, report, progress)
-            _check(work.state, options, splits)
-            work.save()
-            _write_indices(tokenizer, options, work, splits, source or {})
-        # The training set last: whoever sees it finds its validation set and its tokenizer too; and its index at the
-        # very end, without which there is no dataset.
-        renamings = {_TOKENIZER: new} if new else {}
-        for split in reversed(splits):
-            prefix = output if split == "train" else validation_prefix(output)
-            for ending, path in (("json", facts_path), ("bin", tokens_path), ("idx", index_path)):
-                renamings[f"{split}.{ending}"] = path(prefix)
-        work.publish(renamings)
-    return Prepared(output, tokenizer, work.state, options.huge)
-
-
-def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: WorkFolder) -> TextTokenizer:
-    """The new tokenizer, of an earlier call if that came so far."""
-    path = work.path / _TOKENIZER
-    if work.state.published and not path.exists():
-        return load_tokenizer(new.path)
-    if not path.exists():
-        begin = time.monotonic()
-        temporary = path.with_suffix(".new")
-        train_on(parts, new.vocab_size, options).save(temporary)
-        temporary.rename(path)
-        if time.monotonic() - begin >= SAVE_SECONDS:
-            work.save()
-    return load_tokenizer(path)
-
-
 def _encode(
     parts: Sequence[Part],
     tokenizer: TextTokenizer,
@@ -251,14 +246,18 @@ def _encode(
     progress: Progress,
 ) -> None:
     """Tokenize what is not done yet."""
-    state = work.state
-    stamps = [part.stamps() for part in parts]
-    work.check_stamps(stamps)
-    work.open_splits(splits)
+    state, stamps = work.state, [part.stamp() for part in parts]
+    touched = state.part + (state.tasks > 0)
+    for number in range(touched):
+        if state.stamps[number : number + 1] != stamps[number : number + 1]:
+            name = parts[number].files[0] if number < len(parts) and parts[number].files else "the list of inputs"
+            raise ValueError(f"{name} has changed since it was prepared; remove {work.path} to begin again")
+    state.stamps = stamps
+    work.open(splits)
     before = () if options.bos_token is None else (tokenizer.id_of(options.bos_token),)
     after = (tokenizer.eod_id,) if options.eod else ()
     encoder = Encoder(tokenizer, dtype_for_vocabulary(tokenizer.vocab_size), before, after, options)
-    starts = [0, *np.cumsum([sum(size for _, size, _ in part) for part in stamps], dtype=np.int64).tolist()]
+    starts = list(accumulate((size for size, _ in stamps), initial=0))
     places: deque[tuple[int, int, int]] = deque()  # part, tasks of it, position; of the tasks that are under way
 
     def tasks() -> Iterator[Task]:
@@ -271,7 +270,7 @@ def _encode(
                     places.append((number, count, starts[number] + positions[0]))
                     yield task
             first = 0
-            if parts[number].stamps() != stamps[number]:
+            if parts[number].stamp() != stamps[number]:
                 name = parts[number].files[0]
                 raise ValueError(f"{name}, or one read along with it, changed while it was read; start again")
 
@@ -279,10 +278,9 @@ def _encode(
     for encoded in encoded_by_processes(encoder, tasks(), workers):
         number, count, position = places.popleft()
         work.add(number, count, encoded)
-        for where, problem in encoded.reports:
-            if state.reported < REPORTED_RECORDS:
-                state.reported += 1
-                report(f"skipped {where}: {problem}")
+        for where, problem in encoded.reports[: REPORTED_RECORDS - state.reported]:
+            state.reported += 1
+            report(f"skipped {where}: {problem}")
         progress(position, starts[-1], state)
         _check_malformed(state, options, at_end=False)
         if time.monotonic() >= next_save:
@@ -293,7 +291,7 @@ def _encode(
 
 
 def _check_malformed(state: State, options: Options, at_end: bool) -> None:
-    allowed, malformed, records = options.max_malformed, state.malformed.total(), state.records
+    allowed, malformed, records = options.max_malformed, state.num_malformed, state.records
     is_clear = records >= CLEAR_AFTER_RECORDS and malformed > 2 * allowed * records
     if (malformed and allowed == 0) or is_clear or (at_end and malformed > allowed * records):
         first = "" if at_end else "the first "
@@ -322,12 +320,11 @@ def _write_indices(
     tokenizer: TextTokenizer, options: Options, work: WorkFolder, splits: Sequence[str], source: dict[str, Any]
 ) -> None:
     """The index and the facts of each split, in the work folder."""
-    dtype = dtype_for_vocabulary(tokenizer.vocab_size)
+    dtype, bos = dtype_for_vocabulary(tokenizer.vocab_size), options.bos_token
     try:
         version = metadata.version("megatron_fp4")
     except metadata.PackageNotFoundError:
         version = None
-    bos = options.bos_token
     facts: dict[str, Any] = {
         "dtype": dtype.name,
         "tokenizer": tokenizer_facts(tokenizer),
@@ -343,17 +340,16 @@ def _write_indices(
         files = {ending: work.path / f"{split}.{ending}" for ending in ("bin", "idx")}
         count = work.state.counts[split]
         lengths = work.path / f"{split}.lengths"
-        write_index(files["idx"], dtype, count.documents, lambda path=lengths: blocks_of(path, "<i4", 0))  # type: ignore[misc]
+        write_index(files["idx"], dtype, count.documents, partial(blocks_of, lengths, "<i4", 0, count.documents))
         write_facts(work.path / f"{split}.json", count, files, {"split": split, **facts})
 
 
-def blocks_of(path: Path, dtype: str, offset: int, count: int = -1) -> Iterator[np.ndarray]:
-    """The numbers of a file from byte `offset` on, `count` of them or all, in blocks."""
+def blocks_of(path: Path, dtype: str, offset: int, count: int) -> Iterator[np.ndarray]:
+    """`count` numbers of a file from byte `offset` on, in blocks."""
     with open(path, "rb") as file:
         file.seek(offset)
-        while count and len(block := np.fromfile(file, dtype, INDEX_BLOCK if count < 0 else min(count, INDEX_BLOCK))):
-            count -= len(block) if count > 0 else 0
-            yield block
+        for first in range(0, count, INDEX_BLOCK):
+            yield np.fromfile(file, dtype, min(count - first, INDEX_BLOCK))
 
 
 def tokenizer_facts(tokenizer: TextTokenizer) -> dict[str, Any]:
@@ -367,12 +363,7 @@ def write_facts(path: Path, counts: SplitCount, files: dict[str, Path], facts: d
     for name, whole in files.items():
         with open(whole, "rb") as opened:
             hashes[name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    content = {"format": _FACTS_FORMAT, **asdict(counts), "sha256": hashes, **facts}
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    _write_json(path, {"format": _FACTS_FORMAT, **asdict(counts), "sha256": hashes, **facts})
 
 
 class WorkFolder:
@@ -385,8 +376,9 @@ class WorkFolder:
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
         self.path = work_path(output)
         self.path.mkdir(parents=True, exist_ok=True)
+        self._state_file = self.path / "state.json"
         self._files: dict[str, BinaryIO] = {}
-        self._lock = open(self.path / _LOCK, "w")  # noqa: SIM115 - held until close
+        self._lock = open(self.path / "lock", "w")  # noqa: SIM115 - held until close
         try:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -394,23 +386,27 @@ class WorkFolder:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
                 raise ValueError(f"another command is preparing {output} right now; wait for it, or stop it") from error
-            self.saved = (self.path / _STATE).is_file()
-            self._check_settings(json.loads(json.dumps(settings)))
-            self.state = self._read_state() if self.saved else State()
+            self.saved = self._state_file.is_file()
+            self.state = State(json.loads(json.dumps(settings)))
+            if self.saved:
+                self._resume()
+            else:  # new, or a kill came before anything was worth keeping
+                for file in self.path.iterdir():
+                    if file.name != "lock":
+                        file.unlink()
         except BaseException:
             self._lock.close()
             raise
-        self.is_whole = True  # not in the middle of a task's documents
 
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        path = self.path / _SETTINGS
-        if not self.saved:  # new, or a kill came before anything was worth keeping
-            for file in self.path.iterdir():
-                if file.name != _LOCK:
-                    file.unlink()
-            _write_json(path, settings)
-            return
-        before = json.loads(path.read_bytes())
+    def _resume(self) -> None:
+        settings, again = self.state.settings, f"remove {self.path} to begin again"
+        try:
+            content = json.loads(self._state_file.read_bytes())
+            counts = {split: SplitCount(**count) for split, count in content["counts"].items()}
+            self.state = State(**{**content, "counts": counts})
+            before = dict(self.state.settings)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self._state_file} is damaged or of another version ({error}); {again}") from error
         others = [
             f"{name} {_shown(before.get(name))} instead of {_shown(settings.get(name))}"
             for name in {**before, **settings}
@@ -419,32 +415,10 @@ class WorkFolder:
         if others:
             raise ValueError(
                 f"{self.path} holds an unfinished preparation with {', '.join(others)}; give the same to resume it, or "
-                "remove the folder to begin again"
+                f"{again}"
             )
 
-    def _read_state(self) -> State:
-        try:
-            content = json.loads((self.path / _STATE).read_bytes())
-            counts = {split: SplitCount(**count) for split, count in content["counts"].items()}
-            return State(**{**content, "counts": counts, "malformed": Counter(content["malformed"])})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self.path / _STATE} is damaged ({error}); remove {self.path} to begin again") from error
-
-    def check_stamps(self, stamps: list[list[tuple[str, int, int]]]) -> None:
-        """Raise ValueError if an input that was read, wholly or in part, is another one now; keep the stamps."""
-        path, now = self.path / _STAMPS, json.loads(json.dumps(stamps))
-        touched = self.state.part + (self.state.tasks > 0)
-        if self.saved and path.is_file():
-            before = json.loads(path.read_bytes())
-            if before[:touched] != now[:touched]:
-                pairs = zip(*(list(chain.from_iterable(of[:touched])) for of in (before, now)), strict=False)
-                changed = next((new[0] for old, new in pairs if old != new), "the list of inputs")
-                raise ValueError(
-                    f"{changed} has changed since it was prepared; remove {self.path} to begin again with what is there"
-                )
-        _write_json(path, stamps)
-
-    def open_splits(self, splits: Sequence[str]) -> None:
+    def open(self, splits: Sequence[str]) -> None:
         """Open the files of the splits, cut to what counts. Raises ValueError if they are shorter than that."""
         for name in (f"{split}.{ending}" for split in splits for ending in ("bin", "lengths")):
             file = self._files[name] = open(self.path / name, "ab")  # noqa: SIM115 - closed by close
@@ -455,30 +429,26 @@ class WorkFolder:
                     "again"
                 )
             file.truncate(counted)
-            file.seek(0, os.SEEK_END)
 
     def add(self, part: int, tasks: int, encoded: Encoded) -> None:
         """Append the documents of a task, so that `tasks` tasks of this part are done."""
-        self.is_whole = False
+        state = self.state
         for split, tokens in encoded.tokens.items():
             self._files[f"{split}.bin"].write(tokens.tobytes())
             self._files[f"{split}.lengths"].write(encoded.lengths[split].astype("<i4").tobytes())
-            self.state.counts[split].add(encoded.counts[split])
-        self.state.malformed.update(encoded.malformed)
-        self.state.empty += encoded.empty
-        self.state.huge += encoded.huge
-        self.state.part, self.state.tasks = part, tasks
-        self.is_whole = True
+            state.counts[split].add(encoded.counts[split])
+        state.malformed = dict(Counter(state.malformed) + encoded.malformed)
+        state.empty += encoded.empty
+        state.huge += encoded.huge
+        state.part, state.tasks = part, tasks
 
     def save(self) -> None:
         """Make all of it count, whatever comes."""
         for name, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
-            self.state.sizes[name] = file.tell()
-        # asdict would take a Counter for a list of its items.
-        content = {**asdict(replace(self.state, malformed=Counter())), "malformed": dict(self.state.malformed)}
-        _write_json(self.path / _STATE, content)
+            self.state.sizes[name] = os.fstat(file.fileno()).st_size
+        _write_json(self._state_file, asdict(self.state))
         self.saved = True
 
     @contextlib.contextmanager
@@ -486,13 +456,10 @@ class WorkFolder:
         """After an error keep the folder if something in it is worth resuming, else remove it."""
         try:
             yield
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and self.is_whole and not self.state.published:
-                self.save()
-            if self.saved:
-                self.close()
-            else:
-                self.remove()
+        except BaseException:
+            self._close()
+            if not self.saved:
+                shutil.rmtree(self.path)
             raise
 
     def publish(self, renamings: dict[str, Path]) -> None:
@@ -509,24 +476,13 @@ class WorkFolder:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(self.path / name, target)
                 _sync_folder(target.parent)
-        self.remove()
-
-    def remove(self) -> None:
-        """Remove the folder and what is in it."""
-        # The state after what only makes it longer to remove: until then the same command comes back to this place.
-        for file in self.path.iterdir():
-            if file.name not in (_LOCK, _STATE, _SETTINGS):
-                file.unlink()
-        (self.path / _STATE).unlink(missing_ok=True)
-        self.close()
+        self._close()
         shutil.rmtree(self.path)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Close the files and release the lock; what was saved stays."""
-        for file in self._files.values():
+        for file in (*self._files.values(), self._lock):
             file.close()
-        self._files.clear()
-        self._lock.close()
 
 
 def work_path(output: Path) -> Path:
@@ -542,7 +498,8 @@ def _shown(value: Any) -> str:
 def _write_json(path: Path, content: Any) -> None:
     temporary = path.with_name(f"{path.name}.new")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file)
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.write("\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -1,27 +1,29 @@
 """What a corpus is made of: files or a dataset, cut into tasks as they stream by.
 
 A task is a bounded piece of input: a `functools.partial` of one of the `*_records` functions below, which carries what
-it reads, so that any process gets the same records from it. Cutting is cheap; JSON and UTF-8 are left to the processes
-that tokenize.
+it reads, so that any process gets the same records from it. Cutting is cheap; JSON is left to the processes that
+tokenize.
 """
 
 from __future__ import annotations
 
 import bz2
+import codecs
 import glob
 import gzip
-import importlib
+import hashlib
+import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-FORMATS = ("json", "parquet", "text")
-SEPARATORS = {"paragraph": b"\n\n", "line": b"\n"}
+FORMATS = ("json", "text")
+SEPARATORS = {"paragraph": "\n\n", "line": "\n"}
 TEXT_UNITS = ("document", *SEPARATORS)
 # Endings of files that `datasets` reads, and what it calls them.
 DATA_FILES = {
@@ -33,18 +35,16 @@ DATA_FILES = {
     ".txt": "text",
 }
 
-# Of input in a task: enough that sending it costs little, little enough that no core waits for the last one.
-TASK_BYTES = 1 << 20
+# Characters of input in a task: enough that sending it costs little, little enough that no core waits for the last one.
+TASK_SIZE = 1 << 20
 READ_BYTES = 1 << 20
 LONGEST_UNIT = 1 << 30
-"""Bytes of the longest line, paragraph or text file that is read: it has to fit into memory."""
+"""Characters of the longest line, paragraph or text file that is read: it has to fit into memory."""
 _FILES_IN_A_TASK = 256
 _FILES_IN_A_PART = 1000
 _ROWS_AT_ONCE = 1000
-_PARQUET_ROWS_AT_ONCE = 128  # of any size each; the reader unpacks them at once
 _ROWS_IN_A_TASK = 8000
 
-_UTF8_MARK = b"\xef\xbb\xbf"  # which some editors begin UTF-8 with
 _PACKED: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".gzip": lambda file: gzip.GzipFile(fileobj=file),
@@ -65,7 +65,7 @@ _MISSING = ...
 
 
 class Record(NamedTuple):
-    """One record: where it stands, and its text or, if there is none, the problem."""
+    """One record: where it stands, and its text or the problem, which is EMPTY for one without text."""
 
     where: str
     text: str
@@ -88,10 +88,11 @@ class Part:
     tasks: Callable[[Watch], Iterator[Task]]
     files: tuple[Path, ...] = ()
 
-    def stamps(self) -> list[tuple[str, int, int]]:
-        """(path, bytes, time of the last change in ns) of each file."""
-        found = [(path, path.stat()) for path in self.files]
-        return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
+    def stamp(self) -> list[Any]:
+        """[bytes of the files, hash of their paths, sizes and times of the last change]."""
+        found = [(str(path), path.stat()) for path in self.files]
+        facts = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in found]
+        return [sum(size for _, size, _ in facts), hashlib.sha256(repr(facts).encode()).hexdigest()]
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
@@ -101,32 +102,26 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for pattern in patterns:
-        literal = Path(pattern)
-        names = [pattern] if literal.is_file() else sorted(glob.glob(pattern, recursive=True))
+        names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [Path(name) for name in names if Path(name).is_file()]
-        if not files and literal.is_dir():
-            raise FileNotFoundError(
-                f"{pattern} is a folder; give a quoted pattern of its files: '{pattern}/**/*.jsonl'"
-            )
         if not files:
-            raise FileNotFoundError(f"no file matches {pattern!r}; give a path or a quoted pattern: 'corpus/*.jsonl'")
+            what = "is a folder" if Path(pattern).is_dir() else "matches no file"
+            raise FileNotFoundError(f"{pattern} {what}; give a path or a quoted pattern of files: 'corpus/**/*.jsonl'")
         for file in files:
             found.setdefault(file.resolve(), file)
     return list(found.values())
 
 
 def open_files(format: str, files: Sequence[Path], field: str = "text", text_unit: str = "document") -> list[Part]:
-    """The files as parts of a corpus, in their order.
+    """The files as parts of a corpus, in their order. They may be compressed: .gz, .bz2, .xz, .zst.
 
-    format "json": one JSON object a line, the text under `field`; "parquet": the text is the column `field`. `a.b` is
-    the field b of the object a, unless there is a field of that very name. "text": plain UTF-8; a document is a whole
-    file, or with text_unit a paragraph or a line of it. JSON and text may be compressed: .gz, .bz2, .xz, .zst.
+    format "json": one JSON object a line, the text under `field`; `a.b` is the field b of the object a, unless there is
+    a field of that very name. "text": plain UTF-8; a document is a whole file, or with text_unit a paragraph or a line
+    of it.
 
-    Raises ValueError for an archive or a package that is missing; OSError for a file that cannot be opened.
+    Raises ValueError for an archive; OSError for a file that cannot be opened.
     """
     assert format in FORMATS and text_unit in TEXT_UNITS, (format, text_unit)
-    if format == "parquet":
-        _package("pyarrow", "--format parquet")
     for path in files:
         endings = [ending.lower() for ending in path.suffixes[-2:]]
         if refused := [e for e in endings if e in _REFUSED and (e == endings[-1] or e == ".tar")]:
@@ -135,13 +130,12 @@ def open_files(format: str, files: Sequence[Path], field: str = "text", text_uni
             )
         with open(path, "rb"):
             pass  # rather now than after hours
-    if format == "text" and text_unit == "document":
-        groups = [tuple(files[i : i + _FILES_IN_A_PART]) for i in range(0, len(files), _FILES_IN_A_PART)]
-        return [Part(partial(_document_tasks, group), group) for group in groups]
-    if format == "text":
-        return [Part(partial(_unit_tasks, path, text_unit), (path,)) for path in files]
-    read = _json_tasks if format == "json" else _parquet_tasks
-    return [Part(partial(read, path, field), (path,)) for path in files]
+    if format == "json":
+        return [Part(partial(_json_tasks, path, field), (path,)) for path in files]
+    if text_unit != "document":
+        return [Part(partial(_unit_tasks, path, SEPARATORS[text_unit]), (path,)) for path in files]
+    groups = [tuple(files[i : i + _FILES_IN_A_PART]) for i in range(0, len(files), _FILES_IN_A_PART)]
+    return [Part(partial(_document_tasks, group), group) for group in groups]
 
 
 def open_dataset(
@@ -156,10 +150,17 @@ def open_dataset(
     Raises FileNotFoundError for a pattern without a file; ValueError for a split or subset that is missing or means
     nothing, files of no or several kinds, and where the package `datasets` is not installed.
     """
-    _package("datasets", f"--dataset {names[0]}")
-    if has_one_split(names) and subset is not None:
+    try:
+        import datasets  # noqa: F401 - not everybody installs it
+    except ImportError as error:
+        raise ValueError(f'--dataset needs a package ({error}); pip install "megatron_fp4[datasets]"') from error
+    are_files = len(names) > 1 or Path(names[0]).is_file() or glob.has_magic(names[0])
+    has_one_split = are_files or _is_saved(names[0])
+    if has_one_split and subset is not None:
         raise ValueError(f"{names[0]} has no subset {subset!r}; leave it out")
-    if are_files(names):
+    if not has_one_split and split is None:
+        raise ValueError(f"--dataset {names[0]} needs --split, such as train or train[:1%]")
+    if are_files:
         files = find_files(names)
         kinds = {DATA_FILES.get(path.suffix.lower(), "") for path in files}
         if len(kinds) > 1 or "" in kinds:
@@ -167,19 +168,7 @@ def open_dataset(
         source = (*kinds, *(glob.escape(str(path)) for path in files))  # `datasets` takes patterns
     else:
         source, files = (names[0],), sorted(path for path in Path(names[0]).rglob("*") if path.is_file())
-        if split is None and not has_one_split(names):
-            raise ValueError(f"--dataset {names[0]} needs --split, such as train or train[:1%]")
     return [Part(partial(_dataset_tasks, source, split, field, subset), tuple(files))]
-
-
-def are_files(names: Sequence[str]) -> bool:
-    """Whether names of a dataset are data files or patterns, rather than one folder or name of the hub."""
-    return len(names) > 1 or Path(names[0]).is_file() or glob.has_magic(names[0])
-
-
-def has_one_split(names: Sequence[str]) -> bool:
-    """Whether a dataset may need no split to be named: data files, and a folder that `save_to_disk` wrote."""
-    return are_files(names) or _is_saved(names[0])
 
 
 def _is_saved(name: str) -> bool:
@@ -189,16 +178,14 @@ def _is_saved(name: str) -> bool:
 # What the processes that tokenize call.
 
 
-def json_records(path: str, first_line: int, data: bytes, field: str) -> Iterator[Record]:
+def json_records(path: str, first_line: int, text: str, field: str) -> Iterator[Record]:
     """Lines of JSON, the first of them number first_line; blank ones are no records."""
-    for number, line in enumerate(data.split(b"\n"), start=first_line):
+    for number, line in enumerate(text.split("\n"), start=first_line):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
-            value = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError:
-            yield Record(where, "", _NOT_UTF8)
+            value = json.loads(line)
         except (ValueError, RecursionError):
             yield Record(where, "", _NOT_JSON)
         else:
@@ -206,20 +193,20 @@ def json_records(path: str, first_line: int, data: bytes, field: str) -> Iterato
             yield _record(where, _value(value, field), field) if is_object else Record(where, "", _NOT_AN_OBJECT)
 
 
-def unit_records(path: str, first_line: int, data: bytes, separator: bytes) -> Iterator[Record]:
+def unit_records(path: str, first_line: int, text: str, separator: str) -> Iterator[Record]:
     """Lines or paragraphs of a text, by what separates them; the first line is number first_line."""
     number = first_line
-    for unit in data.split(separator):
-        text = unit.lstrip(b"\n")
-        if text.strip():
-            yield _record_of_bytes(f"{path}:{number + len(unit) - len(text)}", text.rstrip(b"\n"))
-        number += unit.count(b"\n") + separator.count(b"\n")
+    for unit in text.split(separator):
+        if unit.strip():
+            blank_lines = len(unit) - len(unit.lstrip("\n"))
+            yield _record(f"{path}:{number + blank_lines}", unit.strip("\n"))
+        number += unit.count("\n") + separator.count("\n")
 
 
-def file_records(files: list[tuple[str, bytes]]) -> Iterator[Record]:
-    """Whole text files, each a document: their paths and contents."""
-    for path, data in files:
-        yield _record_of_bytes(path, data)
+def file_records(files: list[tuple[str, str]]) -> Iterator[Record]:
+    """Whole text files, each a document: their paths and texts."""
+    for path, text in files:
+        yield _record(path, text)
 
 
 def row_records(where: str, first_row: int, values: list[Any], field: str) -> Iterator[Record]:
@@ -238,7 +225,7 @@ def _value(value: Any, field: str) -> Any:
     return _value(value.get(first), rest) if dot else _MISSING
 
 
-def _record(where: str, value: Any, field: str) -> Record:
+def _record(where: str, value: Any, field: str = "") -> Record:
     if value is _MISSING:
         return Record(where, "", f"without a field {field!r}")
     if value is None:
@@ -247,112 +234,75 @@ def _record(where: str, value: Any, field: str) -> Record:
         return Record(where, "", f"whose field {field!r} is no string")
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError:  # JSON can spell half a surrogate pair
+    except UnicodeEncodeError:  # bytes that are not UTF-8 were read as surrogates, and JSON can spell half a pair
         return Record(where, "", _NOT_UTF8)
-    return Record(where, value) if value.strip() else Record(where, "", EMPTY)
+    return Record(where, value, None if value.strip() else EMPTY)
 
 
-def _record_of_bytes(where: str, data: bytes) -> Record:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        return Record(where, "", _NOT_UTF8)
-    return Record(where, text) if text.strip() else Record(where, "", EMPTY)
-
-
-# Files of bytes.
+# Files.
 
 
 def _json_tasks(path: Path, field: str, watch: Watch) -> Iterator[Task]:
-    for number, block in _blocks(path, _without_mark(unpacked(path, watch)), b"\n"):
-        yield partial(json_records, str(path), number, block, field)
+    for line, text in _blocks(path, "\n", watch):
+        yield partial(json_records, str(path), line, text, field)
 
 
-def _unit_tasks(path: Path, unit: str, watch: Watch) -> Iterator[Task]:
-    separator = SEPARATORS[unit]
-    for number, block in _blocks(path, _plain_text(path, watch), separator):
-        yield partial(unit_records, str(path), number, block, separator)
+def _unit_tasks(path: Path, separator: str, watch: Watch) -> Iterator[Task]:
+    for line, text in _blocks(path, separator, watch):
+        yield partial(unit_records, str(path), line, text, separator)
 
 
 def _document_tasks(paths: Sequence[Path], watch: Watch) -> Iterator[Task]:
     """Text files, each a document; small ones share a task."""
-    files: list[tuple[str, bytes]] = []
+    files: list[tuple[str, str]] = []
     size = position = 0
     for path in paths:
-        content = bytearray()
-        for piece in _plain_text(path, lambda inside, before=position: watch(before + inside)):  # type: ignore[misc]
-            content += piece
-            _check_length(path, 1, len(content))
-        files.append((str(path), bytes(content)))
-        size += len(content)
+        text = "".join(block for _, block in _blocks(path, None, lambda position: None))
+        files.append((str(path), text))
+        size += len(text)
         position += path.stat().st_size
-        if size >= TASK_BYTES or len(files) >= _FILES_IN_A_TASK:
+        watch(position)
+        if size >= TASK_SIZE or len(files) >= _FILES_IN_A_TASK:
             yield partial(file_records, files)
             files, size = [], 0
     if files:
         yield partial(file_records, files)
 
 
-def _blocks(path: Path, pieces: Iterator[bytes], separator: bytes) -> Iterator[tuple[int, bytes]]:
-    """Whole lines or paragraphs, some TASK_BYTES of them at a time, and the number of their first line.
+def _blocks(path: Path, separator: str | None, watch: Watch) -> Iterator[tuple[int, str]]:
+    """Whole lines or paragraphs of a file, some TASK_SIZE characters of them at a time, and the number of their first
+    line; all of it at once where nothing separates.
 
-    A separator that reaches over two pieces is not seen.
+    Raises ValueError for a line or paragraph that is too long.
     """
-    number, held, size, complete = 1, [], 0, 0
-    for piece in pieces:
-        end = piece.rfind(separator)
-        if end >= 0:
-            complete = size + end + len(separator)
-        held.append(piece)
-        size += len(piece)
-        if complete >= TASK_BYTES:
-            data = b"".join(held)
-            yield number, data[:complete]
-            number += data.count(b"\n", 0, complete)
-            held, size, complete = [data[complete:]], len(data) - complete, 0
-        _check_length(path, number, size - complete)
-    if size:
-        yield number, b"".join(held)
-
-
-def _check_length(path: Path, line: int, size: int) -> None:
-    if size > LONGEST_UNIT:
-        raise ValueError(
-            f"{path}: a document after line {line} is longer than {LONGEST_UNIT:,} bytes, the most that is read in one "
-            "piece; split it"
-        )
-
-
-def _without_mark(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    begin = b""
-    for piece in pieces:
-        begin += piece
-        if len(begin) >= len(_UTF8_MARK):
-            break
-    begin = begin.removeprefix(_UTF8_MARK)
-    if begin:
-        yield begin
-    yield from pieces
-
-
-def _plain_text(path: Path, watch: Watch) -> Iterator[bytes]:
-    r"""A text file's bytes, "\r\n" as "\n"; two newlines are never torn apart if no third is with them."""
-    held = b""
-    for piece in _without_mark(unpacked(path, watch)):
-        piece, held = held + piece, b""
-        if piece.endswith(b"\r"):
-            piece, held = piece[:-1], b"\r"
-        piece = piece.replace(b"\r\n", b"\n")
-        if not held and piece.endswith(b"\n") and not piece.endswith(b"\n\n"):
-            piece, held = piece[:-1], b"\n"
-        if piece:
-            yield piece
+    line, held = 1, ""
+    for piece in _text(path, watch):
+        held += piece
+        if separator and len(held) >= TASK_SIZE and (end := held.rfind(separator)) >= 0:
+            end += len(separator)
+            yield line, held[:end]
+            line, held = line + held.count("\n", 0, end), held[end:]
+        if len(held) > LONGEST_UNIT:
+            raise ValueError(
+                f"{path}: a document after line {line} is longer than {LONGEST_UNIT:,} characters, the most that is "
+                "read in one piece; split it"
+            )
     if held:
-        yield held
+        yield line, held
 
 
-def unpacked(path: Path, watch: Watch = lambda position: None) -> Iterator[bytes]:
-    """The content of a file in pieces of at most some MiB, none empty, unpacked by its ending.
+def _text(path: Path, watch: Watch) -> Iterator[str]:
+    r"""A file's text in pieces, without a byte order mark, each end of a line as "\n". What is not UTF-8 becomes
+    surrogates."""
+    utf8 = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+    decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
+    for piece in _unpacked(path, watch):
+        yield decoder.decode(piece)
+    yield decoder.decode(b"", final=True)
+
+
+def _unpacked(path: Path, watch: Watch) -> Iterator[bytes]:
+    """The content of a file in pieces of at most some MiB, unpacked by its ending.
 
     Raises ValueError if it is damaged, cut short, or not compressed as its ending says; OSError if it cannot be read.
     """
@@ -386,11 +336,9 @@ def _zstandard(file: BinaryIO) -> Iterator[bytes]:
         while packed:
             frame = frame or decompressor.decompressobj()
             try:
-                piece = frame.decompress(packed)
+                yield frame.decompress(packed)
             except zstandard.ZstdError as error:
                 raise EOFError(str(error)) from error
-            if piece:
-                yield piece
             packed = frame.unused_data if frame.eof else b""
             if frame.eof:
                 frame = None
@@ -401,53 +349,6 @@ def _zstandard(file: BinaryIO) -> Iterator[bytes]:
 # Tables.
 
 
-def _package(name: str, what: str) -> Any:
-    """A package that not everybody installs; `what` needs it. Raises ValueError, with the remedy, where it is not."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        extra = name.partition(".")[0].replace("pyarrow", "parquet")
-        raise ValueError(f'{what} needs a package ({error}); pip install "megatron_fp4[{extra}]"') from error
-
-
-def _parquet_tasks(path: Path, field: str, watch: Watch) -> Iterator[Task]:
-    pq = _package("pyarrow.parquet", str(path))
-    try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:
-            rows, size = file.metadata.num_rows, path.stat().st_size
-
-            def columns() -> Iterator[list[Any]]:
-                names, number = file.schema_arrow.names, 0
-                column = field if {field, field.partition(".")[0]} & {*names} else names[0]  # which counts the rows
-                for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=[column]):
-                    number += batch.num_rows
-                    watch(size * number // max(rows, 1))
-                    yield _python_values(batch, field)
-
-            yield from _row_tasks(str(path), columns(), field)
-    except (_package("pyarrow", str(path)).ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise ValueError(
-            f"{path} is damaged or no Parquet file ({_in_a_line(error)}); copy or write it again"
-        ) from error
-
-
-def _row_tasks(where: str, batches: Iterable[list[Any]], field: str) -> Iterator[Task]:
-    """Values of one column, batch by batch."""
-    first, size = 1, 0  # row of the first of `values`, and their characters
-    values: list[Any] = []
-    for batch in batches:
-        for value in batch:
-            values.append(value)
-            size += len(value) if isinstance(value, str) else 8
-            if size >= TASK_BYTES or len(values) >= _ROWS_IN_A_TASK:
-                yield partial(row_records, where, first, values, field)
-                first, values, size = first + len(values), [], 0
-    if values:
-        yield partial(row_records, where, first, values, field)
-
-
 def _dataset_tasks(
     source: tuple[str, ...], split: str | None, field: str, subset: str | None, watch: Watch
 ) -> Iterator[Task]:
@@ -455,21 +356,31 @@ def _dataset_tasks(
     files = source[1:] or source
     more = f"and {len(files) - 1} more" if len(files) > 1 else None
     where = " ".join(filter(None, (files[0], more, subset, split)))
-
-    def columns() -> Iterator[list[Any]]:
+    first, size = 1, 0  # row of the first of `values`, and their characters
+    values: list[Any] = []
+    try:
         for table in _tables(source, split, subset):
             if names := table.column_names:  # unknown before some streams are read
                 # Reading the others takes time; if there is no such field, one column counts the rows.
                 wanted = [name for name in (field, field.partition(".")[0]) if name in names]
                 table = table.select_columns([*wanted, names[0]][:1])
             for batch in table.with_format("arrow").iter(_ROWS_AT_ONCE):
-                yield _python_values(batch, field)
-
-    yield from _row_tasks(where, _explained(where, columns()), field)
+                for value in _column(batch, field):
+                    values.append(value)
+                    size += len(value) if isinstance(value, str) else 8
+                    if size >= TASK_SIZE or len(values) >= _ROWS_IN_A_TASK:
+                        yield partial(row_records, where, first, values, field)
+                        first, values, size = first + len(values), [], 0
+    except Exception as error:  # `datasets` promises no type
+        raise ValueError(f"datasets cannot read {where}: {_in_a_line(error)}") from error
+    if values:
+        yield partial(row_records, where, first, values, field)
 
 
 def _tables(source: tuple[str, ...], split: str | None, subset: str | None) -> list[Any]:
-    datasets, name = _package("datasets", source[-1]), source[0]
+    import datasets
+
+    name = source[0]
     if len(source) == 1 and _is_saved(name):
         found = datasets.load_from_disk(name)
         splits = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
@@ -485,13 +396,12 @@ def _tables(source: tuple[str, ...], split: str | None, subset: str | None) -> l
             raise ValueError(f"no split {split!r} ({_in_a_line(error)}); its splits: {', '.join(splits)}") from error
     # A whole split streams; a slice is first loaded into the cache of `datasets`, which alone can slice.
     streams = "[" not in (split or "") and "+" not in (split or "")
-    given = {"data_files": list(source[1:])} if len(source) > 1 else {"name": subset}
+    given: dict[str, Any] = {"data_files": list(source[1:])} if len(source) > 1 else {"name": subset}
     return [datasets.load_dataset(name, split=split or "train", streaming=streams, **given)]
 
 
-def _python_values(batch: Any, field: str) -> list[Any]:
-    """The values of a field that is a column of an Arrow batch or inside it; those that are not UTF-8 as strings that
-    do not encode."""
+def _column(batch: Any, field: str) -> list[Any]:
+    """The values of a field that is a column of an Arrow batch or inside it."""
     column = field if field in batch.schema.names else field.partition(".")[0]
     if column not in batch.schema.names:
         return [_MISSING] * batch.num_rows
@@ -499,17 +409,11 @@ def _python_values(batch: Any, field: str) -> list[Any]:
     try:
         found = values.to_pylist()
     except UnicodeDecodeError:
-        found = values.cast(_package("pyarrow", "text that is not UTF-8").large_binary()).to_pylist()
+        import pyarrow
+
+        found = values.cast(pyarrow.large_binary()).to_pylist()
         return [None if value is None else value.decode("utf-8", "surrogateescape") for value in found]
     return found if column == field else [_value({column: value}, field) for value in found]
-
-
-def _explained(where: str, rows: Iterator[list[Any]]) -> Iterator[list[Any]]:
-    """The rows; ValueError for whatever `datasets` raises, which promises no type."""
-    try:
-        yield from rows
-    except Exception as error:
-        raise ValueError(f"datasets cannot read {where}: {_in_a_line(error)}") from error
 
 
 def _in_a_line(error: Exception) -> str:

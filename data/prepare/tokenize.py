@@ -36,10 +36,12 @@ class WorkerDied(Exception):
 class Options:
     """What shapes the output besides the inputs and the tokenizer.
 
-    validation: share of documents held out by `is_held_out`, 0 for none. max_document_bytes: of UTF-8; what is larger
-    goes by `huge`, a row of POLICIES: all pieces of a split document are on the side of an unsplit copy. bos_token:
-    begins every document, None for none. eod: whether the tokenizer's end of a document ends each. max_malformed:
-    largest share of records that may be skipped; a preparation may resume with another one.
+    validation: share of documents held out by `is_held_out`, 0 for none. max_malformed: largest share of records that
+    may be skipped; a preparation may resume with another one. max_document_bytes: of UTF-8; what is larger goes by
+    `huge`, one of POLICIES: all pieces of a split document are on the side of an unsplit copy. bos_token: begins every
+    document, None for none. eod: whether the tokenizer's end of a document ends each.
+
+    Raises ValueError for a number that means nothing.
     """
 
     validation: float = 0.01
@@ -52,15 +54,13 @@ class Options:
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise ValueError(
-                f"the share held out for validation is {self.validation}; it must be at least 0 and below 1"
+                f"--validation {self.validation} is no share to hold out; it must be at least 0 and below 1"
             )
         if not 0 <= self.max_malformed <= 1:
-            raise ValueError(f"the largest share of malformed records is {self.max_malformed}; it must be from 0 to 1")
+            raise ValueError(f"--max-malformed {self.max_malformed} is no share of records; it must be from 0 to 1")
         # A document has at most a token for each byte and a few more, and the index counts them in an int32.
         if not 64 <= self.max_document_bytes <= 1 << 30:
-            raise ValueError(
-                f"the largest document is {self.max_document_bytes} bytes; it must be from 64 to {1 << 30}"
-            )
+            raise ValueError(f"--max-document-bytes {self.max_document_bytes} must be from 64 to {1 << 30}")
         assert self.huge in POLICIES, self.huge
 
 

@@ -26,7 +26,7 @@ _EXISTS = 3
 
 def prepare(folder: Path, output: Path) -> None:
     """The same corpus each time: JSON Lines in several tasks, huge documents, a tokenizer to be trained."""
-    parts = open_files("json", find_files([str(folder / "*.jsonl*")]))
+    parts = open_files("json", find_files([str(folder / "*.jsonl")]))
     options = Options(validation=0.2, max_document_bytes=1000, max_malformed=0.1)
     prepare_module.prepare(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), options)
 
@@ -89,7 +89,7 @@ def main() -> None:
     """See above."""
     folder, first, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     prepare_module.SAVE_SECONDS = 0.0
-    readers.TASK_BYTES = 1500
+    readers.TASK_SIZE = 1500
     readers.READ_BYTES = 700
     reader, writer = os.pipe()
     printed = os.dup(1)
