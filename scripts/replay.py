@@ -88,20 +88,19 @@ def replay(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"step {last} does not lie after step {start} of the checkpoint; give --steps 1 or more, or an earlier one"
         )
-    records = read_metrics(options.metrics or run_dir / METRICS_FILE)
+    metrics = options.metrics or run_dir / METRICS_FILE
+    records = read_metrics(metrics)
     recorded = {record["step"]: record for record in records if record["kind"] == "step"}
-    for step in range(start + 1, last + 1):
-        if step not in recorded:
-            raise ConfigError(
-                f"{options.metrics or run_dir / METRICS_FILE} has no record of step {step}, only of "
-                f"{min(recorded, default=0)} to {max(recorded, default=0)}; name steps of these and a checkpoint "
-                "before them"
-            )
+    if missing := [step for step in range(start + 1, last + 1) if step not in recorded]:
+        raise ConfigError(
+            f"{metrics} has no record of step {missing[0]}, only of {min(recorded, default=0)} to "
+            f"{max(recorded, default=0)}; name steps of these and a checkpoint before them"
+        )
     went_back = {
-        r["step"]: r["checkpoint"] for r in records if r.get("event") == "spike" and r["checkpoint"] is not None
+        record["step"]: origin if record["checkpoint"] == start else origin.parent / folder_name(record["checkpoint"])
+        for record in records
+        if record.get("event") == "spike" and record["checkpoint"] is not None and record["step"] < last
     }
-    folders = {step: origin if to == start else origin.parent / folder_name(to) for step, to in went_back.items()}
-    went_back = {step: to for step, to in folders.items() if step < last}
     trainer = open_run(origin, options.overrides, went_back, options.trust_config)
     if start:
         trainer.begin_from(origin)
@@ -115,7 +114,7 @@ def replay(options: argparse.Namespace) -> int:
     differing = compare(trainer, start, last, recorded)
     if trainer.mesh.rank == 0:
         count = last - start
-        print(f"{count - len(differing)} of {count} steps are equal to the last bit", flush=True)
+        print(f"{count - differing} of {count} steps are equal to the last bit", flush=True)
         made_with, here = read_manifest(origin).torch_version, str(torch.__version__)
         if differing and made_with != here:
             print(f"the checkpoint was made with torch {made_with}, this is {here}: no two versions have equal kernels")
@@ -152,7 +151,7 @@ class RecordedSpikes(Spikes):
 
     def after_step(self, step: Step) -> None:
         """As it is recorded."""
-        self.observe(step.result, step.done)
+        self.observe(step.result)
         if step.done in self._went_back:
             self.trainer.roll_back(step.done, self._went_back[step.done])
 
@@ -194,33 +193,25 @@ def begin_as_then(trainer: Trainer, checkpoint: Path) -> None:
     trainer.begin(0)
 
 
-def compare(trainer: Trainer, start: int, last: int, recorded: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Repeat the steps after `start` up to `last`, print a line for each; returns those that differ.
+def compare(trainer: Trainer, start: int, last: int, recorded: Mapping[int, Mapping[str, Any]]) -> int:
+    """Repeat the steps after `start` up to `last` and print a line for each; returns how many differ.
 
-    recorded: by step, the records of metrics.jsonl.
+    recorded: by step, the records of metrics.jsonl, which have null for what is not finite.
     """
-    first_rank, differing = trainer.mesh.rank == 0, []
-    print_line(first_rank, "step", "loss recorded", "loss replayed", "norm recorded", "norm replayed", "")
+
+    def line(step: object, *columns: object) -> None:
+        if trainer.mesh.rank == 0:
+            print(f"{step!s:>8}  {'  '.join(f'{column!s:<20}' for column in columns)}".rstrip(), flush=True)
+
+    differing = 0
+    line("step", "loss recorded", "loss replayed", "norm recorded", "norm replayed")
     for step in trainer.steps(start, last):
         was, result = recorded[step.done], step.result
-        same = equal(was["loss"], result.loss) and equal(was["grad_norm"], result.grad_norm)
-        verdict = "equal" if same else "DIFFERS"
-        print_line(first_rank, step.done, was["loss"], result.loss, was["grad_norm"], result.grad_norm, verdict)
-        if not same:
-            differing.append(step.done)
+        pairs = ((was["loss"], result.loss), (was["grad_norm"], result.grad_norm))
+        same = all(not math.isfinite(now) if then is None else then == now for then, now in pairs)
+        differing += not same
+        line(step.done, *pairs[0], *pairs[1], "equal" if same else "DIFFERS")
     return differing
-
-
-def equal(recorded: float | None, replayed: float) -> bool:
-    """Whether two numbers are the same; metrics.jsonl has null for what is not finite."""
-    return not math.isfinite(replayed) if recorded is None else recorded == replayed
-
-
-def print_line(first_rank: bool, step: object, *columns: object) -> None:
-    """A line of the table, on the first rank."""
-    if first_rank:
-        *numbers, verdict = (f"{column!s:<20}" for column in columns)
-        print(f"{step!s:>8}  {'  '.join(numbers)}  {verdict}".rstrip(), flush=True)
 
 
 if __name__ == "__main__":

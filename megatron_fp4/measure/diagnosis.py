@@ -103,23 +103,25 @@ def diagnose_nonfinite(
     model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, step_state: StepState
 ) -> str:
     """Run a failed step's micro-batches, equally many on each rank, again and say where numbers stop being finite."""
-    mine, whole = [], global_batch_of(micro_batches, mesh)
-    for micro_batch in micro_batches:
-        report = find_nonfinite(model, micro_batch, mesh, step_state, whole)
-        mine.append((f"rank {mesh.rank}, micro-batch {micro_batch.index}", report))
-    of_ranks: list[list[tuple[str, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
+    whole = global_batch_of(micro_batches, mesh)
+    mine = [(batch.index, find_nonfinite(model, batch, mesh, step_state, whole)) for batch in micro_batches]
+    of_ranks: list[list[tuple[int, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine)
-    found = [(where, report) for entries in of_ranks for where, report in entries if str(report)]
-    # One culprit spoils the reduced gradients of all ranks, so gradients alone accuse no rank while there is better.
-    found = [entry for entry in found if entry[1].has_origin] or found
+    found = [
+        (f"rank {rank}, micro-batch {index}: {report}", report.has_origin)
+        for rank, entries in enumerate(of_ranks)
+        for index, report in entries
+        if str(report)
+    ]
     if not found:
         return (
             "Computed again, every micro-batch is finite: suspect the reduction of gradients, or a device that "
             "does not repeat its results."
         )
-    listed = ". ".join(f"{where}: {report}" for where, report in found[:4])
-    more = f", and {len(found) - 4} more micro-batches" if len(found) > 4 else ""
-    return f"Not finite: {listed}{more}."
+    # One culprit spoils the reduced gradients of all ranks, so gradients alone accuse no rank while there is better.
+    lines = [line for line, has_origin in found if has_origin] or [line for line, _ in found]
+    more = f", and {len(lines) - 4} more micro-batches" if len(lines) > 4 else ""
+    return f"Not finite: {'. '.join(lines[:4])}{more}."
 
 
 def diagnose_spike(
@@ -151,18 +153,18 @@ def diagnose_spike(
     dist.all_gather_object(of_ranks, mine if mesh.tp_rank == 0 else [])
     found = sorted((entry for entries in of_ranks for entry in entries), reverse=True)
     num_targets = max(sum(entry[3] for entry in found), 1)
-    loss, norm = math.fsum(entry[0] * entry[3] for entry in found) / num_targets, math.sqrt(squares.sum().item())
+    total = squares.sum().item()
+    loss, norm = math.fsum(entry[0] * entry[3] for entry in found) / num_targets, math.sqrt(total)
     # Sums in another order: the last bits may differ, a machine that errs does not stay within them.
     again = math.isclose(loss, result.loss, rel_tol=1e-5) and math.isclose(norm, result.grad_norm, rel_tol=1e-4)
     verdict = "as before" if again else "NOT as before: suspect a device that does not repeat its results"
     worst = ", ".join(f"{value:.4g} in micro-batch {index} on rank {rank}" for value, index, rank, _ in found[:_LISTED])
     middle = statistics.median(entry[0] for entry in found)
-    order = squares.argsort(descending=True)[:_LISTED].tolist()
-    names, total = list(named), max(squares.sum().item(), math.ulp(0.0))
-    shares = ", ".join(f"{names[i]} {squares[i].item() / total:.0%}" for i in order)
+    shares = sorted(zip(squares.tolist(), named, strict=True), key=lambda share: -share[0])[:_LISTED]
+    most = ", ".join(f"{name} {square / max(total, math.ulp(0.0)):.0%}" for square, name in shares)
     return (
         f"Computed again: loss {loss:.4g}, gradient norm {norm:.4g}, {verdict}. Largest losses: {worst} (median of "
-        f"{len(found)} micro-batches {middle:.4g}). Most of the squared gradient norm: {shares}."
+        f"{len(found)} micro-batches {middle:.4g}). Most of the squared gradient norm: {most}."
     )
 
 

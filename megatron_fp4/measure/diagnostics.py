@@ -5,20 +5,20 @@
         ...                                     train one step
     record = diagnostics_record(probe.collect(list(linears)))
 
-A `Probe` hangs on every linear's context. The linear's autograd function shows it the raw x, W and dy and
-the results y, dx and dW of the first micro-batch; it quantizes each operand again, with the same draws and the same
-tensor maxima, and computes each product again from the unquantized tensors with FP32 accumulation. The *actual* results
-are compared with those, so a backend that computes something else than it should is seen here too. (y and dx are in
-BF16, so with BF16 training their errors have a floor of about 0.002 from that last rounding.) A measured step computes
-exactly what it would have computed otherwise; the probe draws from no generator and never waits for the device.
+A `Probe` hangs on every linear's context. The linear's autograd function shows it the raw x, W and dy and the results
+y, dx and dW of the first micro-batch; it quantizes each operand again, with the same draws and the same tensor maxima,
+and computes each product again from the unquantized tensors with FP32 accumulation. The *actual* results are compared
+with those, so a backend that computes something else than it should is seen too. (y and dx are in BF16, so with BF16
+training their errors have a floor of about 0.002 from that last rounding.) A measured step computes exactly what it
+would have computed otherwise; the probe draws from no generator and never waits for the device.
 
-    snr_db      10 log10( sum x^2 / sum (q - x)^2 ), x what the quantizer saw (behind a Hadamard transform), q what it
+    snr_db      10 log10( sum x^2 / sum (q - x)^2 ), x what the quantizer saw (after a Hadamard transform), q what it
                 made of it
     zeroed      share of the nonzero x that became zero
     saturated   share of the nonzero x beyond the largest value that their block's scale can express; a scale of zero
                 expresses nothing, and what it covers counts as zeroed alone
     amax, rms   largest magnitude and root mean square before the transform; crest = amax / rms
-    *_rht       the same three behind the transform; its purpose is a smaller crest
+    *_rht       the same three after the transform; its purpose is a smaller crest
     error       ||q - exact|| / ||exact|| of a product (Frobenius norms)
     gradient_to_noise   ||dW exact|| / ||dW - dW exact|| of a linear or a block, for one micro-batch and the dy that
                 arrived: the noise that this wgrad adds. (gradient_noise.py measures all of a step's.)
@@ -39,13 +39,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron_fp4.precision.emulated import GemmOperand, encode_operand, gemm, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -71,11 +72,9 @@ from megatron_fp4.quantization.tensor import scale_values
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Record = dict[str, Any]
-
+# FP64, of an operand; of a product its first two. Maxima: of the tensor before a transform and after it.
 OPERAND_SUMS = ("signal", "error", "nonzero", "zeroed", "saturated", "raw_signal", "raw_count")
-OPERAND_MAXIMA = ("raw_amax", "amax")
-PRODUCT_SUMS = ("signal", "error")
+PARTS = (*(slot.name for slot in SLOTS), *GEMMS)
 
 # Block scales are themselves rounded numbers: an element this close to the largest code is on it, not beyond.
 _ON_THE_LIMIT = 1.0 + 2.0**-20
@@ -87,7 +86,22 @@ _TOGETHER = 16  # samples that are quantized together
 _CHUNK_ELEMENTS = 2**24
 
 
-def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> Record:
+@dataclass(frozen=True)
+class LinearMeasurement:
+    """What a probe found at one linear, over all ranks.
+
+    recipe: its name. operands: name -> statistics (see the top of this file), quantized operands only.
+    errors: GEMM -> relative error of its result, GEMMs with a quantized operand only.
+    wgrad_sums: squared norms of the exact weight gradient and of its error, or None without an error of wgrad.
+    """
+
+    recipe: str
+    operands: dict[str, dict[str, float]]
+    errors: dict[str, float]
+    wgrad_sums: tuple[float, float] | None
+
+
+def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> dict[str, Any]:
     """What `metrics.jsonl` gets (besides `kind` and `step`):
 
     linears: name -> recipe, operands (name -> statistics), gemms (fprop, dgrad, wgrad -> relative error) and
@@ -96,15 +110,12 @@ def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> Record:
     """
     linears: dict[str, Any] = {}
     sums_of_blocks: dict[str, list[tuple[float, float]]] = {}
-    for name, measurement in found.items():
-        linears[name] = {
-            "recipe": measurement.recipe,
-            "operands": measurement.operands,
-            "gemms": measurement.errors,
-        }
-        if measurement.wgrad_sums is not None:
-            linears[name]["gradient_to_noise"] = _ratio(*measurement.wgrad_sums)
-            sums_of_blocks.setdefault(block_of(name), []).append(measurement.wgrad_sums)
+    for name, of in found.items():
+        linears[name] = {"recipe": of.recipe, "operands": of.operands, "gemms": of.errors}
+        if of.wgrad_sums is not None:
+            linears[name]["gradient_to_noise"] = _ratio(*of.wgrad_sums)
+            block = ".".join(name.split(".")[:2])  # blocks.3 of blocks.3.mixer.in_proj
+            sums_of_blocks.setdefault(block, []).append(of.wgrad_sums)
     blocks = {
         block: {"gradient_to_noise": _ratio(sum(signal for signal, _ in sums), sum(noise for _, noise in sums))}
         for block, sums in sums_of_blocks.items()
@@ -112,16 +123,11 @@ def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> Record:
     return {"linears": linears, "blocks": blocks}
 
 
-# The larger a quantity the worse it is, but for these.
-_BETTER_LARGE = ("snr_db", "gradient_to_noise")
-
-
-def diagnostics_scalars(record: Record) -> dict[str, float]:
+def diagnostics_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """A record as a few curves for TensorBoard and wandb, `quantization_<quantity>/<operand or GEMM>_<median or worst>`
     over all linears; of gradient-to-noise ratios over all linears and all blocks.
 
-    What each linear has is in `metrics.jsonl`, of which `scripts/report.py` makes a picture. Largest magnitude and
-    root mean square are left out; their ratio, the crest, is here.
+    What each linear has is in `metrics.jsonl`, of which `scripts/report.py` makes a picture.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for linear in record["linears"].values():
@@ -138,17 +144,11 @@ def diagnostics_scalars(record: Record) -> dict[str, float]:
                 found.setdefault(("gradient_to_noise", part), []).append(values["gradient_to_noise"])
     scalars: dict[str, float] = {}
     for (quantity, name), every in found.items():
-        if not (numbers := [number for number in every if not math.isnan(number)]):
-            continue
-        worst = min if quantity in _BETTER_LARGE else max
-        scalars[f"quantization_{quantity}/{name}_median"] = median(numbers)
-        scalars[f"quantization_{quantity}/{name}_worst"] = worst(numbers)
+        if numbers := [number for number in every if not math.isnan(number)]:
+            worst = min if quantity in ("snr_db", "gradient_to_noise") else max
+            scalars[f"quantization_{quantity}/{name}_median"] = median(numbers)
+            scalars[f"quantization_{quantity}/{name}_worst"] = worst(numbers)
     return scalars
-
-
-def block_of(linear: str) -> str:
-    """`blocks.3` of `blocks.3.mixer.in_proj`."""
-    return ".".join(linear.split(".")[:2])
 
 
 def _ratio(signal: float, noise: float) -> float:
@@ -158,35 +158,27 @@ def _ratio(signal: float, noise: float) -> float:
     return math.sqrt(signal / noise)
 
 
-@dataclass(frozen=True)
-class LinearMeasurement:
-    """What a probe found at one linear, over all ranks.
-
-    recipe: its name. operands: name -> statistics (see measure/diagnostics.py), quantized operands only.
-    errors: GEMM -> relative error of its result, GEMMs with a quantized operand only.
-    wgrad_sums: squared norms of the exact weight gradient and of its error, or None without an error of wgrad.
-    """
-
-    recipe: str
-    operands: dict[str, dict[str, float]]
-    errors: dict[str, float]
-    wgrad_sums: tuple[float, float] | None
+class _Sample(NamedTuple):
+    tiles: Tensor
+    amax: Tensor
+    key: RoundingKey | None
+    then: Callable[[Tensor], None]
 
 
-@dataclass
 class Probe:
     """Measures the calls of the linears it hangs on.
 
     once: measure only the first call of each linear (one micro-batch), not all.
     """
 
-    once: bool = True
-    samples: Samples = field(default_factory=lambda: Samples())
-    _recipes: dict[str, str] = field(default_factory=dict)
-    _sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    _maxima: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    _transformed: set[tuple[str, str]] = field(default_factory=set)
-    _repeated: dict[tuple[str, str], str] = field(default_factory=dict)
+    def __init__(self, once: bool = True) -> None:
+        self.once = once
+        self._recipes: dict[str, str] = {}
+        self._sums: dict[tuple[str, str], Tensor] = {}
+        self._maxima: dict[tuple[str, str], Tensor] = {}
+        self._transformed: set[tuple[str, str]] = set()
+        self._repeated: dict[tuple[str, str], tuple[str, str]] = {}
+        self._samples: dict[Operand, list[_Sample]] = {}
 
     @contextmanager
     def attached(self, linears: Mapping[str, LinearContext]) -> Iterator[Probe]:
@@ -217,42 +209,35 @@ class Probe:
 
         All ranks must give the same names in the same order and have measured the same linears.
         """
-        self.samples.flush()
-        for (name, operand), of in self._repeated.items():
-            if (name, of) in self._sums:
-                self._sums[name, operand], self._maxima[name, operand] = self._sums[name, of], self._maxima[name, of]
+        for operand, waiting in self._samples.items():
+            self._measure(operand, waiting)
+        for key, of in self._repeated.items():
+            if of in self._sums:
+                self._sums[key], self._maxima[key] = self._sums[of], self._maxima[of]
         measured = [name for name in names if name in self._recipes]
         if not measured:
             return {}
-        device = next(iter(self._sums.values())).device
-        sums, maxima, parts = [], [], (*(slot.name for slot in SLOTS), *GEMMS)
-        for name in measured:
-            for part in parts:
-                width = len(PRODUCT_SUMS) if part in GEMMS else len(OPERAND_SUMS)
-                zeros = torch.zeros(width, dtype=torch.float64, device=device)
-                sums.append(self._sums.get((name, part), zeros))
-                if part not in GEMMS:
-                    none = torch.zeros(len(OPERAND_MAXIMA), dtype=torch.float64, device=device)
-                    maxima.append(self._maxima.get((name, part), none))
-        flat_sums, flat_maxima = torch.cat(sums), torch.cat(maxima)
-        dist.all_reduce(flat_sums)
-        dist.all_reduce(flat_maxima, op=dist.ReduceOp.MAX)
-        sum_values, maximum_values = iter(flat_sums.tolist()), iter(flat_maxima.tolist())
+        keys = [(name, part) for name in measured for part in PARTS]
+        zeros = next(iter(self._sums.values())).new_zeros(len(OPERAND_SUMS))
+        rows = [self._sums.get(key, zeros) for key in keys]
+        sums = torch.stack([F.pad(row, (0, len(zeros) - len(row))) for row in rows])
+        maxima = torch.stack([self._maxima.get(key, zeros[:2]) for key in keys])
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        totals = dict(zip(keys, zip(sums.tolist(), maxima.tolist(), strict=True), strict=True))
         found = {}
         for name in measured:
-            operands, errors, wgrad_sums = {}, {}, None
-            for part in parts:
-                if part not in GEMMS:
-                    totals = [next(sum_values) for _ in OPERAND_SUMS]
-                    largest = [next(maximum_values) for _ in OPERAND_MAXIMA]
-                    if (name, part) in self._sums:
-                        operands[part] = operand_statistics(totals, largest, (name, part) in self._transformed)
-                else:
-                    totals = [next(sum_values) for _ in PRODUCT_SUMS]
-                    if (name, part) in self._sums:
-                        errors[part] = relative_error(totals)
-                        wgrad_sums = (totals[0], totals[1]) if part == "wgrad" else wgrad_sums
-            found[name] = LinearMeasurement(self._recipes[name], operands, errors, wgrad_sums)
+            here = {part: totals[name, part] for part in PARTS if (name, part) in self._sums}
+            found[name] = LinearMeasurement(
+                self._recipes[name],
+                {
+                    part: operand_statistics(*of, (name, part) in self._transformed)
+                    for part, of in here.items()
+                    if part not in GEMMS
+                },
+                {part: _relative_error(*of[0][:2]) for part, of in here.items() if part in GEMMS},
+                (here["wgrad"][0][0], here["wgrad"][0][1]) if "wgrad" in here else None,
+            )
         return found
 
     def add(self, name: str, part: str, sums: Tensor, maxima: Tensor | None = None, transformed: bool = False) -> None:
@@ -266,7 +251,33 @@ class Probe:
 
     def repeat(self, name: str, slot: OperandSlot, of: OperandSlot) -> None:
         """The operand at `slot` of linear `name` has the codes of the one at `of`, and so its sums."""
-        self._repeated[name, slot.name] = of.name
+        self._repeated[name, slot.name] = name, of.name
+
+    def measure_later(
+        self, sample: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor, then: Callable[[Tensor], None]
+    ) -> None:
+        """Have `then` called with the sums (`operand_sums`) of a sample from `sample_rows`, at the latest by `collect`.
+
+        key: of the draws, for this or another sample of the same operand. amax: FP32 0-dim.
+        """
+        waiting = self._samples.setdefault(operand, [])
+        waiting.append(_Sample(_tiles(sample, operand.group), amax, key, then))
+        # Four-over-six compares errors under one maximum for all rows.
+        if len(waiting) >= (1 if operand.four_over_six else _TOGETHER):
+            self._measure(operand, waiting)
+
+    def _measure(self, operand: Operand, waiting: list[_Sample]) -> None:
+        if not waiting:
+            return
+        rows, amax = waiting[0].tiles.shape[0], waiting[0].amax
+        if len(waiting) > 1:
+            amax = torch.stack([one.amax for one in waiting]).repeat_interleave(rows)[:, None]
+        tiles = torch.stack([one.tiles for one in waiting]).to(torch.float32)
+        values, limits = quantized_values(tiles.flatten(0, 1), operand, waiting[0].key, amax)
+        for i, one in enumerate(waiting):
+            here = slice(i * rows, (i + 1) * rows)
+            one.then(operand_sums(tiles[i], values[here], limits[here]))
+        waiting.clear()
 
 
 class ProbedCall:
@@ -352,30 +363,36 @@ class ProbedCall:
             raw = sums[0] if raw_signal is None else raw_signal
             raw_count = torch.full_like(raw, count * min(1.0, SAMPLE / x.numel()) if large else count)
             sums = torch.cat((sums, torch.stack((raw, raw_count))))
-            sums = sums if unit is None else sums_in_units(sums, unit)
+            if unit is not None:
+                signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums.unbind()
+                square = unit.to(torch.float64).square()
+                signal, error, raw_signal = (of * square for of in (signal, error, raw_signal))
+                sums = torch.stack((signal, error, nonzero, zeroed, saturated, raw_signal, raw_count))
             self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
         if large:
             part = sample_rows(seen).to(torch.float32)
-            self.probe.samples.put(part * factor if rht else part, operand, key, amax, add)
+            self.probe.measure_later(part * factor if rht else part, operand, key, amax, add)
         else:
             part = seen.to(torch.float32)
             values, limits = quantized_values(part, operand, key, amax)
-            add(operand_sums(part, values, limits), sum_of_squares(x) if rht else None)
+            add(operand_sums(part, values, limits), _sums_of_squares(x)[0] if rht else None)
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
         """a: [m, k], b: [n, k], result: [m, n]; group: ranks whose results and exact products add up, or None."""
         if not self.call.recipe.gemms[name].quantized:
             return
-        sums = torch.zeros(len(PRODUCT_SUMS), dtype=torch.float64, device=a.device)
-        for chunk in _chunks(result):
+        sums = torch.zeros(2, dtype=torch.float64, device=a.device)
+        size = max(1, _CHUNK_ELEMENTS // result.shape[1])
+        for start in range(0, result.shape[0], size):
+            chunk = slice(start, start + size)
             exact = gemm(GemmOperand(a[chunk]), GemmOperand(b), torch.float32)
             actual = result[chunk]
             if group is not None:
                 both = torch.stack((exact, actual.to(torch.float32)))
                 dist.all_reduce(both, group=group)
                 exact, actual = both.unbind()
-            sums += product_sums(actual, exact)
+            sums += _sums_of_squares(exact, actual - exact)
         self.probe.add(self.call.context.name, name, sums)
 
     def _ranks_that_shard_weight(self, dim: int) -> ProcessGroup | None:
@@ -385,59 +402,6 @@ class ProbedCall:
                 if placement.is_shard(dim) and spec.mesh.size(axis) > 1:
                     return spec.mesh.get_group(axis)
         return None
-
-
-def _chunks(x: Tensor) -> Iterator[slice]:
-    """All rows of `x` [rows, cols], in slices of at most `_CHUNK_ELEMENTS` elements."""
-    size = max(1, _CHUNK_ELEMENTS // x.shape[1])
-    for start in range(0, x.shape[0], size):
-        yield slice(start, min(start + size, x.shape[0]))
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    tiles: Tensor
-    amax: Tensor
-    key: RoundingKey | None
-    then: Callable[[Tensor], None]
-
-
-class Samples:
-    """Samples that wait to be quantized, by operand."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Operand, list[_Waiting]] = {}
-
-    def put(
-        self, sample: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor, then: Callable[[Tensor], None]
-    ) -> None:
-        """Have `then` called with the sums (`operand_sums`) of a sample from `sample_rows`, at the latest by `flush`.
-
-        key: of the draws, for this or another sample of the same operand. amax: FP32 0-dim.
-        """
-        waiting = self._waiting.setdefault(operand, [])
-        waiting.append(_Waiting(_tiles(sample, operand.group), amax, key, then))
-        # Four-over-six compares errors under one maximum for all rows.
-        if len(waiting) >= (1 if operand.four_over_six else _TOGETHER):
-            self._measure(operand, waiting)
-
-    def flush(self) -> None:
-        """Measure everything that waits."""
-        for operand, waiting in self._waiting.items():
-            if waiting:
-                self._measure(operand, waiting)
-
-    def _measure(self, operand: Operand, waiting: list[_Waiting]) -> None:
-        count, rows = len(waiting), waiting[0].tiles.shape[0]
-        tiles = torch.stack([one.tiles for one in waiting]).to(torch.float32)
-        amax = torch.stack([one.amax for one in waiting]).repeat_interleave(rows)[:, None]
-        if count == 1:
-            amax = waiting[0].amax
-        values, limits = quantized_values(tiles.flatten(0, 1), operand, waiting[0].key, amax)
-        for i, one in enumerate(waiting):
-            here = slice(i * rows, (i + 1) * rows)
-            one.then(operand_sums(tiles[i], values[here], limits[here]))
-        waiting.clear()
 
 
 def quantized_values(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -509,20 +473,8 @@ def operand_sums(x: Tensor, values: Tensor, limits: Tensor) -> Tensor:
     return torch.cat((_sums_of_squares(x, values - x), counts))
 
 
-def sums_in_units(sums: Tensor, unit: Tensor) -> Tensor:
-    """`OPERAND_SUMS` of a tensor from those of the tensor in units of `unit`, 0-dim: FP64 [7]."""
-    signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums.unbind()
-    square = unit.to(torch.float64).square()
-    return torch.stack((signal * square, error * square, nonzero, zeroed, saturated, raw_signal * square, raw_count))
-
-
-def product_sums(result: Tensor, exact: Tensor) -> Tensor:
-    """`PRODUCT_SUMS` of a product [rows, cols] and of the same product unquantized, FP32: FP64 [2]."""
-    return _sums_of_squares(exact, result - exact)
-
-
 def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transformed: bool) -> dict[str, float]:
-    """The statistics at the top of this file from totals in the order of `OPERAND_SUMS` and `OPERAND_MAXIMA`.
+    """The statistics at the top of this file from totals in the order of `OPERAND_SUMS`, and the two maxima.
 
     transformed: whether a Hadamard transform stood before the quantizer; without one, the `*_rht` are left out.
     A tensor without a nonzero element has an SNR of infinity and shares of 0.
@@ -544,17 +496,11 @@ def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transform
     return statistics
 
 
-def relative_error(sums: Sequence[float]) -> float:
-    """||result - exact|| / ||exact|| from totals in the order of `PRODUCT_SUMS`; 0 where both are 0."""
-    signal, error = sums
+def _relative_error(signal: float, error: float) -> float:
+    """||result - exact|| / ||exact||, from their squares; 0 where both are 0."""
     if signal == 0:
         return 0.0 if error == 0 else math.inf
     return math.sqrt(error / signal)
-
-
-def sum_of_squares(x: Tensor) -> Tensor:
-    """FP64, 0-dim."""
-    return _sums_of_squares(x)[0]
 
 
 def _sums_of_squares(*tensors: Tensor) -> Tensor:

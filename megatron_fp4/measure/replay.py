@@ -11,10 +11,8 @@ parameters before they are reduced. Collectives carry a wrong number to other ra
 difference comes earliest. Ranks agree on that by one all-reduce of a number; only a difference costs more.
 
 Nothing of the run changes: gradients are dropped, and nothing draws from a generator. It costs two micro-batches of
-compute, and reading what is checked.
-
-What it cannot see: a fault that repeats itself exactly, and whatever happens outside of these two computations: the
-reduction of gradients and the update.
+compute, and reading what is checked. It cannot see a fault that repeats itself exactly, nor what happens outside of
+these two computations: the reduction of gradients and the update.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -158,49 +157,38 @@ class Trace:
         """A context in which everything that `model` computes is added."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
-                name = name or "the model (its loss)"
+                hooks: list[Callable[..., None]] = []
                 if isinstance(module, QuantizedLinear):
-                    stack.callback(module.register_forward_pre_hook(self._see_inputs(name)).remove)
+                    hooks.append(partial(self._see_inputs, name))
                     probe, module.context.probe = module.context.probe, _LinearTrace(self, name)
                     stack.callback(setattr, module.context, "probe", probe)
-                gathers = isinstance(module, FSDPModule)
-                if gathers or module is model:
+                if isinstance(module, FSDPModule) or module is model:
                     # Only here are the parameters those of the forward pass, gathered.
-                    stack.callback(module.register_forward_pre_hook(self._see_gradients(name, stack)).remove)
-                stack.callback(module.register_forward_hook(self._see_outputs(name)).remove)
+                    hooks.append(partial(self._see_gradients, f"{name}." if name else "", set(), stack))
+                for hook in hooks:
+                    stack.callback(module.register_forward_pre_hook(hook).remove)
+                see_outputs = partial(self._see_outputs, name or "the model (its loss)")
+                stack.callback(module.register_forward_hook(see_outputs).remove)
             yield
 
-    def _see_inputs(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def before_forward(module: nn.Module, inputs: Any) -> None:
-            for tensor in tensors_in(inputs):
-                self.add(f"the input of {name}", tensor)
+    def _see_inputs(self, name: str, module: nn.Module, inputs: Any) -> None:
+        for tensor in tensors_in(inputs):
+            self.add(f"the input of {name}", tensor)
 
-        return before_forward
+    def _see_outputs(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            self.add(f"the output of {name}", tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.add, f"the gradient of the output of {name}"))
 
-    def _see_outputs(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
-            for tensor in tensors_in(output):
-                self.add(f"the output of {name}", tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self.add(f"the gradient of the output of {name}", gradient))
-
-        return after_forward
-
-    def _see_gradients(self, name: str, stack: ExitStack) -> Callable[[nn.Module, Any], None]:
-        hooked: set[int] = set()
-
-        def before_forward(module: nn.Module, inputs: Any) -> None:
-            for inner, parameter in module.named_parameters():
-                if parameter.requires_grad and id(parameter) not in hooked:
-                    hooked.add(id(parameter))
-                    full = inner if name == "the model (its loss)" else f"{name}.{inner}"
-                    handle = parameter.register_hook(self._see_gradient(full))
-                    stack.callback(handle.remove)
-
-        return before_forward
-
-    def _see_gradient(self, name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self.add(f"the gradient of {name} on this rank", gradient)
+    def _see_gradients(
+        self, prefix: str, hooked: set[nn.Parameter], stack: ExitStack, module: nn.Module, inputs: Any
+    ) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter not in hooked:
+                hooked.add(parameter)
+                see = partial(self.add, f"the gradient of {prefix}{name} on this rank")
+                stack.callback(parameter.register_hook(see).remove)
 
 
 @dataclass
@@ -235,13 +223,9 @@ def checksum(tensor: Tensor) -> Tensor:
     whole = bits.numel() // _WIDTH * _WIDTH
     rows, rest = bits[:whole].view(-1, _WIDTH), bits[whole:].to(torch.int64)
     of_columns, of_rows = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
-    return torch.stack(
-        (
-            of_rows.sum() + rest.sum(),
-            _weighted(of_columns) + _weighted(rest),
-            _weighted(of_rows) - rest.sum(),
-        )
-    )
+    total = rest.sum()
+    by_column, by_row = _weighted(of_columns) + _weighted(rest), _weighted(of_rows) - total
+    return torch.stack((of_rows.sum() + total, by_column, by_row))
 
 
 def _weighted(numbers: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ from megatron_fp4.training.build import (
 )
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule, build_optimizer
 from megatron_fp4.training.providers import DataProvider, MicroBatch, ModelProvider
-from megatron_fp4.training.step import NO_REQUESTS, StepRequests, StepResult, accumulate, update
+from megatron_fp4.training.step import StepRequests, StepResult, accumulate, update
 
 # So many failed saves in a row end the run.
 _MAX_FAILED_SAVES = 3
@@ -247,7 +247,10 @@ class Trainer:
                     state,
                     lr=self.lr(index),
                     clip_norm=config.optimizer.clip_norm,
-                    requests=self._requests(stops),
+                    # What this rank tells the others, read as late as possible.
+                    requests=StepRequests()
+                    if stops is None
+                    else StepRequests(stops.stop, stops.save, self.checkpointer.failed),
                     accept=accept,
                     progress=progress,
                 )
@@ -447,9 +450,8 @@ class Trainer:
             line = f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step "
             self.log.found("damaged", [f"{line}{start}"], **asdict(damage))
         if saved and (changes := config_diff.configuration_changes(saved, self.config)):
-            lines = config_diff.change_lines(changes) + config_diff.untrained_recipe(
-                changes, self.config, switch, start
-            )
+            lines = config_diff.change_lines(changes)
+            lines += config_diff.untrained_recipe(changes, self.config, switch, start)
             lines += config_diff.consequences(saved, self.config, switch, start)
             self.log.found("configuration", lines, changes=[change._asdict() for change in changes])
         if changed_data := self.data.loader.changes:
@@ -459,10 +461,6 @@ class Trainer:
         if first < last:
             with closing(self.data.loader.steps(first, last)) as batches:
                 yield from self.progress.loading(batches, first + 1)
-
-    def _requests(self, stops: StopConditions | None) -> StepRequests:
-        """What this rank tells the others with the next step."""
-        return NO_REQUESTS if stops is None else StepRequests(stops.stop, stops.save, self.checkpointer.failed)
 
     def _saves_ended(self, save_failed: bool = False) -> None:
         """Record which saves have ended. save_failed: of any rank."""

@@ -96,10 +96,9 @@ class SkippedSteps(Callback):
 
 @dataclass(frozen=True)
 class Spike:
-    """A step that was refused. step: steps done, it included. *_limit: what was allowed. *_median: over the history.
-    in_row, total: spikes so far, with this one."""
+    """A step that was refused. *_limit: what was allowed. *_median: over the history. in_row, total: spikes so far,
+    with this one."""
 
-    step: int
     loss: float
     loss_median: float
     loss_limit: float
@@ -144,18 +143,18 @@ class Spikes(Callback):
 
     def after_step(self, step: Step) -> None:
         """Answer a spike. Raises SpikeError on all ranks, with a diagnosis, if there were too many in a row."""
-        if (spike := self.observe(step.result, step.done)) is None:
+        if (spike := self.observe(step.result)) is None:
             return
-        self.answer(spike)
+        self._answer(spike, step.done)
         if spike.in_row >= self.config.max_in_row:
             row = "in a row" if self._checkpoint is None else f"after the checkpoint of step {self._checkpoint}"
             raise SpikeError(
                 f"{spike.in_row} spikes {row} (spikes.max_in_row={self.config.max_in_row}), the last in step "
-                f"{spike.step}: {spike}. {self.trainer.compute_again(diagnose_spike, step.batch, step.result)}"
+                f"{step.done}: {spike}. {self.trainer.compute_again(diagnose_spike, step.batch, step.result)}"
             )
 
-    def observe(self, result: StepResult, done: int) -> Spike | None:
-        """Take in the result of a step, after `done` steps; the spike, if it was one."""
+    def observe(self, result: StepResult) -> Spike | None:
+        """Take in the result of a step; the spike, if it was one."""
         if self.config.action == "none" or (result.skipped and not result.spike):
             return None
         if not result.spike:
@@ -169,13 +168,13 @@ class Spikes(Callback):
         self.in_row += 1
         self.total += 1
         loss, norm = self._limits()
-        return Spike(done, result.loss, *loss, result.grad_norm, *norm, self.in_row, self.total)
+        return Spike(result.loss, *loss, result.grad_norm, *norm, self.in_row, self.total)
 
     def last_checkpoint(self) -> int | None:
         """The step of the checkpoint that a rollback goes back to, None without one."""
         return self.trainer.checkpointer.last_step()
 
-    def answer(self, spike: Spike) -> None:
+    def _answer(self, spike: Spike, done: int) -> None:
         """Go back to the last checkpoint if the configuration says so and there is one, and record what was done."""
         trainer, restored, action = self.trainer, None, "skip"
         if spike.in_row >= self.config.max_in_row:
@@ -186,26 +185,26 @@ class Spikes(Callback):
             answer = "skipped, because there is no checkpoint yet to go back to"
         else:
             try:
-                restored, action = trainer.roll_back(spike.step), "rollback"
+                restored, action = trainer.roll_back(done), "rollback"
                 answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
             except CheckpointGoneError as error:
                 answer = f"skipped, because going back failed: {error}"
-        first = spike.step - 1 if restored is None else restored
-        samples = trainer.samples(first), trainer.samples(spike.step)
+        first = done - 1 if restored is None else restored
+        start, end = trainer.samples(first), trainer.samples(done)
         trainer.log.metrics.event(
-            spike.step,
+            done,
             "spike",
-            **{key: value for key, value in asdict(spike).items() if key != "step"},
+            **asdict(spike),
             action=action,
             checkpoint=restored,
-            steps=[first + 1, spike.step],
-            samples=[samples[0], samples[1] - 1],
+            steps=[first + 1, done],
+            samples=[start, end - 1],
             sources=[
                 {"phase": found.phase, "source": found.source, "first": found.start, "last": found.end - 1}
-                for found in trainer.data.phases.source_ranges(*samples)
+                for found in trainer.data.phases.source_ranges(start, end)
             ],
         )
-        trainer.log.console.event(spike.step, f"spike: {spike}; {answer}")
+        trainer.log.console.event(done, f"spike: {spike}; {answer}")
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
         """The measure is again what it was at the checkpoint, the counts stay."""

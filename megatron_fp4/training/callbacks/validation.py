@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.providers import MicroBatch, TensorMicroBatch
 from megatron_fp4.training.step import inputs_of
-from megatron_fp4.training.trainer import Callback, Step, Trainer
+from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
 
 
 class AtValidation(Callback):
@@ -34,8 +33,8 @@ class AtValidation(Callback):
 
     def after_step(self, step: Step) -> None:
         """If it is due."""
-        interval = self.trainer.config.validation.interval
-        if step.done == self.trainer.config.train.steps or (interval > 0 and step.done % interval == 0):
+        config = self.trainer.config
+        if step.done == config.train.steps or is_due(config.validation.interval, step.done):
             self.record(step.done)
 
 
@@ -75,18 +74,10 @@ def held_out_losses(trainer: Trainer) -> dict[str, float]:
     return evaluate(trainer.model, batches, mesh, step_state, trainer.progress)
 
 
-class MicroBatches(Protocol):
-    """A list, or what is read while it is iterated over, as often as one likes."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
-
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    sources: Mapping[str, MicroBatches],
+    sources: Mapping[str, Collection[MicroBatch]],
     mesh: ParallelMesh,
     step_state: StepState,
     progress: Progress | None = None,
@@ -94,46 +85,43 @@ def evaluate(
     """Mean NLL per target that counts, in nats, of each source; the same numbers on all ranks.
 
     model: as `step.inputs_of` feeds it. sources: the same names in the same order on all ranks, this data-parallel
-    rank's micro-batches of each, all with documents or all without. Ranks may have different numbers of
-    them, also none, and micro-batches different numbers of rows, but no more than a rank's first. They are read one at
-    a time, so a source may be larger than memory. Sums are FP64. Training is not disturbed: mode and
-    StepState are as before afterwards, and parameters are sharded. progress: is told that this rank gets on.
+    rank's micro-batches of each, all with documents or all without. Ranks may have different numbers of them, also
+    none, and micro-batches different numbers of rows, but no more than a rank's first. They are read one at a time, so
+    a source may be larger than memory. Sums are FP64. Training is not disturbed: mode and StepState are as before
+    afterwards, and parameters are sharded. progress: is told that this rank gets on.
 
     Raises ValueError if a source has no targets that count on any rank.
     """
+    progress = progress or Progress()
     counts, filler = _common_shape(sources, mesh)
     sums = torch.zeros(len(sources), 2, dtype=torch.float64, device=mesh.device)  # NLL, targets
+
+    def loss_of(batch: MicroBatch) -> torch.Tensor:
+        tokens, targets, options = inputs_of(batch, mesh, step_state)
+        loss: torch.Tensor = model(tokens, targets, **options)
+        return loss
 
     step, micro_batch = step_state.step, step_state.micro_batch
     with evaluation_mode(model):
         for row, mine, count in zip(sums, sources.values(), counts, strict=True):
             for batch in mine:
-                if progress is not None:
-                    progress.alive()
+                progress.alive()
                 num_targets = batch.targets.numel() if batch.num_targets is None else batch.num_targets
-                row[0] += _loss(model, batch, mesh, step_state).double() * num_targets
+                row[0] += loss_of(batch).double() * num_targets
                 row[1] += num_targets
             # FSDP gathers parameters in every forward, which all ranks must take part in.
             for _ in range(count - len(mine)):
-                _loss(model, filler, mesh, step_state)
+                loss_of(filler)
     step_state.step, step_state.micro_batch = step, micro_batch
 
     dist.all_reduce(sums, group=mesh.dp_group)
-    losses: dict[str, float] = {}
-    for name, (nll, num_targets) in zip(sources, sums.tolist(), strict=True):
+    for name, (_, num_targets) in zip(sources, sums.tolist(), strict=True):
         if num_targets == 0:
             raise ValueError(f"validation source {name!r} has no tokens that count; give it data or leave it out")
-        losses[name] = nll / num_targets
-    return losses
+    return {name: nll / num_targets for name, (nll, num_targets) in zip(sources, sums.tolist(), strict=True)}
 
 
-def _loss(model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, step_state: StepState) -> torch.Tensor:
-    tokens, targets, options = inputs_of(batch, mesh, step_state)
-    loss: torch.Tensor = model(tokens, targets, **options)
-    return loss
-
-
-def _common_shape(sources: Mapping[str, MicroBatches], mesh: ParallelMesh) -> tuple[list[int], MicroBatch]:
+def _common_shape(sources: Mapping[str, Collection[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], MicroBatch]:
     """How many forwards of each source every rank runs, and the micro-batch for those that count nothing: zeros in the
     shape of the largest, with documents if others have them, since these run other kernels."""
     firsts = [next(iter(mine)) for mine in sources.values() if len(mine)]
