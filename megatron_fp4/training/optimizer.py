@@ -121,15 +121,11 @@ class WSDSchedule:
     warmup_steps: how many steps warm up; the last of them already has the peak rate.
     decay_start_step: the first step whose rate lies below the peak again (num_steps if nothing decays).
 
-    Raises ValueError for what no run can mean: no step, a peak that is not positive, fractions that overlap,
-    exponential decay to zero.
+    Raises ValueError for what no run can mean: fractions that overlap, exponential decay to zero.
     """
 
     def __init__(self, config: ScheduleConfig, peak_lr: float, num_steps: int) -> None:
-        if num_steps < 1:
-            raise ValueError(f"train.steps is {num_steps}; a schedule needs at least 1 step")
-        if not (peak_lr > 0 and math.isfinite(peak_lr)):
-            raise ValueError(f"optimizer.lr is {peak_lr}; give a positive learning rate")
+        assert num_steps >= 1 and peak_lr > 0
         if config.warmup_fraction + config.decay_fraction > 1.0:
             raise ValueError(
                 f"schedule.warmup_fraction {config.warmup_fraction} and schedule.decay_fraction "
@@ -140,10 +136,8 @@ class WSDSchedule:
                 "schedule.decay=exponential never reaches schedule.min_lr_ratio=0; give a ratio above 0, "
                 "or another decay"
             )
-        self.peak_lr = peak_lr
-        self.min_lr_ratio = config.min_lr_ratio
-        self.decay = config.decay
-        self.num_steps = num_steps
+        self.peak_lr, self.num_steps = peak_lr, num_steps
+        self.decay, self.min_lr_ratio = config.decay, config.min_lr_ratio
         self.decay_start_step = num_steps - _count(config.decay_fraction, num_steps)
         # In a very short run both roundings go up; the decay wins, because it must end at the minimum.
         self.warmup_steps = min(_count(config.warmup_fraction, num_steps), self.decay_start_step)

@@ -1,11 +1,16 @@
+from typing import get_args, get_type_hints
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.precision.rng import StepState
-from megatron_fp4.training.optimizer import build_optimizer, optimizer_state, parameter_groups
-from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh, train_step, whole
+from megatron_fp4.config.schema import OptimizerConfig, ScheduleConfig
+from megatron_fp4.training.optimizer import WSDSchedule, build_optimizer, optimizer_state, parameter_groups
+from tests.training.harness import alone, toy
+
+PEAK = 3e-4
+DECAYS = get_args(get_type_hints(ScheduleConfig)["decay"])
 
 
 class Everything(nn.Module):
@@ -36,9 +41,8 @@ def test_moments_from_the_start_change_nothing() -> None:
     ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
     optimizer = build_optimizer(ours, OptimizerConfig(lr=0.1, weight_decay=0.0))
-    reference = torch.optim.AdamW(
-        theirs.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
-    )
+    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": True}
+    reference = torch.optim.AdamW(theirs.parameters(), **settings)  # type: ignore[arg-type]
     for _ in range(3):
         x = torch.randn(7, 5)
         for model, updater in ((ours, optimizer), (theirs, reference)):
@@ -59,17 +63,27 @@ def test_state_names_and_placement() -> None:
         assert state["blocks.0.up.weight.step"].item() == 0
 
 
-def _updates_on_a_grid(rank: int) -> torch.Tensor:
-    """Two steps on dp 2 x tp 2 with parameters that are DTensors on both axes."""
-    mesh = toy_mesh(tp_size=2 if torch.distributed.get_world_size() == 4 else 1)
-    model, optimizer = toy(mesh, on_tp=True)
-    for step in range(2):
-        train_step(model, optimizer, toy_batches(step, mesh), mesh, StepState(0), step=step, lr=1e-2, clip_norm=0.0)
-    return whole(model.blocks[1].up.weight)
+def schedule(num_steps: int = 1000, **changes: object) -> WSDSchedule:
+    return WSDSchedule(ScheduleConfig(**changes), PEAK, num_steps)  # type: ignore[arg-type]
 
 
-def test_fused_update_on_both_axes() -> None:
-    grid = launch(_updates_on_a_grid, 4)
-    single = launch(_updates_on_a_grid, 1)[0]
-    assert all(torch.equal(grid[0], other) for other in grid[1:])
-    assert torch.allclose(single, grid[0], atol=1e-6)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("num_steps", [1, 2, 7, 600])
+def test_warmup_stable_decay(decay: str, num_steps: int) -> None:
+    wsd = schedule(num_steps, decay=decay)
+    rates = [wsd.lr(step) for step in range(num_steps)]
+    assert rates[-1] == PEAK * 0.01 and all(rate > 0 for rate in rates)
+    warmup, decaying = rates[: wsd.warmup_steps], rates[wsd.decay_start_step :]
+    assert warmup == [pytest.approx(PEAK * (step + 1) / len(warmup)) for step in range(len(warmup))]
+    assert all(rate == PEAK for rate in [*warmup[-1:], *rates[wsd.warmup_steps : wsd.decay_start_step]])
+    assert decaying[0] < PEAK and decaying == sorted(decaying, reverse=True)
+
+
+def test_boundaries_and_a_rewarmed_switch() -> None:
+    wsd = schedule(600, warmup_fraction=0.02, decay_fraction=0.15)
+    assert (wsd.warmup_steps, wsd.decay_start_step) == (12, 510)
+    wsd = schedule(100, decay_fraction=0.2)
+    assert wsd.lr(49, switched_at=50, rewarm_steps=4) == PEAK
+    assert [wsd.lr(step, 50, 4) for step in range(50, 55)] == [PEAK * f for f in (0.25, 0.5, 0.75, 1.0, 1.0)]
+    assert wsd.lr(50, switched_at=50) == PEAK
+    assert wsd.lr(82, 82, 2) == wsd.lr(82) / 2

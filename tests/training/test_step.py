@@ -1,3 +1,5 @@
+"""A training step: any number of ranks is one, gradients and norms by their definitions, updates and skips."""
+
 from __future__ import annotations
 
 import math
@@ -5,58 +7,49 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import rounded_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import StepRequests, StepResult
+from megatron_fp4.training.step import (
+    StepRequests,
+    StepResult,
+    clip_gradients,
+    squared_norm_share,
+    sum_replicated_gradients,
+)
 from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, train_step, whole
 
 
-def _train(rank: int, num_steps: int, replicate: int = 1, **keywords: Any) -> tuple[list[float], list[float], Tensor]:
-    mesh = toy_mesh(replicate=replicate)
-    model, optimizer = toy(mesh)
-    step_state = StepState(seed=0)
+def _train(rank: int, replicate: int = 1, tp_size: int = 1, reshard: bool = False) -> tuple[list[StepResult], Tensor]:
+    mesh = toy_mesh(tp_size, replicate=replicate)
+    model, optimizer = toy(mesh, on_tp=tp_size > 1)
+    step_state, settings = StepState(seed=0), {"lr": 1e-2, "clip_norm": 1.0}
     results = [
-        train_step(
-            model, optimizer, toy_batches(step, mesh), mesh, step_state, step=step, lr=1e-2, clip_norm=1.0, **keywords
-        )
-        for step in range(num_steps)
+        train_step(model, optimizer, toy_batches(step, mesh), mesh, step_state, step=step, reshard=reshard, **settings)
+        for step in range(3)
     ]
-    assert step_state.weights_version == num_steps and not any(r.skipped or r.requests.stop for r in results)
-    return [r.loss for r in results], [r.grad_norm for r in results], whole(model.head.weight)
+    assert step_state.weights_version == 3 and not any(r.skipped or r.requests.stop for r in results)
+    return results, whole(model.head.weight)
 
 
-def test_two_ranks_are_one_twice_and_repeatable() -> None:
-    both = launch(_train, 2, 4)
-    single = launch(_train, 1, 4)[0]
-    assert both[0][:2] == both[1][:2] and torch.equal(both[0][2], both[1][2])
-    assert both[0][0] == pytest.approx(single[0], rel=1e-5)
-    assert both[0][1] == pytest.approx(single[1], rel=1e-5)
-    assert torch.allclose(both[0][2], single[2], atol=1e-5)
-    again = launch(_train, 2, 4)
-    assert again[0][:2] == both[0][:2] and torch.equal(again[0][2], both[0][2])
-
-
-def test_hybrid_sharding_is_one_rank_too() -> None:
-    single = launch(_train, 1, 3)[0]
-    for losses, norms, weight in launch(_train, 4, 3, 2):
-        assert losses == pytest.approx(single[0], rel=1e-5)
-        assert norms == pytest.approx(single[1], rel=1e-5)
-        assert torch.allclose(weight, single[2], atol=1e-5)
-
-
-def _kept_or_freed(rank: int) -> tuple[Any, Any]:
-    return _train(rank, 2, 1, reshard=False), _train(rank, 2, 1, reshard=True)
-
-
-def test_freeing_parameters_between_micro_batches_changes_nothing() -> None:
-    kept, freed = launch(_kept_or_freed, 2)[0]
-    assert kept[:2] == freed[:2] and torch.equal(kept[2], freed[2])
+def test_any_mesh_is_one_rank() -> None:
+    """Data parallel twice, with parameters freed in between, hybrid, and DTensors on two axes."""
+    single, weight = launch(_train, 1)[0]
+    sharded = launch(_train, 2)
+    for outcomes in (sharded, launch(_train, 4, 2), launch(_train, 4, 1, 2)):
+        for results, found in outcomes:
+            assert results == outcomes[0][0] and torch.equal(found, outcomes[0][1])
+            assert [r.loss for r in results] == pytest.approx([r.loss for r in single], rel=1e-5)
+            assert [r.grad_norm for r in results] == pytest.approx([r.grad_norm for r in single], rel=1e-5)
+            assert torch.allclose(found, weight, atol=1e-5)
+    for again in (launch(_train, 2), launch(_train, 2, 1, 1, True)):
+        assert again[0][0] == sharded[0][0] and torch.equal(again[0][1], sharded[0][1])
 
 
 def always(loss: float, norm: float) -> bool:
@@ -87,88 +80,47 @@ def test_the_step_state_the_loss_and_the_clipped_update() -> None:
         step_state = StepState(seed=0)
         model = Watching(step_state)
         optimizer = torch.optim.SGD(model.parameters(), lr=123.0)
-        batches = [_constant(4, 1.0), _constant(6, 5.0)]
-        result = train_step(model, optimizer, batches, mesh, step_state, step=7, lr=0.5, clip_norm=2.0, accept=always)
+        batches, settings = [_constant(4, 1.0), _constant(6, 5.0)], {"lr": 0.5, "accept": always}
+        result = train_step(model, optimizer, batches, mesh, step_state, step=7, clip_norm=2.0, **settings)
         assert (result.loss, result.grad_norm, result.skipped) == (3.0, 3.0, False)
         assert model.seen == [(7, 4, 0), (7, 6, 0)] and step_state.weights_version == 1
         assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0)
-        assert model.weight.grad is None
-        assert not result.requests.stop
-        settings: dict[str, Any] = {"lr": 0.5, "clip_norm": 0.0, "accept": always, "requests": StepRequests(stop=True)}
-        assert train_step(model, optimizer, batches, mesh, step_state, step=8, **settings).requests.stop
+        assert model.weight.grad is None and not result.requests.stop
+        settings["requests"] = StepRequests(stop=True)
+        assert train_step(model, optimizer, batches, mesh, step_state, step=8, clip_norm=0.0, **settings).requests.stop
 
 
-def _one_bad(rank: int, bad_rank: int) -> dict[str, Any]:
-    """A step whose gradient is NaN on one rank only, between two good ones."""
-    mesh = toy_mesh()
-    model, optimizer = toy(mesh)
-    step_state = StepState(seed=0)
-
-    def step(number: int) -> Any:
-        return train_step(
-            model, optimizer, toy_batches(number, mesh), mesh, step_state, step=number, lr=1e-2, clip_norm=1.0
-        )
-
-    def snapshot() -> dict[str, Tensor]:
-        state = {**model.state_dict(), **optimizer_state(model, optimizer)}
-        return {name: whole(value) for name, value in state.items()}
-
-    step(0)
-    before, version = snapshot(), step_state.weights_version
-    poison = None
-    if rank == bad_rank:  # the loss stays finite
-        poison = model.blocks[0].register_forward_hook(
-            lambda module, inputs, output: output.register_hook(lambda gradient: gradient * math.nan) and None
-        )
-    bad = step(1)
-    if poison is not None:
-        poison.remove()
-    after = snapshot()
-    return {
-        "bad": bad,
-        "untouched": all(torch.equal(before[name], after[name]) for name in before),
-        "version": step_state.weights_version == version,
-        "no_gradients": all(p.grad is None for p in model.parameters()),
-        "next": step(2),
-    }
-
-
-def test_a_nan_gradient_on_one_rank_is_skipped_by_all() -> None:
-    for outcome in launch(_one_bad, 2, 1):
-        assert outcome["bad"].skipped and math.isfinite(outcome["bad"].loss)
-        assert math.isnan(outcome["bad"].grad_norm)
-        assert outcome["untouched"] and outcome["version"] and outcome["no_gradients"]
-        assert not outcome["next"].skipped
-
-
-def _ahead_or_not(rank: int, clip_norm: float) -> tuple[dict[str, Tensor], dict[str, Tensor], list[StepResult]]:
-    """Weights and moments after good steps and a bad one: updated before the host has read, and behind it."""
+def _ahead_or_not(rank: int, clip_norm: float, factor: float) -> tuple[list[dict[str, Tensor]], list[StepResult]]:
+    """Weights and moments after good steps and one whose gradient is not finite on rank 1, while its loss is: updated
+    before the host has read, and after it."""
     outcomes, results = [], []
-    for accept in (None, lambda *_: True):
+    for accept in (None, always):
         mesh = toy_mesh()
         model, optimizer = toy(mesh)
         step_state = StepState(seed=0)
         for step in range(4):
-            batches = toy_batches(step, mesh)
             poison = None
             if step == 2 and rank == 1:
                 poison = model.blocks[0].register_forward_hook(
-                    lambda module, inputs, output: output.register_hook(lambda gradient: gradient * math.inf) and None
+                    lambda module, inputs, output: output.register_hook(lambda gradient: gradient * factor) and None
                 )
             settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": clip_norm, "accept": accept}
-            results.append(train_step(model, optimizer, batches, mesh, step_state, **settings))
+            results.append(train_step(model, optimizer, toy_batches(step, mesh), mesh, step_state, **settings))
+            assert all(parameter.grad is None for parameter in model.parameters())
             if poison is not None:
                 poison.remove()
         assert step_state.weights_version == 3
         state = {**model.state_dict(), **optimizer_state(model, optimizer)}
         outcomes.append({name: whole(value) for name, value in state.items()})
-    return outcomes[0], outcomes[1], results
+    return outcomes, results
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.3, 1e6])
-def test_an_update_launched_before_the_numbers_are_read_has_the_same_bits(clip_norm: float) -> None:
-    for ahead, behind, results in launch(_ahead_or_not, 2, clip_norm):
+@pytest.mark.parametrize(("clip_norm", "factor"), [(0.0, math.inf), (0.3, math.nan)])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(clip_norm: float, factor: float) -> None:
+    """And an update that is launched before the numbers are read has the same bits."""
+    for (ahead, behind), results in launch(_ahead_or_not, 2, clip_norm, factor):
         assert [result.skipped for result in results] == [False, False, True, False] * 2
+        assert math.isfinite(results[2].loss) and not math.isfinite(results[2].grad_norm)
         assert results[0] == results[4] and results[3] == results[7] and results[3].grad_norm > 0.3
         assert ahead.keys() == behind.keys() and all(torch.equal(ahead[name], behind[name]) for name in ahead)
         assert all(value == 3 for name, value in ahead.items() if name.endswith(".step"))
@@ -225,3 +177,78 @@ def test_gradients_of_64_micro_batches_are_summed_in_fp32(world_size: int) -> No
     assert summed.dtype == torch.float32
     assert torch.equal(summed.double(), exact)
     assert not torch.equal(exact.bfloat16().double(), exact)
+
+
+def gradient_norm(parameters: list[nn.Parameter], mesh: Any) -> float:
+    """The global L2 norm, as a training step finds it."""
+    total = squared_norm_share(parameters, mesh)
+    dist.all_reduce(total)
+    return math.sqrt(total.item())
+
+
+def _parameter(local: Tensor, mesh: Any, placements: list[Any], gradient: float) -> nn.Parameter:
+    parameter = nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False))
+    parameter.grad = DTensor.from_local(torch.full_like(local, gradient), mesh, placements, run_check=False)
+    return parameter
+
+
+def _on_a_grid(rank: int) -> tuple[list[float], list[list[Tensor]]]:
+    """dp 2 x tp 2, one parameter for each way to lie on the mesh: the norm of a global gradient of 3s, clipped and not;
+    and gradients that differ by rank, added up with sequence parallelism and without."""
+    mesh, sequence = toy_mesh(tp_size=2), toy_mesh(tp_size=2, sequence_parallel=True)
+    grid, plain = mesh.device_mesh, nn.Parameter(torch.zeros(5))
+    plain.grad = torch.full((5,), 3.0)
+    parameters = [
+        _parameter(torch.zeros(2, 2), grid, [Shard(0), Shard(1)], 3.0),  # 16 elements
+        _parameter(torch.zeros(4), grid, [Shard(0), Replicate()], 3.0),  # 8
+        _parameter(torch.zeros(3), grid, [Replicate(), Replicate()], 3.0),  # 3
+        _parameter(torch.zeros(2), grid["tp"], [Shard(0)], 3.0),  # 4
+        _parameter(torch.zeros(2), grid["dp"], [Shard(0)], 3.0),  # 4
+        plain,  # 5
+        nn.Parameter(torch.zeros(7)),  # no gradient
+    ]
+    norms = [gradient_norm(parameters, mesh)]
+    for clip_norm in (1.0, 0.0):
+        clip_gradients(parameters, torch.tensor(norms[-1], dtype=torch.float64), clip_norm)
+        norms.append(gradient_norm(parameters, mesh))
+    added = []
+    for over in (mesh, sequence):
+        grid = over.device_mesh
+        parameters = [
+            _parameter(torch.zeros(2), grid, [Shard(0), Replicate()], rank + 1.0),
+            _parameter(torch.zeros(2, 2), grid, [Shard(0), Shard(0)], rank + 1.0),
+            _parameter(torch.zeros(3), grid["tp"], [Replicate()], rank + 1.0),
+        ]
+        sum_replicated_gradients(parameters, over)
+        added.append([p.grad.to_local() for p in parameters])  # type: ignore[union-attr]
+    return norms, added
+
+
+def test_every_element_counts_once_and_replicated_parameters_are_summed_over_tp() -> None:
+    for rank, (norms, (apart, summed)) in enumerate(launch(_on_a_grid, 4)):
+        assert norms[0] == pytest.approx(3.0 * math.sqrt(40), rel=1e-12)
+        assert norms[1] == norms[2] == pytest.approx(1.0, rel=1e-6)
+        group = 3.0 if rank < 2 else 7.0  # ranks 0 and 1 are one tensor-parallel group, 2 and 3 the other
+        assert [set(g.flatten().tolist()) for g in apart] == [{rank + 1.0}] * 3
+        assert [set(g.flatten().tolist()) for g in summed] == [{group}, {rank + 1.0}, {group}]
+
+
+def test_norms_neither_overflow_nor_underflow() -> None:
+    with alone() as mesh:
+        parameter = nn.Parameter(torch.zeros(4))
+        for size in (1e30, 1e-30):
+            parameter.grad = torch.full((4,), size)
+            assert gradient_norm([parameter], mesh) == pytest.approx(2 * size, rel=1e-6)
+        for bad in (math.nan, math.inf):
+            parameter.grad = torch.tensor([1.0, bad, 0.0, 0.0])
+            assert not math.isfinite(gradient_norm([parameter], mesh))
+
+
+@pytest.mark.parametrize("norm", [0.3, 1.0, 1.0000001, 1e9, 1e-30])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0, 0.37])
+def test_clipping_has_the_bits_of_the_definition(norm: float, clip_norm: float) -> None:
+    parameter = nn.Parameter(torch.zeros(257))
+    gradient = torch.randn(257) * torch.logspace(-42, 20, 257)
+    parameter.grad = gradient.clone()
+    clip_gradients([parameter], torch.tensor(norm, dtype=torch.float64), clip_norm)
+    assert torch.equal(parameter.grad, gradient * (clip_norm / norm) if 0 < clip_norm < norm else gradient)
