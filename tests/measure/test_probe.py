@@ -74,17 +74,17 @@ def _measure(recipe: Recipe, **keywords: Any) -> LinearMeasurement:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_probe_changes_nothing(recipe: Recipe) -> None:
-    before = torch.get_rng_state()
-    unprobed, probed = _run(recipe, None), _run(recipe, Probe())
-    assert all(torch.equal(a, b) for a, b in zip(unprobed, probed, strict=True))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
-    with alone():
-        found = _measure(recipe)
+    """Which a probe does not change."""
+    generator, probe, backend = torch.get_rng_state(), Probe(), _Records()
+    with alone(), _measured() as measured:
+        y, dx, dw = _run(recipe, probe, backend=backend)
+        found = probe.collect(["a"])["a"]
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(a, b) for a, b in zip((y, dx, dw), _run(recipe, None), strict=True))
+    multiplied = dict(zip(SLOTS, backend.multiplied, strict=True))
+    assert measured and all(_same(of, multiplied[slot]) for (_, slot), of in measured.items())
+
     x, w, dy = _tensors()
     tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
     tensors |= {"dgrad_weight": w.t(), "wgrad_gradient": dy.t(), "wgrad_activation": x.t()}
@@ -108,13 +108,13 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         assert statistics["snr_db"] == pytest.approx(snr, abs=0.01)
         zeroed = ((exact != 0) & (values == 0)).double().sum() / (exact != 0).double().sum()
         assert statistics["zeroed"] == pytest.approx(zeroed.item(), abs=1e-9)
+        if rht:
+            assert statistics["amax_rht"] == pytest.approx(exact.abs().max().item(), rel=2**-7)
     if recipe.wgrad.right.source == "codes":
         assert found.operands["wgrad_activation"] == found.operands["fprop_activation"]
 
-    y, dx, dw = _run(recipe, None)
-    products = {"fprop": (y, x, w.t()), "dgrad": (dx, dy, w), "wgrad": (dw, dy.t(), x)}
     expected = {}
-    for gemm, (result, left, right) in products.items():
+    for gemm, result, left, right in (("fprop", y, x, w.t()), ("dgrad", dx, dy, w), ("wgrad", dw, dy.t(), x)):
         product = left.double() @ right.double()
         expected[gemm] = ((result.double() - product).norm() / product.norm()).item()
     quantized = {slot.gemm for slot in SLOTS if slot.name in found.operands}
@@ -161,28 +161,6 @@ def _same(measured: tuple[Encoded, Tensor | None], multiplied: tuple[Tensor, Ten
     return same_scale and torch.equal(encoded.block_values(), values.float())
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_what_is_measured_is_what_the_linear_multiplies(recipe: Recipe) -> None:
-    backend = _Records()
-    with alone(), _measured() as measured:
-        _run(recipe, Probe(), backend=backend)
-    multiplied = dict(zip(SLOTS, backend.multiplied, strict=True))
-    assert measured and all(_same(of, multiplied[slot]) for (_, slot), of in measured.items())
-
-
-def test_a_hadamard_transform_flattens_an_outlier() -> None:
-    x, w, dy = _tensors()
-    x[3, 5] = 200.0
-    x.requires_grad_()
-    w.requires_grad_()
-    with alone():
-        probe = Probe()
-        quantized_linear(x, w, LinearContext("a", NVFP4, probe=probe)).backward(dy)
-        found = probe.collect(["a"])["a"].operands["wgrad_activation"]
-    assert found["amax"] == 200 and found["amax_rht"] < 60
-    assert found["crest_rht"] < 0.4 * found["crest"]
-
-
 def test_padding_does_not_count() -> None:
     with alone():
         whole = _measure(NVFP4, outputs=128, num_groups=2)
@@ -197,7 +175,7 @@ def test_padding_does_not_count() -> None:
     assert 0.05 < padded.errors["wgrad"] < 0.25
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("nvfp4", "fp8", "by Quartet II")])
 def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     with alone():
         whole = _measure(recipe)

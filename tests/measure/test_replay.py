@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from models.attention import Attention
 from tests.measure.test_diagnostics_run import ALL_THE_WAY, NVFP4, Run, _same
 from tests.spiked_run import FAST, small_corpus
-from tests.test_pretrain import SMALL
+from tests.test_pretrain import SMALL, records
 from tests.training.harness import launch, toy_mesh
 
-NUM_STEPS = 4
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float64])
-@pytest.mark.parametrize("shape", [(0,), (), (7,), (4096,), (3, 4096), (5, 3000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+@pytest.mark.parametrize("shape", [(0,), (), (4096,), (5, 3000)])
 def test_checksum_sees_every_bit_and_place(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randint(0, 256, shape, generator=generator).to(dtype)
@@ -56,28 +53,19 @@ def test_weighted_sum_is_the_definition() -> None:
     assert checksum(tensor).tolist() == [total, by_column, by_row]
 
 
-def _train(run: Run, interval: int) -> tuple[list[Any], list[Replayed | None]]:
-    losses, found = [], list[Replayed | None]()
-    for step in range(NUM_STEPS):
-        run.step_state.step = step
-        due = interval and step % interval == 0
-        found.append(replay(run.model, run.batches(step), run.mesh, run.controller) if due else None)
-        losses.append(run.step(step))
-    return losses, found
-
-
-def _on_and_off(rank: int, tp_size: int, recipe: Any, reshard: bool) -> Any:
+def _on_and_off(rank: int, tp_size: int, recipe: Any, reshard: bool) -> list[Replayed]:
+    """What is found before every second step of a run, which is the run that replays nothing."""
     mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
-    off, on = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard)
+    off, on, found = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard), []
     generator = torch.get_rng_state()
-    losses, found = _train(on, 2)
-    same = torch.equal(generator, torch.get_rng_state())
-    losses_off, none = _train(off, 0)
-    assert none == [None] * NUM_STEPS
-    assert all(context.probe is None for context in on.linears.values())
-    return same and losses == losses_off and _same(
-        on.weights(), off.weights()
-    ) and on.step_state == off.step_state, found
+    for step in range(3):
+        on.step_state.step = step
+        if step % 2 == 0:
+            found.append(replay(on.model, on.batches(step), mesh, on.controller))
+        assert on.step(step) == off.step(step)
+    assert torch.equal(generator, torch.get_rng_state()) and _same(on.weights(), off.weights())
+    assert on.step_state == off.step_state and all(context.probe is None for context in on.linears.values())
+    return found
 
 
 @pytest.mark.slow
@@ -87,10 +75,8 @@ def _on_and_off(rank: int, tp_size: int, recipe: Any, reshard: bool) -> Any:
     ids=["alone", "sharded", "tensor parallel"],
 )
 def test_a_replayed_run_is_the_same_run(world: int, tp_size: int, recipe: Any, reshard: bool) -> None:
-    for same, found in launch(_on_and_off, world, tp_size, recipe, reshard, seconds=600.0):
-        assert same
-        assert [replayed is not None for replayed in found] == [True, False, True, False]
-        for replayed in found[::2]:
+    for found in launch(_on_and_off, world, tp_size, recipe, reshard, seconds=600.0):
+        for replayed in found:
             assert replayed.differences == [] and replayed.checked > 60
             assert "no difference" in str(replayed)
 
@@ -197,23 +183,13 @@ def erring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
 
 
-def _pretrain(folder: Path, *overrides: str) -> int:
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    settings = [*SMALL, *FAST, *small_corpus(corpus), "train.steps=4", "run.replay_interval=2"]
-    return pretrain.main([*settings, f"run.dir={folder}/run", *overrides])
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_a_difference_ends_the_run_before_the_update(erring: None, tmp_path: Path, capsys: Any) -> None:
-    assert _pretrain(tmp_path) == 4
+    settings = [*SMALL, *FAST, *small_corpus(tmp_path), "train.steps=4", "run.replay_interval=2"]
+    assert pretrain.main([*settings, f"run.dir={tmp_path}/run"]) == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("pretrain.py: one micro-batch of step 3 computed twice DIFFERS: rank 0 (")
     assert "the fprop product of blocks." in line and "run.replay_interval=0" in line
-    (event,) = [record for record in _records(tmp_path) if record.get("event") == "replay"]
+    (event,) = [record for record in records(tmp_path / "run", "event") if record["event"] == "replay"]
     assert event["step"] == 3 and event["ranks"] == [0] and event["first"] in line
-    assert [record["step"] for record in _records(tmp_path) if record["kind"] == "step"] == [1, 2]
+    assert [record["step"] for record in records(tmp_path / "run", "step")] == [1, 2]
