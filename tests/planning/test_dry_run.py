@@ -41,11 +41,6 @@ MODEL = ModelConfig(
 LARGER = replace(MODEL, pattern="*-", hidden_dim=256, ffn_dim=512, num_query_heads=24)
 
 
-def run(world_size: int, *parts: object, **settings: object) -> DryRun:
-    """The dry run of `configured(...)`."""
-    return run_each(world_size, [configured(*parts, **settings)])[0]
-
-
 def configured(
     sequences: int = 64,
     precision: str = "nvfp4",
@@ -61,7 +56,7 @@ def configured(
     return replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
 
 
-def run_each(world_size: int, configs: list[Config]) -> list[DryRun]:
+def run_each(world_size: int, *configs: Config) -> list[DryRun]:
     """Their dry runs, in a process of its own: it needs the process group to itself."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = fork_server().Process(target=_send_runs, args=(sender, world_size, configs), daemon=True)
@@ -74,7 +69,7 @@ def run_each(world_size: int, configs: list[Config]) -> list[DryRun]:
     return results
 
 
-def _send_runs(sender: Connection, world_size: int, configs: list[Config]) -> None:
+def _send_runs(sender: Connection, world_size: int, configs: tuple[Config, ...]) -> None:
     try:
         sender.send([dry_run(c, world_size, partial(sharded_model, c, models), planned_execution(c)) for c in configs])
     except Exception:
@@ -95,13 +90,15 @@ def sizes_of(dry, operation: str, group: str) -> Counter[int]:
 
 
 @pytest.fixture(scope="module")
-def tp2_dp4():
-    return run(8, tensor=2)
+def tp2_dp4() -> DryRun:
+    return run_each(8, configured(tensor=2))[0]
 
 
 @pytest.fixture(scope="module")
-def dp4():
-    return run(4)
+def on_four() -> list[DryRun]:
+    """NVFP4 and BF16, each with parameters kept and freed between micro-batches."""
+    kinds = [(precision, reshard) for precision in ("nvfp4", "bf16") for reshard in (False, True)]
+    return run_each(4, *(configured(precision=precision, reshard=reshard) for precision, reshard in kinds))
 
 
 def test_shards_of_parameters_and_moments(tp2_dp4):
@@ -148,39 +145,35 @@ def test_messages_of_a_step(tp2_dp4):
     assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
 
 
-def test_resharding_gathers_twice_per_micro_batch_and_holds_less():
-    kept, freed = (run(4, precision="bf16", reshard=reshard) for reshard in (False, True))
-    assert counted(kept, "all-gather", "dp") == 6
+def test_resharding_gathers_more_often_and_holds_less(on_four):
+    codes, codes_freed, kept, freed = on_four
+    assert counted(kept, "all-gather", "dp") == counted(codes, "all-gather", "dp") == 6
     n = freed.micro_batches
     assert counted(freed, "all-gather", "dp") == n * (2 * 3 + 3)  # what belongs to no block is not freed in between
     assert freed.memory.gathered < kept.memory.gathered
     assert freed.memory.parameters == kept.memory.parameters
-
-
-def test_codes_are_gathered_once_a_step_and_stay(dp4):
-    freed = run(4, reshard=True)
-    assert freed.memory.quantized_weights == dp4.memory.quantized_weights
-    assert counted(dp4, "all-gather", "dp") == 6
-    assert counted(freed, "all-gather", "dp") == 3 + 3 * freed.micro_batches
-    # The messages themselves: half a byte and a sixteenth for each parameter of a linear, where BF16 takes two.
-    plain = run(4, precision="bf16")
+    # Codes are gathered once a step and stay: half a byte and a sixteenth for each parameter of a linear, where BF16
+    # takes two.
+    assert codes_freed.memory.quantized_weights == codes.memory.quantized_weights
+    assert counted(codes_freed, "all-gather", "dp") == 3 + 3 * n
 
     def sent(dry) -> int:
         return sum(m.num_bytes * n for m, n in dry.messages.items() if (m.operation, m.group) == ("all-gather", "dp"))
 
     linears = 64 * (2 * 128 + 2 * 64 + 8) + 64 * 128 + 64 * (8 + 4 + 4) * 16 + 64 * 128 + 2 * 64 * 128
-    assert sent(plain) - sent(dp4) == (2 - 9 / 16) * linears
+    assert sent(kept) - sent(codes) == (2 - 9 / 16) * linears
 
 
-def test_reducing_each_micro_batch_sends_more_and_holds_less(dp4):
+def test_reducing_each_micro_batch_sends_more_and_holds_less(on_four):
+    dp4 = on_four[0]
     # The largest batch of a phase counts, not train.global_batch_size alone.
     phases = "[{name: a, steps: 1, blend: {code: 1.0}, global_batch_size: 32}, {name: b, blend: {code: 1.0}}]"
     overrides = (f"data.phases={phases}",)
-    each = run(8, sequences=16, replicate=2, reduce_gradients="each", overrides=overrides)
+    [each] = run_each(8, configured(16, replicate=2, reduce_gradients="each", overrides=overrides))
     assert each.micro_batches == 4
     assert counted(dp4, "reduce-scatter", "dp") == 6
     assert counted(each, "reduce-scatter", "dp") == 4 * 6
-    assert counted(each, "all-reduce", "replicate") == 6  # behind the last
+    assert counted(each, "all-reduce", "replicate") == 6  # after the last
     assert dp4.memory.unreduced_gradients > 0
     assert each.memory.unreduced_gradients == 0
     assert each.memory.parameters == dp4.memory.parameters
@@ -188,28 +181,21 @@ def test_reducing_each_micro_batch_sends_more_and_holds_less(dp4):
     assert each.memory.peak < dp4.memory.peak - 0.3 * dp4.memory.unreduced_gradients
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return run(2, precision="bf16", model=LARGER)
-
-
-@pytest.mark.parametrize(
-    ("precision", "weight_bytes", "activation_bytes"),
-    [
-        ("nvfp4", 1 / 2 + 1 / 16, 1 / 2 + 1 / 16),
-        ("mxfp4", 4, 1 / 2 + 1 / 32),
-        ("fp8_block", 2 + 4 / 128**2, 1 + 4 / 128),
-    ],
-)
-def test_every_format(precision, weight_bytes, activation_bytes, plain):
+def test_every_format():
     """Codes of weights, once or twice, and the inputs of linears that wait for wgrad, as a GPU keeps them."""
-    dry = run(2, precision=precision, model=LARGER)
-    weights = 256 * (24 + 8) * 16 + 384 * 256 + 2 * 256 * 512
-    assert dry.memory.quantized_weights == pytest.approx(weight_bytes * weights, rel=0.02)
-    inputs = 128 * (256 + 384 + 256 + 512)
-    # BF16 keeps x itself, which for the second linear costs nothing: attention keeps its output in any case.
-    more = activation_bytes * inputs - 2 * 128 * (256 + 256 + 512)
-    assert dry.memory.activations - plain.memory.activations == pytest.approx(more, abs=20_000)
+    formats = {
+        "nvfp4": (1 / 2 + 1 / 16, 1 / 2 + 1 / 16),
+        "mxfp4": (4, 1 / 2 + 1 / 32),
+        "fp8_block": (2 + 4 / 128**2, 1 + 4 / 128),
+    }
+    plain, *quantized = run_each(2, *(configured(precision=name, model=LARGER) for name in ("bf16", *formats)))
+    for dry, (weight_bytes, activation_bytes) in zip(quantized, formats.values(), strict=True):
+        weights = 256 * (24 + 8) * 16 + 384 * 256 + 2 * 256 * 512
+        assert dry.memory.quantized_weights == pytest.approx(weight_bytes * weights, rel=0.02)
+        inputs = 128 * (256 + 384 + 256 + 512)
+        # BF16 keeps x itself, which for the second linear costs nothing: attention keeps its output in any case.
+        more = activation_bytes * inputs - 2 * 128 * (256 + 256 + 512)
+        assert dry.memory.activations - plain.memory.activations == pytest.approx(more, abs=20_000)
 
 
 @pytest.mark.parametrize(("name", "pattern", "tensor"), [("transformer_1_2b", "*-", 1), ("nemotron_h_12b", "M*-", 2)])
@@ -219,7 +205,7 @@ def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16(name, patt
     model = compose_config([*overrides, "model.nvfp4_bf16_blocks.first=0"], ROOT / "configs").model
     kinds = (("nvfp4", "selective"), ("bf16", "selective"), ("nvfp4", "none"))
     configs = [configured(tensor, precision, model, (), recompute, tensor=tensor) for precision, recompute in kinds]
-    nvfp4, bf16, everything = (dry.memory.activations for dry in run_each(tensor, configs))
+    nvfp4, bf16, everything = (dry.memory.activations for dry in run_each(tensor, *configs))
     assert nvfp4 <= bf16 + 64 * 1024  # zeros in stock for maxima, tensor scales: nothing that grows with the tokens
     assert nvfp4 < 0.9 * everything
 
@@ -246,8 +232,8 @@ def test_the_command_prints_memory_messages_and_time():
 def test_masked_documents_cost_a_message_and_tables() -> None:
     """One all-reduce of one int64 a step where not every target counts; RoPE's tables are a micro-batch's own."""
     model = replace(MODEL, rope=True)
-    joined = run(2, model=model)
-    masked = run(2, model=model, overrides=("data.documents=masked", "data.boundary_loss=false"))
+    overrides = ("data.documents=masked", "data.boundary_loss=false")
+    joined, masked = run_each(2, configured(model=model), configured(model=model, overrides=overrides))
     added = {message: count for message, count in masked.messages.items() if count != joined.messages.get(message)}
     assert [(m.operation, m.num_bytes, count) for m, count in added.items()] == [("all-reduce", 8, 1)]
     assert joined.messages.keys() <= masked.messages.keys()

@@ -2,7 +2,6 @@
 
 import gc
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,48 +12,38 @@ from megatron_fp4.precision.overlapped import start_all_gather
 KIB = 1024
 
 
-@pytest.fixture
-def ledger():
+def test_bytes_alive_and_their_peak():
     with FakeTensorMode(), Ledger(lambda: 0) as ledger:
-        yield ledger
+        a = torch.empty(256, 1024)  # 1 MiB
+        b = torch.empty(100, dtype=torch.bfloat16)  # 200 bytes, in units of 512
+        view = a.t()[3:]
+        assert ledger.live_bytes == 1024 * KIB + 512
+        del a
+        assert ledger.live_bytes == 1024 * KIB + 512  # the view keeps it
+        del view
+        assert ledger.live_bytes == 512
+        c = b + 1
+        assert (ledger.live_bytes, ledger.peak_bytes) == (1024, 1024 * KIB + 512)
+        ledger.restart_peak()
+        assert ledger.peak_bytes == 1024
+        assert ledger.numbers([b, c]) == ledger.storages().keys()
+        b.untyped_storage().resize_(0)  # freed and allocated again, as FSDP does
+        assert ledger.live_bytes == 512
+        b.untyped_storage().resize_(4096)
+        assert ledger.live_bytes == 512 + 4096
 
 
-def test_bytes_alive_and_their_peak(ledger):
-    a = torch.empty(256, 1024)  # 1 MiB
-    b = torch.empty(100, dtype=torch.bfloat16)  # 200 bytes, in units of 512
-    assert ledger.live_bytes == 1024 * KIB + 512
-    view = a.t()[3:]
-    assert ledger.live_bytes == 1024 * KIB + 512
-    del a
-    assert ledger.live_bytes == 1024 * KIB + 512  # the view keeps it
-    del view
-    assert ledger.live_bytes == 512
-    c = b + 1
-    assert (ledger.live_bytes, ledger.peak_bytes) == (1024, 1024 * KIB + 512)
-    ledger.restart_peak()
-    assert ledger.peak_bytes == 1024
-    assert ledger.numbers([b, c]) == ledger.storages().keys()
-
-
-def test_a_storage_that_is_freed_and_allocated_again_as_fsdp_does(ledger):
-    a = torch.empty(1024, dtype=torch.float32)
-    a.untyped_storage().resize_(0)
-    assert ledger.live_bytes == 0
-    assert not ledger.storages()
-    a.untyped_storage().resize_(4096)
-    assert ledger.live_bytes == 4096
-
-
-def test_what_autograd_keeps_is_alive(ledger):
-    w = torch.empty(1024, 1024, requires_grad=True)
-    y = w.exp()  # keeps its result
-    loss = (y * y).sum()  # keeps y twice, one storage
-    del y
-    assert ledger.live_bytes == 2 * 4096 * KIB + 512
-    loss.backward()
-    del loss
-    gc.collect()
-    assert ledger.live_bytes == 2 * 4096 * KIB  # w and its gradient
+def test_what_autograd_keeps_is_alive():
+    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        w = torch.empty(1024, 1024, requires_grad=True)
+        y = w.exp()  # keeps its result
+        loss = (y * y).sum()  # keeps y twice, one storage
+        del y
+        assert ledger.live_bytes == 2 * 4096 * KIB + 512
+        loss.backward()
+        del loss
+        gc.collect()
+        assert ledger.live_bytes == 2 * 4096 * KIB  # w and its gradient
 
 
 def test_a_message_that_is_waited_for_at_once_runs_beside_nothing():
