@@ -41,8 +41,7 @@ import torch
 from data import provider as data
 from exchange.exports import Exports, check_exports, last_exportable
 from inference.prompts import Prompts
-from megatron_fp4.checkpoint.find import check_resume
-from megatron_fp4.checkpoint.initialize import check_initialization
+from megatron_fp4.checkpoint.find import check_initialization, check_resume
 from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError

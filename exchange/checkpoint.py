@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, OtherFormatError, checkpoint_in
-from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed

@@ -14,7 +14,7 @@ torch.save of a list. Parameters are read and written one at a time.
 
 An imported model's configuration is what shapes tell, and Megatron-LM's arguments in `common.pt` where they do not
 (heads, state groups, RoPE, the norm's eps). What neither tells, overrides have to say. Nothing that pickles name is
-called or imported: `.metadata` is read as our own is (megatron_fp4/checkpoint/metadata.py), `common.pt` with stand-ins
+called or imported: `.metadata` is read as our own is (megatron_fp4/checkpoint/shards.py), `common.pt` with stand-ins
 of which plain values are taken, and tensors with torch's `weights_only`.
 """
 
@@ -68,7 +68,7 @@ from exchange.weights_only import NewTensor, new_folder, write_weights_only
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.runtime.revision import revision

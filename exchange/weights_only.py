@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import run_identity
-from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
-from megatron_fp4.checkpoint.shards import OwnPiece, write_shard
+from megatron_fp4.checkpoint.shards import METADATA, OwnPiece, Piece, Whole, metadata_of, write_shard
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.schema import Config
 from megatron_fp4.runtime.revision import revision

@@ -22,11 +22,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_fp4.runtime.progress import state_of_process
 from scripts.fingerprint import state_digest
+from tests.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-
-LOST = "LOST"
 SECONDS = 300.0
 """What a start, and what an answer to a fault may take."""
 
@@ -34,14 +33,14 @@ SECONDS = 300.0
 class Job:
     """A run of pretrain.py under torchrun on two ranks."""
 
-    def __init__(self, folder: Path, device: str, overrides: list[str]) -> None:
-        self.dir, self.overrides, self.device = folder, overrides, device
-        self.output = folder.with_suffix(".log")
-        self.process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes]
+
+    def __init__(self, folder: Path, overrides: list[str]) -> None:
+        self.dir, self.overrides, self.output = folder, overrides, folder.with_suffix(".log")
 
     def start(self) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += [str(ROOT / "pretrain.py"), f"run.device={self.device}", f"run.dir={self.dir}", *self.overrides]
+        command += [str(ROOT / "pretrain.py"), f"run.dir={self.dir}", *self.overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with self.output.open("ab") as output:
@@ -49,145 +48,103 @@ class Job:
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def ended(self, patience: float = SECONDS) -> int:
-        """The launcher's exit code; raises TimeoutExpired."""
-        assert self.process is not None
-        return self.process.wait(patience)
-
-    def running(self) -> bool:
-        assert self.process is not None
-        return self.process.poll() is None
-
-    def workers(self) -> dict[int, int]:
+    def workers(self) -> list[int]:
         """Process ids by rank, as the ranks themselves say."""
-        found = {}
-        for path in (self.dir / "ranks").glob("rank_*.json"):
-            record = json.loads(path.read_text())
-            found[record["rank"]] = record["pid"]
-        return found
+        return [json.loads(path.read_text())["pid"] for path in sorted((self.dir / "ranks").glob("rank_*.json"))]
 
-    def await_step(self, step: int) -> bool:
-        """Whether it came to that step before it ended."""
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + SECONDS
-        while self.running() and time.monotonic() < deadline:
-            if self.steps_done() >= step:
-                return True
-            time.sleep(0.02)
-        return False
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, what
+            time.sleep(0.001)
 
-    def steps_done(self) -> int:
+    def steps(self) -> list[dict[str, float]]:
         path = self.dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("}")]
-        return max((record["step"] for record in records if record["kind"] == "step"), default=0)
+        return [record for record in records if record["kind"] == "step"]
 
     def finish(self) -> int:
         """Start until it is finished; returns the number of starts."""
         for number in range(1, 5):
             self.start()
-            if self.ended() == 0:
+            if self.process.wait(SECONDS) == 0:
                 return number
         raise AssertionError(f"not finished after 4 starts, see {self.output}")
 
-    def digest(self) -> tuple[dict[int, tuple[float, float]], str]:
-        records = [json.loads(line) for line in (self.dir / "metrics.jsonl").read_text().splitlines()]
-        steps = [record for record in records if record["kind"] == "step"]
-        assert len(steps) == len({record["step"] for record in steps}), "a step is there twice"
-        newest = self.dir / "checkpoints" / (self.dir / "checkpoints" / "latest").read_text().strip()
-        return {record["step"]: (record["loss"], record["grad_norm"]) for record in steps}, state_digest(newest)
+    def newest(self) -> str:
+        return (self.dir / "checkpoints" / "latest").read_text().strip()
 
-    def said(self) -> str:
-        return self.output.read_text(errors="replace")
+    def digest(self) -> tuple[list[tuple[float, ...]], str]:
+        numbers = [tuple(record[key] for key in ("step", "loss", "grad_norm")) for record in self.steps()]
+        return numbers, state_digest(self.dir / "checkpoints" / self.newest())
 
-
-def alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    def stopped(self, workers: list[int]) -> str:
+        """Waits for the workers' end, who were asked to stop."""
+        began = time.monotonic()
+        self.process.wait(SECONDS)
+        await_gone(workers)
+        state = json.loads((self.dir / "state.json").read_text())
+        assert state["state"] == "stopped" and self.newest() == f"step_{state['step']:08d}", (state, self.newest())
+        return f"stopped after step {state['step']}, saved, gone after {time.monotonic() - began:.1f} s"
 
 
-def await_gone(processes: list[int]) -> float:
+def await_gone(processes: list[int]) -> None:
     began = time.monotonic()
-    while any(map(alive, processes)):
-        assert time.monotonic() - began < SECONDS, f"still there: {[p for p in processes if alive(p)]}"
+    while any(state_of_process(process) != "gone" for process in processes):
+        assert time.monotonic() - began < SECONDS, f"still there: some of {processes}"
         time.sleep(0.05)
-    return time.monotonic() - began
 
 
 def kill_one_rank(job: Job, chance: random.Random) -> str:
-    workers = job.workers()
-    rank = chance.randrange(2)
+    workers, rank = job.workers(), chance.randrange(2)
     os.kill(workers[rank], signal.SIGKILL)
-    code = job.ended()
-    gone = await_gone(list(workers.values()))
+    code = job.process.wait(SECONDS)
+    await_gone(workers)
     assert code != 0
-    return f"rank {rank} killed; torchrun ended with {code}, all gone {gone:.1f} s later"
+    return f"rank {rank} killed; torchrun ended with {code}, all gone"
 
 
 def kill_while_saving(job: Job, chance: random.Random) -> str:
     """All at once, while a save is being written."""
-    deadline = time.monotonic() + SECONDS
-    while not (partial := [path for path in (job.dir / "checkpoints").glob("step_*.tmp") if any(path.iterdir())]):
-        assert job.running() and time.monotonic() < deadline, "no save was seen on its way"
-        time.sleep(0.0005)
+    checkpoints = job.dir / "checkpoints"
+    job.wait_until(lambda: any(checkpoints.glob("step_*.tmp/*")), "no save was seen on its way")
     time.sleep(chance.random() * 0.05)
-    workers = job.workers()
-    for process in workers.values():
+    for process in job.workers():
         os.kill(process, signal.SIGKILL)
-    job.ended()
-    left = sorted(path.name for path in (job.dir / "checkpoints").iterdir())
-    return f"killed while {partial[0].name} was written; left: {', '.join(left)}"
+    job.process.wait(SECONDS)
+    return f"left: {', '.join(sorted(path.name for path in checkpoints.iterdir()))}"
 
 
 def stop_one_rank(job: Job, chance: random.Random) -> str:
-    workers = job.workers()
+    workers, began = job.workers(), time.monotonic()
     os.kill(workers[1], signal.SIGSTOP)
-    began = time.monotonic()
-    code = job.ended()
+    code = job.process.wait(SECONDS)
     took = time.monotonic() - began
-    for process in workers.values():
-        if alive(process):
+    for process in workers:
+        if state_of_process(process) != "gone":
             os.kill(process, signal.SIGKILL)
-    named = [line for line in job.said().splitlines() if "rank 1" in line and ("stop" in line or "stand" in line)]
-    assert code != 0 and named, "nobody named rank 1"
+    lines = job.output.read_text(errors="replace").splitlines()
+    named = [line for line in lines if "rank 1" in line and ("stop" in line or "stand" in line)]
+    assert code != 0 and named, "rank 1 was not named"
     return f"ended with {code} after {took:.0f} s: {named[0].strip()[:150]}"
 
 
-def term_the_launcher(job: Job, chance: random.Random) -> str:
-    workers = job.workers()
-    assert job.process is not None
-    job.process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    job.ended()
-    state = json.loads((job.dir / "state.json").read_text())
-    await_gone(list(workers.values()))
-    newest = (job.dir / "checkpoints" / "latest").read_text().strip()
-    assert state["state"] == "stopped" and newest == f"step_{state['step']:08d}", (state, newest)
-    return f"stopped after step {state['step']}, saved, gone after {time.monotonic() - began:.1f} s"
+def signal_launcher(number: signal.Signals) -> Callable[[Job, random.Random], str]:
+    def fault(job: Job, chance: random.Random) -> str:
+        workers = job.workers()
+        job.process.send_signal(number)
+        return job.stopped(workers)
 
-
-def kill_the_launcher(job: Job, chance: random.Random) -> str:
-    workers = job.workers()
-    assert job.process is not None
-    job.process.kill()
-    began = time.monotonic()
-    job.ended()
-    await_gone(list(workers.values()))
-    took = time.monotonic() - began
-    state = json.loads((job.dir / "state.json").read_text())
-    newest = (job.dir / "checkpoints" / "latest").read_text().strip()
-    assert state["state"] == "stopped" and newest == f"step_{state['step']:08d}", (state, newest)
-    return f"orphans stopped after step {state['step']}, saved, gone after {took:.1f} s"
+    return fault
 
 
 FAULTS: dict[str, Callable[[Job, random.Random], str]] = {
     "one rank killed": kill_one_rank,
     "all killed while saving": kill_while_saving,
     "one rank stopped (SIGSTOP)": stop_one_rank,
-    "SIGTERM to torchrun": term_the_launcher,
-    "torchrun killed": kill_the_launcher,
+    "SIGTERM to torchrun": signal_launcher(signal.SIGTERM),
+    "torchrun killed": signal_launcher(signal.SIGKILL),
 }
 
 
@@ -200,10 +157,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=2, help="how often each kind of kill (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="only faults whose names contain one of these")
     options = parser.parse_intermixed_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="fault_round_"))
     overrides = [
+        f"run.device={options.device}",
         f"train.steps={options.steps}",
         "checkpoint.interval=3",
         "validation.interval=0",
@@ -211,39 +168,35 @@ def main(arguments: list[str]) -> int:
         f"data.cache_dir={folder}/corpus",
         *options.overrides,
     ]
-    straight = Job(folder / "straight", options.device, overrides)
-    began = time.monotonic()
+    straight = Job(folder / "straight", overrides)
     straight.finish()
     expected = straight.digest()
-    rows = [("none", f"{time.monotonic() - began:.0f} s, {options.steps} steps", "")]
-    chosen = [name for name in FAULTS if not options.only or any(word in name for word in options.only)]
-    cases = [(name, number) for name in chosen for number in range(options.kills if "killed" in name else 1)]
 
     def undergo(case: tuple[str, int]) -> tuple[str, str, str]:
         name, number = case
         chance = random.Random(f"{options.seed} {case}")
-        job = Job(folder / re.sub(r"\W+", "_", f"{name} {number}"), options.device, overrides)
+        job = Job(folder / re.sub(r"\W+", "_", f"{name} {number}"), overrides)
         try:
             job.start()
-            assert job.await_step(chance.randint(4, max(options.steps * 2 // 3, 5))), "it ended before the fault"
+            first = chance.randint(4, max(options.steps * 2 // 3, 5))
+            job.wait_until(lambda: len(job.steps()) >= first, "it ended before the fault")
             answer = FAULTS[name](job, chance)
             starts = job.finish()
-            losses, tensors = job.digest()
-            assert losses == expected[0], "other losses"
-            assert tensors == expected[1], "other tensors"
+            assert job.digest() == expected, "other losses or tensors, or a step twice"
         except (AssertionError, subprocess.TimeoutExpired, OSError, KeyError, ValueError) as error:
-            print(f"--- {name}\n{job.said()[-6000:]}", file=sys.stderr)
-            if job.process is not None and job.running():
+            print(f"--- {name}\n{job.output.read_text(errors='replace')[-6000:]}", file=sys.stderr)
+            if job.process.poll() is None:
                 os.killpg(job.process.pid, signal.SIGKILL)
-            return name, f"{type(error).__name__}: {error}", LOST
+            return name, f"{type(error).__name__}: {error}", "LOST"
         return name, answer, f"finished at start {starts + 1}, equal"
 
+    cases = [(name, number) for name in FAULTS for number in range(options.kills if "killed" in name else 1)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        rows += pool.map(undergo, cases)
+        rows = list(pool.map(undergo, cases))
     print("| fault | answer | then |\n|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
-    return 1 if any(row[2] == LOST for row in rows) else 0
+    return 1 if any(row[2] == "LOST" for row in rows) else 0
 
 
 if __name__ == "__main__":

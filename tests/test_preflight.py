@@ -12,7 +12,7 @@ import pytest
 
 import pretrain
 from data import provider as data_provider
-from megatron_fp4.checkpoint.initialize import check_initialization
+from megatron_fp4.checkpoint.find import check_initialization
 from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.planning import needs

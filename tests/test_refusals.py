@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4.checkpoint.initialize import check_initialization
+from megatron_fp4.checkpoint.find import check_initialization
 from megatron_fp4.config.checks import check_launch, place_in_run
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError

@@ -168,8 +168,6 @@ def test_state_json_alone_tells_of_a_run(finished: Path, copy: Path, start: Star
             output = start(copy, override, code=2)
             assert ("a run of 8 steps was here" in output and "checkpoint.resume=never" in output) or "stepz" in output
             assert (copy / "state.json").read_bytes() == content
-    start(copy, "checkpoint.resume=never")  # what the message offers
-    assert losses(copy) == losses(finished)
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -233,18 +231,6 @@ def test_branches_of_a_run_that_was_made_twice_are_compared(
     assert "resumed after step 6 of 8" in start(one, f"checkpoint.resume={checkpoint(trunk, 4)}")
 
 
-def test_what_was_changed_is_said_once(copy: Path, start: Start) -> None:
-    shutil.rmtree(checkpoint(copy, 8))
-    output = start(copy, "optimizer.lr=0.001", "logging.interval=2")
-    assert "changed since the checkpoint: optimizer.lr 0.002 -> 0.001" in output
-    (event,) = events(copy, "configuration")
-    assert event["step"] == 6 and event["changes"] == [
-        {"key": "optimizer.lr", "before": 0.002, "now": 0.001},
-        {"key": "logging.interval", "before": 1, "now": 2},
-    ]
-    assert "changed since" not in start(copy, "optimizer.lr=0.001", "logging.interval=2")
-
-
 def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Start, tmp_path: Path) -> None:
     before = (copy / "metrics.jsonl").read_bytes()
     output = start(copy, "train.steps=16", "train.max_skipped_steps=10")
@@ -275,8 +261,8 @@ def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Sta
 
 
 def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: Path, start: Start) -> None:
-    for name in ("summary.json", "loss.png"):
-        (copy / name).unlink()
+    (copy / "loss.png").unlink()
+    (copy / "summary.json").write_text("")  # a power cut while it was written
     rewrite_metrics(copy, lambda record: record["step"] < STEPS or record["kind"] == "step")
     output = start(copy)
     assert "lacks its last validation, its last checkpoint's event, loss.png, summary.json; writing that now" in output
@@ -287,19 +273,12 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
     before = (copy / "metrics.jsonl").read_bytes()
     assert "is finished" in start(copy) and (copy / "metrics.jsonl").read_bytes() == before
 
-    (copy / "summary.json").write_text("")  # a power cut while it was written, and the records are there
-    assert "lacks summary.json" in start(copy)
-    assert summary(copy) == summary(finished)
-    assert records(copy, "validation") == records(finished, "validation")
-
 
 @pytest.mark.parametrize(
     ("override", "differs", "accepts"),
     [
         ("run.seed=7", "run.seed: 1234 in the checkpoint, 7 now", "checkpoint.allow_mismatch=true"),
         ("data.seed=7", "data.seed (by default run.seed) was 1234 and is now 7", "checkpoint.allow_mismatch=true"),
-        ("model.rope=true", "model.rope: False in the checkpoint, True now", "checkpoint.allow_mismatch=true"),
-        ("train.sequence_length=32", "train.sequence_length: 64 in the", "checkpoint.allow_mismatch=true"),
         ("data.phases=[{name: all, fraction: 1, blend: {code: 1}}]", "'broad'", "checkpoint.allow_mismatch=true"),
         ("precision.switch.when=never", "after the precision switch", "precision.switch.target"),
         ("train.steps=4", "stands after 64 samples", "train.steps=8 or more"),
@@ -321,14 +300,6 @@ def test_data_that_was_written_anew_is_refused(finished: Path, start: Start, tmp
     output = start(finished, f"data.sources.code={tmp_path}/code", code=2)
     assert f"source 'code' ({tmp_path}/code) had 60000 tokens" in output and "now has 60200" in output
     assert "checkpoint.allow_mismatch=true" in output
-
-
-def test_other_data_can_be_allowed(copy: Path, start: Start) -> None:
-    shutil.rmtree(checkpoint(copy, 8))
-    other = ["data.phases=[{name: all, fraction: 1, blend: {code: 1}}]", "checkpoint.allow_mismatch=true"]
-    start(copy, *other)
-    assert [record["phase"] for record in records(copy, "step")][6:] == ["all", "all"]
-    assert "is finished" in start(copy, *other)
 
 
 def test_files_are_added_and_phases_to_come_replaced(

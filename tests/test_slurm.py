@@ -47,17 +47,14 @@ def checkpoint(run_dir: Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("state", "reason", "stopping", "expected"),
     [
-        ("finished", "", "0", False),
         ("finished", "", "1", False),
         ("refused", "ConfigError: run.dir", "0", False),
         ("diverged", "", "0", False),
         ("wrong_numbers", "", "1", False),
-        ("stopped", "SIGUSR1", "1", True),
         ("stopped", "run.max_minutes=230", "0", True),
         ("stopped", "the file STOP", "0", False),
         ("crashed", 'RuntimeError: "quoted"', "0", True),
-        ("running", "", "0", True),  # killed
-        ("running", "", "1", True),
+        ("running", "", "1", True),  # killed
         ("hung", "rank 3 on node7 hangs in step 7, save", "0", True),
     ],
 )
@@ -87,11 +84,10 @@ def test_crashes_go_on_while_there_is_progress(tmp_path: Path) -> None:
         return decide(tmp_path, "end", "0")[0]
 
     assert [crash(), crash(), crash(8), crash(), crash(), crash(), crash()] == [True] * 6 + [False]
-    assert [crash(9), crash(100)] == [True, True]
     # What is no whole checkpoint is no progress.
     (tmp_path / "checkpoints" / "step_00000900.tmp").mkdir()
     (tmp_path / "checkpoints" / "step_00000901").mkdir()
-    assert [crash(), crash(), crash(), crash()] == [True, True, True, False]
+    assert [crash(9), crash(), crash(), crash(), crash()] == [True, True, True, True, False]
 
 
 STAND_INS = {
@@ -188,17 +184,12 @@ def wait_for(path: Path, job: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("when", "tree", "number"),
-    [("training", "1", signal.SIGTERM), ("starting", "1", signal.SIGUSR1)],
-)
-def test_a_signal_to_the_job_stops_and_requeues_it(
-    cluster: dict[str, str], when: str, tree: str, number: signal.Signals
-) -> None:
+@pytest.mark.parametrize(("slow", "number"), [("0", signal.SIGTERM), ("2", signal.SIGUSR1)])
+def test_a_signal_to_the_job_stops_and_requeues_it(cluster: dict[str, str], slow: str, number: signal.Signals) -> None:
     """Also while torchrun has no workers yet, and where every process of a step gets its signals: the worker hears of
     it once."""
-    job = submit({**cluster, "TREE": tree, "SLOW": "2" if when == "starting" else "0"})
-    wait_for(Path(cluster["FAKE"], "running" if when == "training" else "step"), job)
+    job = submit({**cluster, "TREE": "1", "SLOW": slow})
+    wait_for(Path(cluster["FAKE"], "running" if slow == "0" else "step"), job)
     while Path(cluster["FAKE"], "calls").read_text().count("srun ") < 2:  # the first step is the check
         time.sleep(0.05)
     job.send_signal(number)
@@ -212,11 +203,7 @@ def test_a_signal_to_the_job_stops_and_requeues_it(
 def test_a_crash_is_requeued_and_a_cancelled_job_is_not(cluster: dict[str, str]) -> None:
     """Slurm shows a job that it ends as completing, and one at its time limit by what time is left."""
     fake, crash = Path(cluster["FAKE"]), {**cluster, "CRASH": "1"}
-    for state, left, requeued in (
-        ("RUNNING", "3:55:00", True),
-        ("COMPLETING", "3:55:00", False),
-        ("COMPLETING", "0:00", True),
-    ):
+    for state, left, requeued in (("COMPLETING", "3:55:00", False), ("COMPLETING", "0:00", True)):
         (fake / "calls").unlink(missing_ok=True)
         (fake / "job").write_text(f"   JobState={state} Reason=None\n")
         (fake / "left").write_text(f"{left}\n")
@@ -283,15 +270,12 @@ def test_what_a_container_is_given(cluster: dict[str, str]) -> None:
         f"--container-image=/images/a.sqsh --container-workdir={ROOT} " in step
     )  # the checkout's code, not the image's
     assert f"--container-mounts={ROOT}:{ROOT},{cluster['RUN']}:{cluster['RUN']},/corpus:/corpus " in step
-    output, _ = submit(inside, "run.dir=runs/a").communicate(timeout=60)
-    assert "run.dir=runs/a: in a container it has to begin with /" in output
 
 
 @pytest.mark.parametrize(
     ("overrides", "cwd", "message"),
     [
         ([], ROOT, "give run.dir="),
-        (["run.dir=${oc.env:HOME}/a"], ROOT, "give a plain path"),
         (["run.dir=/tmp/a"], Path("/"), "submit it from the root of this project, not from /"),
     ],
 )
@@ -301,25 +285,13 @@ def test_what_cannot_be_submitted(cluster: dict[str, str], overrides: list[str],
     assert done.returncode == 2 and message in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"SLURM_GPUS_ON_NODE": ""}, "this job has no GPU on .*set PROCESSES_PER_NODE to train on CPUs"),
-        ({"PROCESSES_PER_NODE": "two"}, "PROCESSES_PER_NODE=two is not a number"),
-        ({"PYTHON": "", "PATH": "/nowhere"}, "there is no Python"),
-        ({"HF_TOKEN_FILE": "/nowhere/token"}, "HF_TOKEN_FILE=/nowhere/token cannot be read"),
-    ],
-)
-def test_a_node_that_cannot_train(
-    cluster: dict[str, str], tmp_path: Path, changes: dict[str, str], message: str
-) -> None:
-    """In a folder without .venv."""
+def test_a_node_without_gpus_cannot_train(cluster: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "pretrain.py").touch()
     command = ["/bin/bash", ROOT / "scripts" / "launch_node.sh", "train", "run.dir=/tmp/a"]
     done = subprocess.run(
-        command, env={**cluster, **changes}, cwd=tmp_path, capture_output=True, text=True, check=False
+        command, env={**cluster, "SLURM_GPUS_ON_NODE": ""}, cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    assert done.returncode == 2 and "set PROCESSES_PER_NODE to train on CPUs" in done.stderr
 
 
 def test_secrets_come_from_files(cluster: dict[str, str], tmp_path: Path) -> None:

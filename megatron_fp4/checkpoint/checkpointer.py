@@ -1,10 +1,8 @@
 """Save and resume, as all ranks together do it.
 
 saves.py says how a checkpoint is written, files.py how one tells that it is whole, find.py which one a start resumes
-from, shards.py how it is read.
-
-Tensors are stored by their global shape: a checkpoint loads at any world size and mesh, bit for bit. `run.dir` must
-be on a file system that all nodes share.
+from, shards.py how it is read. Tensors are stored by their global shape: a checkpoint loads at any world size and mesh,
+bit for bit. `run.dir` must be on a file system that all nodes share.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from torch import nn
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
 from megatron_fp4.checkpoint.files import Manifest, Origin
-from megatron_fp4.checkpoint.find import Finder, Resumed, refuse_weights_only
-from megatron_fp4.checkpoint.initialize import check_begun_from, initialize_weights
+from megatron_fp4.checkpoint.find import Finder, Resumed, check_begun_from, initialize_weights, refuse_weights_only
 from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot, Staging, host_memory_error
 from megatron_fp4.checkpoint.shards import (
     capture_random_state,
@@ -219,7 +216,7 @@ class Checkpointer:
     def initialize(
         self, given: str, model: nn.Module, step_state: StepState, *, resumed: bool, allow_mismatch: bool
     ) -> Origin | None:
-        """Take the weights of the checkpoint that `given` names (initialize.py) into `model`, and nothing else of it;
+        """Take the weights of the checkpoint that `given` names (find.py) into `model`, and nothing else of it;
         returns which that was. Call it after `resume`.
 
         resumed: the run resumed from a checkpoint of its own; then this only looks whether it began from `given`, and

@@ -39,10 +39,7 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
         del model[name]
     nested = {
         "model": model,
-        "train": {
-            "sequence_length": config.train.sequence_length,
-            "global_batch_size": config.train.global_batch_size,
-        },
+        "train": {key: getattr(config.train, key) for key in ("sequence_length", "global_batch_size")},
         "run": {"seed": config.run.seed},
         "data": json.loads(json.dumps(data_fingerprint)),  # as it will come back from the checkpoint
     }
@@ -51,12 +48,8 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
 
 def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """One line for each field that differs, with both values; empty if it is the same run."""
-    lines = []
-    for name in sorted({*saved, *current}):
-        before, now = saved.get(name, _ABSENT), current.get(name, _ABSENT)
-        if before != now:
-            lines.append(f"{name}: {before!r} in the checkpoint, {now!r} now")
-    return lines
+    pairs = {name: (saved.get(name, _ABSENT), current.get(name, _ABSENT)) for name in sorted({*saved, *current})}
+    return [f"{name}: {one!r} in the checkpoint, {now!r} now" for name, (one, now) in pairs.items() if one != now]
 
 
 def other_run(folder: Path, differences: Sequence[str]) -> str:

@@ -43,16 +43,14 @@ _FOLDER = re.compile(r"step_\d{8,}")
 class DamagedCheckpointError(Exception):
     """A checkpoint is not whole; the message says in what way.
 
-    file: whose content is not as it was written; "" where what the files hold is no checkpoint.
+    file: whose content is not as it was written; "" where what the files hold is no checkpoint. unreadable: the disk
+    reports an error for it: damage, or a broken way to the disk.
     """
 
-    def __init__(self, message: str, file: str = "") -> None:
+    def __init__(self, message: str, file: str = "", unreadable: bool = False) -> None:
         super().__init__(message)
         self.file = file
-
-
-class UnreadableError(DamagedCheckpointError):
-    """The disk reports an error for a file of a checkpoint: damage, or a broken way to the disk."""
+        self.unreadable = unreadable
 
 
 class OtherFormatError(DamagedCheckpointError):
@@ -148,20 +146,22 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
 
 
-def scan(root: Path) -> list[tuple[Path, Manifest | None, str | None]]:
-    """All checkpoints as (folder, manifest, problem), those without a readable manifest first, then the newest.
+Problem = DamagedCheckpointError | OSError
+
+
+def scan(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, Problem]]]:
+    """The checkpoints under `root` with their manifests, the newest first; and those whose manifest cannot be read.
 
     A manifest that the disk does not hand out is a problem of its checkpoint alone: others are saved all the same.
     """
-    broken: list[tuple[Path, Manifest | None, str | None]] = []
     readable: list[tuple[Path, Manifest]] = []
+    broken: list[tuple[Path, Problem]] = []
     for folder in list_checkpoints(root):
         try:
             readable.append((folder, read_manifest(folder)))
         except (DamagedCheckpointError, OSError) as error:
-            broken.append((folder, None, str(error)))
-    readable.sort(key=lambda entry: entry[1].save_index, reverse=True)
-    return [*broken, *((folder, manifest, None) for folder, manifest in readable)]
+            broken.append((folder, error))
+    return sorted(readable, key=lambda entry: -entry[1].save_index), broken
 
 
 def checkpoint_in(folder: Path) -> Path:
@@ -173,11 +173,11 @@ def checkpoint_in(folder: Path) -> Path:
             f"{folder} is not a folder; give a checkpoint, such as RUN/checkpoints/step_00000200, or a run"
         )
     for root in (folder / "checkpoints", folder):
-        found = scan(root)
-        if whole := [path for path, manifest, _ in found if manifest is not None]:
-            return whole[0]
-        if found:
-            listing = "; ".join(f"{path.name}: {problem}" for path, _, problem in found)
+        readable, broken = scan(root)
+        if readable:
+            return readable[0][0]
+        if broken:
+            listing = "; ".join(f"{path.name}: {problem}" for path, problem in broken)
             raise ValueError(f"{folder} has no checkpoint that is whole ({listing}); give another run or checkpoint")
     raise ValueError(f"{folder} is neither a checkpoint nor a run with checkpoints; give one that is")
 
@@ -190,12 +190,11 @@ def open_plain(path: Path) -> io.FileIO:
     may lead anywhere, and a pipe never ends."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path.name} is missing", path.name) from None
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        problem = {errno.ENOENT: "is missing", errno.ELOOP: "is a link"}.get(error.errno or 0)
+        if problem is None:
             raise
-        raise DamagedCheckpointError(f"{path.name} is a link", path.name) from None
+        raise DamagedCheckpointError(f"{path.name} {problem}", path.name) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DamagedCheckpointError(f"{path.name} is not a plain file", path.name)
@@ -205,7 +204,7 @@ def open_plain(path: Path) -> io.FileIO:
 @contextlib.contextmanager
 def opened(folder: Path, name: str, record: FileRecord | None = None) -> Iterator[io.FileIO]:
     """A context with `open_plain` of a file, which must have the size in its record. EIO, the disk's own word for
-    damage, is an UnreadableError inside."""
+    damage, is a DamagedCheckpointError inside."""
     try:
         with open_plain(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -215,7 +214,8 @@ def opened(folder: Path, name: str, record: FileRecord | None = None) -> Iterato
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        raise UnreadableError(f"{name} is not readable: {os.strerror(errno.EIO)}", name) from error
+        message = f"{name} is not readable: {os.strerror(errno.EIO)}"
+        raise DamagedCheckpointError(message, name, unreadable=True) from error
 
 
 def changed(name: str) -> DamagedCheckpointError:
@@ -232,10 +232,10 @@ def check_file(folder: Path, name: str, record: FileRecord, from_disk: bool = Fa
         with opened(folder, name, record) as file:
             if from_disk:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            same = hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
-        return None if same else changed(name)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except DamagedCheckpointError as error:
         return error
+    return None if digest == record.sha256 else changed(name)
 
 
 def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> bytes:
@@ -292,15 +292,14 @@ def read_pointer(root: Path) -> str | None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it down to the disk, with a digest of itself."""
     content = dataclasses.asdict(manifest)
-    if not manifest.weights_only:  # a word that version 0.2 does not know
-        del content["weights_only"]
     write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
     sync_folder(folder)
 
 
 def next_save_index(root: Path) -> int:
     """1 + the highest index under `root`."""
-    return 1 + max((manifest.save_index for _, manifest, _ in scan(root) if manifest is not None), default=0)
+    readable, _ = scan(root)
+    return 1 + max((manifest.save_index for _, manifest in readable), default=0)
 
 
 def publish(staging: Path, final: Path) -> None:
@@ -336,8 +335,7 @@ def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) 
     if keep == 0:
         return []
     protected = {just_made.name, read_pointer(root), *needed}
-    newest_first = [folder for folder, manifest, _ in scan(root) if manifest is not None]
-    removed = [folder for folder in newest_first[keep:] if folder.name not in protected]
+    removed = [folder for folder, _ in scan(root)[0][keep:] if folder.name not in protected]
     for folder in removed:
         # Renamed first: a removal that is interrupted must not leave something that looks like a checkpoint.
         doomed = folder.with_name(folder.name + ".tmp")

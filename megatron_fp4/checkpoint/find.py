@@ -1,4 +1,4 @@
-"""Which checkpoint a start resumes from.
+"""Which checkpoint a start resumes from, or takes its weights of.
 
 Rank 0 alone looks at the folder and decides; the others are told, so that a slow file system which shows two ranks
 different folders cannot split them. All then load what was chosen, and a checkpoint is known to be whole only once it
@@ -16,6 +16,10 @@ is loaded: if any rank finds damage all learn it, and rank 0 names the next.
 What was found damaged on the way is moved aside once an intact one is loaded, and kept: `step_00000400.damaged`. One
 rank of many may have a bad client or bad memory and find an intact file damaged: rank 0 reads the file that it named
 anew, and if that is whole the start ends, nothing is moved.
+
+With `checkpoint.initialize_from=PATH` a run begins at step 0 from the weights alone of a checkpoint, of the newest one
+of a run, or of an imported one: moments, generators, precision switch, schedule and data are those of a new run. What a
+run began from is in the trainer state of all its checkpoints: `origin` of a branch, or `initialized_from`.
 """
 
 from __future__ import annotations
@@ -24,14 +28,17 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch import nn
+
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
+from megatron_fp4.checkpoint.config_diff import identity_differences, other_run, run_identity
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin, OtherFormatError
+from megatron_fp4.checkpoint.shards import METADATA, check_tensors, read_metadata, read_shards
 from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync, RefusedError
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.runtime.run_state import STATE_FILE, checkpoint_in_state
@@ -39,6 +46,10 @@ from megatron_fp4.runtime.run_state import STATE_FILE, checkpoint_in_state
 logger = logging.getLogger(__name__)
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"  # as logging/ writes them
+KEYWORDS = ("auto", "required", "never")
+INITIALIZE = "checkpoint.initialize_from"
+# What weights that are there do not depend on: how others would be drawn, and in what pieces the scan is computed.
+_FREE = {"model.init_std", "model.mamba_chunk_size"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class Finder:
         """
         if resume == "never":
             return None
-        given = None if resume in ("auto", "required") else Path(os.path.realpath(resume))
+        given = None if resume in KEYWORDS else Path(os.path.realpath(resume))
         if given is not None and is_own(self.root, given):
             chosen = self._given(given)
             return self._settle(replace(chosen, origin=Origin.of(chosen.trainer)))
@@ -106,12 +117,10 @@ class Finder:
             "look for an earlier run", lambda: earlier_run(self.root, branch=given is not None)
         )
         if found:
-            again = (
-                "" if given else "start from step 0 with checkpoint.resume=never, which moves the records aside, or "
-            )
+            anew = "" if given else "start from step 0 with checkpoint.resume=never, which moves the records aside, or "
             raise RefusedError(
                 f"run.dir={self.root.parent} is of an earlier run ({'; '.join(found)}), but there is no checkpoint to "
-                f"resume from in {self.root}: restore it, or {again}choose another run.dir"
+                f"resume from in {self.root}: restore it, or {anew}choose another run.dir"
             )
         if resume == "required":
             raise RefusedError(
@@ -130,27 +139,29 @@ class Finder:
 
     def _newest_intact(self) -> Resumed | None:
         """Load the newest checkpoint that is whole; None if there is none at all. Raises as `choose`."""
-        candidates: list[tuple[Path, Manifest]] = []  # rank 0's
+
+        candidates: list[tuple[Path, Manifest]] = []  # rank 0's: a thousand ranks' manifests are large
 
         def scan() -> list[Damage]:
-            broken = []
-            for folder in files.list_checkpoints(self.root):
-                try:
-                    candidates.append((folder, files.read_manifest(folder)))
-                except OtherFormatError as error:
+            readable, broken = files.scan(self.root)
+            candidates.extend(readable)
+            for folder, error in broken:
+                if isinstance(error, OtherFormatError):
                     raise RefusedError(f"{folder}: {error}; resume with the version that wrote it") from error
-                except DamagedCheckpointError as error:
-                    broken.append(Damage(folder.name, str(error), unreadable=isinstance(error, files.UnreadableError)))
-            candidates.sort(key=lambda candidate: candidate[1].save_index)
+                if isinstance(error, OSError):
+                    raise error
             pointer = files.read_pointer(self.root)
             if candidates and pointer is not None and not (self.root / pointer).is_dir():
                 logger.warning("%s names %s, which is not there", self.root / files.POINTER, pointer)
-            return broken
+            return [
+                Damage(folder.name, str(error), unreadable=getattr(error, "unreadable", False))
+                for folder, error in broken
+            ]
 
         damaged = self.sync.on_rank0("scan", scan)
         for broken in damaged:
             self._report(broken)
-        while (found := self.sync.on_rank0("scan", lambda: candidates.pop() if candidates else None)) is not None:
+        while (found := self.sync.on_rank0("scan", lambda: candidates.pop(0) if candidates else None)) is not None:
             folder, manifest = found
             try:
                 trainer = self.load(folder, manifest)
@@ -172,7 +183,6 @@ class Finder:
 
     def _given(self, folder: Path) -> Resumed:
         """Load the checkpoint in `folder`, of this run or another. Raises as `choose`."""
-
         key = f"checkpoint.resume={folder}"
 
         def look() -> tuple[Manifest, Origin]:
@@ -269,7 +279,7 @@ def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
     if manifest.weights_only:
         raise ValueError(
             f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it "
-            f"with checkpoint.initialize_from={folder}, in a run.dir of its own"
+            f"with {INITIALIZE}={folder}, in a run.dir of its own"
         )
 
 
@@ -278,7 +288,12 @@ def is_own(root: Path, given: Path) -> bool:
     return Path(os.path.realpath(given)).parent == Path(os.path.realpath(root))
 
 
-# What a run leaves behind besides its checkpoints, so that a start can tell a new run from one that lost them
+def would_overwrite(resume: str, start: int, root: Path, last: int) -> str:
+    """The refusal of a start from step `start` that would come to replace checkpoints up to step `last`."""
+    return (
+        f"checkpoint.resume={resume} starts from step {start}, but {root} already has checkpoints up to step {last}, "
+        "which the run would overwrite; choose another run.dir"
+    )
 
 
 def earlier_run(root: Path, *, branch: bool) -> tuple[int, list[str]]:
@@ -291,7 +306,13 @@ def earlier_run(root: Path, *, branch: bool) -> tuple[int, list[str]]:
     run_dir, found = root.parent, []
     steps = saved = resumed_from = 0
     anew = False  # told to begin at step 0, whatever there was before
-    for record in _records(run_dir / METRICS):
+    lines = (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).is_file() else []
+    for line in lines:
+        record = None
+        with contextlib.suppress(ValueError):  # a damaged line must not hide the others
+            record = json.loads(line)
+        if not isinstance(record, dict):
+            continue
         kind, step = record.get("kind"), record.get("step")
         step = step if isinstance(step, int) else 0
         if kind == "step":
@@ -317,19 +338,7 @@ def earlier_run(root: Path, *, branch: bool) -> tuple[int, list[str]]:
     return steps, found
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Whatever lines can be read: a damaged one must not hide the others."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
-
-
-# What one process can say of it before any rank waits for others, from manifests, sizes and the trainer's state alone
+# What one process can say before any rank waits for others, from manifests, sizes and the trainer's state alone
 
 
 def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
@@ -359,9 +368,9 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
         found = Finder(root, sync, load, only_look=True).choose(resume)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    start = 0 if found is None else found.manifest.step
+    start = 0 if found is None else found.step
     broken = {damage.name for damage in found.damaged} if found is not None else set()
-    later = [step for each in files.list_checkpoints(root) if each.name not in broken and (step := files.step_of(each))]
+    later = [files.step_of(each) for each in files.list_checkpoints(root) if each.name not in broken]
     if max(later, default=0) > start:
         raise ConfigError(would_overwrite(resume, start, root, max(later)))
     return found
@@ -373,7 +382,7 @@ def check_resume(config: Config) -> None:
     A branch resumes from its own checkpoints also when its parent is gone; the start sees whether they are its own.
     """
     resume, root = config.checkpoint.resume, Path(config.run.dir) / "checkpoints"
-    if config.checkpoint.initialize_from is not None or resume in ("auto", "required", "never"):
+    if config.checkpoint.initialize_from is not None or resume in KEYWORDS:
         return
     if any(root.glob("step_*")) and not is_own(root, Path(resume)):
         return
@@ -387,9 +396,115 @@ def check_resume(config: Config) -> None:
         raise ConfigError(f"checkpoint.resume: {error}") from error
 
 
-def would_overwrite(resume: str, start: int, root: Path, last: int) -> str:
-    """The refusal of a start from step `start` that would come to replace checkpoints up to step `last`."""
-    return (
-        f"checkpoint.resume={resume} starts from step {start}, but {root} already has checkpoints up to step {last}, "
-        "which the run would overwrite; choose another run.dir"
+def check_initialization(config: Config) -> None:
+    """Raise ConfigError if `checkpoint.initialize_from` cannot be begun from: no checkpoint, or of another model.
+
+    A run that has checkpoints of its own resumes from those, whatever has become of the path.
+    """
+    given, settings = config.checkpoint.initialize_from, config.checkpoint
+    if given is None:
+        return
+    if settings.resume not in KEYWORDS:
+        raise ConfigError(
+            f"{INITIALIZE}={given} takes weights alone and checkpoint.resume={settings.resume} all of a checkpoint; "
+            "give one of them"
+        )
+    if files.list_checkpoints(Path(config.run.dir) / "checkpoints"):
+        return
+    try:
+        folder, manifest = _source(given)
+        if not settings.allow_mismatch:
+            _check_model(folder, manifest, run_identity(config, {}), ("model.",))
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+# Beginning from weights alone
+
+
+def _source(given: str) -> tuple[Path, Manifest]:
+    """The checkpoint that is meant, by manifests alone. Raises RefusedError, and OSError."""
+    try:
+        folder = files.checkpoint_in(Path(os.path.realpath(given)))
+        return folder, files.read_manifest(folder)
+    except OtherFormatError as error:
+        raise RefusedError(f"{INITIALIZE}={given} is of another version: {error}; give another checkpoint") from error
+    except DamagedCheckpointError as error:
+        raise RefusedError(f"{INITIALIZE}={given} is damaged: {error}; give another checkpoint") from error
+    except ValueError as error:
+        raise RefusedError(f"{INITIALIZE}={error}") from error
+
+
+def _check_model(folder: Path, manifest: Manifest, identity: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+    """Raise RefusedError, with every key that differs, if the checkpoint's weights are not for the run of this
+    `identity`. keys: compare those that begin so."""
+    saved, own = (
+        {name: value for name, value in facts.items() if name not in _FREE and name.startswith(keys)}
+        for facts in (manifest.identity, identity)
+    )
+    if differences := identity_differences(saved, own):
+        raise RefusedError(
+            f"{INITIALIZE}={folder} is of another model or tokenizer: {'; '.join(differences)}. Set these keys back, "
+            "give another checkpoint, or begin all the same with checkpoint.allow_mismatch=true"
+        )
+
+
+def initialize_weights(
+    given: str, model: nn.Module, identity: Mapping[str, Any], sync: RankSync, *, allow_mismatch: bool
+) -> Origin:
+    """Load the weights that `given` names into `model`; a collective. Returns where they are from.
+
+    Any mesh reads them, every rank the files that hold something of its shards, each compared with its SHA-256.
+    identity: the run's. Raises RefusedError on all ranks for what the user has to decide: no checkpoint, another model
+    or tokenizer, damage; CheckpointError if reading fails otherwise.
+    """
+
+    def look() -> tuple[Path, Manifest, Origin]:
+        folder, manifest = _source(given)
+        return folder, manifest, Origin.at(folder, manifest)
+
+    def compare() -> None:
+        try:
+            check_tensors(metadata, state)
+            saved = {name for name in metadata.state_dict_metadata if name.startswith("model.")}
+            if extra := sorted(saved - {f"model.{name}" for name in state["model"]}):
+                raise ValueError(f"the checkpoint has a tensor {extra[0]}, which this model does not have")
+        except ValueError as error:
+            raise RefusedError(f"{INITIALIZE}={folder}: {error}; give a checkpoint of this model") from error
+
+    folder, manifest, origin = sync.on_rank0("find it", look)
+    if not allow_mismatch:  # on all ranks: the tokenizer's file may be another on another node
+        sync.on_all("compare", lambda: _check_model(folder, manifest, identity, ("model.", "data.tokenizer")))
+    try:
+        content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, manifest.files))
+        metadata = sync.on_all("read it", lambda: read_metadata(content))
+        state = {"model": model.state_dict()}
+        sync.on_rank0("compare", compare)
+        sync.on_all("load it", lambda: read_shards(folder, metadata, manifest.files, state))
+    except DamageError as error:
+        refuse_damaged(f"{INITIALIZE}={folder}", folder, error, sync)
+    return origin
+
+
+def check_begun_from(begun: Origin | None, given: str, root: Path, sync: RankSync) -> None:
+    """Refuse to resume from checkpoints under `root` of a run that did not begin from the weights that `given` names.
+
+    begun: what it began from. That may be gone by now, moved, or have newer checkpoints beside it.
+    """
+    path = Path(os.path.realpath(given))
+
+    def known() -> bool:
+        if begun is None:
+            return False
+        was = Path(begun.path)
+        if path in (was, was.parent, was.parent.parent):
+            return True
+        return any(begun.is_in(folder) for folder in (path, path / was.name, path / "checkpoints" / was.name))
+
+    if sync.on_rank0("compare origins", known):
+        return
+    began = "with weights of its own" if begun is None else f"from the weights of {begun.path}"
+    raise ValueError(
+        f"{INITIALIZE}={given}, but {root} has checkpoints of a run that began {began}; choose another run.dir to "
+        f"begin from {path.name} there, or resume from them with {INITIALIZE}={'null' if begun is None else begun.path}"
     )

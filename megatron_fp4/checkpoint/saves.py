@@ -34,8 +34,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
-from megatron_fp4.checkpoint.shards import OwnPiece, pack, write_shards
+from megatron_fp4.checkpoint.shards import METADATA, OwnPiece, Piece, Whole, metadata_of, pack, write_shards
 from megatron_fp4.checkpoint.sync import CheckpointError, RankSync
 
 logger = logging.getLogger(__name__)
@@ -57,17 +56,17 @@ class Snapshot:
     last: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class SaveReport:
-    """A save that has ended. seconds: from its begin. stall: seconds in which training waited for it.
+    """A save, and once it has ended how it went. seconds: from its begin. stall: seconds in which training waited.
 
     error: why there is no checkpoint, None if there is one.
     """
 
     step: int
     folder: Path
-    seconds: float
-    stall: float
+    seconds: float = 0.0
+    stall: float = 0.0
     error: str | None = None
 
 
@@ -104,14 +103,12 @@ class Saves:
     failed_in_a_row: int = 0
     last: tuple[Path, int] | None = None
     _thread: threading.Thread | None = None
-    _outcome: CheckpointError | None = None
     _broken: bool = False
     _abandoned: threading.Event = field(default_factory=threading.Event)
     _own_layouts: dict[str, list[Piece]] = field(default_factory=dict)
     _layouts: dict[str, list[Piece]] = field(default_factory=dict)
     _metadata: bytes = b""
     _current: SaveReport | None = None
-    _began: float = 0.0
     _reports: list[SaveReport] = field(default_factory=list)
 
     @property
@@ -121,25 +118,25 @@ class Saves:
     @property
     def failed(self) -> bool:
         """Whether this rank's save in the background has come to nothing, which `end` has not told yet."""
-        return self._thread is not None and not self._writing and self._outcome is not None
+        return self._current is not None and not self._writing and self._current.error is not None
 
     def begin(self, snapshot: Snapshot, began: float) -> None:
         """Save; in the background if there is staging. The save before has ended (`end`).
 
         began: when training began to wait for it, as `time.perf_counter` counts. Raises as `end` does.
         """
-        self._began, self._outcome = began, None
         step = snapshot.manifest.step
-        self._current = SaveReport(step, self.root / files.folder_name(step), 0, 0)
+        report = self._current = SaveReport(step, self.root / files.folder_name(step))
         if self.staging is None:
-            self._save(snapshot)
-            self.end()
-            return
+            self._save(snapshot, report, began)
+            report.stall = report.seconds
+            return self.end()
         staged = replace(snapshot, pieces=self.staging.copy(snapshot.pieces))
         # A daemon: a process that dies of something else must not wait for a disk.
-        self._thread = threading.Thread(target=self._save, args=(staged,), name="checkpoint", daemon=True)
-        self._thread.start()
-        self.staging.stall = time.perf_counter() - began
+        save = threading.Thread(target=self._save, args=(staged, report, began), name="checkpoint", daemon=True)
+        self._thread = save
+        save.start()
+        report.stall = time.perf_counter() - began
 
     def end(self) -> None:
         """Wait for the save that is on its way, and take note of how it went.
@@ -149,7 +146,8 @@ class Saves:
         if self.staging is not None:
             began = time.perf_counter()
             self._await_all()
-            self.staging.stall += time.perf_counter() - began
+            if self._current is not None:
+                self._current.stall += time.perf_counter() - began
         self._take_note()
 
     def _await_all(self) -> None:
@@ -164,7 +162,8 @@ class Saves:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             writing, broken = flags.tolist()
             if broken:
-                raise CheckpointError(f"saving in the background broke off: {self._outcome or 'on another rank'}")
+                error = self._current.error if self._current is not None else None
+                raise CheckpointError(f"saving in the background broke off: {error or 'on another rank'}")
             if not writing:
                 return
             self.alive()
@@ -172,27 +171,23 @@ class Saves:
             pause = min(2 * pause, 0.2)
 
     def _take_note(self) -> None:
-        if self._current is None:
+        if (report := self._current) is None:
             return
-        if self._thread is not None:
+        if self._thread is not None and self.staging is not None:
             self._thread.join()
-            self._thread = None
-        report, self._current = self._current, None
-        if self.staging is None:
-            report = replace(report, stall=report.seconds)
-        else:
-            report = replace(report, stall=self.staging.total_stall())
+            report.stall += self.staging.waited()
+        self._thread = self._current = None
         self._reports.append(report)
-        if self._outcome is None:
+        if report.error is None:
             self.failed_in_a_row, self.last = 0, (report.folder, report.step)
             return
         self.failed_in_a_row += 1
         if self.failed_in_a_row >= self.max_failed:
-            raise CheckpointError(f"{self.failed_in_a_row} saves in a row came to nothing; the last: {self._outcome}")
+            raise CheckpointError(f"{self.failed_in_a_row} saves in a row came to nothing; the last: {report.error}")
 
     def collect(self) -> list[SaveReport]:
         """Those that have ended since the last call. Not a collective: ranks may notice at different times."""
-        if self._thread is not None and not self._writing and self._outcome is None:
+        if self._thread is not None and not self._writing and not self.failed:
             self._take_note()
         reports, self._reports = self._reports, []
         return reports
@@ -201,19 +196,17 @@ class Saves:
         """Let no save that is on its way become a checkpoint any more. Not a collective."""
         self._abandoned.set()
 
-    def _save(self, snapshot: Snapshot) -> None:
+    def _save(self, snapshot: Snapshot, report: SaveReport, began: float) -> None:
         try:
             if self.staging is not None:
                 self.sync.on_all("copy model and optimizer", self.staging.wait)
             self._write(snapshot)
         except CheckpointError as error:
-            self._outcome = error
+            report.error = str(error)
         except Exception as error:  # not agreed upon: another rank is gone, or waits for this one
             self._broken = True
-            self._outcome = CheckpointError(f"checkpoint under {self.root}: {type(error).__name__}: {error}")
-        assert self._current is not None
-        error_text = None if self._outcome is None else str(self._outcome)
-        self._current = replace(self._current, seconds=time.perf_counter() - self._began, error=error_text)
+            report.error = f"checkpoint under {self.root}: {type(error).__name__}: {error}"
+        report.seconds = time.perf_counter() - began
 
     def _write(self, snapshot: Snapshot) -> None:
         for pause in _LAST_PAUSES if snapshot.last else _PAUSES:
@@ -297,7 +290,6 @@ class Staging:
     """Host memory for the pieces of one rank, and the copies into it.
 
     pieces: of the run; later ones are some or all of them, with the same sizes and types. device: where they are.
-    stall: seconds that the last copies kept training waiting so far, on the host and on the device.
     """
 
     def __init__(self, pieces: Sequence[OwnPiece], device: torch.device) -> None:
@@ -313,7 +305,6 @@ class Staging:
             ).view(piece.values.shape)
             for piece, start in zip(pieces, starts, strict=False)
         }
-        self.stall = 0.0
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -354,13 +345,13 @@ class Staging:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def total_stall(self) -> float:
-        """`stall` with the device's waiting."""
+    def waited(self) -> float:
+        """Seconds that the device waited for the last copies."""
         waited = 0.0
         for before, after in self._waits:
             after.synchronize()
             waited += before.elapsed_time(after) / 1e3
-        return self.stall + waited
+        return waited
 
 
 def host_memory_error(num_bytes: int) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, UnreadableError
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import connect_ahead
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class DamageError(CheckpointError):
         super().__init__(message)
         self.reasons = reasons
         self.files = {error.file for error in damages} - {""}
-        self.unreadable = any(isinstance(error, UnreadableError) for error in damages)
+        self.unreadable = any(error.unreadable for error in damages)
 
 
 class RankSync:
@@ -64,10 +64,9 @@ class RankSync:
     def gather(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; returns the results of all on rank 0, an empty list elsewhere."""
         result, error = _attempt(action)
-        results: list[Any] = [None] * self.world_size if self.rank == 0 else []
-        dist.gather_object(None if error else result, results or None, dst=0, group=self.group)
+        results = self._to_rank0(None if error else result)
         self._agree(what, error)
-        return results
+        return results  # type: ignore[return-value]
 
     def on_rank0(self, what: str, action: Callable[[], T]) -> T:
         """Run `action` on rank 0; its result on all ranks, or CheckpointError on all."""
@@ -84,10 +83,14 @@ class RankSync:
         dist.scatter_object_list(mine, items if self.rank == 0 else None, src=0, group=self.group)
         return mine[0]  # type: ignore[no-any-return]
 
+    def _to_rank0(self, item: T) -> list[T]:
+        items: list[Any] = [None] * self.world_size if self.rank == 0 else []
+        dist.gather_object(item, items or None, dst=0, group=self.group)
+        return items
+
     def _agree(self, what: str, error: Exception | None) -> None:
         """Raise on all ranks, with who failed at `what` and why, if any has an error."""
-        errors: list[Any] = [None] * self.world_size if self.rank == 0 else []
-        dist.gather_object(error, errors or None, dst=0, group=self.group)
+        errors = self._to_rank0(error)
         # A full disk fails everywhere for the same reason, which is said of the lowest rank that has it.
         first = {str(one): (rank, one) for rank, one in reversed([*enumerate(errors)]) if one is not None}
         verdict: list[Any] = [sorted(first.values(), key=lambda failure: failure[0])]
@@ -126,8 +129,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return action(), None
     except DamagedCheckpointError as error:
-        kind = UnreadableError if isinstance(error, UnreadableError) else DamagedCheckpointError
-        return None, kind(f"{error} (on {socket.gethostname()})", error.file)
+        return None, DamagedCheckpointError(f"{error} (on {socket.gethostname()})", error.file, error.unreadable)
     except RefusedError as error:
         return None, error
     except (OSError, ValueError, CheckpointError) as error:

@@ -23,30 +23,27 @@ def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 
 
-def test_manifest_round_trip(tmp_path: Path) -> None:
-    folder = make(tmp_path, 200, 1)
-    assert folder.name == "step_00000200"
-    manifest = files.read_manifest(folder)
-    assert (manifest.step, manifest.identity) == (200, {"a": 1})
-    assert files.check_file(folder, "shard", manifest.files["shard"]) is None
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_text(""), "is not readable"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "is not readable"),
         (lambda path: path.write_text("[]"), "has changed"),
         (lambda path: path.write_text("[" * 200_000), "is not readable"),
         (lambda path: path.write_text(path.read_text().replace("200", "300")), "has changed"),
+        (lambda path: rewrite(path.parent, format=None), "does not describe a checkpoint: .*format"),
+        (lambda path: rewrite(path.parent, save_index="7"), "does not describe a checkpoint: .*save_index"),
+        (lambda path: rewrite(path.parent, format=99), "format 99"),
     ],
 )
 def test_damaged_manifest(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
     folder = make(tmp_path, 200, 1)
+    manifest = files.read_manifest(folder)
+    assert (folder.name, manifest.step, manifest.identity) == ("step_00000200", 200, {"a": 1})
     damage(folder / files.MANIFEST)
-    with pytest.raises(files.DamagedCheckpointError, match=message):
+    with pytest.raises(files.DamagedCheckpointError, match=message) as caught:
         files.read_manifest(folder)
+    assert isinstance(caught.value, files.OtherFormatError) == (message == "format 99")
 
 
 def rewrite(folder: Path, **values: object) -> None:
@@ -58,37 +55,19 @@ def rewrite(folder: Path, **values: object) -> None:
     (folder / files.MANIFEST).write_text(json.dumps(content))
 
 
-def test_unknown_format(tmp_path: Path) -> None:
-    folder = make(tmp_path, 200, 1)
-    rewrite(folder, format=99)
-    with pytest.raises(files.OtherFormatError, match="format 99"):
-        files.read_manifest(folder)
-
-
-@pytest.mark.parametrize("values", [{"format": "x"}, {"format": None}, {"save_index": "7"}, {"step": [1]}])
-def test_manifest_with_what_is_no_number(tmp_path: Path, values: dict[str, object]) -> None:
-    folder = make(tmp_path, 200, 1)
-    rewrite(folder, **values)
-    with pytest.raises(files.DamagedCheckpointError, match=f"does not describe a checkpoint: .*{next(iter(values))}"):
-        files.read_manifest(folder)
-
-
-@pytest.mark.parametrize("errno_", [errno.EIO, errno.EACCES])
-def test_an_old_manifest_that_cannot_be_read_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno_: int
-) -> None:
+def test_an_old_manifest_that_cannot_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, *newer = [make(tmp_path, 100 * index, index) for index in range(1, 5)]
     open_plain = files.open_plain
 
     def failing(path: Path) -> Any:
         if path.parent == old:
-            raise OSError(errno_, os.strerror(errno_), str(path))
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return open_plain(path)
 
     monkeypatch.setattr(files, "open_plain", failing)
-    (broken, manifest, problem), *readable = files.scan(tmp_path)
-    assert broken == old and manifest is None and os.strerror(errno_) in str(problem)
-    assert [folder for folder, _, _ in readable] == newer[::-1]
+    readable, ((broken, problem),) = files.scan(tmp_path)
+    assert broken == old and os.strerror(errno.EACCES) in str(problem)
+    assert [folder for folder, _ in readable] == newer[::-1]
     assert files.next_save_index(tmp_path) == 5
     assert files.prune(tmp_path, 2, just_made=newer[-1]) == newer[:1]
     assert old.is_dir()
@@ -97,6 +76,7 @@ def test_an_old_manifest_that_cannot_be_read_ends_nothing(
 def test_damaged_files(tmp_path: Path) -> None:
     folder = make(tmp_path, 200, 1)
     record = files.read_manifest(folder).files["shard"]
+    assert files.check_file(folder, "shard", record) is None
     (folder / "shard").write_bytes(b"x" * 99 + b"y")
     assert "has changed" in str(files.check_file(folder, "shard", record))
     os.truncate(folder / "shard", 50)
@@ -106,13 +86,14 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 
 def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:
-    assert files.scan(tmp_path / "nowhere") == []
+    assert files.scan(tmp_path / "nowhere") == ([], [])
     make(tmp_path, 400, 1)
     make(tmp_path, 200, 3)  # the run went back and saved again
     make(tmp_path, 300, 2)
     (make(tmp_path, 100, 9) / files.MANIFEST).unlink()
     make(tmp_path, 500, 10, ".tmp")
-    assert [folder.name[-3:] for folder, _, _ in files.scan(tmp_path)] == ["100", "200", "300", "400"]
+    readable, broken = files.scan(tmp_path)
+    assert [folder.name[-3:] for folder, _ in [*readable, *broken]] == ["200", "300", "400", "100"]
     assert files.next_save_index(tmp_path) == 4
 
 

@@ -18,8 +18,7 @@ import torch
 
 from megatron_fp4.checkpoint import files, saves, shards
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
-from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
-from megatron_fp4.checkpoint.shards import CheckedReader, OwnPiece, write_shards
+from megatron_fp4.checkpoint.shards import METADATA, OwnPiece, read_metadata, write_shards
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from tests.training.harness import alone, toy
@@ -123,12 +122,9 @@ def test_failing_saves_are_left_out_until_there_are_too_many(
     assert {path.name for path in one.root.iterdir()} == {"latest", "step_00000001"}
 
 
-@MODES
-def test_space_is_looked_at_before(
-    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
+def test_space_is_looked_at_before(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    one = trial(asynchronous=asynchronous)
+    one = trial(asynchronous=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 990, 10))
     tries = failing(monkeypatch, 0, FULL)
     with pytest.raises(CheckpointError, match=r"a checkpoint needs 0\.0 MB, and 0\.0 MB are free; make room"):
@@ -173,44 +169,25 @@ def test_an_abandoned_save_is_not_published(trial: Callable[..., Trial], monkeyp
     assert {path.name for path in again.root.iterdir()} == {"latest", "step_00000001"}
 
 
-def test_records_are_on_disk_before_a_checkpoint_is(trial: Callable[..., Trial]) -> None:
-    one = trial(asynchronous=True)
-    seen: list[bool] = []
-    one.checkpointer.saves.before_publish = lambda: seen.append((one.root / "step_00000001").exists())
-    one.save(1)
-    one.checkpointer.finish()
-    assert seen == [False] and (one.root / "step_00000001").exists()
-
-
-def test_a_description_of_files_that_is_written_once(
-    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, made = trial(), []
-    metadata_of = saves.metadata_of
-    monkeypatch.setattr(saves, "metadata_of", lambda *arguments: made.append(1) or metadata_of(*arguments))
-    failing(monkeypatch, 0, FULL)
-    for step in (1, 2, 3):
-        one.fill(float(step))
-        one.save(step)
-    assert len(made) == 1
-    one.fill(0.0)
-    assert one.resume().step == 3 and one.filled() == 3.0
-
-
-def test_a_retry_sends_the_description_again(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards were written, and then rank 0 failed before it had taken note of them."""
-    one, tries = trial(max_failed_saves=2), []
-    pack = saves.pack
+def test_a_description_of_files_is_made_once(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again after an attempt in which shards were written and rank 0 failed before it had taken note of them."""
+    one, made, packed = trial(max_failed_saves=2), [], []
+    metadata_of, pack = saves.metadata_of, saves.pack
 
     def once(states: Any) -> bytes:
-        tries.append(1)
-        if len(tries) == 1:
+        packed.append(1)
+        if len(packed) == 1:
             raise FULL
         return pack(states)
 
+    monkeypatch.setattr(saves, "metadata_of", lambda *arguments: made.append(1) or metadata_of(*arguments))
     monkeypatch.setattr(saves, "pack", once)
-    one.save(1)
-    assert len(tries) == 2 and one.resume().step == 1
+    for step in (1, 2, 3):
+        one.fill(float(step))
+        one.save(step)
+    assert len(made) == 2 and len(packed) == 4
+    one.fill(0.0)
+    assert one.resume().step == 3 and one.filled() == 3.0
 
 
 def test_a_part_that_nobody_writes_is_no_checkpoint(
@@ -226,31 +203,21 @@ def test_a_part_that_nobody_writes_is_no_checkpoint(
 # What was read in one go, and cut into several files
 
 
-@pytest.mark.parametrize("damage", [None, "flip", "cut", "gone"])
-def test_several_files_of_a_rank(
-    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, damage: str | None
-) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_several_files_of_a_rank(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
     monkeypatch.setattr(shards, "_FILE_BYTES", 1000)
     one = trial()
     one.fill(4.0)
     one.save(1)
     names = sorted(path.name for path in (one.root / "step_00000001").glob("*.distcp"))
     assert names == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp", "__0_3.distcp"]
-    path = one.root / "step_00000001" / names[2]
-    content = bytearray(path.read_bytes())
-    if damage == "flip":
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    elif damage == "cut":
-        os.truncate(path, len(content) - 1)
-    elif damage == "gone":
-        path.unlink()
     one.fill(0.0)
-    if damage is None:
-        assert one.resume().step == 1 and one.filled() == 4.0
-    else:
+    if damaged:
+        os.truncate(one.root / "step_00000001" / names[2], 300)
         with pytest.raises(CheckpointError, match=r"__0_2\.distcp"):
             one.resume()
+    else:
+        assert one.resume().step == 1 and one.filled() == 4.0
 
 
 def test_every_file_is_read_once(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +302,7 @@ def test_crafted_generators_run_nothing(trial: Callable[..., Trial], tmp_path: P
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/b", "..", "manifest.json"])
+@pytest.mark.parametrize("name", ["../outside", "manifest.json"])
 def test_a_manifest_names_files_beside_it(trial: Callable[..., Trial], name: str) -> None:
     one = trial()
     one.save(1)
@@ -359,15 +326,3 @@ def test_a_description_names_files_of_the_manifest(trial: Callable[..., Trial], 
     rewrite(folder, METADATA, pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="which the checkpoint does not have"):
         one.resume()
-
-
-def test_scripts_read_without_running_either(trial: Callable[..., Trial]) -> None:
-    """`torch.distributed.checkpoint.load` with the reader that scripts give it."""
-    one = trial()
-    one.fill(5.0)
-    one.save(1)
-    one.fill(0.0)
-    torch.distributed.checkpoint.load(
-        {"model": one.model.state_dict()}, storage_reader=CheckedReader(one.root / "step_00000001")
-    )
-    assert one.filled() == 5.0

@@ -179,12 +179,12 @@ def _sharded(rank: int, tp_size: int, root: str, save: bool, replicate: int = 1)
     return snapshot(model, optimizer)
 
 
-@pytest.mark.parametrize("saved", [(4, 2, 1), (2, 2, 1), (4, 1, 2)])
+@pytest.mark.parametrize("saved", [(4, 2, 1), (4, 1, 2)])
 def test_tensor_and_data_parallel_sizes_may_change(tmp_path: Path, saved: tuple[int, int, int]) -> None:
     world_size, tp_size, replicate = saved
     original = launch(_sharded, world_size, tp_size, str(tmp_path), True, replicate)[0]
     assert original["columns.exp_avg"].abs().min() > 0
-    for world_size, tp_size in [(1, 1), (2, 1), (2, 2)]:
+    for world_size, tp_size in [(1, 1), (2, 2)]:
         for loaded in launch(_sharded, world_size, tp_size, str(tmp_path), False):
             assert equal(loaded, original), (world_size, tp_size)
 
@@ -225,38 +225,32 @@ def _in_the_middle(victim: int) -> Callable[[int], None]:
 SABOTAGE: dict[str, Callable[[int], None]] = {
     "staging": _before(Staging, "copy", victim=1),
     "folder": _after(saves, "_make_folder", victim=0),
-    "shard": _before(saves, "write_shards", victim=1),
     "half a shard": _in_the_middle(victim=1),
-    "metadata": _before(saves, "metadata_of", victim=0),
     "generators": _before(saves, "pack", victim=0),
     "manifest": _before(checkpoint_files, "write_manifest", victim=0),
     "rename": _before(checkpoint_files, "publish", victim=0),
-    "pointer": _before(checkpoint_files, "write_pointer", victim=0),
     "half pointer": _before(checkpoint_files.os, "replace", victim=0),
     "prune": _before(checkpoint_files, "prune", victim=0),
 }
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("stage", SABOTAGE)
-def test_killed_while_saving(root: Path, straight: list[dict[str, Any]], stage: str, asynchronous: bool) -> None:
-    if stage == "staging" and not asynchronous:
-        pytest.skip("nothing is staged")
+def test_killed_while_saving(root: Path, straight: list[dict[str, Any]], stage: str) -> None:
+    """At once, and in the background while the steps after it train, in turns."""
+    asynchronous = list(SABOTAGE).index(stage) % 2 == 0
     exit_codes: list[int] = []
-    # In the background, while the steps after it train.
     launch(run, 2, str(root), 8 if asynchronous else 4, 2, stage, None, asynchronous, exit_codes=exit_codes)
     assert -signal.SIGKILL in exit_codes and 0 not in exit_codes
-    renamed = stage in ("pointer", "half pointer", "prune")
+    renamed = stage in ("half pointer", "prune")
     assert ("step_00000004" in names(root)) == renamed
     assert (root / "latest").read_text() == ("step_00000004\n" if stage == "prune" else "step_00000002\n")
     assert_continues(launch(run, 2, str(root), 6, 2, None, None, asynchronous), straight, start=4 if renamed else 2)
     assert not [name for name in names(root) if "." in name]
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-def test_saved_in_the_background_is_saved_at_once(root: Path, straight: list[dict[str, Any]], interval: int) -> None:
-    """What is written while training goes on is of one instant, also where each save waits for the one before."""
-    in_background = launch(run, 2, str(root), 5, interval, None, None, True)
+def test_saved_in_the_background_is_saved_at_once(root: Path, straight: list[dict[str, Any]]) -> None:
+    """What is written while training continues is of one instant, also where each save waits for the one before."""
+    in_background = launch(run, 2, str(root), 5, 1, None, None, True)
     assert_continues(launch(run, 2, str(root), 6, 2, None, None, True), straight, start=5)
     assert in_background[0]["losses"] == straight[0]["losses"][2:5]
     assert names(root) == {"latest", "step_00000005", "step_00000006"}
@@ -291,28 +285,16 @@ def test_a_failing_write_is_known_to_all_and_leaves_nothing(root: Path, victim: 
         assert later == {"latest", "step_00000002", "step_00000003"} and index == 3
 
 
-def test_damaged_shard_falls_back_on_all_ranks(root: Path, straight: list[dict[str, Any]]) -> None:
-    launch(run, 2, str(root), 4)
-    shard = root / "step_00000004" / "__1_0.distcp"
-    os.truncate(shard, shard.stat().st_size - 1)
-    assert_continues(launch(run, 2, str(root), 6), straight, start=2)
-    assert names(root) == {"latest", "step_00000004", "step_00000004.damaged", "step_00000006"}
-    assert_continues(launch(run, 2, str(root), 6), straight, start=6)
-
-
-@pytest.mark.parametrize(("interval", "asynchronous"), [(100, False), (1, True)])
-def test_sigterm_to_one_rank_saves_and_resumes(
-    root: Path, straight: list[dict[str, Any]], interval: int, asynchronous: bool
-) -> None:
-    """Also while a save is on its way."""
-    stopped = launch(run, 2, str(root), 7, interval, None, 1, asynchronous)
+def test_sigterm_to_one_rank_saves_and_resumes(root: Path, straight: list[dict[str, Any]]) -> None:
+    """While a save is on its way."""
+    stopped = launch(run, 2, str(root), 7, 1, None, 1, True)
     assert all(one["stopped"] and one["start"] == 2 and len(one["losses"]) == 4 for one in stopped)
     assert "step_00000006" in names(root)
     assert equal(stopped[0]["final"], straight[0]["final"])
     assert launch(run, 2, str(root), 6)[1]["start"] == 6
 
 
-def test_a_start_mends_the_pointer(root: Path, straight: list[dict[str, Any]]) -> None:
+def test_a_start_mends_the_pointer(root: Path) -> None:
     """Killed between the last checkpoint's name and its pointer, a run is finished and saves no more."""
     launch(run, 2, str(root), 4, 2, "half pointer", exit_codes=[])
     assert (root / "latest").read_text() == "step_00000002\n" and (root / "latest.tmp").exists()

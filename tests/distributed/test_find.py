@@ -8,7 +8,6 @@ import errno
 import json
 import logging
 import os
-import pickle
 import shutil
 import socket
 from collections.abc import Callable
@@ -57,9 +56,7 @@ def _pipe(path: Path) -> None:
         (".metadata", _truncate),
         ("trainer.json", Path.unlink),
         ("rng.pt", flip_a_bit),
-        ("manifest.json", flip_a_bit),
         ("manifest.json", _pipe),
-        ("trainer.json", _pipe),
     ],
 )
 def test_any_damage_falls_back_loudly(
@@ -98,8 +95,10 @@ def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: Parall
     assert "step_00000003" in names(root)
 
 
-@pytest.mark.parametrize("content", ["", None, "step_00000001\n", "step_99999999\n", "\0\0\0", "a folder"])
-def test_whatever_the_pointer_is(root: Path, mesh: ParallelMesh, content: str | None) -> None:
+@pytest.mark.parametrize("content", [None, "step_00000001\n", "step_99999999\n", "a folder"])
+def test_whatever_the_pointer_is(
+    root: Path, mesh: ParallelMesh, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     (root / "latest").unlink()
     if content == "a folder":
         (root / "latest").mkdir()
@@ -107,6 +106,7 @@ def test_whatever_the_pointer_is(root: Path, mesh: ParallelMesh, content: str | 
         (root / "latest").write_text(content)
     job = Job(root, mesh)
     assert job.resume() == 3
+    assert ("latest names step_99999999, which is not there" in caplog.text) == (content == "step_99999999\n")
     assert job.save(4).is_dir()
 
 
@@ -196,7 +196,7 @@ def _resume_with_trouble(rank: int, root: str, sick: int, trouble: str) -> list[
     return outcomes
 
 
-@pytest.mark.parametrize(("trouble", "sick"), [("hash", 1), ("io", 1), ("hash", 0)])
+@pytest.mark.parametrize(("trouble", "sick"), [("io", 1), ("hash", 0)])
 def test_what_one_rank_alone_finds_damaged_is_not_moved(root: Path, trouble: str, sick: int) -> None:
     """A bad client or bad memory of one: an error that starts again elsewhere (no refusal), with rank and host."""
     before = names(root)
@@ -245,16 +245,6 @@ def test_a_file_that_no_rank_can_read(
         assert names(root) == before
 
 
-def test_well_kept_nonsense_is_damage(root: Path, mesh: ParallelMesh) -> None:
-    """Every file is as its manifest says, and what they say is no checkpoint."""
-    folder = root / "step_00000003"
-    record = files.write_file(folder / ".metadata", pickle.dumps(print))
-    manifest = files.read_manifest(folder)
-    files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, ".metadata": record}))
-    assert Job(root, mesh).resume() == 2
-    assert (root / "step_00000003.damaged").is_dir()
-
-
 # A run whose checkpoints are gone does not begin again in silence
 
 
@@ -268,15 +258,15 @@ BEGUN, STEP = {"kind": "run", "step": 0}, {"kind": "step", "step": 7, "loss": 3.
 SAVED = {"kind": "event", "event": "checkpoint", "step": 7}
 
 
-@pytest.mark.parametrize("resume", ["auto", "branch", "required"])
 @pytest.mark.parametrize(
-    ("lines", "found"),
+    ("lines", "found", "resume"),
     [
-        ([BEGUN, "garbage", "[1]", STEP, SAVED, SAVED, '{"kind": "st'], r"7 steps, and 2 checkpoints saved"),
-        ([{"kind": "run", "step": 4}, STEP], r"metrics\.jsonl has a start from step 4"),
-        ("summary.json", r"summary\.json says that it was finished"),
-        ("checkpoints/latest", r"latest names step_00000007"),
-        ("checkpoints/step_00000003.damaged.1", r"moved aside: step_00000003\.damaged\.1"),
+        ([BEGUN, "garbage", "[1]", STEP, SAVED, SAVED, '{"kind": "st'], r"7 steps, and 2 checkpoints saved", "auto"),
+        ([{"kind": "run", "step": 4}, STEP], r"metrics\.jsonl has a start from step 4", "required"),
+        ([{"kind": "run", "step": 4}, STEP], "", "branch"),  # where every start of it begins
+        ("summary.json", r"summary\.json says that it was finished", "branch"),
+        ("checkpoints/latest", r"latest names step_00000007", "auto"),
+        ("checkpoints/step_00000003.damaged.1", r"moved aside: step_00000003\.damaged\.1", "required"),
     ],
 )
 def test_a_run_that_lost_its_checkpoints_is_refused(
@@ -285,17 +275,16 @@ def test_a_run_that_lost_its_checkpoints_is_refused(
     run_dir = tmp_path / "lost"
     if isinstance(lines, list):
         records(run_dir, *lines)
-    elif "damaged" in lines:
-        (run_dir / lines).mkdir(parents=True)
     else:
         (run_dir / lines).parent.mkdir(parents=True)
-        (run_dir / lines).write_text("step_00000007\n")
+        (run_dir / lines).mkdir() if "damaged" in lines else (run_dir / lines).write_text("step_00000007\n")
     job = Job(run_dir / "checkpoints", mesh)
-    if resume == "branch" and "start from" in found:
-        assert job.resume(str(root / "step_00000003")) == 3  # where every start of it begins
+    given = str(root / "step_00000003") if resume == "branch" else resume
+    if not found:
+        assert job.resume(given) == 3
         return
     with pytest.raises(ValueError, match=found) as caught:
-        job.resume(str(root / "step_00000003") if resume == "branch" else resume)
+        job.resume(given)
     assert "choose another run.dir" in str(caught.value) and "\n" not in str(caught.value)
     assert ("checkpoint.resume=never" in str(caught.value)) == (resume != "branch")
     assert job.resume("never") is None
@@ -328,14 +317,6 @@ def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
         Job(root, mesh).resume()
     assert names(root) == before
     assert Job(root, mesh).resume("never") is None
-
-
-def test_a_newest_one_that_was_taken_away_is_said(
-    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.rmtree(root / "step_00000003")
-    assert Job(root, mesh).resume() == 2
-    assert "latest names step_00000003, which is not there" in caplog.text
 
 
 # A run that began from another one's checkpoint
@@ -391,15 +372,3 @@ def test_a_branch_beside_a_parent_that_was_made_again(
     anew.save(2)
     assert Job(branch.root, mesh).resume(str(parent)) == 5
     assert "step_00000002 is not the checkpoint any more that this run began from" in caplog.text
-
-
-def test_an_origin_of_version_0_2_is_read(root: Path, branch: Job, mesh: ParallelMesh) -> None:
-    """Without a digest of its contents."""
-    folder = branch.root / "step_00000005"
-    trainer, manifest = json.loads((folder / "trainer.json").read_text()), files.read_manifest(folder)
-    assert len(trainer["origin"].pop("contents_sha256")) == 64
-    record = files.write_file(folder / "trainer.json", json.dumps(trainer))
-    files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, "trainer.json": record}))
-    again = Job(branch.root, mesh)
-    assert again.resume(str(root / "step_00000002")) == 5
-    assert files.origin_state(again.checkpointer.origin) == {**trainer["origin"], "contents_sha256": ""}

@@ -90,15 +90,4 @@ def test_it_loads_on_any_number_of_ranks(tmp_path: Path, world_size: int) -> Non
         assert after["same_world"] == (world_size == 2)
         assert (before["draws"] == after["draws"]) == after["same_world"]
     assert files.read_manifest(folder).format == 1
-    assert [manifest.save_index for _, manifest, _ in files.scan(tmp_path) if manifest is not None] == [2, 1]
-
-
-@pytest.mark.parametrize("name", ["__1_0.distcp", "rng_00001.pt"])
-def test_it_is_checked_as_any_other(tmp_path: Path, name: str) -> None:
-    launch(_save_as_format_1, 2, str(tmp_path))
-    path = tmp_path / files.folder_name(STEP) / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(Exception, match=rf"none is whole .*{name}"):
-        launch(_load, 2, str(tmp_path))
+    assert [manifest.save_index for _, manifest in files.scan(tmp_path)[0]] == [2, 1]

@@ -29,7 +29,7 @@ from exchange.megatron_model import Parameter, arguments_of, as_shell, extra_sta
 from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from models.hybrid import build_model

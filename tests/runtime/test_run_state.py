@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,26 +61,22 @@ def holder(run_dir: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_state, "PATIENCE", 0.5)
-    with holder(tmp_path / "new" / "run", 60) as process:
-        refusal = rf"run\.dir=.*run: process {process.pid} on .* is still writing there"
-        with pytest.raises(ConfigError, match=refusal), sole_run(tmp_path / "new" / "run"):
-            pytest.fail("two runs at once")
+def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_path):
+    run_dir = tmp_path / "new" / "run"
+    note_refusal(run_dir, "no folder")
+    assert not run_dir.exists()
+    with holder(run_dir, 60) as process:
+        first, second = launch(_refused, 2, str(run_dir))
+        assert f"process {process.pid} on " in first and "is still writing there" in first and first == second
+        note_refusal(run_dir, "train.stepz")  # says nothing about a run that lives
+        assert not (run_dir / "state.json").exists()
         # However it ends, and whatever it forked: the lock ends with the process.
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        with sole_run(tmp_path / "new" / "run"):
-            assert f"process {os.getpid()} " in (tmp_path / "new" / "run" / LOCK_FILE).read_text()
-
-
-@pytest.mark.slow
-def test_a_run_that_is_leaving_is_waited_for(mesh: ParallelMesh, tmp_path, caplog):
-    with holder(tmp_path, 1.0), caplog.at_level(logging.WARNING):
-        began = time.monotonic()
-        with sole_run(tmp_path):
-            assert time.monotonic() - began < 30
-    assert len([record for record in caplog.records if "waiting up to" in record.message]) <= 1
+        with sole_run(run_dir):
+            assert f"process {os.getpid()} " in (run_dir / LOCK_FILE).read_text()
+        note_refusal(run_dir, "train.stepz")
+        assert (state(run_dir)["state"], state(run_dir)["reason"]) == ("refused", "train.stepz")
 
 
 def test_a_file_system_without_locks_is_a_warning(mesh: ParallelMesh, tmp_path, monkeypatch, caplog):
@@ -101,18 +96,17 @@ def test_a_folder_that_cannot_be_is_one_line(mesh: ParallelMesh, tmp_path):
         pytest.fail("in no folder")
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
-def test_a_disk_that_fails_is_a_crash_and_no_refusal(mesh: ParallelMesh, tmp_path, monkeypatch, number: int):
+def test_a_disk_that_fails_is_a_crash_and_no_refusal(mesh: ParallelMesh, tmp_path, monkeypatch):
     """A refused run is given up by schedulers, a crashed one started again, maybe on other nodes."""
     opened = os.open
 
     def failing(path, *args: Any) -> int:
         if Path(path).name == LOCK_FILE:
-            raise OSError(number, os.strerror(number), str(path))
+            raise OSError(errno.EIO, "no answer", str(path))
         return opened(path, *args)
 
     monkeypatch.setattr(os, "open", failing)
-    with pytest.raises(RuntimeError, match=os.strerror(number)) as caught, sole_run(tmp_path):
+    with pytest.raises(RuntimeError, match="no answer") as caught, sole_run(tmp_path):
         pytest.fail("without a lock")
     assert exit_code_of(caught.value) is ExitCode.CRASHED
 
@@ -124,14 +118,6 @@ def _refused(rank: int, run_dir: str) -> str:
             return "ran"
     except ConfigError as error:
         return str(error)
-
-
-@pytest.mark.slow
-def test_all_ranks_are_refused_alike(tmp_path):
-    with holder(tmp_path, 60):
-        first, second = launch(_refused, 2, str(tmp_path))
-    assert "is still writing there" in first and first == second
-    assert launch(_refused, 2, str(tmp_path)) == ["ran", "ran"]
 
 
 def state(run_dir: Path) -> dict[str, Any]:
@@ -151,19 +137,6 @@ def test_a_start_is_running_until_it_ends(mesh: ParallelMesh, tmp_path: Path) ->
     assert (written["state"], written["step"], written["reason"]) == ("diverged", 12, "NonFiniteError: ten in a row")
     with RunState(tmp_path, False, progress):
         assert state(tmp_path) == written
-
-
-@pytest.mark.slow
-def test_a_refused_start_says_nothing_about_a_run_that_lives(mesh: ParallelMesh, tmp_path: Path) -> None:
-    note_refusal(tmp_path / "nowhere", "no folder")
-    assert not (tmp_path / "nowhere").exists()
-    with holder(tmp_path, 60):
-        note_refusal(tmp_path, "train.stepz")
-        assert not (tmp_path / "state.json").exists()
-    note_refusal(tmp_path, "train.stepz")
-    assert (state(tmp_path)["state"], state(tmp_path)["reason"]) == ("refused", "train.stepz")
-    with sole_run(tmp_path):  # the lock is free again
-        pass
 
 
 def test_the_slurm_script_reads_what_is_written(tmp_path: Path) -> None:
