@@ -44,8 +44,8 @@ from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.linear import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
-from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
+from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
 
 _BLOCK = 16

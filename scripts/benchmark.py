@@ -209,8 +209,8 @@ def quantizer_rows(shape: tuple[int, ...]) -> list[dict[str, Any]]:
             if form == "nvfp4":
                 runs["measured"] = (functools.partial(FusedFP4, tensor, *sides), 2)
             if name == "x":
-                runs["along rows, packed"] = (measured.packed_rows, 2 + packed)
-                runs["unpacked"] = (measured.packed_rows().values, 2 + packed)
+                runs["along rows, packed"] = (functools.partial(measured.along_rows, keep=True), 2 + packed)
+                runs["unpacked"] = (measured.along_rows(keep=True).values, 2 + packed)
             if name == "dy":
                 runs["along rows"] = (measured.along_rows, 4)
             for what, (run, bytes_per_element) in runs.items():

@@ -38,9 +38,9 @@ from megatron_fp4.precision.recipe import GEMMS, Operand
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
 from megatron_fp4.precision.transformer_engine import not_installed
 from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, padded_tensors, sample_tensors
-from megatron_fp4.quantization.elements import E2M1_VALUES, e2m1_values, unpack_codes
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.rounding import E2M1_VALUES, e2m1_values, unpack_codes
 from megatron_fp4.quantization.tensor import NVFP4Tensor, scale_values
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.build import check as check_config

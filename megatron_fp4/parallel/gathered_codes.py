@@ -48,7 +48,7 @@ from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.precision.emulated import CodesOfWeight, attach_codes
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
-from megatron_fp4.quantization.elements import E4M3_MAX
+from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.square_blocks import RowBlocks, block_maxima, quantize_rows
 from megatron_fp4.quantization.tensor import tensor_decode_scale
 

@@ -38,12 +38,11 @@ from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest,
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
-from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.fp4 import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
-from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
 from megatron_fp4.quantization.tensor import Encoded, tensor_decode_scale
 
@@ -278,8 +277,9 @@ def fused_kernels(
     def kernels(request: OperandRequest | None, along: str) -> type[Fused] | None:
         if request is None or not request.operand.quantized or request.dtype != torch.bfloat16:
             return None
-        made = format_of(request.operand.format).kernels(side_of(request), along)
-        return made if made is not None and cuda.gpu.available(x.device) else None
+        if not cuda.gpu.available(x.device):
+            return None
+        return format_of(request.operand.format).kernels(side_of(request), along)
 
     of_columns, of_rows = kernels(columns, "columns"), kernels(rows, "rows")
     first = None if columns is None or of_columns is None else side_of(columns)

@@ -35,8 +35,8 @@ from megatron_fp4.precision.recipe import (
     WGRAD_GRADIENT,
     OperandSlot,
 )
-from megatron_fp4.quantization.elements import E2M1_MAX
 from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.rounding import E2M1_MAX
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

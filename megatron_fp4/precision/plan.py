@@ -34,8 +34,8 @@ from megatron_fp4.config.precision_schema import (
     SwitchConfig,
 )
 from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT, Recipe, recipe_from_config, switched_recipe
-from megatron_fp4.quantization.elements import E2M1_MAX
 from megatron_fp4.quantization.formats import FORMATS
+from megatron_fp4.quantization.rounding import E2M1_MAX
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.backend import Backend

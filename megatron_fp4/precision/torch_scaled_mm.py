@@ -46,8 +46,8 @@ from megatron_fp4.precision.emulated import (
 )
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization.cuda import Fused
-from megatron_fp4.quantization.elements import pack_codes, unpack_codes
 from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.rounding import pack_codes, unpack_codes
 from megatron_fp4.quantization.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
 
 _DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes

@@ -56,9 +56,8 @@ from megatron_fp4.precision.backend import (
 )
 from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
-from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
-from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
+from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey, rounding_key
 from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor, unswizzle_scales
 
 if TYPE_CHECKING:

@@ -59,7 +59,9 @@ from megatron_fp4.precision.recipe import (
 )
 from megatron_fp4.precision.reference import quantized
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.elements import (
+from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.nvfp4 import encode_tensor_scale, quantize_nvfp4
+from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E2M1_VALUES,
     FP32_MAX,
@@ -67,8 +69,6 @@ from megatron_fp4.quantization.elements import (
     round_e2m1_stochastic,
     unpack_codes,
 )
-from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.nvfp4 import encode_tensor_scale, quantize_nvfp4
 from megatron_fp4.quantization.tensor import NVFP4Tensor
 
 if TYPE_CHECKING:

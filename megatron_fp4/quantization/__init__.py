@@ -3,11 +3,8 @@
 `quantize_nvfp4`, `NVFP4Tensor` and `random_hadamard_transform` are the stable public calls.
 """
 
-from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.formats import quantize
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.ms_eden import quantize_ms_eden
-from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
@@ -16,10 +13,7 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizedTensor",
     "RoundingKey",
-    "quantize_fp8",
-    "quantize_ms_eden",
-    "quantize_mxfp4",
-    "quantize_mxfp8",
+    "quantize",
     "quantize_nvfp4",
     "random_hadamard_transform",
     "rounding_key",

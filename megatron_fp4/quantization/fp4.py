@@ -1,6 +1,6 @@
 """NVFP4 and MXFP4 on an NVIDIA GPU, by the kernels of `kernels/fp4.py`.
 
-The numbers are those of `quantize_nvfp4` and `quantize_mxfp4` on a CPU, bit for bit, stochastic rounding included.
+The numbers are those of `encode_nvfp4` and `encode_mxfp4` on a CPU, bit for bit, stochastic rounding included.
 `FusedFP4.makes` says where the kernels do not apply; PyTorch on the GPU then computes the same numbers, slowly.
 
 Codes and block scales of an operand lie side by side in one buffer: ranks send each other one message, not two. A
@@ -21,11 +21,9 @@ from torch import Tensor
 
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
-from megatron_fp4.quantization.hadamard import fixed_signs
-from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS
-from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS
+from megatron_fp4.quantization.hadamard import FIXED_SIGNS
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.square_blocks import unpack_parts
+from megatron_fp4.quantization.square_blocks import aligned, unpack_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,24 +50,18 @@ _SCALE_CAST = Kernel("fp4.scale_cast_kernel", num_warps=8)
 _FOUR_OVER_SIX = Kernel("fp4.four_over_six_kernel")
 
 
-def new_pair(
-    codes: tuple[Sequence[int], torch.dtype], scales: tuple[Sequence[int], torch.dtype], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Uninitialized codes and scales of these shapes and dtypes in one buffer; both begin on 16 bytes if the codes are
-    whole 16 bytes."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in (codes, scales)]
-    buffer = torch.empty(1, sum(sizes), dtype=torch.uint8, device=device)
-    first, second = split_messages(buffer, codes, scales)
+Layout = tuple[Sequence[int], torch.dtype]  # shape and dtype
+
+
+def new_pair(codes: Layout, scales: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Uninitialized codes and scales in one buffer; both begin on 16 bytes if the codes are whole 16 bytes."""
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in (codes, scales))
+    first, second = _split(torch.empty(1, size, dtype=torch.uint8, device=device), codes, scales)
     return first[0], second[0]
 
 
-def split_messages(
-    messages: Tensor, codes: tuple[Sequence[int], torch.dtype], scales: tuple[Sequence[int], torch.dtype]
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales [ranks, ...] as views of uint8 [ranks, bytes], of which each row is a `_Packed.message`.
-
-    codes, scales: shape and dtype on one rank.
-    """
+def _split(messages: Tensor, codes: Layout, scales: Layout) -> tuple[Tensor, Tensor]:
+    """Codes and scales [ranks, ...] as views of uint8 [ranks, bytes]; codes, scales: on one rank."""
     parts, start = [], 0
     for shape, dtype in (codes, scales):
         end = start + math.prod(shape) * dtype.itemsize
@@ -78,8 +70,9 @@ def split_messages(
     return parts[0], parts[1]
 
 
+@dataclass(frozen=True)
 class _Packed:
-    """What operands as 4-bit codes share: those of all tokens from the ranks' slices of them."""
+    """An operand as 4-bit codes; or those of several ranks' slices, whose first dimension is then the rank."""
 
     codes: Tensor
     scales: Tensor
@@ -97,19 +90,15 @@ class _Packed:
         """What makes the ranks' messages, uint8 [ranks, bytes], the operand of all tokens."""
         codes, scales = ((part.shape, part.dtype) for part in (self.codes, self.scales))
         packing = type(self)
-        return lambda messages: packing(*split_messages(messages, codes, scales))  # type: ignore[call-arg]
+        return lambda messages: packing(*_split(messages, codes, scales))
 
 
-@dataclass(frozen=True)
 class PackedRows(_Packed):
-    """The operand along the columns of a tensor [rows, columns] as 4-bit codes.
+    """The operand along the columns of a tensor [rows, columns].
 
     codes: uint8 [rows, columns / 2], the even column in the low nibble; scales: uint8 [rows, columns / block]. Or of
     several ranks, [ranks, rows / ranks, ...], each rank's in one piece.
     """
-
-    codes: Tensor
-    scales: Tensor
 
     def values(self) -> Tensor:
         """BF16 [rows, k = columns]: `code * block scale`."""
@@ -117,16 +106,12 @@ class PackedRows(_Packed):
         return unpack_parts(*(part if several else part[None] for part in (self.codes, self.scales)))
 
 
-@dataclass(frozen=True)
 class PackedColumns(_Packed):
-    """The operand along the rows of a tensor [rows, columns] as 4-bit codes, in the kernels' order (`kernels/fp4.py`).
+    """The operand along the rows of a tensor [rows, columns], in the kernels' order (`kernels/fp4.py`).
 
     codes: int32 [rows / block, block / 4, columns / 2]; scales: int16 [rows / block, columns / 2]. Or of several ranks
     [ranks, rows / ranks / block, ...], each rank's in one piece.
     """
-
-    codes: Tensor
-    scales: Tensor
 
     def transposed(self) -> tuple[Tensor, Tensor]:
         """The transpose in bytes: codes uint8 [columns, rows / 2], the even row in the low nibble, and scale bytes
@@ -138,24 +123,17 @@ class PackedColumns(_Packed):
         codes = self.codes.view(torch.int16).flatten(0, -2).t().contiguous().view(torch.uint8)
         return codes, self.scales.view(torch.uint8).flatten(0, -2).t()
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns) of the tensor that the codes stand for."""
-        *tiles, quarters, width = self.codes.shape
-        return math.prod(tiles) * quarters * 4, width * 2
-
     def values(self) -> Tensor:
         """BF16 [columns, k = rows]: `code * block scale`."""
         several = self.codes.dim() == 4
         codes, scales = (part if several else part[None] for part in (self.codes, self.scales))
-        rows, columns = self.shape
-        block = codes.shape[2] * 4
+        parts, tiles, quarters, width = codes.shape
+        block, columns = quarters * 4, width * 2
         groups = _UNPACK_COLUMNS // block
-        values = torch.empty(rows, columns, dtype=torch.bfloat16, device=codes.device)
-        grid = (-(-columns // block // groups) * (rows // block),)
-        sizes = (columns // block, codes.shape[1], codes.stride(0), scales.stride(0))
-        constants = {"BLOCK": block, "GROUPS": groups}
-        launch(_UNPACK, grid, (codes, scales, values, *sizes), constants)
+        values = torch.empty(parts * tiles * block, columns, dtype=torch.bfloat16, device=codes.device)
+        grid = (-(-columns // block // groups) * parts * tiles,)
+        sizes = (columns // block, tiles, codes.stride(0), scales.stride(0))
+        launch(_UNPACK, grid, (codes, scales, values, *sizes), {"BLOCK": block, "GROUPS": groups})
         return values.t()
 
 
@@ -175,12 +153,11 @@ class FusedFP4(Fused):
         if x.shape[0] % self.block or x.shape[1] % self.block:
             shape = tuple(x.shape)
             raise ValueError(f"{side.format}: shape {shape} is not a multiple of {self.block} in both dimensions")
-        x = x.contiguous()
-        x = x if cuda.gpu.aligned(x) else x.clone()  # the kernels load 16 bytes at a time
+        x = aligned(x)
         super().__init__(x, columns, rows)
         self.size = (x.shape[0], x.shape[1] // self.block)
         hadamard = rows is not None and rows.hadamard > 0
-        signs = _SIGN_BITS[self.block] if rows is not None and hadamard and rows.signs == "fixed" else 0
+        signs = FIXED_SIGNS & ((1 << self.block) - 1) if rows is not None and hadamard and rows.signs == "fixed" else 0
         self._transform = {"HADAMARD": hadamard, "SIGNS": signs, "FACTOR": 1.0 / math.sqrt(self.block)}
         self._fp32 = x.dtype == torch.float32
         self._amax = self._hashes = self.x  # stand-ins that no kernel reads
@@ -237,65 +214,44 @@ class FusedFP4(Fused):
 
     def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
         """BF16 values [rows, k = columns], or with `keep` their codes."""
-        if keep:
-            return PackedRows(*self.packed_columns())
-        values = torch.empty_like(self.x, dtype=torch.bfloat16)
-        self._quantize_columns(values, values, values, packed=False)
-        return values
-
-    def packed_columns(self) -> tuple[Tensor, Tensor]:
-        """The same as 4-bit codes: code bytes [rows, columns / 2], the even column in the low nibble, and scale bytes
-        [rows, columns / block], both uint8.
-        """
-        rows, columns = self.x.shape
-        sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // self.block), torch.uint8)
-        codes, scales = new_pair(*sizes, self.x.device)
-        self._quantize_columns(self.x, codes, scales, packed=True)
-        return codes, scales
-
-    def _quantize_columns(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.columns is not None
-        decode = self._or_x(self.columns_scale)
+        (rows, columns), stochastic = self.x.shape, self.columns.key is not None
+        if keep:
+            sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // self.block), torch.uint8)
+            out = self.x, *new_pair(*sizes, self.x.device)
+        else:
+            out = (torch.empty_like(self.x, dtype=torch.bfloat16),) * 3
         square = self.columns.block[0] > 1
         groups = (_QUANTIZE_SQUARES if square else _QUANTIZE_COLUMNS) // self.block
-        grid, tiles = self._grid(groups, rows := self.block if square else _ROWS)
+        tile_rows = self.block if square else _ROWS
+        grid, tiles = self._grid(groups, tile_rows)
         launch(
             _QUANTIZE_ALONG_COLUMNS,
             grid,
-            (self.x, values, codes, scales, self._amax, decode, self._hashes, *self.size, tiles),
+            (self.x, *out, self._amax, self._or_x(self.columns_scale), self._hashes, *self.size, tiles),
             {
                 "BLOCK": self.block,
                 "BLOCK_ROWS": self.columns.block[0],
-                "ROWS": rows,
-                "STOCHASTIC": self.columns.key is not None,
-                "PACKED": packed,
+                "ROWS": tile_rows,
+                "STOCHASTIC": stochastic,
+                "PACKED": keep,
                 "FP32": self._fp32,
                 "GROUPS": groups,
             },
         )
+        return PackedRows(*out[1:]) if keep else out[0]
 
     def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
         """BF16 values [columns, k = rows], or with `keep` their codes."""
-        if keep:
-            return self.packed_rows()
-        values = torch.empty_like(self.x, dtype=torch.bfloat16)
-        self._quantize_rows(values, values, packed=False)
-        return values.t()
-
-    def packed_rows(self) -> PackedColumns:
-        """The operand along the rows as 4-bit codes."""
-        tiles, width, device = self.x.shape[0] // self.block, self.x.shape[1] // 2, self.x.device
-        codes, scales = new_pair(((tiles, self.block // 4, width), torch.int32), ((tiles, width), torch.int16), device)
-        self._quantize_rows(codes, scales, packed=True)
-        return PackedColumns(codes, scales)
-
-    def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
-        """Codes uint8 [rows, k / 2], the even column in the low nibble, and scale bytes [rows, k / block]."""
-        return self.packed_columns() if along == "columns" else self.packed_rows().transposed()
-
-    def _quantize_rows(self, out: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.rows is not None
-        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS[self.block] // self.block, self.block)
+        if keep:
+            blocks, width = self.x.shape[0] // self.block, self.x.shape[1] // 2
+            sizes = ((blocks, self.block // 4, width), torch.int32), ((blocks, width), torch.int16)
+            out, scales = new_pair(*sizes, self.x.device)
+        else:
+            out = scales = torch.empty_like(self.x, dtype=torch.bfloat16)
+        groups = _QUANTIZE_ROWS_COLUMNS[self.block] // self.block
+        grid, tiles = self._grid(groups, self.block)
         launch(
             _QUANTIZE_ALONG_ROWS,
             grid,
@@ -303,12 +259,19 @@ class FusedFP4(Fused):
             {
                 "BLOCK": self.block,
                 "STOCHASTIC": self.rows.key is not None,
-                "PACKED": packed,
+                "PACKED": keep,
                 **self._transform,
                 "FP32": self._fp32,
                 "GROUPS": groups,
             },
         )
+        return PackedColumns(out, scales) if keep else out.t()
+
+    def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
+        """Codes uint8 [rows, k / 2], the even column in the low nibble, and scale bytes [rows, k / block]."""
+        packed = self.along_columns(keep=True) if along == "columns" else self.along_rows(keep=True)
+        assert not isinstance(packed, Tensor)
+        return packed.transposed() if isinstance(packed, PackedColumns) else (packed.codes, packed.scales)
 
     def _or_x(self, scale: Tensor | None) -> Tensor:
         return self.x if scale is None else scale
@@ -333,30 +296,19 @@ class FusedFourOverSix(FusedFP4):
 
     def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
         """BF16 values [rows, k = columns], or with `keep` their codes."""
-        packed = PackedRows(*self.packed_columns())
-        return packed if keep else packed.values()
-
-    def packed_columns(self) -> tuple[Tensor, Tensor]:
-        """Code bytes [rows, columns / 2], the even column in the low nibble, and scale bytes [rows, columns / 16]."""
         assert self.columns is not None and self.columns_scale is not None
         rows, columns = self.x.shape
         sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // 16), torch.uint8)
         codes, scales = new_pair(*sizes, self.x.device)
-        blocks = self.x.numel() // 16
+        pairs, blocks = self.x.to(torch.bfloat16).view(torch.int32), self.x.numel() // 16
         launch(
             _FOUR_OVER_SIX,
             (-(-blocks // _FOUR_OVER_SIX_BLOCKS),),
-            (
-                self.x.to(torch.bfloat16).view(torch.int32),
-                codes.view(torch.int64),
-                scales,
-                self._amax.view(torch.float32),
-                self.columns_scale,
-                blocks,
-            ),
+            (pairs, codes.view(torch.int64), scales, self._amax.view(torch.float32), self.columns_scale, blocks),
             {"SQUARED": self.columns.four_over_six_error == "squared", "BLOCKS": _FOUR_OVER_SIX_BLOCKS},
         )
-        return codes, scales
+        packed = PackedRows(codes, scales)
+        return packed if keep else packed.values()
 
 
 def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
@@ -365,14 +317,6 @@ def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
     grid = (-(-x.numel() // 4096),)
     launch(_SCALE_CAST, grid, (x, alpha, out, x.numel()), {"SIZE": 4096})
     return out
-
-
-def _sign_bits(size: int) -> int:
-    return sum(1 << i for i, sign in enumerate(fixed_signs(size).tolist()) if sign < 0)
-
-
-# Bit i is set where the transform's fixed sign i is negative, by the transform's size.
-_SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BLOCKS)}
 
 
 def hash_starts(key: RoundingKey | None, columns_apart: int = 1) -> tuple[int, int]:

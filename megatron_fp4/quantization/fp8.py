@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
-from megatron_fp4.quantization.elements import E4M3_MAX, FP32_MAX, to_e4m3
-from megatron_fp4.quantization.rounding import RoundingKey, random_bits
-from megatron_fp4.quantization.tensor import Encoded, QuantizedTensor, block_amax, checked, scale_blocks
+from megatron_fp4.quantization.cuda import Fused, Kernel, launch
+from megatron_fp4.quantization.rounding import E4M3_MAX, FP32_MAX, RoundingKey, random_bits, to_e4m3
+from megatron_fp4.quantization.tensor import Encoded, block_amax, scale_blocks
 
 FP8_BLOCKS = ((1, 128), (128, 128))
 
@@ -32,28 +31,13 @@ _QUANTIZE = Kernel("fp8.quantize_fp8_kernel", num_warps=8)
 _MATMUL = Kernel("fp8.matmul_fp8_kernel", num_stages=4, enable_fp_fusion=True)
 
 
-def quantize_fp8(
-    x: Tensor,
-    block: tuple[int, int] = (1, 128),
-    rounding: str = "nearest",
-    *,
-    key: RoundingKey | None = None,
-    power_of_two_scales: bool = False,
-) -> QuantizedTensor:
-    """Quantize `x` ([..., cols], floating point) along its last dimension; arguments as in `quantize_nvfp4`.
-
-    power_of_two_scales: round the encode scale down to a power of two.
-    Raises TypeError unless `x` is floating point, ValueError for another block or rounding or if the block does not
-    tile `x`.
-    """
-    rows, key = checked(x, block, FP8_BLOCKS, rounding, key, "quantize_fp8")
-    return encode_fp8(rows, block, key, power_of_two_scales=power_of_two_scales).packed(x.shape[:-1])
-
-
 def encode_fp8(
     rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, power_of_two_scales: bool = False
 ) -> Encoded:
-    """The numbers of `quantize_fp8` for checked FP32 [rows, cols]. `key` None rounds to nearest."""
+    """Checked FP32 [rows, cols] in FP8 blocks. key: of the draws, None rounds to nearest.
+
+    power_of_two_scales: round the encode scale down to a power of two.
+    """
     amax = block_amax(rows, block)
     encode = torch.div(torch.full_like(amax, E4M3_MAX), amax).clamp(max=FP32_MAX)
     if power_of_two_scales:
@@ -101,55 +85,44 @@ class BlockScaled:
 
     def values(self) -> Tensor:
         """FP32 [rows, k]: `code * scale`."""
-        scales = self.scales.repeat_interleave(self.block_rows, 0) if self.block_rows > 1 else self.scales
-        return scale_blocks(self.codes.to(torch.float32), scales)
+        return scale_blocks(self.codes.to(torch.float32), self.scales.repeat_interleave(self.block_rows, 0))
 
 
 class FusedFP8(Fused):
-    """Nothing is measured beforehand: each operand is made by itself, by `quantize_fp8_fused`."""
+    """Nothing is measured beforehand: each operand is made by itself.
+
+    Raises ValueError, when an operand is made, for sizes that do not divide.
+    """
 
     def along_columns(self, *, keep: bool = False) -> Tensor | BlockScaled:
         """The operand [n, k = m]: BF16 values with power-of-two scales, else codes in BF16 and their scales; keep:
         codes of one byte."""
-        return self._made(self.columns, along_rows=False, keep=keep)
+        return self._made(along_rows=False, keep=keep)
 
     def along_rows(self, *, keep: bool = False) -> Tensor | BlockScaled:
         """The operand [m, k = n], likewise; keep: codes of one byte."""
-        return self._made(self.rows, along_rows=True, keep=keep)
+        return self._made(along_rows=True, keep=keep)
 
-    def _made(self, side: Side | None, along_rows: bool, keep: bool) -> Tensor | BlockScaled:
+    def _made(self, along_rows: bool, keep: bool) -> Tensor | BlockScaled:
+        side = self.rows if along_rows else self.columns
         assert side is not None
-        powers = side.power_of_two_scales
-        return quantize_fp8_fused(self.x, side.block[0], along_rows=along_rows, power_of_two_scales=powers, keep=keep)
-
-
-def quantize_fp8_fused(
-    x: Tensor, block_rows: int, *, along_rows: bool, power_of_two_scales: bool, keep: bool
-) -> Tensor | BlockScaled:
-    """`x` [n, m] as an operand [n, k = m], or transposed (`along_rows`) as an operand [m, k = n].
-
-    x: BF16, or FP32 that counts as rounded to BF16. block_rows: 1 or 128. keep: codes of one byte, not two.
-    Returns `BlockScaled`, or with `power_of_two_scales` BF16 values.
-    Raises ValueError for sizes that do not divide.
-    """
-    num_rows, num_columns = x.shape
-    rows, columns = (128, block_rows) if along_rows else (block_rows, 128)
-    if num_rows % rows or num_columns % columns:
-        raise ValueError(f"fp8: shape {tuple(x.shape)} is not a multiple of the block {rows}x{columns}")
-    kind = "values" if power_of_two_scales else "bytes" if keep else "codes"
-    x = x.contiguous()
-    out = torch.empty_like(x, dtype=torch.uint8 if kind == "bytes" else torch.bfloat16)
-    scales = torch.empty(num_rows // rows, num_columns // columns, dtype=torch.float32, device=x.device)
-    launch(
-        _QUANTIZE,
-        (-(-num_columns // 128), -(-num_rows // 128)),
-        (x, out, scales, num_rows, num_columns),
-        {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "POWER_OF_TWO": power_of_two_scales, "OUT": kind},
-    )
-    if kind == "values":
-        return out.t() if along_rows else out
-    codes = out.view(torch.float8_e4m3fn) if kind == "bytes" else out
-    return BlockScaled(codes.t(), scales.t()) if along_rows else BlockScaled(codes, scales)
+        x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
+        rows, columns = reversed(side.block) if along_rows else side.block
+        if num_rows % rows or num_columns % columns:
+            raise ValueError(f"fp8: shape {tuple(x.shape)} is not a multiple of the block {rows}x{columns}")
+        kind = "values" if side.power_of_two_scales else "bytes" if keep else "codes"
+        out = torch.empty_like(x, dtype=torch.uint8 if kind == "bytes" else torch.bfloat16)
+        scales = torch.empty(num_rows // rows, num_columns // columns, dtype=torch.float32, device=x.device)
+        launch(
+            _QUANTIZE,
+            (-(-num_columns // 128), -(-num_rows // 128)),
+            (x, out, scales, num_rows, num_columns),
+            {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "POWER_OF_TWO": side.power_of_two_scales, "OUT": kind},
+        )
+        codes = out.view(torch.float8_e4m3fn) if kind == "bytes" else out
+        if along_rows:
+            codes, scales = codes.t(), scales.t()
+        return codes if kind == "values" else BlockScaled(codes, scales)
 
 
 def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor:

@@ -22,21 +22,15 @@ from megatron_fp4.quantization.rounding import RoundingKey, random_bits
 
 HADAMARD_SIZES = (2, 4, 8, 16, 32, 64, 128)
 
-# Transformer Engine's sign vector (mask 0xD7E8 over bits set = minus), the one vector of all layers and steps.
-_SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+# The one vector of all layers and steps, bit i: sign i is minus. The lowest 16 are Transformer Engine's (0xD7E8), the
+# others were drawn once. Every size takes its first.
+FIXED_SIGNS = 0xD2CB698E823CE4903FC9A9133115D7E8
 
 
 def fixed_signs(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """FP32 [size] of +-1, the same everywhere: Transformer Engine's vector for the first 16, then a fixed continuation.
-
-    Every size is a prefix of the 128-vector. Raises ValueError for a size that is not a power of two in 2..128.
-    """
+    """FP32 [size] of +-1, the same everywhere. Raises ValueError for a size that is not a power of two in 2..128."""
     _check_size(size)
-    signs = torch.tensor(_SIGNS_16, dtype=torch.float32, device=device)
-    if size > 16:
-        bits = random_bits(RoundingKey(0xD7E8), 1, size - 16, device)[0]
-        signs = torch.cat((signs, 1.0 - 2.0 * (bits & 1).to(torch.float32)))
-    return signs[:size]
+    return torch.tensor([-1.0 if FIXED_SIGNS >> i & 1 else 1.0 for i in range(size)], device=device)
 
 
 def random_signs(size: int, key: RoundingKey, device: torch.device | str = "cpu") -> Tensor:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -41,18 +41,19 @@ from torch import Tensor
 
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
-from megatron_fp4.quantization.elements import (
+from megatron_fp4.quantization.fp4 import PackedColumns, hash_starts, new_pair
+from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
+from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E4M3_MAX,
     FP32_MAX,
+    RoundingKey,
     round_e2m1_nearest,
     round_e4m3_stochastic,
+    rounding_draws,
     to_e4m3,
 )
-from megatron_fp4.quantization.fp4 import PackedColumns, hash_starts, new_pair
-from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
-from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, rounding_draws
-from megatron_fp4.quantization.tensor import Encoded, NVFP4Tensor, as_rows, block_amax, scale_blocks
+from megatron_fp4.quantization.tensor import Encoded, block_amax, scale_blocks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,20 +72,8 @@ _DRAW_SIGNS, _MEASURE = Kernel("ms_eden.signs_kernel"), Kernel("ms_eden.measure_
 _QUANTIZE = Kernel("ms_eden.quantize_kernel")
 
 
-def quantize_ms_eden(z: Tensor, *, key: RoundingKey | None = None, amax: Tensor | None = None) -> NVFP4Tensor:
-    """Quantize `z` ([..., cols], floating point, rotated) along its last dimension, a multiple of 128.
-
-    key: of the draws; without one, one is drawn from torch's default generator. amax: FP32 0-dim largest magnitude to
-    scale by, where it is that of a larger tensor of which `z` is a shard.
-    Raises TypeError unless `z` is floating point, ValueError for a last dimension that is no multiple of 128.
-    """
-    rows = as_rows(z, (1, GROUP), "quantize_ms_eden")
-    encoded = encode_ms_eden(rows, fresh_rounding_key() if key is None else key, amax=amax)
-    return cast(NVFP4Tensor, encoded.packed(z.shape[:-1]))
-
-
 def encode_ms_eden(rows: Tensor, key: RoundingKey | None, *, amax: Tensor | None = None) -> Encoded:
-    """The numbers of `quantize_ms_eden` for FP32 [rows, cols], unpacked.
+    """FP32 [rows, cols], rotated, cols a multiple of 128, by MS-EDEN.
 
     key: of the draws, a row's blocks being its columns; None rounds the corrected scales to nearest. amax: 0-dim, or
     [rows, 1] where rows are of several tensors.

@@ -13,6 +13,8 @@ scale), because every deviation moves codes:
 Edges that follow from it: an all-zero tensor has zero codes and zero scales; a nonzero block whose scale underflows
 keeps saturated codes under scale 0 and decodes to 0; a negative zero in the input takes code 0, a negative value that
 rounds to zero takes code 8. NaN or inf anywhere makes amax NaN or inf, and then nothing decodes to a finite number.
+
+Divisions are by tensors: on CUDA PyTorch divides by a Python number by multiplying with its reciprocal.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.elements import (
+from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E4M3_MAX,
     FP32_MAX,
+    RoundingKey,
+    round_e2m1,
     round_e2m1_nearest,
-    round_e2m1_stochastic,
     to_e4m3,
 )
-from megatron_fp4.quantization.rounding import RoundingKey, rounding_draws
 from megatron_fp4.quantization.tensor import Encoded, NVFP4Tensor, block_amax, checked, headroom, scale_blocks
 
 NVFP4_BLOCKS = ((1, 16), (16, 16))
@@ -60,11 +62,12 @@ def quantize_nvfp4(
     Raises TypeError unless `x` is floating point, ValueError for another block or rounding or if the block does not
     tile `x`. Non-finite input does not raise (that would stall a GPU): it poisons, see the top of this file.
     """
-    rows, key = checked(x, block, NVFP4_BLOCKS, rounding, key, "quantize_nvfp4")
+    rows, key = checked(x, block, NVFP4_BLOCKS, rounding, key, "nvfp4")
     if four_over_six_error not in ("absolute", "squared"):
-        raise ValueError(f"quantize_nvfp4: four_over_six_error {four_over_six_error!r} is not 'absolute' or 'squared'")
-    options = {"four_over_six": four_over_six, "four_over_six_error": four_over_six_error}
-    encoded = encode_nvfp4(rows, block, key, amax=amax, **options)  # type: ignore[arg-type]
+        raise ValueError(f"nvfp4: four_over_six_error {four_over_six_error!r} is not 'absolute' or 'squared'")
+    encoded = encode_nvfp4(
+        rows, block, key, amax=amax, four_over_six=four_over_six, four_over_six_error=four_over_six_error
+    )
     return cast(NVFP4Tensor, encoded.packed(x.shape[:-1]))
 
 
@@ -88,58 +91,38 @@ def encode_nvfp4(
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)
     vector_amax = block_amax(rows, block) if maxima is None else maxima
-    uniform = None if key is None else rounding_draws(key, rows.shape[0], rows.shape[1], rows.device)
     if not four_over_six:
         sixth = tensor_scale * torch.full_like(tensor_scale, E2M1_MAX).reciprocal()
         scales = to_e4m3((vector_amax * sixth).clamp(max=FP32_MAX))
         scaled = _encode(rows, scales, tensor_scale)
-        return Encoded(_round(scaled, uniform), scales, block, rows < 0, amax, scale_max)
-
-    base = vector_amax / torch.full_like(vector_amax, E2M1_MAX) * tensor_scale
-    scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
-    scaled_6, scaled_4 = _encode(rows, scales_6, tensor_scale), _encode(rows, scales_4, tensor_scale)
-    squared = four_over_six_error == "squared"
-    error_6 = _block_error(rows, scaled_6, scales_6, amax, scale_max, block, squared)
-    error_4 = _block_error(rows, scaled_4, scales_4, amax, scale_max, block, squared)
-    take_4 = error_4 < error_6
-    scales = torch.where(take_4, scales_4.view(torch.uint8), scales_6.view(torch.uint8)).view(torch.float8_e4m3fn)
-    scaled = torch.where(take_4.repeat_interleave(16, dim=1), scaled_4, scaled_6)
-    return Encoded(_round(scaled, uniform), scales, block, rows < 0, amax, scale_max)
+    else:
+        base = vector_amax / torch.full_like(vector_amax, E2M1_MAX) * tensor_scale
+        scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
+        scaled_6, scaled_4 = _encode(rows, scales_6, tensor_scale), _encode(rows, scales_4, tensor_scale)
+        squared = four_over_six_error == "squared"
+        error_6 = _block_error(rows, scaled_6, scales_6, amax, block, squared)
+        error_4 = _block_error(rows, scaled_4, scales_4, amax, block, squared)
+        take_4 = error_4 < error_6
+        scales = torch.where(take_4, scales_4.view(torch.uint8), scales_6.view(torch.uint8)).view(torch.float8_e4m3fn)
+        scaled = torch.where(take_4.repeat_interleave(16, dim=1), scaled_4, scaled_6)
+    return Encoded(round_e2m1(scaled, key), scales, block, rows < 0, amax, scale_max)
 
 
 def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
-    """S, the FP32 factor that maps the largest block scale to `scale_max` (paper eq. 1), 0-dim."""
-    # `2688.0 / amax` would be amax.reciprocal() * 2688 in PyTorch: one rounding too many, and codes move.
+    """S, the FP32 factor that maps the largest block scale to `scale_max` (paper eq. 1), of the shape of `amax`."""
     scale = torch.div(torch.full_like(amax, E2M1_MAX * scale_max), amax).clamp(max=FP32_MAX)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-def inverse_power_of_two(amax: Tensor) -> Tensor:
-    """FP32 2^-e of FP32 2^e <= `amax` < 2^(e + 1), within FP32's normal numbers."""
-    exponent = ((amax.view(torch.int32) >> 23) & 0xFF).clamp(1, 253)
-    return ((254 - exponent) << 23).to(torch.int32).view(torch.float32)
-
-
 def _encode(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-    inverse = tensor_scale.reciprocal()
-    encode = (scales.to(torch.float32) * inverse).reciprocal().clamp(max=FP32_MAX)
+    encode = (scales.to(torch.float32) * tensor_scale.reciprocal()).reciprocal().clamp(max=FP32_MAX)
     return scale_blocks(rows, encode).clamp_(-E2M1_MAX, E2M1_MAX)
 
 
-def _round(scaled: Tensor, uniform: Tensor | None) -> Tensor:
-    return round_e2m1_nearest(scaled) if uniform is None else round_e2m1_stochastic(scaled, uniform)
-
-
 def _block_error(
-    rows: Tensor,
-    scaled: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    scale_max: float,
-    block: tuple[int, int],
-    squared: bool,
+    rows: Tensor, scaled: Tensor, scales: Tensor, amax: Tensor, block: tuple[int, int], squared: bool
 ) -> Tensor:
-    """Sum of errors of a nearest rounding over each block, [rows, cols / 16], replicated over its rows.
+    """Sum of four over six's errors of a nearest rounding over each block, [rows, cols / 16], replicated over its rows.
 
     Summed element by element along a block's columns and by halves over its rows, Transformer Engine's order: two
     choices that err alike must compare the same everywhere. Where its sums would overflow (amax above some 1e35) the
@@ -148,12 +131,10 @@ def _block_error(
     """
     room = headroom(amax)
     decoded = round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]
-    # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal, and ties would fall
-    # otherwise than on a CPU.
-    decoded = decoded * (amax * room) / torch.full_like(amax, E2M1_MAX * scale_max)
+    decoded = decoded * (amax * room) / torch.full_like(amax, E2M1_MAX * FOUR_OVER_SIX_SCALE_MAX)
     difference = (decoded - rows.unflatten(-1, (-1, 16)) * room).abs()
     if squared:
-        difference = difference * inverse_power_of_two(amax)
+        difference = difference * _inverse_power_of_two(amax)
         difference = difference * difference
     error = torch.zeros_like(difference[..., 0])
     for column in range(16):
@@ -165,3 +146,9 @@ def _block_error(
             error = error[:, :half] + error[:, half:]
         error = error[:, 0].repeat_interleave(block[0], dim=0)
     return error
+
+
+def _inverse_power_of_two(amax: Tensor) -> Tensor:
+    """FP32 2^-e of FP32 2^e <= `amax` < 2^(e + 1), within FP32's normal numbers."""
+    exponent = ((amax.view(torch.int32) >> 23) & 0xFF).clamp(1, 253)
+    return ((254 - exponent) << 23).to(torch.int32).view(torch.float32)

@@ -1,7 +1,11 @@
-"""Random draws as a pure function of who asks and where the element lies.
+"""Rounding: the element formats E2M1, E4M3 and UE8M0, to nearest and stochastically, and the random draws.
 
-Stochastic rounding must give the same codes after a restart, at any mesh, on CPU and on GPU. A stateful generator
-cannot do that; a counter-based one can. A draw here depends on
+E2M1 has one sign, two exponent and one mantissa bit: the codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6, and bit 3 is the
+sign. Two codes share a byte; the low nibble is the even element. Everything is elementwise, plain PyTorch, and the same
+on CPU and CUDA.
+
+A draw is a pure function of who asks and where the element lies. Stochastic rounding must give the same codes after a
+restart, at any mesh, on CPU and on GPU, which a counter-based generator can and a stateful one cannot:
 
     a 64-bit key:  run seed, step, global micro-batch index, name of the linear, name of the operand;
     a position:    row and column of the element in the *global* tensor.
@@ -9,13 +13,8 @@ cannot do that; a counter-based one can. A draw here depends on
 The key is split in two 32-bit halves. Row and column are hashed separately (a few thousand hashes), and their
 exclusive-or is mixed once more (`lowbias32`, Chris Wellons' two-multiplication finalizer, whose bias is near the
 statistical minimum). Positions never overflow, whatever the tensor's size, and a rank that holds a shard needs only the
-shard's offset.
-
-For rounding, two elements share the 32 bits of one such mix: columns 2j and 2j + 1 take the low and the high half at
-column j. A draw is an odd multiple of 2^-16, 15 random bits and a half of the last: so no value on the grid is moved,
-and the probability of rounding up, a whole multiple of 2^-15, is itself rounded to nearest.
-
-All arithmetic is modulo 2^32. PyTorch's int32 wraps in multiplication; its right shift is arithmetic, hence the masks.
+shard's offset. All arithmetic is modulo 2^32. PyTorch's int32 wraps in multiplication; its right shift is arithmetic,
+hence the masks.
 """
 
 from __future__ import annotations
@@ -26,9 +25,109 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+FP32_MAX = torch.finfo(torch.float32).max
+
 _GOLDEN = 0x9E3779B9
 _MIX_A = 0x7FEB352D
 _MIX_B = 0x846CA68B
+
+
+def e2m1_codes(values: Tensor, negative: Tensor) -> Tensor:
+    """Codes (uint8, 0..15) of FP32 `values` that are on the E2M1 grid; NaN takes the code of 6.
+
+    negative: where the sign bit is set. It is not read off `values`, because the rounding below loses the sign of
+    zero, and a negative number that rounds to zero keeps its sign in the code (8).
+    """
+    magnitude = values.abs()
+    # Each binade of the grid holds two codes: below 2 they are 2v, in [2, 4) v + 2, at 4 and 6 v/2 + 4.
+    code = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude * 0.5 + 4))
+    code = torch.nan_to_num(code, nan=7.0).to(torch.uint8)
+    return code | (negative.to(torch.uint8) << 3)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """FP32 values of uint8 E2M1 codes 0..15."""
+    table = torch.tensor((*E2M1_VALUES, *(-v for v in E2M1_VALUES)), dtype=torch.float32, device=codes.device)
+    return table[codes.long()]
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Two codes a byte along the last dimension: [..., cols] -> [..., cols / 2], low nibble = even column."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_codes(packed: Tensor) -> Tensor:
+    """The inverse of `pack_codes`: [..., cols / 2] -> [..., cols]."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def round_e2m1_nearest(scaled: Tensor) -> Tensor:
+    """Nearest E2M1 value, ties to the even code, of FP32 |scaled| <= 6 (.25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2,
+    2.5 -> 2, 3.5 -> 4, 5 -> 4). Zeros come out positive.
+
+    Adding 1.5 * 2^23 spacings pushes everything below the spacing out of an FP32 mantissa, and the addition rounds to
+    nearest, ties to even multiples of the spacing, which are exactly the even codes.
+    """
+    anchor = _binade(scaled).mul_(0.5 * 1.5 * 2**23)
+    return (scaled + anchor).sub_(anchor)
+
+
+def round_e2m1_stochastic(scaled: Tensor, uniform: Tensor) -> Tensor:
+    """E2M1 value next below or above FP32 |scaled| <= 6 in magnitude, above with probability proportional to the
+    distance from below.
+
+    `uniform` has the shape of `scaled`, in [0, 1) with at most 20 bits: a value on the grid then stays where it is, and
+    all arithmetic but one addition is exact (the spacing is a power of two), so that CPU and GPU decide alike.
+    """
+    half_binade = _binade(scaled).mul_(0.5)
+    magnitude = torch.floor((scaled.abs() / half_binade).add_(uniform)).mul_(half_binade)
+    return torch.copysign(magnitude, scaled)
+
+
+def _binade(scaled: Tensor) -> Tensor:
+    """The power of two at or below |scaled|, at least 1: twice the spacing of the E2M1 grid there."""
+    exponent = scaled.view(torch.int32) & 0x7F800000
+    return exponent.view(torch.float32).clamp_(min=1.0)
+
+
+def to_e4m3(values: Tensor) -> Tensor:
+    """FP32 to `float8_e4m3fn`, round to nearest even, saturating at 448; NaN stays NaN."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def round_e4m3_stochastic(values: Tensor, uniform: Tensor) -> Tensor:
+    """E4M3 value (as FP32) next below or above FP32 0 <= `values` <= 448, above with probability proportional to the
+    distance from below; NaN stays NaN.
+
+    `uniform` has the shape of `values`, in [0, 1) with at most 16 bits: a value on the grid then stays where it is.
+    """
+    exponent = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
+    spacing = exponent.clamp(min=2.0**-6) * 2.0**-3  # subnormals are as far apart as the smallest normal numbers
+    return torch.floor(values / spacing + uniform) * spacing
+
+
+def to_ue8m0_up(values: Tensor) -> Tensor:
+    """Biased exponents (uint8) of non-negative FP32 `values` rounded **up** to a power of two.
+
+    Code c is 2^(c - 127). Zero and anything up to 2^-127 take code 0, inf and NaN take 255 (NaN in UE8M0).
+    """
+    bits = values.view(torch.int32)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = bits & 0x7FFFFF
+    # A subnormal 0.m * 2^-126 is at most 2^-127 when its mantissa's top bit is the only one at or above it.
+    up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+    code = torch.where(exponent == 255, exponent, exponent + up)
+    return torch.where(torch.isfinite(values), code.clamp(max=254), torch.full_like(code, 255)).to(torch.uint8)
+
+
+def ue8m0_values(codes: Tensor) -> Tensor:
+    """FP32 powers of two of UE8M0 codes; 255 is NaN. Code 0 is 2^-127, which FP32 holds as a subnormal."""
+    exponent = codes.to(torch.int32)
+    bits = torch.where(exponent == 0, torch.full_like(exponent, 0x400000), exponent << 23)
+    return torch.where(exponent == 255, float("nan"), bits.view(torch.float32))
 
 
 @dataclass(frozen=True)
@@ -79,17 +178,22 @@ def random_uniform(key: RoundingKey, num_rows: int, num_columns: int, device: to
 def rounding_draws(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
     """FP32 draws for stochastic rounding, odd multiples of 2^-16 in (0, 1), [num_rows, num_columns].
 
-    num_columns and the key's column offset are even (ValueError): columns come in pairs.
+    Columns 2j and 2j + 1 take the low and the high half of one hash, at column j; so num_columns and the key's column
+    offset are even. 15 random bits and a half of the last: no value on the grid is moved, and the probability of
+    rounding up, a whole multiple of 2^-15, is itself rounded to nearest.
     """
-    if num_columns % 2 or key.column_offset % 2:
-        raise ValueError(
-            f"rounding_draws: {num_columns} columns from column {key.column_offset} on; both must be even, because two "
-            "columns share one hash"
-        )
+    assert num_columns % 2 == key.column_offset % 2 == 0, "columns come in pairs"
     pairs = replace(key, column_offset=key.column_offset // 2)
     bits = random_bits(pairs, num_rows, num_columns // 2, device)
     halves = torch.stack((bits & 0xFFFF, (bits >> 16) & 0xFFFF), dim=-1).flatten(-2)
     return halves.bitwise_or_(1).to(torch.float32).mul_(2.0**-16)
+
+
+def round_e2m1(scaled: Tensor, key: RoundingKey | None) -> Tensor:
+    """FP32 |scaled| <= 6 [rows, cols] on the E2M1 grid: to nearest, or stochastically by the draws of `key`."""
+    if key is None:
+        return round_e2m1_nearest(scaled)
+    return round_e2m1_stochastic(scaled, rounding_draws(key, scaled.shape[0], scaled.shape[1], scaled.device))
 
 
 def _hash_positions(seed: int | Tensor, offset: int, count: int, device: torch.device | str) -> Tensor:

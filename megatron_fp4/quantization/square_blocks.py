@@ -16,7 +16,7 @@ three passes,
     quantize_rows    a part's rows and the maxima -> codes and scales
     unpack_rows      codes and scales -> `code * scale` in BF16, which is exact
 
-and the numbers are bit for bit those of `quantize_nvfp4` and `quantize_mxfp4` of the whole.
+and the numbers are bit for bit those of `encode_nvfp4` and `encode_mxfp4` of the whole.
 
 Blocks are counted in padded rows: a weight may consist of equal groups of rows (the heads of a packed projection), each
 padded with zeros to whole blocks, so that no block lies in two groups. The padding is never stored; `unpack_rows` puts
@@ -37,9 +37,9 @@ from torch import Tensor
 
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel, launch
-from megatron_fp4.quantization.elements import E2M1_VALUES
-from megatron_fp4.quantization.mxfp4 import encode_mxfp4
+from megatron_fp4.quantization.microscaling import encode_mxfp4
 from megatron_fp4.quantization.nvfp4 import encode_nvfp4
+from megatron_fp4.quantization.rounding import E2M1_VALUES
 from megatron_fp4.quantization.tensor import block_amax, scale_values
 
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
@@ -109,7 +109,7 @@ def block_maxima(
     if _by_kernels(x, dtype):
         maxima = torch.empty(shape, device=x.device) if out is None else out
         if blocks.num_blocks:
-            x = _aligned(x)
+            x = aligned(x)
             _launch(_MAXIMA, x, blocks, (x, maxima))
         return maxima
     maxima = torch.zeros(shape, dtype=torch.float32, device=x.device) if out is None else out.zero_()
@@ -140,7 +140,7 @@ def quantize_rows(
         out = codes, torch.empty(rows, columns // blocks.block, dtype=torch.uint8, device=x.device)
     if _by_kernels(x, dtype):
         if blocks.num_blocks:
-            x = _aligned(x)
+            x = aligned(x)
             _launch(_QUANTIZE, x, blocks, (x, maxima, maxima if amax is None else amax, *out))
         return out
     values, of_rows = x.to(dtype).to(torch.float32), maxima[blocks.local_blocks(x.device)]
@@ -201,8 +201,8 @@ def _unpacked(codes: Tensor, scales: Tensor, padded_rows: int, block: int) -> Te
     return values
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """The kernels load 16 bytes at a time."""
+def aligned(x: Tensor) -> Tensor:
+    """`x`, or a copy where kernels cannot load 16 bytes at a time."""
     x = x.contiguous()
     return x if cuda.gpu.aligned(x) else x.clone()
 

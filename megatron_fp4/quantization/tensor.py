@@ -18,16 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.elements import (
+from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E4M3_MAX,
+    RoundingKey,
     e2m1_codes,
     e2m1_values,
+    fresh_rounding_key,
     pack_codes,
     ue8m0_values,
     unpack_codes,
 )
-from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
@@ -48,18 +49,18 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensor that the codes stand for."""
+        """Of the tensor that the codes stand for."""
         per_byte = 2 if self.codes.dtype == torch.uint8 else 1
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * per_byte))
 
     def block_values(self) -> Tensor:
-        """FP32 `code * block scale`, without a tensor scale."""
+        """FP32 `code * block scale`."""
         packed = self.codes.dtype == torch.uint8
         elements = e2m1_values(unpack_codes(self.codes)) if packed else self.codes.to(torch.float32)
         return scale_blocks(elements, scale_values(self.scales))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Real values in `dtype`, of shape `shape`."""
+        """Real values."""
         return self.block_values().to(dtype)
 
 
@@ -67,9 +68,6 @@ class QuantizedTensor:
 class NVFP4Tensor(QuantizedTensor):
     """E2M1 codes under E4M3 block scales under one FP32 tensor scale.
 
-    codes: uint8 [..., cols / 2], low nibble = even column.
-    scales: float8_e4m3fn [..., cols / 16], one per 16 columns; replicated over the 16 rows of a 16x16 block.
-    block: elements that share a scale, (rows, columns).
     amax: FP32, 0-dim, the largest magnitude of the whole tensor. NaN or inf poisons everything that is decoded.
     scale_max: what the largest block scale was mapped to: 448, or 256 for four-over-six.
     """
@@ -85,7 +83,7 @@ class NVFP4Tensor(QuantizedTensor):
         return tensor_decode_scale(self.amax, self.scale_max)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Real values `e2m1 * scale * amax / 2688` (computed in FP32, left to right) in `dtype`, of shape `shape`."""
+        """Real values `e2m1 * scale * amax / 2688`, computed in FP32, left to right."""
         room = headroom(self.amax)
         divisor = torch.full_like(self.amax, E2M1_MAX * self.scale_max) * room
         return (self.block_values() * (self.amax * room) / divisor).to(dtype)
@@ -96,10 +94,9 @@ class Encoded:
     """FP32 rows [rows, cols] quantized, before their codes are packed.
 
     elements: FP32 values on the E2M1 grid, or E4M3 codes, [rows, cols].
-    scales, block: as in `QuantizedTensor`.
+    scales, block: as in `QuantizedTensor`. amax, scale_max: as in `NVFP4Tensor`; amax is None for formats without a
+        tensor scale, and may be [rows, 1] where rows are of several tensors.
     negative: of E2M1, where a code's sign bit is set (a value that is zero does not show it).
-    amax, scale_max: as in `NVFP4Tensor`; amax is None for formats without a tensor scale, and may be [rows, 1] where
-        rows are of several tensors.
     exact: a dtype that holds every `code * block scale` exactly.
     """
 
@@ -112,7 +109,6 @@ class Encoded:
     exact: torch.dtype = torch.bfloat16
 
     def block_values(self) -> Tensor:
-        """FP32 `code * block scale` [rows, cols]."""
         return scale_blocks(self.elements.to(torch.float32), scale_values(self.scales))
 
     def decode_scale(self) -> Tensor | None:
@@ -126,10 +122,9 @@ class Encoded:
     def packed(self, lead: tuple[int, ...]) -> QuantizedTensor:
         """Codes and scales; lead: the dimensions that were flattened into rows."""
         codes, scales = (part.reshape(*lead, -1) for part in (self.codes(), self.scales))
-        block = (self.block[0], self.block[1])
         if self.amax is None:
-            return QuantizedTensor(codes, scales, block)
-        return NVFP4Tensor(codes, scales, block, self.amax, self.scale_max)
+            return QuantizedTensor(codes, scales, self.block)
+        return NVFP4Tensor(codes, scales, self.block, self.amax, self.scale_max)
 
 
 def scale_values(scales: Tensor) -> Tensor:
@@ -166,42 +161,32 @@ def checked(
     key: RoundingKey | None,
     name: str,
 ) -> tuple[Tensor, RoundingKey | None]:
-    """What a quantizer `name` that is called with these arguments works on: FP32 rows [rows, cols], and the key of its
-    draws (None for rounding to nearest).
+    """What the format `name` quantizes for a caller's arguments: FP32 rows [rows, cols], all leading dimensions
+    flattened, and the key of the draws (None rounds to nearest).
 
     Raises TypeError unless `x` is floating point, ValueError for a block that is not one of `blocks` or does not tile
-    `x`, and for an unknown rounding.
+    `x`, for an unknown rounding, and without elements.
     """
     if tuple(block) not in blocks:
         raise ValueError(f"{name}: block {tuple(block)} is not one of {blocks}")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"{name}: rounding {rounding!r} is not 'nearest' or 'stochastic'")
-    rows = as_rows(x, block, name)
-    if rounding == "nearest":
-        return rows, None
-    return rows, fresh_rounding_key() if key is None else key
-
-
-def as_rows(x: Tensor, block: tuple[int, int], name: str) -> Tensor:
-    """`x` as FP32 [rows, cols] after checking that `block` tiles it; `name` is the format, for the error.
-
-    Leading dimensions are flattened into rows; blocks of more than one row need them to divide as flattened.
-    Raises TypeError for tensors that are not floating point and ValueError for sizes that do not divide or are zero.
-    """
     if not x.is_floating_point():
         raise TypeError(f"{name}: a floating-point tensor is needed, got {x.dtype}")
-    if x.dim() < 1:
-        raise ValueError(f"{name}: a tensor with at least one dimension is needed, got a scalar")
-    if x.numel() == 0:
-        raise ValueError(f"{name}: shape {tuple(x.shape)} has no elements, and so no largest one; skip empty tensors")
+    if x.dim() < 1 or x.numel() == 0:
+        raise ValueError(f"{name}: shape {tuple(x.shape)} is a scalar or has no elements; skip empty tensors")
     rows = x.reshape(-1, x.shape[-1])
-    for what, size, divisor in (("rows", rows.shape[0], block[0]), ("columns", rows.shape[1], block[1])):
-        if size % divisor != 0:
+    for what, size, divisor in zip(("rows", "columns"), rows.shape, block, strict=True):
+        if size % divisor:
             raise ValueError(
                 f"{name}: {size} {what} (shape {tuple(x.shape)}) are not a multiple of the block's {divisor}; "
                 f"pad to {-(-size // divisor) * divisor} with zeros"
             )
-    return rows.to(torch.float32)
+    if rounding == "nearest":
+        key = None
+    elif key is None:
+        key = fresh_rounding_key()
+    return rows.to(torch.float32), key
 
 
 def block_amax(rows: Tensor, block: tuple[int, int]) -> Tensor:
@@ -220,13 +205,9 @@ def block_amax(rows: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
-    """Block scales [rows, columns] of a dtype of one byte, in tiles: the same dtype, flat, of `swizzled_size`."""
-    if scales.dim() != 2 or scales.element_size() != 1 or not scales.numel():
-        raise ValueError(
-            f"swizzle_scales: {scales.dtype} of shape {tuple(scales.shape)} is no matrix of one-byte block scales; "
-            "pass E4M3 or UE8M0 scales [rows, k / block]"
-        )
+    """Block scales [rows, columns] of a dtype of one byte, in tiles: the same dtype, flat, padding included."""
     rows, columns = scales.shape
+    assert scales.element_size() == 1
     padding = (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS)
     tiles = torch.nn.functional.pad(scales.view(torch.uint8), padding)
     tiles = tiles.view(-1, 4, TILE_ROWS // 4, tiles.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
@@ -234,17 +215,8 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 
 
 def unswizzle_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of `swizzle_scales`: the first `rows` x `columns` of the tiles; ValueError for another size."""
-    if swizzled.dim() != 1 or swizzled.numel() != swizzled_size(rows, columns):
-        raise ValueError(
-            f"unswizzle_scales: shape {tuple(swizzled.shape)} is not that of {rows} x {columns} scales in tiles, "
-            f"({swizzled_size(rows, columns)},)"
-        )
-    tiles = swizzled.view(torch.uint8).view(-(-rows // TILE_ROWS), -1, TILE_ROWS // 4, 4, TILE_COLUMNS)
-    padded = tiles.permute(0, 3, 2, 1, 4).reshape(tiles.shape[0] * TILE_ROWS, -1)
+    """The inverse of `swizzle_scales`: the first `rows` x `columns` of the tiles."""
+    row_tiles, column_tiles = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+    tiles = swizzled.view(torch.uint8).view(row_tiles, column_tiles, TILE_ROWS // 4, 4, TILE_COLUMNS)
+    padded = tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * TILE_ROWS, -1)
     return padded[:rows, :columns].contiguous().view(swizzled.dtype)
-
-
-def swizzled_size(rows: int, columns: int) -> int:
-    """How many scales the tiles of [rows, columns] hold, padding included."""
-    return -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // TILE_COLUMNS) * TILE_COLUMNS

@@ -124,7 +124,7 @@ def test_nor_do_those_of_quartet_2():
 
 def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:
     """As `run`, with operands as a GPU's kernels pack them; which of them were unpacked, and what was sent."""
-    kernels, packed = kernel_layout.UnpackingKernels(), replace(FORMATS["nvfp4"], fused=kernel_layout.PackedFP4)
+    kernels, packed = kernel_layout.UnpackingKernels(), replace(FORMATS["nvfp4"], fused=(kernel_layout.PackedFP4,))
     sent: list[Message] = []
     weights_as_values = mock.patch.object(emulated, "keeps_codes", lambda _: False)
     with cuda.on(kernels), mock.patch.dict(FORMATS, nvfp4=packed), weights_as_values, counted_messages(sent):

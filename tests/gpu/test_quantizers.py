@@ -1,19 +1,19 @@
 """The fused kernels against the PyTorch reference on the CPU, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import Side
-from megatron_fp4.quantization.elements import unpack_codes
-from megatron_fp4.quantization.formats import FORMATS
-from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns
-from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8, quantize_fp8, quantize_fp8_fused
-from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.mxfp8 import PackedMXFP8, mxfp8_bytes, quantize_mxfp8, quantize_mxfp8_fused
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.quantization.rounding import rounding_key
+from megatron_fp4.quantization.cuda import Fused, Side
+from megatron_fp4.quantization.formats import FORMATS, quantize
+from megatron_fp4.quantization.fp4 import FusedFourOverSix, FusedFP4
+from megatron_fp4.quantization.fp8 import BlockScaled, FusedFP8, matmul_fp8
+from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
+from megatron_fp4.quantization.microscaling import FusedMXFP8, PackedMXFP8
+from megatron_fp4.quantization.ms_eden import FusedMSEden, encode_ms_eden
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_key, unpack_codes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,27 +55,25 @@ CASES = {
 }
 
 
+def case_of(name: str) -> Tensor:
+    """In BF16, which FP32 input counts as rounded to."""
+    return CASES[name] if name == "fp32 input" else CASES[name].bfloat16()
+
+
 def reference(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Values in BF16, codes, scale bytes and the decode scale of x along its last dimension, from the CPU."""
-    block = side.block[1]
-    if side.hadamard:
-        x = random_hadamard_transform(x, block, None if side.signs == "fixed" else torch.ones(block))
-    rounding = "nearest" if side.key is None else "stochastic"
-    if side.format == "nvfp4":
-        nvfp4 = quantize_nvfp4(x, side.block, rounding, key=side.key)
-        scale = nvfp4.amax / torch.tensor(2688.0)
-        return nvfp4.block_values().bfloat16(), unpack_codes(nvfp4.codes), nvfp4.scales.view(torch.uint8), scale
-    mxfp4 = quantize_mxfp4(x, side.block, rounding, key=side.key)
-    return mxfp4.dequantize(torch.bfloat16), unpack_codes(mxfp4.codes), mxfp4.scales, None
-
-
-def codes_and_scales(packed: PackedColumns) -> tuple[Tensor, Tensor]:
-    """The documented order of packed codes, undone in PyTorch."""
-    words, (rows, columns) = packed.codes.cpu(), packed.shape
-    codes = torch.stack([(words >> shift) & 15 for shift in range(0, 32, 4)], -1)  # even column: rows 0, 1, 2, 3; odd
-    codes = codes.unflatten(-1, (2, 4)).permute(0, 1, 4, 2, 3).reshape(rows, columns)
-    scales = packed.scales.cpu().to(torch.int32)
-    return codes.to(torch.uint8), torch.stack((scales & 0xFF, (scales >> 8) & 0xFF), -1).flatten(-2).to(torch.uint8)
+    x = x.bfloat16().contiguous()
+    if side.ms_eden:
+        assert side.signs_key is not None
+        rotated = random_hadamard_transform(x, 128, random_signs(128, side.signs_key))
+        encoded = encode_ms_eden(rotated.float(), side.key)
+    else:
+        if side.hadamard:
+            x = random_hadamard_transform(x, side.hadamard)
+        six = {"four_over_six": True, "four_over_six_error": side.four_over_six_error} if side.four_over_six else {}
+        encoded = FORMATS[side.format].encode(x.float(), side.block, side.key, **six)
+    codes, scales = unpack_codes(encoded.codes()), encoded.scales.view(torch.uint8)
+    return encoded.block_values().bfloat16(), codes, scales, encoded.decode_scale()
 
 
 def same(actual: Tensor | None, expected: Tensor | None) -> bool:
@@ -84,6 +82,25 @@ def same(actual: Tensor | None, expected: Tensor | None) -> bool:
         return actual is expected
     actual = actual.cpu()
     return bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())
+
+
+def check(kernels: type[Fused], x: Tensor, along: str, given: Side, side: Side, made: Fused | None = None) -> None:
+    """One operand of x in all its forms. given: the side as the kernels get it. made: them, if they exist already."""
+    values, codes, scales, scale = reference(x if along == "columns" else x.t(), side)
+    sides = (given, None) if along == "columns" else (None, given)
+    made = kernels(x.cuda(), *sides) if made is None else made
+    # Which codes stand under a scale of NaN does not matter; large numbers may overflow in a transform.
+    finite = x.isfinite().all() and (scale is None or scale.isfinite())
+    code_bytes, scale_bytes = made.code_bytes(along)
+    assert torch.equal(scale_bytes.cpu(), scales) or (side.ms_eden and not finite)
+    assert torch.equal(unpack_codes(code_bytes.cpu()), codes) or not finite
+    make = made.along_columns if along == "columns" else made.along_rows
+    if not (side.ms_eden and along == "columns"):  # which is made once, as values
+        packed = make(keep=True)
+        assert not isinstance(packed, Tensor) and same(packed.values(), values)
+    found = make()
+    assert isinstance(found, Tensor) and same(found, values)
+    assert same(made.columns_scale if along == "columns" else made.rows_scale, scale)
 
 
 def sides(form: str) -> list[tuple[Side, Side]]:
@@ -99,47 +116,59 @@ def sides(form: str) -> list[tuple[Side, Side]]:
     ]
 
 
-def check(x: Tensor, on_device: Tensor, columns: Side, rows: Side) -> None:
-    measured = FusedFP4(on_device, columns, rows)
-    finite = x.isfinite().all()  # which codes stand under a scale of NaN does not matter
-    values, codes, scales, scale = reference(x, columns)
-    assert same(measured.along_columns(), values)
-    assert same(measured.columns_scale, scale)
-    packed_codes, packed_scales = measured.packed_columns()
-    assert torch.equal(packed_scales.cpu(), scales)
-    assert torch.equal(unpack_codes(packed_codes.cpu()), codes) or not finite
-    values, codes, scales, scale = reference(x.t(), rows)
-    assert same(measured.along_rows(), values)
-    assert same(measured.rows_scale, scale)
-    packed = measured.packed_rows()
-    assert same(packed.values(), values)
-    packed_codes, packed_scales = codes_and_scales(packed)
-    assert torch.equal(packed_scales, scales.t())
-    assert torch.equal(packed_codes, codes.t()) or not finite
-    packed_codes, packed_scales = packed.transposed()
-    assert torch.equal(packed_scales.cpu(), scales)
-    assert torch.equal(unpack_codes(packed_codes.cpu()), codes) or not finite
-
-
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("case", CASES)
-def test_values_codes_and_scales_are_those_of_the_reference(case, form):
-    x = CASES[case].bfloat16()
-    on_device = (CASES[case] if case == "fp32 input" else x).cuda()
+def test_fp4(case: str, form: str) -> None:
+    x = case_of(case)
     for columns, rows in sides(form):
-        check(x, on_device, columns, rows)
+        made = FusedFP4(x.cuda(), columns, rows)
+        check(FusedFP4, x, "columns", columns, columns, made)
+        check(FusedFP4, x, "rows", rows, rows, made)
 
 
-def test_the_branchless_reciprocal_is_correctly_rounded():
+@pytest.mark.parametrize("error", ["absolute", "squared"])
+@pytest.mark.parametrize("case", CASES)
+def test_four_over_six(case: str, error: str) -> None:
+    side = Side("nvfp4", (1, 16), four_over_six=True, four_over_six_error=error)
+    check(FusedFourOverSix, case_of(case), "columns", side, side)
+
+
+def on_device(key: RoundingKey) -> RoundingKey:
+    """`key`, to be read from memory, as under CUDA graphs."""
+    halves = torch.tensor([key.key & 0xFFFFFFFF, key.key >> 32, 0, 0], dtype=torch.int64)
+    return replace(key, key=0, device=halves.to(torch.int32).cuda())
+
+
+def check_ms_eden(x: Tensor, device_keys: bool) -> None:
+    key, signs = rounding_key(1, "a", row_offset=2**33 + 48, column_offset=128 * 160), rounding_key(7, "signs")
+    side = given = Side("nvfp4", (1, 16), 128, "fresh", key, signs_key=signs, ms_eden=True)
+    if device_keys:
+        given = replace(side, key=on_device(key), signs_key=on_device(signs))
+    check(FusedMSEden, x, "rows", given, side)
+    check(FusedMSEden, x.t().contiguous(), "columns", given, side)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ms_eden(case: str) -> None:
+    x = case_of(case)
+    check_ms_eden(torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 128)), device_keys=False)
+
+
+@pytest.mark.parametrize("rows, columns", [(128, 16), (128, 144), (1280, 1408)])
+def test_ms_eden_of_other_sizes_and_with_keys_in_memory(rows: int, columns: int) -> None:
+    check_ms_eden(normal(rows, columns).bfloat16(), device_keys=True)
+
+
+def test_the_branchless_reciprocal_is_correctly_rounded() -> None:
     # One block a row, whose scale takes every E4M3 value, under tensor maxima of all mantissas and many exponents.
-    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    scales, side = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), Side("nvfp4", (1, 16))
     for exponent in (-126, -110, -100, -64, -61, -60, -59, 0, 1, 60, 100, 119):
         amax = torch.linspace(1, 2, 129)[:-1].bfloat16().float() * 2.0**exponent
         for largest in amax[:: 8 if exponent else 1].tolist():
             x = (scales / 448 * largest).bfloat16()[:, None] * torch.linspace(0.05, 1, 16)
             x = torch.cat((x, torch.full((2, 16), largest))).bfloat16()
-            values, _, _, _ = reference(x, Side("nvfp4", (1, 16)))
-            assert same(FusedFP4(x.cuda(), Side("nvfp4", (1, 16)), None).along_columns(), values), largest
+            made = FusedFP4(x.cuda(), side, None).along_columns()
+            assert isinstance(made, Tensor) and same(made, reference(x, side)[0]), largest
 
 
 FP8_CASES = {
@@ -152,34 +181,34 @@ FP8_CASES = {
 }
 
 
+def made_by(kernels: type[Fused], x: Tensor, side: Side, along_rows: bool, keep: bool = False) -> object:
+    if along_rows:
+        return kernels(x, None, side).along_rows(keep=keep)
+    return kernels(x, side, None).along_columns(keep=keep)
+
+
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("block_rows", [1, 128])
 @pytest.mark.parametrize("along_rows", [False, True])
 @pytest.mark.parametrize("case", FP8_CASES)
-def test_fp8_codes_and_scales_are_those_of_the_reference(case, along_rows, block_rows, power_of_two):
-    x = FP8_CASES[case].bfloat16()
-    seen = x.t() if along_rows else x
-    expected = quantize_fp8(seen, (block_rows, 128), power_of_two_scales=power_of_two)
-    scales = expected.scales[:: block_rows if block_rows > 1 else 1]
-    options = {"along_rows": along_rows, "power_of_two_scales": power_of_two}
-    made = quantize_fp8_fused(x.cuda(), block_rows, keep=False, **options)
-    if power_of_two:
-        assert isinstance(made, Tensor)
-        assert same(made, expected.dequantize(torch.bfloat16))
-        return
-    kept = quantize_fp8_fused(x.cuda(), block_rows, keep=True, **options)
-    for actual in (made, kept):
-        assert isinstance(actual, BlockScaled)
-        assert same(actual.scales, scales)
-        assert same(actual.codes.float(), expected.codes.float()) or not x.isfinite().all()
-        assert same(actual.values(), expected.dequantize())
+def test_fp8(case: str, along_rows: bool, block_rows: int, power_of_two: bool) -> None:
+    x, side = FP8_CASES[case].bfloat16(), Side("fp8", (block_rows, 128), power_of_two_scales=power_of_two)
+    expected = quantize(x.t() if along_rows else x, "fp8", side.block, power_of_two_scales=power_of_two)
+    for keep in (False, True):
+        made = made_by(FusedFP8, x.cuda(), side, along_rows, keep)
+        if power_of_two:
+            assert isinstance(made, Tensor) and same(made, expected.dequantize(torch.bfloat16))
+            continue
+        assert isinstance(made, BlockScaled)
+        assert same(made.scales, expected.scales[::block_rows])
+        assert same(made.codes.float(), expected.codes.float()) or not x.isfinite().all()
+        assert same(made.values(), expected.dequantize())
 
 
 @pytest.mark.parametrize("m, n, k", [(128, 128, 128), (80, 336, 512), (1040, 16, 1280)])
-def test_fp8_products(m, n, k):
-    a, b = normal(m, k).bfloat16().cuda(), normal(k, n).bfloat16().cuda()
-    left = quantize_fp8_fused(a, 1, along_rows=False, power_of_two_scales=False, keep=False)
-    right = quantize_fp8_fused(b, 1, along_rows=True, power_of_two_scales=False, keep=True)
+def test_fp8_products(m: int, n: int, k: int) -> None:
+    a, b, side = normal(m, k).bfloat16().cuda(), normal(k, n).bfloat16().cuda(), Side("fp8", (1, 128))
+    left, right = made_by(FusedFP8, a, side, False), made_by(FusedFP8, b, side, True, keep=True)
     assert isinstance(left, BlockScaled) and isinstance(right, BlockScaled)
     exact = left.values().double() @ right.values().double().t()
     product = matmul_fp8(left, right, torch.float32).double()
@@ -195,29 +224,30 @@ MXFP8_CASES = CASES | {
 @pytest.mark.parametrize("block_rows", [1, 32])
 @pytest.mark.parametrize("along_rows", [False, True])
 @pytest.mark.parametrize("case", MXFP8_CASES)
-def test_mxfp8_values_codes_and_scales_are_those_of_the_reference(case, along_rows, block_rows):
-    x = MXFP8_CASES[case].bfloat16()
-    on_device = (MXFP8_CASES[case] if case == "fp32 input" else x).cuda()
-    expected = quantize_mxfp8(x.t() if along_rows else x, (block_rows, 32))
-    made = quantize_mxfp8_fused(on_device, block_rows, along_rows=along_rows, keep=False)
+def test_mxfp8(case: str, along_rows: bool, block_rows: int) -> None:
+    x, side = MXFP8_CASES[case].bfloat16(), Side("mxfp8", (block_rows, 32))
+    given = (MXFP8_CASES[case] if case == "fp32 input" else x).cuda()
+    expected = quantize(x.t() if along_rows else x, "mxfp8", side.block)
+    made = made_by(FusedMXFP8, given, side, along_rows)
     assert isinstance(made, Tensor) and made.dtype == torch.bfloat16
     assert same(made, expected.dequantize(torch.bfloat16))
     finite = (expected.scales != 255).repeat_interleave(32, -1)  # the codes under a scale of NaN do not matter
-    codes, scales = mxfp8_bytes(on_device, block_rows, along_rows=along_rows)
+    fused = FusedMXFP8(given, None, side) if along_rows else FusedMXFP8(given, side, None)
+    codes, scales = fused.code_bytes("rows" if along_rows else "columns")
     assert codes.is_contiguous() and torch.equal(codes.cpu()[finite], expected.codes.view(torch.uint8)[finite])
     assert torch.equal(scales.cpu(), expected.scales)
     if along_rows:
-        kept = quantize_mxfp8_fused(on_device, block_rows, along_rows=True, keep=True)
+        kept = fused.along_rows(keep=True)
         assert isinstance(kept, PackedMXFP8)
         assert same(kept.values(), expected.dequantize(torch.bfloat16))
         assert torch.equal(kept.scales.cpu().t(), expected.scales)
         assert torch.equal(kept.codes, codes.t())
 
 
-def test_mxfp8_of_more_tokens_than_a_grid_has_rows():
-    x = normal(32, 32).bfloat16().repeat(70_000, 1).cuda()
+def test_mxfp8_of_more_tokens_than_a_grid_has_rows() -> None:
+    x, side = normal(32, 32).bfloat16().repeat(70_000, 1).cuda(), Side("mxfp8", (1, 32))
     for along_rows in (False, True):
-        made = quantize_mxfp8_fused(x, 1, along_rows=along_rows, keep=False)
+        made = made_by(FusedMXFP8, x, side, along_rows)
         assert isinstance(made, Tensor)
         made = made.t() if along_rows else made
         assert torch.equal(made[-32:], made[:32])

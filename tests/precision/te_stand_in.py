@@ -20,7 +20,9 @@ from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.quantization import nvfp4
-from megatron_fp4.quantization.elements import (
+from megatron_fp4.quantization.formats import quantize
+from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
+from megatron_fp4.quantization.rounding import (
     e2m1_codes,
     e2m1_values,
     pack_codes,
@@ -28,8 +30,6 @@ from megatron_fp4.quantization.elements import (
     round_e2m1_stochastic,
     unpack_codes,
 )
-from megatron_fp4.quantization.fp8 import quantize_fp8
-from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 
 FOUND = 0x5A  # what padding holds
 
@@ -168,7 +168,7 @@ class Float8BlockQuantizer:
         parts: dict[str, Any] = {}
         for name, rows, wanted in (("rowwise", x, True), ("columnwise", x.t(), self.columnwise)):
             block = (128, 128) if square else (1, 128)
-            made = quantize_fp8(rows.nan_to_num(nan=0.0), block, power_of_two_scales=self.force_pow_2_scales)
+            made = quantize(rows.nan_to_num(nan=0.0), "fp8", block, power_of_two_scales=self.force_pow_2_scales)
             scales = padded(made.scales[::128], 1, 4) if square else padded(made.scales.t(), 1, 4)
             parts |= {f"{name}_data": made.codes.view(torch.uint8) if wanted else None}
             parts |= {f"{name}_scale_inv": scales if wanted else None}

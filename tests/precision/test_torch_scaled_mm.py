@@ -69,18 +69,14 @@ def kernels(monkeypatch):
     asked = []
 
     class Counted(kernel_layout.PackedFP4):
-        def packed_columns(self):
-            asked.append("columns")
-            return super().packed_columns()
-
-        def packed_rows(self):
-            asked.append("rows")
-            return super().packed_rows()
+        def code_bytes(self, along):
+            asked.append(along)
+            return super().code_bytes(along)
 
     gpu = kernel_layout.MXFP8Kernels(asked)
     monkeypatch.setattr(cuda, "gpu", gpu)
-    for name, fused in (("nvfp4", Counted), ("mxfp8", FORMATS["mxfp8"].fused)):
-        monkeypatch.setitem(FORMATS, name, replace(FORMATS[name], fused=fused, special=()))
+    for name, fused in (("nvfp4", (Counted,)), ("mxfp8", FORMATS["mxfp8"].fused)):
+        monkeypatch.setitem(FORMATS, name, replace(FORMATS[name], fused=fused))
 
     def on_a_gpu(*arguments: Any) -> Any:
         with mock.patch.object(gpu, "available", lambda device: True):

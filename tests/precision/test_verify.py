@@ -33,10 +33,9 @@ from megatron_fp4.precision.verify import (
     grid_positions,
     operand_fault,
 )
-from megatron_fp4.quantization.elements import round_e2m1_stochastic
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.quantization.rounding import rounding_key
+from megatron_fp4.quantization.rounding import round_e2m1_stochastic, rounding_key
 from tests.precision import reference as ref
 from tests.recipes import changed
 from tests.training.harness import alone

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megatron_fp4.quantization.elements import unpack_codes
+from megatron_fp4.quantization.rounding import unpack_codes
 
 
 def tensors(rows: int, columns: int, seed: int = 0) -> dict[str, np.ndarray]:

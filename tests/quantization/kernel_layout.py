@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import Kernel, NvidiaGPU, Side
-from megatron_fp4.quantization.elements import unpack_codes
+from megatron_fp4.quantization.formats import quantize
 from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns, PackedRows
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import unpack_codes
 from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 
 
@@ -42,30 +42,18 @@ class PackedFP4(FusedFP4):
             dist.all_reduce(self.maxima, op=dist.ReduceOp.MAX, group=amax_group)
 
     def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
-        return PackedRows(*self.packed_columns()) if keep else self._columns().block_values().to(torch.bfloat16)
+        assert self.columns is not None and self.makes(self.columns, "columns")
+        made = _quantized(self.x, self.columns, self.maxima[0])
+        self.columns_scale.copy_(made.decode_scale())
+        return PackedRows(made.codes, made.scales.view(torch.uint8)) if keep else made.block_values().bfloat16()
 
     def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
-        return self.packed_rows() if keep else self._rows().block_values().to(torch.bfloat16)
-
-    def packed_columns(self) -> tuple[Tensor, Tensor]:
-        quantized = self._columns()
-        return quantized.codes, quantized.scales.view(torch.uint8)
-
-    def packed_rows(self) -> PackedColumns:
-        quantized = self._rows()
-        return words(unpack_codes(quantized.codes).t(), quantized.scales.view(torch.uint8).t())
-
-    def _columns(self) -> NVFP4Tensor:
-        assert self.columns is not None and self.makes(self.columns, "columns")
-        quantized = _quantized(self.x, self.columns, self.maxima[0])
-        self.columns_scale.copy_(quantized.decode_scale())
-        return quantized
-
-    def _rows(self) -> NVFP4Tensor:
         assert self.rows is not None and self.makes(self.rows, "rows")
-        quantized = _quantized(_transformed(self.x.t(), self.rows), self.rows, self.maxima[1])
-        self.rows_scale.copy_(quantized.decode_scale())
-        return quantized
+        made = _quantized(_transformed(self.x.t(), self.rows), self.rows, self.maxima[1])
+        self.rows_scale.copy_(made.decode_scale())
+        if keep:
+            return words(unpack_codes(made.codes).t(), made.scales.view(torch.uint8).t())
+        return made.block_values().bfloat16()
 
 
 class UnpackingKernels(NvidiaGPU):
@@ -108,10 +96,10 @@ class MXFP8Kernels(NvidiaGPU):
         self.launched.append(block)
         x = x.to(torch.bfloat16)
         if block[0] == 1:
-            made = quantize_mxfp8(x)
+            made = quantize(x, "mxfp8")
             codes, expected = made.codes, made.scales
         else:
-            made = quantize_mxfp8(x.t(), (block[1], 32))
+            made = quantize(x.t(), "mxfp8", (block[1], 32))
             codes, expected = made.codes.t(), made.scales.t()
         out.copy_(codes.view(torch.uint8))
         assert scales.shape == expected.shape

@@ -2,15 +2,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp4.quantization.elements import (
+from megatron_fp4.quantization.rounding import (
+    RoundingKey,
     e2m1_codes,
     round_e2m1_nearest,
     round_e2m1_stochastic,
+    rounding_draws,
     to_e4m3,
     to_ue8m0_up,
     ue8m0_values,
 )
-from megatron_fp4.quantization.rounding import RoundingKey, rounding_draws
 from tests.quantization import oracle
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

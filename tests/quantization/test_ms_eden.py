@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.elements import round_e4m3_stochastic
 from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
-from megatron_fp4.quantization.ms_eden import encode_ms_eden, quantize_ms_eden
+from megatron_fp4.quantization.ms_eden import encode_ms_eden
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.quantization.rounding import rounding_draws, rounding_key
+from megatron_fp4.quantization.rounding import round_e4m3_stochastic, rounding_draws, rounding_key
 from megatron_fp4.quantization.tensor import NVFP4Tensor
 from tests.quantization.oracle import E2M1, E4M3, nearest
 
@@ -23,6 +23,10 @@ INF, NAN = float("inf"), float("nan")
 
 def normal(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+
+
+def quantize_ms_eden(z: Tensor, **settings: Any) -> NVFP4Tensor:
+    return encode_ms_eden(z.float(), settings.pop("key"), **settings).packed(z.shape[:-1])  # type: ignore[return-value]
 
 
 def rotated(x: Tensor, signs: Tensor) -> Tensor:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.formats import quantize
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
 from megatron_fp4.quantization.tensor import QuantizedTensor
 
-QUANTIZE = {"nvfp4": quantize_nvfp4, "mxfp4": quantize_mxfp4}
 # Groups, rows of one without and with padding, and where its rows are cut: at blocks, within one, into pieces that are
 # smaller than a block, and so that some parts have no rows.
 CUTS = {
@@ -42,7 +40,7 @@ def padded(w: Tensor, group_rows: int, padded_rows: int) -> Tensor:
 def expected(w: Tensor, form: str, group_rows: int, padded_rows: int) -> tuple[QuantizedTensor, Tensor, Tensor]:
     """The padded whole by the format's own quantizer, and its codes and scales without padding."""
     size = BLOCKS[form]
-    made = QUANTIZE[form](padded(w, group_rows, padded_rows), (size, size))
+    made = quantize(padded(w, group_rows, padded_rows), form, (size, size))
     parts = (made.codes, made.scales.view(torch.uint8))
     codes, scales = (part.unflatten(0, (-1, padded_rows))[:, :group_rows].flatten(0, 1) for part in parts)
     return made, codes, scales

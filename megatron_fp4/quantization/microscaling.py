@@ -1,0 +1,139 @@
+"""The microscaling formats of OCP, MXFP4 and MXFP8: one power-of-two scale (UE8M0) for 32 (or 32x32) elements, and no
+tensor scale.
+
+MXFP4 (paper, appendix B.4):
+
+    scale = block_amax / 6 rounded up to a power of two, so that nothing saturates
+    code  = e2m1(x / scale)
+    value = code * scale
+
+MXFP8, as Transformer Engine computes it (`cast/mxfp8/quantize_mxfp8.cuh`, `float_to_e8m0` in `util/ptx_arch_spec.cuh`):
+
+    scale = block_amax * (1/448 in FP32) rounded up to a power of two
+    code  = e4m3(x / scale), to nearest
+    value = code * scale
+
+An all-zero block takes the smallest scale, 2^-127, and zero codes. A block that holds NaN or inf takes the scale NaN.
+
+Of BF16 tensors every value of MXFP8 is exact in BF16: x and the spacing of the codes are multiples of BF16's smallest
+number, 2^-133, so a value is one too, and it has four significant bits. (In FP32 tensors, blocks below 1.1e-35 can have
+codes that stand for less than 2^-133.) An element of at least 2^127 * 31/16 = 3.3e38 is rounded to 2^128, which is
+infinite.
+
+On an NVIDIA GPU `FusedMXFP8` makes the same codes of BF16 tensors by the kernels of `kernels/fp8.py`, and MXFP4 is
+made by those of `fp4.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.quantization.cuda import Fused, Kernel, launch
+from megatron_fp4.quantization.rounding import (
+    E2M1_MAX,
+    E4M3_MAX,
+    RoundingKey,
+    round_e2m1,
+    to_e4m3,
+    to_ue8m0_up,
+    ue8m0_values,
+)
+from megatron_fp4.quantization.tensor import Encoded, block_amax, scale_blocks
+
+MX_BLOCKS = ((1, 32), (32, 32))
+
+_QUANTIZE, _DECODE = Kernel("fp8.quantize_mxfp8_kernel"), Kernel("fp8.decode_mxfp8_kernel")
+
+
+def encode_mxfp4(
+    rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, maxima: Tensor | None = None
+) -> Encoded:
+    """Checked FP32 [rows, cols] in MXFP4. key: of the draws, None rounds to nearest.
+
+    maxima: FP32 [rows, cols / 32], the largest magnitude of each row's blocks, where other rows of these are elsewhere;
+    None: of `rows`.
+    """
+    amax = block_amax(rows, block) if maxima is None else maxima
+    scales = to_ue8m0_up(amax / torch.full_like(amax, E2M1_MAX))
+    scaled = scale_blocks(rows, ue8m0_values(scales).reciprocal()).clamp_(-E2M1_MAX, E2M1_MAX)
+    return Encoded(round_e2m1(scaled, key), scales, block, rows < 0)
+
+
+def encode_mxfp8(rows: Tensor, block: tuple[int, int], key: None = None) -> Encoded:
+    """Checked FP32 [rows, cols] in MXFP8. key: None, there is no stochastic rounding."""
+    assert key is None, "mxfp8 rounds to nearest"
+    amax = block_amax(rows, block)
+    scales = to_ue8m0_up(amax * torch.full_like(amax, 1 / E4M3_MAX))
+    codes = to_e4m3(scale_blocks(rows, ue8m0_values(scales).reciprocal()))
+    return Encoded(codes, scales, block)
+
+
+@dataclass(frozen=True)
+class PackedMXFP8:
+    """The operand along the rows of a tensor [rows, columns].
+
+    codes: E4M3, uint8 [rows, columns]. scales: UE8M0, uint8 [rows / 32, columns].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def values(self) -> Tensor:
+        """BF16 [columns, k = rows]: `code * scale`."""
+        rows, columns = self.codes.shape
+        values = torch.empty_like(self.codes, dtype=torch.bfloat16)
+        launch(_DECODE, _grid(rows, columns), (self.codes, self.scales, values, rows, columns), {})
+        return values.t()
+
+
+class FusedMXFP8(Fused):
+    """Nothing is measured beforehand: each operand is made by itself.
+
+    Raises ValueError, when an operand is made, for sizes that do not divide.
+    """
+
+    def along_columns(self, *, keep: bool = False) -> Tensor:
+        """BF16 values [n, k = m] in any case."""
+        return self._quantized("columns", codes=False)[0]
+
+    def along_rows(self, *, keep: bool = False) -> Tensor | PackedMXFP8:
+        """BF16 values [m, k = n], or with `keep` their codes."""
+        made, scales = self._quantized("rows", codes=keep)
+        return PackedMXFP8(made, scales) if keep else made.t()
+
+    def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
+        """E4M3 codes [rows, k] and UE8M0 scales [rows, k / 32], both uint8."""
+        codes, scales = self._quantized(along, codes=True)
+        if along == "rows":
+            return codes.t().contiguous(), scales.t().contiguous()
+        if scales.shape[0] < codes.shape[0]:  # the kernel writes the scale of a square block for each of its columns
+            scales = scales[:, ::32].repeat_interleave(32, dim=0)
+        return codes, scales
+
+    def _quantized(self, along: str, codes: bool) -> tuple[Tensor, Tensor]:
+        """Values and nothing in particular, or codes and scales in the kernel's layout."""
+        side = self.columns if along == "columns" else self.rows
+        assert side is not None
+        x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
+        rows, columns = side.block if along == "columns" else reversed(side.block)
+        if num_rows % rows or num_columns % columns:
+            raise ValueError(f"mxfp8: shape {tuple(x.shape)} is not a multiple of the block {rows}x{columns}")
+        out = torch.empty_like(x, dtype=torch.uint8 if codes else torch.bfloat16)
+        scales = out  # without codes the kernel writes no scales
+        if codes:
+            size = (num_rows, num_columns // 32) if rows == 1 else (num_rows // 32, num_columns)
+            scales = torch.empty(size, dtype=torch.uint8, device=x.device)
+        launch(
+            _QUANTIZE,
+            _grid(num_rows, num_columns),
+            (x, out, scales, num_rows, num_columns),
+            {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "CODES": codes},
+        )
+        return out, scales
+
+
+def _grid(rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // 32), -(-columns // 128)
