@@ -77,9 +77,3 @@ def test_a_line_changes_with_every_kind_of_bit(
         "held out": ["steps"],
         "measured": ["measured"],
     }
-
-
-def test_a_name_of_no_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        fingerprint.main(["--only", "tp"])
-    assert "--only tp: no case's name contains that; there are nvfp4, bf16, " in capsys.readouterr().err

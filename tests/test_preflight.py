@@ -119,16 +119,12 @@ def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
         (["model.rope=true"], "belongs to another run: model.rope: False in the checkpoint, True now. Set these back"),
         (["train.steps=2"], "stands after 32 samples in 4 steps, and the run ends after 2; resume with train.steps=4"),
         (["run.seed=7"], "run.seed: 1234 in the checkpoint, 7 now"),
-        (["data.seed=7"], "data.seed (by default run.seed) was 1234 and is now 7"),
         (["data.phases=[{name: all, blend: {code: 1}}]"], "phase 'broad' has served samples"),
         (["checkpoint.resume=never"], "already has checkpoints up to step 4, which the run would overwrite; choose"),
         (["checkpoint.resume=RUN/checkpoints/step_00000002"], "starts from step 2, but"),
-        (["data.sources.code=/nowhere/code"], "data.sources.code: /nowhere/code.idx does not exist"),
-        (["data.tokenizer=RUN"], "tokenizer.json"),
         (["run.dir=RUN/metrics.jsonl"], "metrics.jsonl is a file, not a folder; choose another run.dir"),
         (["run.dir=/proc/nothing"], "run.dir=/proc/nothing cannot be written to"),
         (["data.max_epochs=0.0001"], "the run would go through"),
-        (["train.micro_batch_size=3"], "is not a multiple of"),
     ],
 )
 def test_what_a_start_would_refuse(check: Check, trained: Path, overrides: list[str], said: str) -> None:

@@ -5,12 +5,14 @@ The first start of each kind is of a new interpreter; those that go on come from
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -113,73 +115,78 @@ def assert_same_checkpoint(one: Path, other: Path, scratch: Path) -> None:
         assert torch.equal(value, right[name]), name
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Any:
-    """(processes, folder, output) of a run from step 0 to the end."""
-    folder = tmp_path_factory.mktemp(f"straight{request.param}") / "run"
-    process = start(request.param, [*small, f"run.dir={folder}"])
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    return request.param, folder, output
+Straight = Callable[[int], tuple[Path, str]]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Straight:
+    """(folder, output) of a run from step 0 to the end on so many processes. Not to be changed."""
+
+    @functools.cache
+    def straight(processes: int) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(f"straight{processes}") / "run"
+        process = start(processes, [*small, f"run.dir={folder}"])
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+        return folder, output
+
+    return straight
 
 
 @pytest.mark.slow
-def test_default_run_shows_and_writes_everything(straight: Any) -> None:
-    _, folder, output = straight
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_shows_and_writes_everything(straight: Straight, processes: int) -> None:
+    folder, output = straight(processes)
     by = "emulated exactly by PyTorch kernels"
-    for text in ("Model tiny", "Precision plan nvfp4", "Batch", "Data phases", by, "unigram entropy"):
+    for text in ("Model tiny", "Precision plan nvfp4", "Batch", "Data phases", by, "unigram entropy", "bits/byte"):
         assert text in output
     for name in ("metrics.jsonl", "loss.png", "config.yaml", "plan.yaml", "summary.json", "checkpoints/latest"):
         assert (folder / name).exists(), name
     assert sorted(losses(folder)) == list(range(1, STEPS + 1))
-    assert [r["step"] for r in records(folder, "validation")] == [3, 6, 8]
-    assert set(records(folder, "validation")[0]["losses"]) == {"code", "prose"}
-    bits = records(folder, "validation")[-1]["bits_per_byte"]
-    summary = json.loads((folder / "summary.json").read_text())
+    validations = records(folder, "validation")
+    assert [r["step"] for r in validations] == [3, 6, 8]
+    summary, bits = json.loads((folder / "summary.json").read_text()), validations[-1]["bits_per_byte"]
+    assert summary["finished"] and summary["tokens"] == STEPS * 8 * 64
+    assert set(validations[0]["losses"]) == set(bits) == {"code", "prose"}
     assert {name: summary[f"validation loss, {name} (bits per byte)"] for name in bits} == pytest.approx(bits, abs=1e-4)
-    assert set(bits) == {"code", "prose"} and "bits/byte" in output
     (switch,) = [r for r in records(folder, "event") if r["event"] == "switch"]
     assert switch["step"] == 7 and switch["target"] == "bf16"  # the first step of the last quarter, which decays
     plans = [r["plan"] for r in records(folder, "step")]
     assert plans[:6] == ["nvfp4"] * 6 and "bf16" in plans[6]
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["finished"] and summary["tokens"] == STEPS * 8 * 64
 
 
 @pytest.mark.slow
-def test_started_again_it_says_finished(straight: Any, small: list[str]) -> None:
-    processes, folder, _ = straight
+def test_started_again_it_is_finished_or_refused(straight: Straight, small: list[str], tmp_path: Path) -> None:
+    folder, _ = straight(1)
     before = (folder / "metrics.jsonl").read_bytes()
-    assert "is finished" in run(processes, [*small, f"run.dir={folder}"])
+    assert "is finished" in run(1, [*small, f"run.dir={folder}"])
+    output = run(1, [*small, f"run.dir={folder}", "run.seed=7", f"train.steps={STEPS + 2}"], code=2)
+    assert "run.seed" in output and "allow_mismatch" in output
     assert (folder / "metrics.jsonl").read_bytes() == before
+    after_the_switch = f"checkpoint.resume={folder}/checkpoints/step_00000007"
+    output = run(1, [*small, f"run.dir={tmp_path}", after_the_switch, "precision.switch.when=never"], code=2)
+    assert "from step 7: " in output and "precision.switch.when=never" in output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [4, 6, 7], ids=["before the switch", "at the switch", "after the switch"])
-def test_resume_is_bitwise(straight: Any, small: list[str], tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize(("processes", "at"), [(1, 6), (1, 7), (2, 4)], ids=["at the switch", "after it", "before it"])
+def test_resume_is_bitwise(straight: Straight, small: list[str], tmp_path: Path, processes: int, at: int) -> None:
     """Some steps, a checkpoint, a new process, the rest: losses and weights of the straight run, bit for bit."""
-    processes, folder, _ = straight
-    if processes > 1 and at != 4:
-        pytest.skip("the switch is no different on two processes")
-    again = tmp_path / "again"
+    folder, again = straight(processes)[0], tmp_path / "again"
     checkpoint = folder / "checkpoints" / f"step_{at:08d}"
     run(processes, [*small, f"run.dir={again}", f"checkpoint.resume={checkpoint}", "checkpoint.interval=0"])
     expected = losses(folder)
     assert losses(again) == {step: expected[step] for step in range(at + 1, STEPS + 1)}
     assert records(again, "validation")[-1]["losses"] == records(folder, "validation")[-1]["losses"]
-    plans = {record["step"]: record["plan"] for record in records(folder, "step")}
-    assert {r["step"]: r["plan"] for r in records(again, "step")} == {s: plans[s] for s in range(at + 1, STEPS + 1)}
+    assert [r["plan"] for r in records(again, "step")] == [r["plan"] for r in records(folder, "step")][at:]
     last = Path("checkpoints", f"step_{STEPS:08d}")
     assert_same_checkpoint(folder / last, again / last, tmp_path)
 
 
 @pytest.mark.slow
-def test_switch_by_gradient_noise(straight: Any, small: list[str], tmp_path: Path) -> None:
+def test_switch_by_gradient_noise(straight: Straight, small: list[str], tmp_path: Path) -> None:
     """Measured every second step; the third measurement in a row below an (absurd) threshold switches. Until then the
     run is the one that measures nothing."""
-    processes, folder, _ = straight
-    if processes > 1:
-        pytest.skip("two ranks measure in tests/measure/test_diagnostics_run.py")
     noise = ["gradient_noise", "threshold=1000000", "interval=2"]
     switch = [f"precision.switch.{'when=' if i == 0 else ''}{part}" for i, part in enumerate(noise)]
     run(1, [*small, *switch, f"run.dir={tmp_path}", "checkpoint.interval=0", "precision.diagnostics.interval=3"])
@@ -189,66 +196,33 @@ def test_switch_by_gradient_noise(straight: Any, small: list[str], tmp_path: Pat
     (event,) = [record for record in records(tmp_path, "event") if record["event"] == "switch"]
     assert event["step"] == 5
     assert [record["plan"] for record in records(tmp_path, "step")][3:5] == ["nvfp4", "after the switch to bf16"]
-    assert [record["step"] for record in records(tmp_path, "diagnostics")] == [1, 4]  # behind the switch nothing is FP4
-    found, expected = losses(tmp_path), losses(folder)
+    assert [record["step"] for record in records(tmp_path, "diagnostics")] == [1, 4]  # later nothing is FP4
+    found, expected = losses(tmp_path), losses(straight(1)[0])
     assert [step for step in expected if found[step] == expected[step]] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["launcher", "one worker"])
-def test_signal_saves_and_resumes(straight: Any, small: list[str], tmp_path: Path, target: str) -> None:
-    processes, folder, _ = straight
-    if processes == 1 and target == "launcher":
-        pytest.skip("one process has no launcher")
-    overrides = [*small, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=0"]
-    ours = target == "launcher"
-    process = start(processes, overrides, "megatron_fp4.launch" if ours else "torch.distributed.run")
-    metrics = tmp_path / "run" / "metrics.jsonl"
+@pytest.mark.parametrize("processes", [1, 2])
+def test_signal_saves_and_resumes(straight: Straight, small: list[str], tmp_path: Path, processes: int) -> None:
+    """Sent to the only process, or to the launcher of two."""
+    folder, run_dir, launched = straight(processes)[0], tmp_path / "run", processes > 1
+    overrides = [*small, f"run.dir={run_dir}", "checkpoint.interval=0"]
+    process, metrics = start(processes, overrides, "megatron_fp4.launch"), run_dir / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and '"kind": "step"' in metrics.read_text()):
         time.sleep(0.05)
-    pid = process.pid
-    if target == "one worker" and processes > 1:
-        children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
-        pid = int(children[0])
-    os.kill(pid, signal.SIGINT if ours else signal.SIGQUIT)
+    os.kill(process.pid, signal.SIGINT if launched else signal.SIGQUIT)
     output, _ = process.communicate(timeout=120)
-    saved = list((tmp_path / "run" / "checkpoints").glob("step_*"))
-    assert len(saved) == 1, output
-    stopped_at = int(saved[0].name.removeprefix("step_"))
+    (saved,) = (run_dir / "checkpoints").glob("step_*")
+    stopped_at = int(saved.name.removeprefix("step_"))
     if stopped_at < STEPS:
-        assert f"stopped after step {stopped_at}" in output
-        state = json.loads((tmp_path / "run" / "state.json").read_text())
-        assert (state["state"], state["step"]) == ("stopped", stopped_at)
-        assert process.returncode == (75 if processes == 1 or ours else 1), output  # torchrun makes 1 of it
-        if ours:
-            assert "Traceback" not in output and "exitcode" not in output
-            assert output.endswith(f": saved step {stopped_at}; the same command resumes\n")
-
+        state = json.loads((run_dir / "state.json").read_text())
+        assert (state["state"], state["step"], process.returncode) == ("stopped", stopped_at, 75), output
+        assert f"stopped after step {stopped_at}" in output and "Traceback" not in output
+        assert not launched or output.endswith(f": saved step {stopped_at}; the same command resumes\n")
     run(processes, overrides)
-    assert losses(tmp_path / "run") == losses(folder)
+    assert losses(run_dir) == losses(folder)
     last = Path("checkpoints", f"step_{STEPS:08d}")
-    assert_same_checkpoint(folder / last, tmp_path / "run" / last, tmp_path)
-
-
-@pytest.mark.slow
-def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -> None:
-    processes, folder, _ = straight
-    if processes > 1:
-        pytest.skip("the same decision on every rank")
-    output = run(1, [*small, f"run.dir={folder}", "checkpoint.resume=never"], code=2)
-    assert "would overwrite" in output.splitlines()[-1]
-    output = run(1, [*small, f"run.dir={folder}", "run.seed=7", f"train.steps={STEPS + 2}"], code=2)
-    assert "run.seed" in output and "allow_mismatch" in output
-
-
-@pytest.mark.slow
-def test_a_checkpoint_after_a_switch_wants_a_run_with_one(straight: Any, small: list[str], tmp_path: Path) -> None:
-    processes, folder, _ = straight
-    if processes > 1:
-        pytest.skip("the same decision on every rank")
-    resume = f"checkpoint.resume={folder}/checkpoints/step_00000007"
-    output = run(1, [*small, f"run.dir={tmp_path}", resume, "precision.switch.when=never"], code=2)
-    assert "from step 7: " in output and "precision.switch.when=never" in output
+    assert_same_checkpoint(folder / last, run_dir / last, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["emulated", "transformer_engine", "torch"])

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,32 +23,23 @@ from tests.training.harness import launch
 pytestmark = pytest.mark.slow
 
 
-def _spiked(rank: int, run_dir: str, corpus: list[str]) -> list[Any]:
-    """A run on the ranks of a launch with a spike in step 9, then its steps 6 to 12 again: as they were, and without
-    the spike."""
+def _spiked(rank: int, run_dir: str, corpus: list[str]) -> tuple[int, str]:
+    """A run on the ranks of a launch with a spike in step 9, then its steps 6 to 12 again."""
     spiked_run(rank, ["spikes.action=rollback", *corpus, f"run.dir={run_dir}"], [9], 20.0)
-    outcomes = []
-    for spikes in ([9], []):
-        printed = io.StringIO()
-        with (
-            contextlib.redirect_stdout(printed),
-            mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
-            mock.patch.object(trainer, "accumulate", spiking(rank, spikes, 20.0)),
-        ):
-            code = replay.replay(
-                replay.parse([f"{run_dir}/checkpoints/step_00000005", "--steps", "7", "--trust-config"])
-            )
-        outcomes.append((code, printed.getvalue()))
-    return outcomes
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(trainer, "accumulate", spiking(rank, [9], 20.0)),
+    ):
+        arguments = [f"{run_dir}/checkpoints/step_00000005", "--steps", "7", "--trust-config"]
+        return replay.replay(replay.parse(arguments)), printed.getvalue()
 
 
 def test_switch_and_rollback_happen_again_on_two_ranks(tmp_path: Path) -> None:
-    (same, printed), (other, without) = launch(
-        _spiked, 2, str(tmp_path / "run"), small_corpus(tmp_path), seconds=600.0
-    )[0]
-    assert same == 0 and "7 of 7 steps are equal to the last bit" in printed and "DIFFERS" not in printed
-    # Without the spike its step differs, and no other: the run goes back as it did.
-    assert other == 4 and [line.split()[0] for line in without.splitlines() if "DIFFERS" in line] == ["9"]
+    outcomes = launch(_spiked, 2, str(tmp_path / "run"), small_corpus(tmp_path), seconds=600.0)
+    code, printed = outcomes[0]
+    assert code == 0 and "7 of 7 steps are equal to the last bit" in printed and "DIFFERS" not in printed
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +61,6 @@ def test_recorded_steps_come_out_again_and_nothing_is_written(
     before = _state(run_dir)
     checkpoint = str(run_dir / "checkpoints" / "step_00000002")
     for arguments, steps in (
-        ([checkpoint], [3]),
         ([checkpoint, "--steps", "2"], [3, 4]),
         ([str(run_dir), "--step", "4"], [3, 4]),
         ([str(run_dir), "--step", "2"], [1, 2]),  # from the initial weights
@@ -94,9 +83,8 @@ def test_the_last_bit_counts(run_dir: Path, tmp_path: Path, capsys: pytest.Captu
             record["grad_norm"] = float(torch.nextafter(torch.tensor(record["grad_norm"]).double(), torch.tensor(9.0)))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     checkpoint = str(run_dir / "checkpoints" / "step_00000002")
-    assert (
-        replay.main([checkpoint, "--trust-config", "--steps", "2", "--metrics", str(tmp_path / "metrics.jsonl")]) == 4
-    )
+    arguments = [checkpoint, "--trust-config", "--steps", "2", "--metrics", str(tmp_path / "metrics.jsonl")]
+    assert replay.main(arguments) == 4
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines() if line.endswith("DIFFERS")] == ["4"]
     assert "1 of 2 steps are equal" in printed
