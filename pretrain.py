@@ -76,10 +76,10 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
 def callbacks_of(config: Config) -> list[Callback]:
-    """What the run does besides its training steps, in this order."""
+    """What the run does besides its training steps, in this order. Kernels are pinned before any of them runs."""
     callbacks = [
         Banner(),
-        Kernels(data.default_cache_dir() / "autotuning"),  # pinned before any kernel runs
+        Kernels(data.default_cache_dir() / "autotuning") if device_type_of(config) == "cuda" else None,
         SelfTest(),
         LinearCheck() if config.precision.recheck_interval else None,  # raises before anything else judges a step
         Switch(),  # before all that read a recipe
@@ -108,12 +108,12 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
             finally:
                 leave_distributed()
     overrides = [argument for argument in arguments if argument != "--check"]
-    run_dir = None
+    checks, run_dir = overrides != arguments, None
+    if checks:
+        signals.decline()
+    else:
+        run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
     try:
-        if checks := overrides != arguments:
-            signals.decline()
-        else:
-            run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
         config = configure(overrides)
         if checks or config.run.dry:
             signals.decline()

@@ -154,7 +154,7 @@ def _flip(folder: Path) -> None:
 # What is done to a copy of the import, overrides, and what the line says.
 REFUSED: list[tuple[Callable[[Path], object], list[str], str]] = [
     (shutil.rmtree, [], "is not a folder; give a checkpoint"),
-    (lambda folder: rewrite(folder, format=3), [], "is of another version (format 3, this version reads 1 to 2"),
+    (lambda folder: rewrite(folder, format=3), [], "format 3, this version reads 1 to 2"),
     (_flip, [], "__0_0.distcp has changed"),
     (lambda folder: (folder / ".metadata").unlink(), [], ".metadata is missing"),
     (lambda folder: None, ["model.rope=true"], "model.rope: False in the checkpoint, True now"),

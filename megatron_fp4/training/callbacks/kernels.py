@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,14 +100,15 @@ class Kernels(Callback):
         self._saved = state
 
 
+@dataclass(frozen=True)
 class PinnedKernels:
     """What the kernels of a run use; made by `pin_kernels`.
 
     environment: what the choices are for. lines: where they came from, for the log of the first rank.
     """
 
-    def __init__(self, environment: Mapping[str, str], lines: list[str]) -> None:
-        self.environment, self.lines = dict(environment), lines
+    environment: Mapping[str, str]
+    lines: list[str]
 
     def record(self) -> dict[str, Any]:
         """This rank's choices so far, as JSON."""
@@ -167,16 +169,19 @@ def _choose(
 ) -> list[str]:
     """Put known choices into this process's `autotuners` and tune the others; lines that say what was done."""
     lines = []
-    machine_file = machine_folder / f"{_digest(environment)}.json"
+    name = hashlib.sha256(json.dumps(dict(environment), sort_keys=True).encode()).hexdigest()[:16]
+    machine_file = machine_folder / f"{name}.json"
     # The checkpoint's last: they win.
     for place, record in ((str(machine_file), read_record(machine_file)), ("the checkpoint", saved)):
         if record is None:
             continue
-        if differing := environment_differences(record["environment"], environment):
-            lines.append(f"kernels: not as in {place}, which is of another environment: {'; '.join(differing)}")
+        there = record["environment"]
+        names = [n for n in sorted(there.keys() | environment.keys()) if environment.get(n) != there.get(n)]
+        if names:
+            differing = "; ".join(f"{n} {environment.get(n)} instead of {there.get(n)}" for n in names)
+            lines.append(f"kernels: not as in {place}, which is of another environment: {differing}")
             continue
-        refused = put_back(choices_in(record), autotuners)
-        lines += [f"kernels: not as in {place}: {line}" for line in refused]
+        lines += [f"kernels: not as in {place}: {line}" for line in put_back(choices_in(record), autotuners)]
     known, began = choices_of(autotuners).keys(), time.perf_counter()
     for autotuner in autotuners.values():
         # An attribute of the object, which Triton calls when it meets a key that it has no choice for.
@@ -194,8 +199,7 @@ def _choose(
         except OSError as error:
             lines.append(f"kernels: a new run will tune again, {machine_file} cannot be written: {error}")
     seconds = time.perf_counter() - began
-    lines.append(f"kernels: {len(known)} configurations known, {len(tuned)} tuned, {seconds:.0f} s")
-    return lines
+    return [*lines, f"kernels: {len(known)} configurations known, {len(tuned)} tuned, {seconds:.0f} s"]
 
 
 def environment_here() -> dict[str, str]:
@@ -208,12 +212,6 @@ def environment_here() -> dict[str, str]:
         "multiprocessors": str(gpu.multi_processor_count),
         **versions,
     }
-
-
-def environment_differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """What differs, such as `gpu NVIDIA H100 instead of NVIDIA H200`; empty if nothing does."""
-    names = sorted(there.keys() | here.keys())
-    return [f"{n} {here.get(n)} instead of {there.get(n)}" for n in names if here.get(n) != there.get(n)]
 
 
 def live_autotuners() -> dict[str, Any]:
@@ -276,20 +274,16 @@ def _compiled_at_once(autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]
 
 
 def _smallest_instead(name: str, autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """In place of `Autotuner.prune_configs`: the only configuration to try, by a rule that knows no clock."""
-    config = smallest(autotuner.configs)
-    log.warning("%s was not tuned in advance for these sizes; it uses its smallest configuration, %s", name, config)
-    return [config]
-
-
-def smallest(configs: Iterable[Any]) -> Any:
-    """The configuration with the smallest product of block sizes and stages, the first of equals; it fits any GPU."""
+    """In place of `Autotuner.prune_configs`: the only configuration to try, by a rule that knows no clock. It has the
+    smallest product of block sizes and stages, the first of equals, and fits any GPU."""
 
     def cost(config: Any) -> int:
         blocks = (size for name, size in config.kwargs.items() if name.startswith("BLOCK_SIZE"))
         return math.prod(blocks) * (config.num_stages or 1)
 
-    return min(configs, key=cost)
+    config = min(autotuner.configs, key=cost)
+    log.warning("%s was not tuned in advance for these sizes; it uses its smallest configuration, %s", name, config)
+    return [config]
 
 
 def record_of(environment: Mapping[str, str], choices: Choices) -> dict[str, Any]:
@@ -321,7 +315,3 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)
-
-
-def _digest(environment: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(dict(environment), sort_keys=True).encode()).hexdigest()[:16]
