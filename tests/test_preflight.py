@@ -86,7 +86,7 @@ def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: p
     assert last.startswith("ok: 2 ranks, 5,120,000 tokens, 0.1 GiB a rank, about ")
     text = "\n".join(lines)
     assert "train      code                300 documents" in text and "checkpoint: none yet; begins at step 0" in text
-    assert "s a sequence on each rank, as one process just took here, without validation and saves" in text
+    assert "memory and time: as planned for GPUs" in text and last.endswith(" on GPUs")
     whole = "8 of 8 linears in bf16 (100.0% of their weights)"
     assert f"precision switches before step 7,501 (before_decay), to bf16: {whole}" in lines
     assert not (tmp_path / "run").exists()

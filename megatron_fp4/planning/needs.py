@@ -21,15 +21,13 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.table import Table
 
 from megatron_fp4.checkpoint.config_diff import run_identity
@@ -48,29 +46,23 @@ from megatron_fp4.logging.console import (
     rounded_time,
     with_unit,
 )
-from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
 from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
 from megatron_fp4.precision.plan import PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.precision.recipe import Recipe
-from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.build import (
     check_samples,
     configuration_errors,
     device_type_of,
     graphs_refusal,
-    initialized_model,
     plans_of,
     sharded_model,
     when_it_switches,
     world_size,
 )
-from megatron_fp4.training.optimizer import WSDSchedule, build_optimizer
-from megatron_fp4.training.providers import DataProvider, ModelProvider, TensorMicroBatch
-from megatron_fp4.training.step import accumulate, update
+from megatron_fp4.training.optimizer import WSDSchedule
+from megatron_fp4.training.providers import DataProvider, ModelProvider
 
 _GIB = 2**30
-# Model FLOPs that a CPU is asked to compute twice for an estimate: seconds, not minutes.
-_MOST_FLOPS_TIMED = 2e11
 # FSDP2 gathers the next unit's parameters while this one computes, and reduces during the backward pass.
 _FSDP_AXES = ("dp", "replicate")
 # Of a collective of a few bytes among neighbours: those of a step at tensor parallel size 4 on NVLink. A tree's depth
@@ -225,52 +217,15 @@ def _needs(
         return model, controller
 
     dry, run = dry_run(config, ranks, build, models.planned_execution(config)), config.run
-    planned, flops = _planned_phases(config, phases, start), _flops_of(config, models)
-    memory = "memory: as planned for a GPU (run.dry=true has its parts)"
-    if (on_gpus := device_type_of(config) == "cuda") or flops > _MOST_FLOPS_TIMED:
-        recipes = recipes_in(plans_of(config, models))
-        seconds = sum(p.num_steps * step_time(config, models, ranks, dry, p, recipes).seconds for p in planned)
-        here = "" if on_gpus else "as on GPUs, because a step is too long to try on this CPU, "
-        told = f"time: {here}at run.dry_mfu={run.dry_mfu:g} of run.dry_peak_tflops={run.dry_peak_tflops:g}"
-    else:
-        each = _seconds_of_a_sequence(config, models)
-        seconds = sum(phase.num_steps * phase.batch_size for phase in planned) * each / ranks
-        told = f"time: {each:.2g} s a sequence on each rank, as one process just took here"
-    return dry.memory.peak, f"about {rounded_time(seconds)}", f"{memory}; {told}, without validation and saves"
-
-
-def _seconds_of_a_sequence(config: Config, models: ModelProvider) -> float:
-    """Forward and backward of one sequence, on one rank that is all there is, by the run's first recipe."""
-    train, flops = config.train, _flops_of(config, models)
-    per_rank = train.global_batch_size // (train.micro_batch_size * config.parallel.data_parallel_size(world_size()))
-    rows = train.micro_batch_size if flops * train.micro_batch_size <= _MOST_FLOPS_TIMED else 1
-    count = min(2, per_rank) if flops * rows * 2 <= _MOST_FLOPS_TIMED else 1
-    alone = replace(config, parallel=ParallelConfig())
-    tokens = torch.zeros(rows, train.sequence_length, dtype=torch.int64)
-    batch = [TensorMicroBatch(index, tokens, tokens) for index in range(count)]
-    threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ and world_size() > 1:
-        torch.set_num_threads(1)  # as torchrun gives its workers
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, step_state = build_mesh(alone.parallel, torch.device("cpu")), StepState(seed=config.run.seed)
-        model, _ = initialized_model(alone, models, mesh, step_state)
-        optimizer = build_optimizer(model, config.optimizer)
-        for step in range(2):  # the first makes moments and whatever else is made once
-            began = time.perf_counter()
-            step_state.step = step
-            loss = accumulate(model, batch, mesh, step_state)
-            update(optimizer, loss, mesh, step_state, lr=1e-6, clip_norm=config.optimizer.clip_norm)
-        return (time.perf_counter() - began) / (count * rows)
-    finally:
-        leave_distributed()
-        torch.set_num_threads(threads)
-
-
-def _flops_of(config: Config, models: ModelProvider) -> int:
-    """Model FLOPs of a sequence, forward and backward."""
-    length = config.train.sequence_length
-    return models.training_flops_per_token(config.model, length) * length
+    recipes = recipes_in(plans_of(config, models))
+    left = _planned_phases(config, phases, start)
+    seconds = sum(phase.num_steps * step_time(config, models, ranks, dry, phase, recipes).seconds for phase in left)
+    elsewhere = "" if device_type_of(config) == "cuda" else " on GPUs"
+    assumed = (
+        "memory and time: as planned for GPUs (run.dry=true has their parts), at "
+        f"run.dry_mfu={run.dry_mfu:g} of run.dry_peak_tflops={run.dry_peak_tflops:g}, without validation and saves"
+    )
+    return dry.memory.peak, f"about {rounded_time(seconds)}{elsewhere}", assumed
 
 
 def _flops_of_step(config: Config, models: ModelProvider, phase: PlannedPhase) -> int:
@@ -318,12 +273,12 @@ def _messages_table(dry: DryRun) -> Table:
 def _time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, ranks: int) -> Table:
     """A step of each phase that differs in batch or sequences: what bounds it."""
     rows: dict[tuple[int, int], Sequence[str]] = {}
-    for phase, took in times:
+    for phase, time in times:
         tokens = phase.batch_size * config.train.sequence_length
         batch = f"{tokens // phase.sequence_length:,} x {phase.sequence_length:,}"
-        parts = (took.compute, took.exposed, took.hidden, took.host, took.seconds)
+        parts = (time.compute, time.exposed, time.hidden, time.host, time.seconds)
         milliseconds = [f"{1e3 * part:,.0f}" if part >= 0.1 else f"{1e3 * part:.3g}" for part in parts]
-        row = (phase.name, batch, *milliseconds, took.bound, f"{tokens / took.seconds / ranks:,.0f}")
+        row = (phase.name, batch, *milliseconds, time.bound, f"{tokens / time.seconds / ranks:,.0f}")
         rows.setdefault((phase.batch_size, phase.sequence_length), row)
     numbers = ["compute>", "messages: waited for>", "hidden>", "host>", "step>", "bound by>", "tokens/s a rank>"]
     return make_table("Time of a step, in ms", ["phase", "batch", *numbers], [*rows.values()])
@@ -345,7 +300,7 @@ def _time_facts(
         "model FLOPs of the run": f"{flops:.4g} ({with_unit(flops, 'FLOP')})",
         "utilization assumed, while computing": f"{run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s per rank",
         "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none: nothing is sent",
-        "time of the run": long_time(sum(phase.num_steps * took.seconds for phase, took in times)),
+        "time of the run": long_time(sum(phase.num_steps * time.seconds for phase, time in times)),
     }
 
 

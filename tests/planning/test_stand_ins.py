@@ -37,40 +37,27 @@ def growth(ledger: Ledger, before: int) -> tuple[int, int]:
     return grown
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_attention(deterministic: bool) -> None:
+@pytest.mark.parametrize("deterministic, tiled, masked", [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)])
+def test_attention(deterministic: bool, tiled: bool, masked: bool) -> None:
     with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         q, k, v = (bf16(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        documents = Documents(torch.zeros(BATCH, LENGTH, dtype=torch.int32)) if masked else None
+        attend = stand_ins.attention(deterministic, tiled)
         before = ledger.live_bytes
-        y = stand_ins.attention(deterministic, tiled=False)(q, k, v)
-        rows = 4 * BATCH * HEADS * LENGTH
-        assert growth(ledger, before) == (2 * ELEMENTS + rows, 2 * ELEMENTS + rows)
+        y = attend(q, k, v, documents)
+        rows, bounds = 4 * BATCH * HEADS * LENGTH, 2 * 4 * BATCH * LENGTH if masked else 0
+        assert growth(ledger, before) == (2 * ELEMENTS + rows + bounds,) * 2
+        before = ledger.live_bytes
+        attend(q, k, v, documents)  # of another block
+        assert ledger.live_bytes == before, "where documents begin is kept once"
         dy = torch.empty_like(y)
+        ledger.restart_peak()
         before = ledger.live_bytes
         y.backward(dy)
         parts = 9 if deterministic else 1  # 16 heads of all sequences on 132 multiprocessors
         gradients = 2 * ELEMENTS + 2 * (2 * ELEMENTS * KV_HEADS // HEADS)
-        assert growth(ledger, before)[1] == gradients + rows + 4 * ELEMENTS * parts + 2 * 2 * ELEMENTS
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_in_tiles(masked: bool) -> None:
-    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
-        q, k, v = (bf16(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-        documents = Documents(torch.zeros(BATCH, LENGTH, dtype=torch.int32)) if masked else None
-        before = ledger.live_bytes
-        y = stand_ins.attention(deterministic=True, tiled=True)(q, k, v, documents)
-        rows, bounds = 4 * BATCH * HEADS * LENGTH, 2 * 4 * BATCH * LENGTH if masked else 0
-        assert growth(ledger, before) == (2 * ELEMENTS + rows + bounds,) * 2
-        before = ledger.live_bytes
-        stand_ins.attention(deterministic=True, tiled=True)(q, k, v, documents)  # of another block
-        assert ledger.live_bytes == before, "where documents begin is kept once"
-        dy = torch.empty_like(y)
-        before = ledger.live_bytes
-        y.backward(dy)
-        gradients = 2 * ELEMENTS + 2 * (2 * ELEMENTS * KV_HEADS // HEADS)
-        assert growth(ledger, before)[1] == gradients + rows
-        assert q.grad is not None and k.grad is not None and k.grad.shape == k.shape
+        own = 0 if tiled else 4 * ELEMENTS * parts + 2 * 2 * ELEMENTS
+        assert growth(ledger, before)[1] == gradients + rows + own
 
 
 def test_the_scan() -> None:
