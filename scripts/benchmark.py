@@ -43,7 +43,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity
 
-from data.loader import MicroBatch
 from data.storage import default_cache_dir
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
@@ -67,6 +66,7 @@ from megatron_fp4.training.build import (
 )
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import StepResult, accumulate, update
 from models import provider as model_provider
 from pretrain import CONFIGS, configure

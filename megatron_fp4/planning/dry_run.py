@@ -47,7 +47,7 @@ from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization import cuda
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
-from megatron_fp4.training.providers import TensorMicroBatch
+from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import accumulate, update
 
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
@@ -211,7 +211,7 @@ def _ends(order: Sequence[Message], names: Mapping[str, str]) -> dict[Message, i
     return _named(Counter(found), names)
 
 
-def _micro_batches(config: Config, count: int) -> list[TensorMicroBatch]:
+def _micro_batches(config: Config, count: int) -> list[MicroBatch]:
     """Of rows that are one document each, where documents are masked."""
     shape, masked = (config.train.micro_batch_size, config.train.sequence_length), config.data.documents == "masked"
     batches = []
@@ -219,7 +219,7 @@ def _micro_batches(config: Config, count: int) -> list[TensorMicroBatch]:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         documents = torch.zeros(shape, dtype=torch.int32) if masked else None
         num_targets = None if config.data.boundary_loss else targets.numel()
-        batches.append(TensorMicroBatch(index, tokens, targets, documents, shape[0] if masked else None, num_targets))
+        batches.append(MicroBatch(index, tokens, targets, documents, shape[0] if masked else None, num_targets))
     return batches
 
 

@@ -75,31 +75,14 @@ class ModelProvider(Protocol):
         """What computes the model, for people."""
 
 
-class MicroBatch(Protocol):
-    """What a step needs of a micro-batch. index: within the global batch, the same whichever rank computes it."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def tokens(self) -> torch.Tensor: ...  # int64 [micro_batch_size, sequence_length]
-
-    @property
-    def targets(self) -> torch.Tensor: ...  # int64, the same shape
-
-    @property
-    def documents(self) -> torch.Tensor | None: ...  # int32, the same shape: numbers of documents, if they are masked
-
-    @property
-    def num_documents(self) -> int | None: ...  # of all rows together, if they are masked
-
-    @property
-    def num_targets(self) -> int | None: ...  # how many targets count, where negative ones do not; None: all do
-
-
 @dataclass(frozen=True)
-class TensorMicroBatch:
-    """A `MicroBatch` of tensors at hand."""
+class MicroBatch:
+    """What a step needs of a micro-batch; the data's own class has the same fields.
+
+    index: within the global batch, the same whichever rank computes it. tokens, targets: int64 [micro_batch_size,
+    sequence_length]. documents: int32, the same shape: numbers of documents, if they are masked. num_documents: of all
+    rows together, if they are masked. num_targets: how many targets count, where negative ones do not; None: all do.
+    """
 
     index: int
     tokens: torch.Tensor

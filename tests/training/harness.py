@@ -32,8 +32,7 @@ from megatron_fp4.parallel.parameters import local_parameter as local
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.providers import MicroBatch
-from megatron_fp4.training.providers import TensorMicroBatch as ToyBatch
+from megatron_fp4.training.providers import MicroBatch as ToyBatch
 from megatron_fp4.training.step import StepResult, accumulate, update
 from tests.programs import fork_server
 
@@ -190,7 +189,7 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32, o
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[ToyBatch],
     mesh: ParallelMesh,
     step_state: StepState,
     *,

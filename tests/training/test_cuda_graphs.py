@@ -183,10 +183,9 @@ class Watching:
         return multiply()
 
 
-@pytest.mark.parametrize("place", ["probe", "watcher"])
-@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize(("place", "room"), [("probe", True), ("watcher", False)])
 def test_a_watched_step_is_eager_and_has_the_memory(
-    mesh: ParallelMesh, room: bool, place: str, monkeypatch: pytest.MonkeyPatch
+    mesh: ParallelMesh, place: str, room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: room)
     eager, replayed = Job(mesh), Job(mesh, Again)

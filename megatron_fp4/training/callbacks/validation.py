@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.training.providers import MicroBatch, TensorMicroBatch
+from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import inputs_of
 from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
 
@@ -132,4 +132,4 @@ def _common_shape(sources: Mapping[str, Collection[MicroBatch]], mesh: ParallelM
     rows, length, masked, *counts = agreed.tolist()
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     documents = tokens.to(torch.int32) if masked else None
-    return counts, TensorMicroBatch(0, tokens, tokens, documents, rows if masked else None)
+    return counts, MicroBatch(0, tokens, tokens, documents, rows if masked else None)
