@@ -67,6 +67,7 @@ from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
 from megatron_fp4.training.callbacks.profiling import MemoryHistory, Profile
+from megatron_fp4.training.callbacks.replicas import Replicas
 from megatron_fp4.training.callbacks.reporting import Banner, Records, Summary, report
 from megatron_fp4.training.callbacks.validation import Validation
 from megatron_fp4.training.trainer import Callback, Trainer
@@ -87,6 +88,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         QuantizationDiagnostics() if config.precision.diagnostics.interval else None,
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),
         Records(),  # after measurements, which are part of a step's time
+        Replicas() if config.run.replicas_interval else None,
         Spikes(config.spikes),  # answered after the step's record
         Validation(),  # after a rollback, before a save
         Prompts() if config.validation.prompts else None,

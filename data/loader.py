@@ -1,9 +1,9 @@
 """The loader: every rank's micro-batches as a pure function of (seed, phases, global sample index).
 
 Global batch b covers the global samples [b * G, (b + 1) * G). Its micro-batch m covers `micro_batch_size` consecutive
-ones of them, and data-parallel rank r of R takes m = r, r + R, r + 2R, ...: the same micro-batches exist at any R, so
-another number of ranks or workers, or a restart anywhere, changes neither their content nor their order. The whole
-position is the number of samples consumed.
+ones of them, and data-parallel rank r of R takes m = r, r + R, r + 2R, ... (`consecutive`: the r-th of R equal runs of
+neighbours): the same micro-batches exist at any R, so another number of ranks or workers, or a restart anywhere,
+changes neither their content nor their order. The whole position is the number of samples consumed.
 
 A checkpoint keeps with it a fingerprint of the data, plain JSON: seed, sequence length, order of samples, the files of
 each source, the phases. On resume only what shaped the samples already consumed must agree: a phase that has served
@@ -119,6 +119,7 @@ class MicroBatchLoader:
     timeout_seconds: float = 0.0
     masked: bool = False
     boundary_loss: bool = True
+    consecutive: bool = False
     consumed_samples: int = field(default=0, init=False)
     """Global samples handed out so far, by all ranks together, the step in progress included."""
     changes: list[str] = field(default_factory=list, init=False)
@@ -144,7 +145,7 @@ class MicroBatchLoader:
         Workers live until the iterator ends or is closed. Raises LoaderError where they die or deliver nothing, and
         what reading raises.
         """
-        own = self.micro_batch_size, self.dp_rank, self.dp_size, self.masked
+        own = self.micro_batch_size, self.dp_rank, self.dp_size, self.consecutive, self.masked
         micro_batches = RankMicroBatches(self.schedule, self.sources, *own, start_step, end_step)
         with contextlib.closing(self._batches(micro_batches)) as batches:
             for step in range(start_step, end_step):

@@ -2,7 +2,8 @@
 
 Sources are opened by their kind, laid out in phases, and cut into a share for each rank. All ranks open the same data,
 or none trains. `config` is the whole configuration, and `mesh` says which rank this is (`dp_rank`, `dp_size`,
-`dp_group`, `device`); this room knows neither's class. megatron_fp4/training/providers.py lists what a trainer asks.
+`dp_group`, `consecutive`, `device`); this room knows neither's class. megatron_fp4/training/providers.py lists what a
+trainer asks.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def open_data(config: Any, mesh: Any, is_refusal: Callable[[Exception], bool]) -
 
 def open_alone(config: Any) -> RunData:
     """The data of a run as one process sees it that does not train."""
-    return open_on_rank(config, SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu")))
+    return open_on_rank(config, SimpleNamespace(dp_rank=0, dp_size=1, consecutive=False, device=torch.device("cpu")))
 
 
 def open_on_rank(config: Any, mesh: Any) -> RunData:
@@ -205,6 +206,7 @@ def open_on_rank(config: Any, mesh: Any) -> RunData:
         timeout_seconds=0.8 * config.parallel.timeout_seconds,
         masked=data.documents == "masked",
         boundary_loss=data.boundary_loss,
+        consecutive=mesh.consecutive,
     )
     return RunData(bundle, loader, _held_out_sets(config, bundle))
 

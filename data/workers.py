@@ -66,7 +66,8 @@ class SlotContent(NamedTuple):
 class RankMicroBatches:
     """The micro-batches of data-parallel rank dp_rank of dp_size in the steps [start_step, end_step), by number from 0.
 
-    masked: with the numbers of their documents. `sources` has to pickle, and small.
+    consecutive: neighbours of a global batch, not every dp_size-th of it. masked: with the numbers of their documents.
+    `sources` has to pickle, and small.
     """
 
     schedule: PhaseSchedule
@@ -74,21 +75,21 @@ class RankMicroBatches:
     micro_batch_size: int
     dp_rank: int
     dp_size: int
+    consecutive: bool
     masked: bool
     start_step: int
     end_step: int
 
     def __post_init__(self) -> None:
-        # The first sample of each micro-batch, for each phase that the steps touch.
-        self._spans, self._firsts = [], []
+        # Of each phase that the steps touch: its first sample, and how many micro-batches the rank has before.
+        self._spans, self._firsts, counts = [], [], []
         for span in self.schedule.spans:
             first, end = max(self.start_step, span.first_step), min(self.end_step, span.end_step)
             if first < end:
-                begin, stop = self.schedule.samples_before(first), self.schedule.samples_before(end)
-                size = self.micro_batch_size
                 self._spans.append(span)
-                self._firsts.append(range(begin + self.dp_rank * size, stop, size * self.dp_size))
-        self._starts = list(accumulate(map(len, self._firsts), initial=0))
+                self._firsts.append(self.schedule.samples_before(first))
+                counts.append((end - first) * self._in_step(span))
+        self._starts = list(accumulate(counts, initial=0))
         self._seq_length = next(iter(self.sources.values())).seq_length
 
     def __len__(self) -> int:
@@ -111,7 +112,13 @@ class RankMicroBatches:
     def _place(self, number: int) -> tuple[PhaseSpan, int]:
         """Its phase, and its first sample."""
         part = bisect_right(self._starts, number) - 1
-        return self._spans[part], self._firsts[part][number - self._starts[part]]
+        span, in_step = self._spans[part], self._in_step(self._spans[part])
+        step, turn = divmod(number - self._starts[part], in_step)
+        index = self.dp_rank * in_step + turn if self.consecutive else turn * self.dp_size + self.dp_rank
+        return span, self._firsts[part] + step * span.batch_size + index * self.micro_batch_size
+
+    def _in_step(self, span: PhaseSpan) -> int:
+        return span.batch_size // (self.micro_batch_size * self.dp_size)
 
     def content(self, slot: np.ndarray) -> SlotContent:
         """`slot`, int32 [slot_size], as what it holds."""

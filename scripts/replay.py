@@ -22,11 +22,13 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import sub
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from data import provider as data
 from megatron_fp4.checkpoint.files import (
@@ -49,6 +51,7 @@ from megatron_fp4.training.build import check, device_type_of, set_determinism, 
 from megatron_fp4.training.callbacks.bad_steps import Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import Switch
+from megatron_fp4.training.callbacks.replicas import tensors_of
 from megatron_fp4.training.trainer import Step, Trainer
 from models import provider as models
 from pretrain import CONFIGS
@@ -102,6 +105,8 @@ def replay(options: argparse.Namespace) -> int:
         if record.get("event") == "spike" and record["checkpoint"] is not None and record["step"] < last
     }
     trainer = open_run(origin, options.overrides, went_back, options.trust_config)
+    if last > (planned := trainer.config.train.steps):
+        raise ConfigError(f"{origin} is of a start with train.steps={planned}; give that of the start with step {last}")
     if start:
         trainer.begin_from(origin)
         if changes := trainer.data.loader.changes:
@@ -112,6 +117,7 @@ def replay(options: argparse.Namespace) -> int:
     else:
         begin_as_then(trainer, origin)
     differing = compare(trainer, start, last, recorded)
+    name_wrong_ranks(trainer, [r for r in records if r.get("event") == "replicas" and r["step"] == last])
     if trainer.mesh.rank == 0:
         count = last - start
         print(f"{count - differing} of {count} steps are equal to the last bit", flush=True)
@@ -164,7 +170,7 @@ def open_run(checkpoint: Path, overrides: list[str], went_back: Mapping[int, Pat
     if not config.run.deterministic:
         raise ConfigError("the run had run.deterministic=false, whose bits no start repeats")
     ranks, made_with = world_size(), read_manifest(checkpoint).world_size
-    if ranks != made_with:
+    if ranks != made_with and not config.parallel.reproducible:
         raise ConfigError(
             f"{checkpoint} was made by {made_with} ranks and this is {ranks}, which add up in another order; start it "
             f"with torchrun --nproc-per-node {made_with} (times the nodes)"
@@ -212,6 +218,27 @@ def compare(trainer: Trainer, start: int, last: int, recorded: Mapping[int, Mapp
         differing += not same
         line(step.done, *pairs[0], *pairs[1], "equal" if same else "DIFFERS")
     return differing
+
+
+def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> None:
+    """Where the run ended after the last step because ranks held different numbers (callbacks/replicas.py): print how
+    far each was from what the steps give. A collective.
+
+    A wrong weight has changed the gradients of all ranks since, so that none may hold exactly the replayed numbers.
+    """
+    for difference in events[-1]["differences"] if events else []:
+        name, rank = difference["names"][0], str(trainer.mesh.rank)
+        distance, of_ranks = None, [None] * trainer.mesh.world_size
+        if rank in difference["values"]:
+            tensor, _ = tensors_of(trainer)[name]
+            replayed = tensor.flatten()[difference["places"]].tolist()
+            distance = max(map(abs, map(sub, difference["values"][rank], replayed)))
+        dist.all_gather_object(of_ranks, distance)
+        found = {rank: distance for rank, distance in enumerate(of_ranks) if distance is not None}
+        if found and trainer.mesh.rank == 0:
+            told = ", ".join(f"on rank {rank} by {distance:.3g}" for rank, distance in found.items())
+            wrong = max(found, key=lambda rank: found[rank])
+            print(f"{name} differs from these steps' {told}: rank {wrong} was wrong", flush=True)
 
 
 if __name__ == "__main__":

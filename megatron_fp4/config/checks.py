@@ -78,6 +78,21 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
                 f"{together}; global batch sizes that work: {f'{below} or ' if below else ''}{below + together}"
                 f"{micros}{of_ranks}"
             )
+    if parallel.reproducible:
+        if ranks & (ranks - 1):
+            yield (
+                f"parallel.reproducible=true sums over a power of two of data-parallel ranks, and there are {ranks}; "
+                f"start {2 ** (ranks.bit_length() - 1)} or {2 ** ranks.bit_length()}, or set it to false"
+            )
+        for key, size in sizes.items():
+            number = size // micro
+            if parallel.reduce_gradients == "each" and number & (number - 1):
+                yield (
+                    f"parallel.reproducible=true with parallel.reduce_gradients=each needs a power of two of "
+                    f"micro-batches, and {key}={size} has {number} of train.micro_batch_size={micro}; use "
+                    f"parallel.reduce_gradients=once, or a {key} of {micro * 2 ** (number.bit_length() - 1)} or "
+                    f"{micro * 2 ** number.bit_length()}"
+                )
     tokens, slices = micro * length, TILE * parallel.tensor
     if parallel.tensor > 1 and parallel.sequence is not False and tokens % slices:
         yield (

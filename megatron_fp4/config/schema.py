@@ -389,6 +389,8 @@ class ParallelConfig:
     are gathered that nothing else needs, are kept in any case.
     reduce_gradients: over the shards, `once` a step (less communication; until then each rank holds the FP32 gradients
     of its whole tensor-parallel slice) or after `each` micro-batch (only of its shard).
+    reproducible: the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does
+    not depend on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay.
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
     The others wait in one while the first rank tunes kernels whose choices neither the checkpoint nor the machine has.
     Loader workers that deliver nothing for four fifths of it end the run too.
@@ -399,6 +401,7 @@ class ParallelConfig:
     replicate: AtLeastOne = 1
     reshard: bool = False
     reduce_gradients: Literal["once", "each"] = "once"
+    reproducible: bool = False
     timeout_seconds: Seconds = 600
 
     @model_validator(mode="after")
@@ -429,6 +432,8 @@ class RunConfig:
     device: `auto` (CUDA if there is any), `cuda` or `cpu`. deterministic: deterministic kernels only.
     replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit
         (measure/replay.py), whose difference ends the run.
+    replicas_interval: every so many steps (0: never), and before each checkpoint, ranks compare what they should hold
+        alike (training/callbacks/replicas.py), whose difference ends the run.
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches while it computes, and
         the peak in TFLOP/s (the default is an H200's for dense BF16).
@@ -442,6 +447,7 @@ class RunConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     deterministic: bool = True
     replay_interval: AtLeastZero = 0
+    replicas_interval: AtLeastZero = 100
     max_minutes: NotNegative = 0.0
     dry: bool = False
     dry_mfu: PositiveShare = 0.5

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_fp4.parallel.gathered_codes import gather_codes, gather_in_fp32, weight_specs
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.reproducible import GradientTree, TreeReduceScatter, tree_all_reduce
 from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
 
 
@@ -50,6 +52,12 @@ def apply_data_parallel(
         alone(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
     else:
         shard(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
+    model._gradient_tree = GradientTree(model, mesh) if mesh.reproducible else None  # type: ignore[assignment]
+
+
+def gradient_tree(model: nn.Module) -> GradientTree | None:
+    """What sums the gradients of `model` over micro-batches with `mesh.reproducible`; else None: autograd does."""
+    return getattr(model, "_gradient_tree", None)
 
 
 def shard(
@@ -68,12 +76,15 @@ def shard(
             shards = mesh.device_mesh["dp"]
             if module is model and shards.size() > 1:
                 gather_codes(model, units, specs, shards, compute_dtype, reshard)
+        module.set_gradient_divide_factor(1.0)
+        # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
+        module.set_force_sum_reduction_for_comms(True)
+        if mesh.reproducible:
+            module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
+            if mesh.num_replicas > 1:
+                replicas = mesh.device_mesh.get_group("replicate")
+                module.set_all_reduce_hook(partial(tree_all_reduce, group=replicas))
     model._fsdp_hooks = hooks  # type: ignore[assignment]
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
-            module.set_force_sum_reduction_for_comms(True)
 
 
 class FSDPHooks:

@@ -31,7 +31,8 @@ from megatron_fp4.config.schema import ParallelConfig
 @dataclass(frozen=True)
 class ParallelMesh:
     """A device mesh and the local device; `sequence_parallel`: activations between layers are sharded over tokens;
-    `reduce_each`: gradients are reduced over shards after every micro-batch, not only after a step's last.
+    `reduce_each`: gradients are reduced over shards after every micro-batch, not only after a step's last;
+    `reproducible`: gradients, loss and norm do not depend on the data-parallel size (reproducible.py).
 
     Every layer asks for its axis in every call, and a slice of a DeviceMesh takes 0.4 ms to make: made once.
     """
@@ -40,6 +41,7 @@ class ParallelMesh:
     device: torch.device
     sequence_parallel: bool = False
     reduce_each: bool = False
+    reproducible: bool = False
 
     @cached_property
     def tp(self) -> DeviceMesh:
@@ -48,8 +50,10 @@ class ParallelMesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The axis FSDP2 shards over, with the replicate axis in front if there is one."""
-        return self.device_mesh["replicate", "dp"] if self.num_replicas > 1 else self.device_mesh["dp"]
+        """The axis FSDP2 shards over, with the replicate axis in front where FSDP2 sums over one."""
+        if self.num_replicas > 1 and not self.reproducible:
+            return self.device_mesh["replicate", "dp"]
+        return self.device_mesh["dp"]
 
     @cached_property
     def num_replicas(self) -> int:
@@ -88,6 +92,11 @@ class ParallelMesh:
         *names, _ = self.device_mesh.mesh_dim_names or ()
         axes = self.device_mesh[tuple(names)]
         return axes.get_group() if len(names) == 1 else axes._flatten("data").get_group()
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether a rank takes consecutive micro-batches of a global batch, and not every `dp_size`-th."""
+        return self.reproducible and not self.reduce_each
 
     @property
     def world_size(self) -> int:
@@ -199,4 +208,5 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
             dims, names = (size, *dims), (key, *names)
     sequence = config.tensor > 1 if config.sequence is None else config.sequence and config.tensor > 1
     device_mesh = init_device_mesh(device.type, dims, mesh_dim_names=names)
-    return ParallelMesh(device_mesh, device, sequence, config.reduce_gradients == "each")
+    each = config.reduce_gradients == "each"
+    return ParallelMesh(device_mesh, device, sequence, each, config.reproducible)

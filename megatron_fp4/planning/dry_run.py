@@ -59,6 +59,7 @@ Build = Callable[[ParallelMesh, StepState, Any, Backend], tuple[nn.Module, Preci
 _COLLECTIVES = {  # torch's operation -> name, and which argument is the whole tensor
     "_allgather_base_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
     "allreduce_": ("all-reduce", 0),
 }
 
@@ -105,6 +106,7 @@ class RankMemory:
     quantized_weights: int
     activations: int
     unreduced_gradients: int
+    kept_sums: int
     workspaces: int
     peak: int
 
@@ -186,6 +188,10 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
             step_state.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
             memory = watch.memory(max(numbers) > 1 and not mesh.reduce_each and mesh.dp_size > 1)
+            if mesh.reproducible:
+                leaves = max(number // leaf_size(number * mesh.dp_size) for number in numbers)
+                kept = (memory.unreduced_gradients or memory.gradients) * (leaves.bit_length() - 1)
+                memory = replace(memory, kept_sums=kept, peak=memory.peak + kept)
         axes = mesh.device_mesh.mesh_dim_names or ()
         names: dict[str, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
         parts = [_named(ledger.messages.get(index, {}), names) for index in range(shown)]
@@ -204,6 +210,7 @@ def _ends(order: Sequence[Message], names: Mapping[str, str]) -> dict[Message, i
     for operation, axis, place in (
         ("all-gather", "dp", 0),
         ("reduce-scatter", "dp", -1),
+        ("all-to-all", "dp", -1),
         ("all-reduce", "replicate", -1),
     ):
         of_kind = [m for m in order if (m.operation, names.get(m.group)) == (operation, axis)]
@@ -343,6 +350,7 @@ class _Watch:
             quantized_weights=self.quantized,
             activations=self.activations,
             unreduced_gradients=whole if unreduced else 0,
+            kept_sums=0,
             workspaces=_WORKSPACES,
             peak=self.ledger.peak_bytes + _WORKSPACES,
         )

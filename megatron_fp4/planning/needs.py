@@ -244,6 +244,7 @@ def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun
         "optimizer state (FP32 moments)": memory.optimizer,
         "gradients (FP32 shards)": memory.gradients,
         unreduced: memory.unreduced_gradients,
+        **({"sums of micro-batches (parallel.reproducible)": memory.kept_sums} if memory.kept_sums else {}),
         f"gathered parameters ({config.precision.compute_dtype})": memory.gathered,
         "quantized weights": memory.quantized_weights,
         "activations of a micro-batch": memory.activations,

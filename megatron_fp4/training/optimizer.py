@@ -36,14 +36,16 @@ OPTIMIZER = "torch.optim.AdamW (fused)"
 """For the log."""
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, reproducible: bool = False) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) over all trainable parameters of `model`.
 
     Call it after `model` has been sharded and its parameters hold values. The learning rate starts at config.lr;
-    `set_lr` changes it.
+    `set_lr` changes it. reproducible: elements are updated alike wherever ranks cut a parameter.
     """
     groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    # On a CPU torch's fused kernel rounds the last elements, which do not fill a vector, in another way.
+    fused = not (reproducible and next(model.parameters()).device.type == "cpu")
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused, foreach=not fused)
     for parameter in optimizer_parameters(optimizer):  # as torch.optim.Adam._init_group does in the first step
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -99,6 +101,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Update, or where `skip` (0-dim FP32 on the device: 0 or 1) is 1 leave weights, moments and step counts as they
     are, bit for bit. The host does not wait for it: torch's fused AdamW reads it on the device."""
+    if not optimizer.defaults["fused"]:
+        if not skip:
+            optimizer.step()
+        return
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     try:
         optimizer.step()

@@ -16,6 +16,10 @@ so that every one of them weighs the same however the batch is cut into micro-ba
 they have before the first backward pass, and a micro-batch's mean is weighted by its share of that number.
 
 A gradient is a DTensor placed like its parameter; FSDP has summed it over data-parallel ranks.
+
+With `mesh.reproducible` none of this depends on the number of data-parallel ranks: gradients are summed by a tree
+(parallel/reproducible.py), losses travel one by one, and the norm is a sum of integers, which has one result in any
+order.
 """
 
 from __future__ import annotations
@@ -33,9 +37,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
-from megatron_fp4.parallel.data_parallel import without_fsdp_hooks
+from megatron_fp4.parallel.data_parallel import gradient_tree, without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.parallel.reproducible import leaf_size
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
@@ -98,7 +103,8 @@ def accumulate(
     progress: Progress | None = None,
     graphs: MicroBatchGraphs | None = None,
 ) -> Tensor:
-    """Add the gradient of `micro_batches` to `.grad`; returns their loss as FP64, 0-dim.
+    """Add the gradient of `micro_batches` to `.grad`; returns their loss as FP64, 0-dim (`mesh.reproducible`: 1-dim,
+    of each micro-batch of `whole`, 0 for those of other ranks).
 
     Both are sums over this rank's micro-batches of their parts of `whole`, so that the sums over ranks are means over
     the global batch; None: `global_batch_of(micro_batches, mesh)`, which all ranks then call together. FSDP adds the
@@ -113,28 +119,40 @@ def accumulate(
     whole = whole or global_batch_of(micro_batches, mesh)
     number = whole.num_micro_batches
     replaying = nullcontext(False) if graphs is None else graphs.step(micro_batches, number, step_state)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    losses = torch.zeros(number if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
+    tree, leaf = gradient_tree(model), leaf_size(number)
+    if tree is not None:
+        tree.begin()
     with replaying as replays:
         for position, micro_batch in enumerate(micro_batches, start=1):
             if progress is not None:
                 where = f"forward and backward of micro-batch {position} of {len(micro_batches)}"
                 progress.at(step_state.step + 1, where)
-            passes = _prepare_fsdp(model, mesh, position == 1, position == len(micro_batches), reshard)
+            is_last = position == len(micro_batches)
+            passes = _prepare_fsdp(model, mesh, position == 1, is_last, reshard)
+            loss_sum = losses[micro_batch.index if mesh.reproducible else 0]
             if replays and graphs is not None and (replayed := graphs.run(micro_batch, step_state)) is not None:
                 loss_sum += replayed
-                continue
-            with passes:
-                tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
-                loss: Tensor = model(tokens, targets, **options)
-                if whole.num_targets is None:
-                    (loss / whole.num_micro_batches).backward()
-                    loss_sum += loss.detach()
-                else:
-                    assert micro_batch.num_targets is not None
-                    weight = micro_batch.num_targets / whole.num_targets.clamp(min=1).to(torch.float64)
-                    (loss * weight.to(loss.dtype)).backward()
-                    loss_sum += loss.detach() * weight
-    return loss_sum / whole.num_micro_batches if whole.num_targets is None else loss_sum
+            else:
+                replays = False
+                with passes:
+                    tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
+                    loss: Tensor = model(tokens, targets, **options)
+                    if whole.num_targets is None:
+                        (loss / number).backward()
+                        loss_sum += loss.detach()
+                    else:
+                        assert micro_batch.num_targets is not None
+                        weight = micro_batch.num_targets / whole.num_targets.clamp(min=1).to(torch.float64)
+                        (loss * weight.to(loss.dtype)).backward()
+                        loss_sum += loss.detach() * weight
+            if tree is not None and position % leaf == 0 and not is_last:
+                tree.keep(in_place=replays)
+    if tree is not None:
+        tree.finish()
+    if whole.num_targets is None:
+        losses /= number
+    return losses if mesh.reproducible else losses[0]
 
 
 def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> GlobalBatch:
@@ -214,8 +232,12 @@ def update(
     # Pinned: a copy from pageable memory would wait for what the device still does.
     told = torch.tensor([*map(float, requests)], dtype=torch.float64, pin_memory=loss.is_cuda)
     told = told.to(mesh.device, non_blocking=True)
-    totals = torch.cat((torch.stack((counted_loss, squared_norm_share(parameters, mesh))), told))
+    share = (exact_norm_share if mesh.reproducible else squared_norm_share)(parameters, mesh)
+    totals = torch.cat((counted_loss.view(-1), share.view(1), told))
     dist.all_reduce(totals)
+    if mesh.reproducible:
+        losses, others = totals.tensor_split([loss.numel()])
+        totals = torch.cat((losses.sum(0, keepdim=True), others))
     totals_on_host = totals.to("cpu", non_blocking=True)
     arrived = torch.cuda.Event() if totals.is_cuda else None
     if arrived is not None:
@@ -275,6 +297,31 @@ def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -
     # Accumulated in FP64: squares of FP32 gradients neither overflow nor vanish in it.
     norms = torch._foreach_norm(mine, 2.0, dtype=torch.float64)  # type: ignore[attr-defined]
     return torch.stack(norms).square().sum()
+
+
+@torch.no_grad()
+def exact_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> Tensor:
+    """`squared_norm_share` rounded so that sums of it are exact, and so do not depend on how ranks share the elements.
+    A collective.
+
+    A sum of FP64 integers below 2^53 is exact in any order: elements are scaled by the power of two that takes the
+    norm, which all ranks first compute roughly, below 2^25, and their squares are rounded to integers. (The rough norm
+    is another in its last bits on another mesh. Only if these lie on both sides of a power of two, once in some 10^13
+    steps, is the scale another too.)
+    """
+    rough = squared_norm_share(parameters, mesh)
+    dist.all_reduce(rough)
+    exponent = torch.frexp(rough).exponent.clamp(min=-200)  # below, an FP32 scale would overflow
+    scale = torch.ldexp(torch.ones_like(rough), (50 - exponent) // 2)
+    mine = [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
+    if not mine:
+        return torch.zeros_like(rough)
+    squares = torch._foreach_mul(mine, scale.to(torch.float32))  # type: ignore[attr-defined]
+    torch._foreach_mul_(squares, squares)  # type: ignore[attr-defined]
+    torch._foreach_round_(squares)  # type: ignore[attr-defined]
+    sums = torch._foreach_norm(squares, 1, dtype=torch.float64)  # type: ignore[attr-defined]
+    exact = torch.stack(sums).sum() / scale.square()
+    return torch.where(rough.isfinite(), exact, rough)
 
 
 @torch.no_grad()

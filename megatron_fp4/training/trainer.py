@@ -174,7 +174,7 @@ class Trainer:
         with configuration_errors():
             self.data = data.open_data(config, mesh, is_refusal)
             identity = run_identity(config, self.data.fingerprint)
-            self.optimizer = build_optimizer(self.model, config.optimizer)
+            self.optimizer = build_optimizer(self.model, config.optimizer, mesh.reproducible)
         on_gpu = mesh.device.type == "cuda"
         memory = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
         self.log = RunLog(config, active=mesh.rank == 0 and not quiet, memory_size=memory)

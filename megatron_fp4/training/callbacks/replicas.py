@@ -1,0 +1,193 @@
+"""Compares what several ranks should hold alike, every `run.replicas_interval` steps and before each checkpoint.
+
+    replicas of a shard (parallel.replicate)     weights and moments
+    ranks of a tensor-parallel group             weights and moments of what is not cut over it: norms, dt bias, ...
+    all ranks                                    the position in the data, the step's state, torch's generators
+
+Losses and norms of such ranks are sums over all of them, so a rank whose copy went wrong trains on unnoticed, and each
+update keeps the difference. Ranks tell each other checksums, one small message, and only a difference costs more.
+
+What it cannot see: a shard that one rank alone holds (measure/replay.py watches computations), and copies that are
+wrong alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp4.measure.replay import checksum
+from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.runtime.errors import WrongNumbersError
+from megatron_fp4.training.optimizer import optimizer_state
+from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
+
+_PART = 1 << 20  # elements of a tensor that are told at once when a difference is located
+_SHOWN = 8
+
+
+class ReplicasError(WrongNumbersError):
+    """Ranks that should hold the same do not; the message is the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What the ranks of one group hold otherwise. names: which tensors or states. sums: of the first, by rank.
+
+    values: of a tensor also the first numbers that differ, by rank, at `places` (in a rank's part, flat).
+    """
+
+    names: list[str]
+    sums: dict[int, list[int]]
+    places: list[int]
+    values: dict[int, list[float]]
+
+    @property
+    def wrong(self) -> list[int]:
+        """The ranks that a majority contradicts; empty if there is none."""
+        counts = Counter(map(tuple, self.sums.values()))
+        (most, number), *_ = counts.most_common()
+        return [rank for rank, sums in self.sums.items() if tuple(sums) != most] if 2 * number > len(self.sums) else []
+
+    def __str__(self) -> str:
+        ranks, more = ", ".join(map(str, self.sums)), len(self.names) - 1
+        text = f"ranks {ranks} hold different {self.names[0]}{f' (and {more} more)' if more else ''}"
+        if self.values:
+            text += f" ({', '.join(f'{values[0]:.9g}' for values in self.values.values())} at place {self.places[0]})"
+        return f"{text}, against the majority: {', '.join(map(str, self.wrong))}" if self.wrong else text
+
+
+class Replicas(Callback):
+    """Ends the run where ranks that should hold the same do not."""
+
+    def start(self, done: int) -> None:
+        """Ranks begin alike."""
+        self._agreed: int | None = None
+        self.compare(done)
+
+    def after_step(self, step: Step) -> None:
+        """Compare if it is due."""
+        if is_due(self.trainer.config.run.replicas_interval, step.done):
+            self.compare(step.done)
+
+    def on_checkpoint(self, done: int) -> None:
+        """What differs is not saved."""
+        self.compare(done)
+
+    def compare(self, done: int) -> None:
+        """Raises ReplicasError on all ranks. A collective."""
+        if self._agreed == done or self.trainer.mesh.world_size == 1:
+            return
+        self.trainer.progress.at(done, "compare replicas")
+        differences = compare(self.trainer)
+        if not differences:
+            self._agreed = done
+            return
+        trainer, since = self.trainer, "at the start" if self._agreed is None else f"after step {self._agreed}"
+        found = [vars(difference) for difference in differences[:16]]
+        trainer.log.metrics.event(done, "replicas", agreed=self._agreed, differences=found)
+        find = (
+            f"scripts/replay.py {trainer.config.run.dir} --step {done} on as many ranks says which of them is wrong; "
+        )
+        raise ReplicasError(
+            f"after step {done} {'. '.join(map(str, differences[:4]))}. They agreed {since}. "
+            f"{'' if differences[0].wrong else find}continue from a checkpoint without that machine, or set "
+            "run.replicas_interval=0 to train on"
+        )
+
+
+def tensors_of(trainer: Trainer) -> dict[str, tuple[Tensor, list[str]]]:
+    """This rank's part of each tensor that other ranks hold as well, and which: `replicate`, `tp`."""
+    mesh, parameters = trainer.mesh, dict(trainer.model.named_parameters())
+    moments = optimizer_state(trainer.model, trainer.optimizer)
+    found = {}
+    for name, tensor in {**parameters, **moments}.items():
+        parameter = parameters[name if name in parameters else name.rpartition(".")[0]]
+        groups = ["replicate"] if mesh.num_replicas > 1 else []
+        groups += ["tp"] if mesh.tp_size > 1 and is_replicated(parameter) else []
+        if groups:
+            found[name] = local_part(tensor), groups
+    return found
+
+
+def held(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """Checksums (int64 [3] on the mesh's device) by name, of what this rank holds as its replicas (`replicate`), its
+    tensor-parallel group (`tp`) and `all` do."""
+    device, state = trainer.mesh.device, trainer.precision.step_state
+    shared: dict[str, dict[str, Tensor]] = {"replicate": {}, "tp": {}, "all": {}}
+    for name, (tensor, groups) in tensors_of(trainer).items():
+        found = checksum(tensor).to(device)
+        for group in groups:
+            shared[group][name] = found
+    states = {
+        "data": json.dumps(trainer.data.loader.state_dict()).encode(),
+        "seed, step and version of weights": repr((state.seed, state.step, state.weights_version)).encode(),
+        "torch's generator": torch.get_rng_state().numpy().tobytes(),
+    }
+    if device.type == "cuda":
+        states["the GPU's generator"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    for name, content in states.items():
+        digest = bytearray(hashlib.blake2b(content, digest_size=24).digest())
+        shared["all"][name] = torch.frombuffer(digest, dtype=torch.int64).to(device)
+    return shared
+
+
+def compare(trainer: Trainer) -> list[Difference]:
+    """What ranks hold differently, the same on all ranks. A collective."""
+    mesh, shared = trainer.mesh, held(trainer)
+    summed = torch.stack([_sum_of(sums, mesh.device) for sums in shared.values()])
+    of_ranks = [torch.empty_like(summed) for _ in range(mesh.world_size)]
+    dist.all_gather(of_ranks, summed)
+    found, ranks = torch.stack(of_ranks).cpu(), mesh.device_mesh.mesh
+    groups = {
+        "replicate": ranks.reshape(mesh.num_replicas, -1).T,
+        "tp": ranks.reshape(-1, mesh.tp_size),
+        "all": ranks.reshape(1, -1),
+    }
+    differing = [
+        (kind, group.tolist())
+        for index, kind in enumerate(shared)
+        for group in groups[kind]
+        if not bool((found[group, index] == found[group[0], index]).all())
+    ]
+    return [_difference(trainer, shared[kind], group) for kind, group in differing]
+
+
+def _sum_of(sums: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """One checksum of several, int64 [3]. Each counts by an odd number, so that none can change unseen."""
+    if not sums:
+        return torch.zeros(3, dtype=torch.int64, device=device)
+    together = torch.stack(list(sums.values()))
+    return (together * torch.arange(1, 2 * len(together), 2, device=device)[:, None]).sum(0)
+
+
+def _difference(trainer: Trainer, sums: Mapping[str, Tensor], group: list[int]) -> Difference:
+    """Where the ranks of `group` differ. A collective of all ranks."""
+
+    def told(mine: Any) -> dict[int, Any]:
+        of_ranks = [None] * trainer.mesh.world_size
+        dist.all_gather_object(of_ranks, mine if trainer.mesh.rank in group else None)
+        return {rank: of_ranks[rank] for rank in group}
+
+    of_ranks = told({name: found.tolist() for name, found in sums.items()})
+    names = [name for name in sums if any(found[name] != of_ranks[group[0]][name] for found in of_ranks.values())]
+    difference = Difference(names, {rank: found[names[0]] for rank, found in of_ranks.items()}, [], {})
+    tensor, _ = tensors_of(trainer).get(names[0], (None, []))
+    if tensor is None:
+        return difference
+    parts = tensor.flatten().split(_PART)
+    of_parts = told([part.view(torch.int32).sum().item() for part in parts])
+    part = next(i for i, all_sums in enumerate(zip(*of_parts.values(), strict=True)) if len(set(all_sums)) > 1)
+    numbers = told(parts[part].tolist())
+    places = [i for i, values in enumerate(zip(*numbers.values(), strict=True)) if len(set(values)) > 1][:_SHOWN]
+    values = {rank: [found[place] for place in places] for rank, found in numbers.items()}
+    return replace(difference, places=[part * _PART + place for place in places], values=values)

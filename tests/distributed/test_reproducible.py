@@ -1,0 +1,160 @@
+"""`parallel.reproducible`: losses, norms, weights and moments are the same bits on any power of two of ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import pretrain
+from data import provider as data
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.parallel.reproducible import leaf_size, tree_all_reduce, tree_sum
+from megatron_fp4.training.callbacks.numerics import Switch
+from megatron_fp4.training.optimizer import optimizer_state
+from megatron_fp4.training.step import exact_norm_share
+from megatron_fp4.training.trainer import Trainer
+from models import provider as models
+from tests.spiked_run import small_corpus
+from tests.training.harness import alone, launch, whole
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+SMALL = ["train.global_batch_size=8", "train.micro_batch_size=1", "train.sequence_length=64", f"train.steps={STEPS}"]
+SMALL += ["precision.bf16_blocks.first=1", "precision.bf16_blocks.last=1", "data.num_workers=0"]
+SMALL += ["validation.num_samples=1", "parallel.reproducible=true", "model.pattern=M-*-M-"]
+BATCHES = {
+    "eight": [],
+    "six, leaves of three": ["train.global_batch_size=6"],
+    "not all targets count": ["data.documents=masked", "data.boundary_loss=false"],
+    "a switch": ["precision.switch.when=1", "train.micro_batch_size=2", "train.global_batch_size=8"],
+}
+RUNS: list[tuple[int, str, list[str]]] = [  # ranks, batch, mesh
+    *((1, batch, []) for batch in BATCHES),
+    (2, "six, leaves of three", []),
+    (2, "a switch", []),
+    (2, "eight", ["parallel.reduce_gradients=each"]),
+    (2, "not all targets count", ["parallel.replicate=2"]),
+    (4, "eight", []),
+    (4, "eight", ["parallel.reduce_gradients=each", "parallel.reshard=true"]),
+    (4, "not all targets count", ["parallel.replicate=2", "parallel.reshard=true"]),
+]
+Bits = tuple[list[tuple[float, float]], dict[str, Tensor]]
+
+
+def train(overrides: list[str], folder: Path, first: int = 0, last: int = STEPS) -> Bits:
+    """The steps [first, last), from the checkpoint in `folder` if there is one: losses, norms, and all tensors."""
+    config = compose_config([*SMALL, *overrides, f"run.dir={folder}"], pretrain.CONFIGS)
+    mesh = build_mesh(config.parallel, torch.device("cpu"))
+    trainer = Trainer(config, models, data, [Switch()], mesh, quiet=True)
+    if first:
+        trainer.begin_from(trainer.checkpointer.folder(first))
+    else:
+        trainer.begin(0)
+    numbers = [(step.result.loss, step.result.grad_norm) for step in trainer.steps(first, last)]
+    trainer.save(last, last=True)
+    trainer.checkpointer.finish()
+    tensors = {**dict(trainer.model.named_parameters()), **optimizer_state(trainer.model, trainer.optimizer)}
+    return numbers, {name: whole(tensor) for name, tensor in tensors.items()}
+
+
+def train_all(rank: int, ranks: int, step: int, corpus: list[str], folder: Path) -> dict[tuple[int, str, str], Bits]:
+    """The runs on so many ranks, step `step` of a run that changes its ranks, and one that is not reproducible."""
+    found = {
+        (of, batch, " ".join(mesh)): train([*corpus, *BATCHES[batch], *mesh], folder / f"{ranks}_{number}")
+        for number, (of, batch, mesh) in enumerate(RUNS)
+        if of == ranks
+    }
+    found[ranks, "changing", ""] = train(corpus, folder / "changing", step, step + 1)
+    found[ranks, "not reproducible", ""] = train([*corpus, "parallel.reproducible=false"], folder / f"not_{ranks}")
+    return found
+
+
+def assert_equal(found: Bits, wanted: Bits) -> None:
+    assert found[0] == wanted[0]
+    assert found[1].keys() == wanted[1].keys() and len(wanted[1]) > 50
+    for name, tensor in wanted[1].items():
+        assert torch.equal(found[1][name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, str], list[Bits]]:
+    """What each rank of each run has."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    corpus = small_corpus(folder)
+    for step, ranks in enumerate((1, 4, 2)):
+        of_ranks = launch(train_all, ranks, ranks, step, corpus, folder, seconds=240.0)
+        found |= {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "batch", "mesh"), [(r, b, " ".join(m)) for r, b, m in RUNS if r > 1])
+def test_every_mesh_computes_the_run_of_one_rank(runs, ranks, batch, mesh) -> None:
+    (wanted,) = runs[1, batch, ""]
+    assert len({loss for loss, _ in wanted[0]}) == STEPS
+    for found in runs[ranks, batch, mesh]:
+        assert_equal(found, wanted)
+
+
+def test_a_run_changes_its_ranks_on_the_way(runs) -> None:
+    """Begun on one, continued on four and finished on two."""
+    (wanted,) = runs[1, "eight", ""]
+    numbers = [runs[ranks, "changing", ""][0][0][0] for ranks in (1, 4, 2)]
+    assert_equal((numbers, runs[2, "changing", ""][1][1]), wanted)
+
+
+def test_without_it_meshes_differ(runs) -> None:
+    """Otherwise the tests above would show nothing."""
+    (one,), (two, _) = runs[1, "not reproducible", ""], runs[2, "not reproducible", ""]
+    assert two[0] != one[0]
+    assert two[0][0] == pytest.approx(one[0][0], rel=1e-5)
+
+
+def test_the_tree() -> None:
+    assert [leaf_size(number) for number in (1, 2, 3, 8, 12, 768)] == [1, 1, 3, 1, 3, 3]
+    a, b, c, d = parts = torch.randn(4, 100_000)
+    assert torch.equal(tree_sum(parts), (a + b) + (c + d))
+    assert not torch.equal(tree_sum(parts), a + b + c + d)
+
+
+def _all_reduced(rank: int, parts: Tensor) -> Tensor:
+    mine = parts[rank].clone()
+    tree_all_reduce(mine, dist.group.WORLD)
+    return mine
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_all_reduce_of_any_size_is_the_tree(size: int) -> None:
+    parts = torch.randn(4, size)
+    for found in launch(_all_reduced, 4, parts):
+        assert torch.equal(found, tree_sum(parts))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
+def test_the_norm_does_not_depend_on_the_order_of_elements(scale: float) -> None:
+    """And is right to FP32's precision, over gradients of many sizes."""
+    elements = torch.randn(4096) * torch.randn(4096).mul(4).exp() * scale
+    shares = set()
+    with alone() as mesh:
+        for _ in range(5):
+            parts = elements[torch.randperm(len(elements))].split([1, 95, 1000, 3000])
+            parameters = [torch.nn.Parameter(torch.zeros_like(part)) for part in parts]
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.clone()
+            shares.add(float(exact_norm_share(parameters, mesh)))
+    (share,) = shares
+    assert share == pytest.approx(math.fsum(x**2 for x in elements.tolist()), rel=2**-23, abs=0)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_stays_so(bad: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, bad, 2.0])
+    with alone() as mesh:
+        assert not math.isfinite(float(exact_norm_share([parameter], mesh)))

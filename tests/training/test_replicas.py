@@ -1,0 +1,138 @@
+"""What ranks hold alike is compared: each disturbed tensor and state is found on all ranks, and named."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import pretrain
+from data import provider as data
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.runtime.errors import ExitCode, exit_code_of
+from megatron_fp4.runtime.signals import StopConditions, StopRequest
+from megatron_fp4.training.callbacks import replicas
+from megatron_fp4.training.callbacks.replicas import Difference, Replicas, ReplicasError
+from megatron_fp4.training.trainer import Callback, Step, Trainer
+from models import provider as models
+from scripts import replay
+from tests.spiked_run import FAST, records, small_corpus
+from tests.test_pretrain import SMALL
+from tests.training.harness import launch
+
+pytestmark = pytest.mark.slow
+
+WEIGHT, NORM = "blocks.1.mixer.out_proj.weight", "blocks.0.norm.weight"
+
+
+def _tensor(trainer: Trainer, name: str, key: str = "") -> torch.Tensor:
+    parameter = dict(trainer.model.named_parameters())[name]
+    return local_part(trainer.optimizer.state[parameter][key] if key else parameter)
+
+
+# What goes wrong on the last rank of four; what the message names, and the ranks that hold different numbers.
+FAULTS: dict[str, tuple[Callable[[Trainer], object], str, list[list[int]]]] = {
+    "weight": (lambda t: _tensor(t, WEIGHT).mul_(1.5), WEIGHT, [[1, 3]]),
+    "moment": (lambda t: _tensor(t, WEIGHT, "exp_avg").add_(1e-9), f"{WEIGHT}.exp_avg", [[1, 3]]),
+    "norm": (lambda t: _tensor(t, NORM)[:1].mul_(1.5), NORM, [[1, 3], [2, 3]]),
+    "generator": (lambda t: torch.rand(1), "torch's generator", [[0, 1, 2, 3]]),
+    "data": (lambda t: setattr(t.data.loader, "consumed_samples", 7), "data", [[0, 1, 2, 3]]),
+}
+
+
+def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Difference]]]:
+    """Two replicas of two tensor-parallel ranks: what each fault after the second step comes to."""
+    config = compose_config([*overrides, "parallel.replicate=2", "parallel.tensor=2"], pretrain.CONFIGS)
+    trainer = Trainer(config, models, data, [Replicas()], build_mesh(config.parallel, torch.device("cpu")), quiet=True)
+    callback = trainer.callbacks[0]
+    trainer.begin(0)
+    for _ in trainer.steps(0, 2):
+        pass
+    state = [tensor.clone() for tensor in (_tensor(trainer, WEIGHT), _tensor(trainer, WEIGHT, "exp_avg"))]
+    state += [_tensor(trainer, NORM).clone(), torch.get_rng_state()]
+    consumed, found = trainer.data.loader.consumed_samples, {}
+    for name, (disturb, _, _) in FAULTS.items():
+        callback.compare(2)
+        if rank == 3:
+            disturb(trainer)
+        callback._agreed = 1
+        with pytest.raises(ReplicasError) as error:
+            callback.compare(2)
+        assert exit_code_of(error.value) is ExitCode.WRONG_NUMBERS
+        found[name] = str(error.value), replicas.compare(trainer)
+        _tensor(trainer, WEIGHT).copy_(state[0])
+        _tensor(trainer, WEIGHT, "exp_avg").copy_(state[1])
+        _tensor(trainer, NORM).copy_(state[2])
+        torch.set_rng_state(state[3])
+        trainer.data.loader.consumed_samples = consumed
+    return found
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, list[Difference]]]]:
+    folder = tmp_path_factory.mktemp("disturbed")
+    return launch(_disturbed, 4, [*SMALL, *FAST, *small_corpus(folder), f"run.dir={folder}/run"], seconds=240.0)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank_is_named_on_all(disturbed, fault: str) -> None:
+    _, named, ranks = FAULTS[fault]
+    assert len({of_rank[fault][0] for of_rank in disturbed}) == 1
+    message, differences = disturbed[0][fault]
+    assert sorted(list(difference.sums) for difference in differences) == ranks
+    assert all(difference.names == [named] for difference in differences)
+    assert f"hold different {named}" in message and "agreed after step 1." in message
+    # Four against one says who is wrong, one against one does not.
+    assert ("against the majority: 3" in message) == (len(ranks[0]) == 4)
+    assert ("scripts/replay.py" in message) == (len(ranks[0]) == 2)
+
+
+class Disturb(Callback):
+    """Asks to stop after the fourth step; before the sixth, changes a weight of the second rank."""
+
+    def before_step(self, step: Step) -> None:
+        if step.done == 4:
+            (Path(self.trainer.config.run.dir) / "STOP").touch()
+        if step.done == 6 and self.trainer.mesh.rank == 1:
+            _tensor(self.trainer, WEIGHT).mul_(1.5)
+
+
+def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
+    """A run on two replicas, resumed after four steps and a switch, in which one goes wrong in the sixth step; the
+    message, and what the replay prints."""
+    os.environ["WORLD_SIZE"] = "2"
+    callbacks, printed, message = pretrain.callbacks_of, io.StringIO(), ""
+    with (
+        mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(pretrain, "callbacks_of", lambda config: [*callbacks(config), Disturb()]),
+    ):
+        config = pretrain.configure([*overrides, f"run.dir={run_dir}"])
+        for _ in range(2):
+            try:
+                with pretrain.only_run(config, StopRequest()) as (trainer, _):
+                    trainer.train(StopConditions(run_dir, 0.0, StopRequest(), active=rank == 0))
+            except ReplicasError as error:
+                message = str(error)
+        with contextlib.redirect_stdout(printed):
+            replay.replay(replay.parse([str(run_dir), "--step", "6", "--trust-config"]))
+    return message, printed.getvalue()
+
+
+def test_a_run_ends_and_its_replay_says_who_was_wrong(tmp_path: Path) -> None:
+    """Before that, over a switch, saves and a resume, nothing is said."""
+    settings = [*SMALL, *FAST, *small_corpus(tmp_path), "parallel.replicate=2", "run.replicas_interval=2"]
+    settings += ["checkpoint.interval=4", "precision.switch.when=3", "train.steps=12"]
+    (message, printed), (same, _) = launch(_run, 2, settings, tmp_path / "run", seconds=240.0)
+    assert message == same and "They agreed after step 4." in message
+    (event,) = records(tmp_path / "run", "replicas")
+    assert (event["step"], event["agreed"]) == (6, 4)
+    assert f"{WEIGHT} differs from these steps' on rank 0 by" in printed and "rank 1 was wrong" in printed
