@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.parallel.reproducible import leaf_size
 from megatron_fp4.precision.backend import Backend, RowGroups
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, codes_of, gemm
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -94,7 +95,7 @@ class RankMemory:
     those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
     unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with
     one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are
-    `gradients`). workspaces: of cuBLAS, which PyTorch allocates for it.
+    `gradients`). kept_sums: with parallel.reproducible, those of subtrees. workspaces: of cuBLAS, which PyTorch allocates for it.
     peak: the most at any moment of a step, temporaries included.
     """
 
