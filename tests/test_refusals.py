@@ -244,10 +244,10 @@ ON_GPUS = [
         "parallel.reproducible=true sums over a power of two of data-parallel ranks, and there are 3; start 2 or 4",
     ),
     (
-        ["parallel.reproducible=true", "parallel.reduce_gradients=each", "train.global_batch_size=12"],
+        ["parallel.reproducible=true", "parallel.reduce_gradients=each", "train.global_batch_size=24"],
         2,
-        "and train.global_batch_size=12 has 6 of train.micro_batch_size=2; use parallel.reduce_gradients=once, or a "
-        "train.global_batch_size of 8 or 16",
+        "and train.global_batch_size=24 has 6 of train.micro_batch_size=4; use parallel.reduce_gradients=once, or a "
+        "train.global_batch_size of 16 or 32",
     ),
     (["parallel.reduce_gradients=each"], 1, "parallel.reduce_gradients=each has no effect with one shard"),
     (["parallel.reduce_gradients=each"], 2, "has no effect with steps of one micro-batch; set it to once"),

@@ -95,7 +95,8 @@ class RankMemory:
     those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
     unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with
     one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are
-    `gradients`). kept_sums: with parallel.reproducible, those of subtrees. workspaces: of cuBLAS, which PyTorch allocates for it.
+    `gradients`). kept_sums: with parallel.reproducible, those of subtrees. workspaces: of cuBLAS, which PyTorch
+    allocates for it.
     peak: the most at any moment of a step, temporaries included.
     """
 
