@@ -228,16 +228,16 @@ def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> N
     """
     for difference in events[-1]["differences"] if events else []:
         name, rank = difference["names"][0], str(trainer.mesh.rank)
-        distance, of_ranks = None, [None] * trainer.mesh.world_size
+        distance = -1.0  # not of that group
         if rank in difference["values"]:
             tensor, _ = tensors_of(trainer)[name]
             replayed = tensor.flatten()[difference["places"]].tolist()
             distance = max(map(abs, map(sub, difference["values"][rank], replayed)))
+        of_ranks = [distance] * trainer.mesh.world_size
         dist.all_gather_object(of_ranks, distance)
-        found = {rank: distance for rank, distance in enumerate(of_ranks) if distance is not None}
-        if found and trainer.mesh.rank == 0:
-            told = ", ".join(f"on rank {rank} by {distance:.3g}" for rank, distance in found.items())
-            wrong = max(found, key=lambda rank: found[rank])
+        if max(of_ranks) >= 0 and trainer.mesh.rank == 0:
+            told = ", ".join(f"on rank {rank} by {found:.3g}" for rank, found in enumerate(of_ranks) if found >= 0)
+            wrong = of_ranks.index(max(of_ranks))
             print(f"{name} differs from these steps' {told}: rank {wrong} was wrong", flush=True)
 
 
