@@ -20,19 +20,13 @@ from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, PackedWeight
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization import square_blocks
-from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
+from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
 from megatron_fp4.training.optimizer import build_optimizer
 from tests.distributed.hybrid import NVFP4, micro_batches, whole
 from tests.distributed.test_gathered_codes import model_on
 from tests.training.harness import train_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-INF, NAN = float("inf"), float("nan")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def normal(rows: int, columns: int) -> Tensor:
@@ -67,23 +61,19 @@ def test_kernels(form: str, place: str, dtype: torch.dtype) -> None:
 
 def check(w: Tensor, blocks: RowBlocks, what: str) -> None:
     """All three passes of the part's rows, with maxima of the whole."""
-    rounded = w.to(torch.bfloat16)
+    rounded, part = w.to(torch.bfloat16), slice(blocks.first, blocks.end)
     whole_blocks = RowBlocks(blocks.format, blocks.group_rows, blocks.padded_group_rows, 0, len(w))
-    of_whole = square_blocks.block_maxima(rounded, whole_blocks)
-    on_gpu = square_blocks.block_maxima(w.cuda(), whole_blocks)
-    assert torch.equal(on_gpu.cpu(), of_whole), what
-    part, first = slice(blocks.first, blocks.end), blocks.first_block
-    maxima = of_whole[first : first + blocks.num_blocks]
-    own = square_blocks.block_maxima(w[part].cuda(), blocks)
-    assert torch.equal(own.cpu(), square_blocks.block_maxima(rounded[part], blocks)), what
+    of_whole = block_maxima(rounded, whole_blocks)
+    assert torch.equal(block_maxima(w.cuda(), whole_blocks).cpu(), of_whole), what
+    assert torch.equal(block_maxima(w[part].cuda(), blocks).cpu(), block_maxima(rounded[part], blocks)), what
+    maxima = of_whole[blocks.first_block : blocks.first_block + blocks.num_blocks]
     amax = rounded.abs().amax().float() if blocks.format == "nvfp4" else None
-    expected = square_blocks.quantize_rows(rounded[part], blocks, maxima, amax)
-    found = square_blocks.quantize_rows(w[part].cuda(), blocks, maxima.cuda(), None if amax is None else amax.cuda())
-    for one, other, part_name in zip(found, expected, ("codes", "scales"), strict=True):
-        assert torch.equal(one.cpu(), other), (what, part_name)
-    codes, scales = square_blocks.quantize_rows(rounded, whole_blocks, of_whole, amax)
-    values = square_blocks.unpack_rows(codes.cuda(), scales.cuda(), whole_blocks)
-    assert torch.equal(values.cpu(), square_blocks.unpack_rows(codes, scales, whole_blocks)), what
+    expected = quantize_rows(rounded[part], blocks, maxima, amax)
+    found = quantize_rows(w[part].cuda(), blocks, maxima.cuda(), None if amax is None else amax.cuda())
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), what
+    codes, scales = quantize_rows(rounded, whole_blocks, of_whole, amax)
+    values = unpack_rows(codes.cuda(), scales.cuda(), whole_blocks)
+    assert torch.equal(values.cpu(), unpack_rows(codes, scales, whole_blocks)), what
 
 
 @pytest.mark.parametrize("groups", [1, 3])

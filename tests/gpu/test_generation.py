@@ -14,7 +14,6 @@ from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from megatron_fp4.precision.plan import build_plan
-from models.execution import PLAIN, Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import linear_shapes
@@ -22,26 +21,20 @@ from tests.distributed.hybrid import NVFP4
 from tests.models.builders import small_config
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = small_config(pattern="M-*-M-", hidden_dim=64, ffn_dim=64, rope=True, init_std=0.2)
 LENGTH = 40
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[ParallelMesh]:
-    began = not dist.is_initialized()
-    device = init_distributed(DEVICE, 60) if began else torch.device(DEVICE, 0)
-    yield build_mesh(ParallelConfig(), device)
-    if began:
-        dist.destroy_process_group()
+    yield build_mesh(ParallelConfig(), init_distributed(DEVICE, 60))
+    dist.destroy_process_group()
 
 
-def model_of(mesh: ParallelMesh, dtype: torch.dtype = torch.float32, execution: Execution = PLAIN) -> HybridModel:
+def model_of(mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> HybridModel:
     with mesh.device:
-        model = build_model(CONFIG, mesh, dtype, execution)
+        model = build_model(CONFIG, mesh, dtype)
     initialize(model, CONFIG, seed=0)
     return model
 
@@ -52,11 +45,8 @@ def text() -> Tensor:
 
 def decoded(model: HybridModel, pieces: list[int]) -> Tensor:
     """Logits after each piece, FP32 [3, pieces, ids]."""
-    cache, done, found = model.new_cache(3, LENGTH), 0, []
-    for piece in pieces:
-        found.append(model(text()[:, done : done + piece], cache=cache).float())
-        done += piece
-    return torch.stack(found, 1)
+    cache = model.new_cache(3, LENGTH)
+    return torch.stack([model(piece, cache=cache).float() for piece in text().split(pieces, 1)], 1)
 
 
 @pytest.mark.parametrize("pieces", [[1] * LENGTH, [7, 13, 1, 19]], ids=["token by token", "pieces"])

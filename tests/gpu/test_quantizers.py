@@ -15,10 +15,7 @@ from megatron_fp4.quantization.microscaling import FusedMXFP8, PackedMXFP8
 from megatron_fp4.quantization.ms_eden import FusedMSEden, encode_ms_eden
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key, unpack_codes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 INF, NAN = float("inf"), float("nan")
 

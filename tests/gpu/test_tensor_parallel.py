@@ -20,10 +20,7 @@ from tests.distributed.test_linear_codes import calls_on, check_codes
 from tests.gpu.test_linear_cuda import RECIPES
 from tests.training.harness import launch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # Kernels that pack, kernels that do not, PyTorch on the GPU, and a linear without quantization. 256 tokens are whole
 # blocks of every format on each rank; 40 are not, and are gathered before they are quantized.
