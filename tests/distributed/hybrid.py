@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
@@ -22,9 +21,10 @@ from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
+from megatron_fp4.training.providers import TensorMicroBatch as MicroBatch
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from tests.training.harness import train_step
+from tests.training.harness import train_step, whole
 
 # Four of everything that tensor-parallel ranks divide among them. The rows of a group of in_proj, 16 + 16 + 8 + 8 + 2,
 # are no multiple of 16, as in the 12B model.
@@ -95,16 +95,6 @@ LAYOUTS = {
     "tp2_hsdp2": Layout(4, tensor=2, replicate=2),
     "hsdp2_dp2": Layout(4, replicate=2, reshard=True),
 }
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    index: int
-    tokens: Tensor
-    targets: Tensor
-    documents: Tensor | None = None
-    num_documents: int | None = None
-    num_targets: int | None = None
 
 
 @dataclass
@@ -231,10 +221,6 @@ def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator
 
 def operand(of: GemmOperand) -> tuple[Tensor, Tensor | None]:
     return of.unpacked().detach().clone(), None if of.scale is None else of.scale.clone()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor().detach().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,8 +29,6 @@ from tests.quantization import kernel_layout
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 TOKENS, IN, GROUPS, GROUP_ROWS = 128, 256, 8, 18
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -107,19 +104,20 @@ def one() -> dict[str, dict[str, Any]]:
     return launch(run, 1, 1, "nvfp4", False)[0]
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (8, True)])
-def test_codes_do_not_depend_on_the_tensor_parallel_size(tensor, sequence, one):
-    check_codes(launch(run, tensor, tensor, "nvfp4", sequence), one)
-
-
-def test_nor_do_those_of_mxfp8():
-    check_codes(launch(run, 4, 4, "mxfp8", True), launch(run, 1, 1, "mxfp8", False)[0])
-
-
-def test_nor_do_those_of_quartet_2():
-    """Groups of 128 output features lie within each rank, and slices of 128 tokens."""
-    long = functools.partial(run, tokens=256)
-    check_codes(launch(long, 2, 2, "quartet2", True), launch(long, 1, 1, "quartet2", False)[0])
+@pytest.mark.parametrize(
+    ("tensor", "precision", "sequence", "tokens"),
+    [
+        (2, "nvfp4", False, TOKENS),
+        (8, "nvfp4", True, TOKENS),
+        (4, "mxfp8", True, TOKENS),
+        (2, "quartet2", True, 256),  # groups of 128 output features lie within each rank, and slices of 128 tokens
+        (2, "nvfp4", True, 40),  # two ranks have 20 each, half a block, and gather them first
+    ],
+)
+def test_codes_do_not_depend_on_the_tensor_parallel_size(tensor, precision, sequence, tokens, one):
+    of = functools.partial(run, tokens=tokens)
+    whole = one if (precision, tokens) == ("nvfp4", TOKENS) else launch(of, 1, 1, precision, False)[0]
+    check_codes(launch(of, tensor, tensor, precision, sequence), whole)
 
 
 def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:
@@ -135,7 +133,6 @@ def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[
 @contextmanager
 def counted_messages(sent: list[Message]) -> Iterator[None]:
     """Every gather and scatter of tokens: what it was, and the bytes of the whole tensor."""
-    names = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 1}
 
     def counted(name: str, whole: int) -> Any:
         original = getattr(dist, name)
@@ -146,9 +143,7 @@ def counted_messages(sent: list[Message]) -> Iterator[None]:
 
         return mock.patch.object(dist, name, collective)
 
-    with ExitStack() as stack:
-        for name, whole in names.items():
-            stack.enter_context(counted(name, whole))
+    with counted(GATHER, 0), counted(SCATTER, 1):
         yield
 
 
@@ -171,12 +166,6 @@ def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
     columns, rows = (unpacked.count(name) for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))
     # Of every operand a second time by the test's own look.
     assert (columns, rows) == (2 * 3, 2 * (3 if keeps else 4))
-
-
-def test_slices_of_half_a_block_are_gathered_first():
-    """Of 40 tokens two ranks have 20 each: the same codes, draws included, as of one."""
-    one, *_ = launch(functools.partial(run, tokens=40), 1, 1, "nvfp4", False)
-    check_codes(launch(functools.partial(run, tokens=40), 2, 2, "nvfp4", True), one)
 
 
 def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str, Any]], rtol: float = 1e-5) -> None:

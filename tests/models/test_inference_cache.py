@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.attention import attend, attend_to_cache, split_heads
-from models.hybrid import HybridModel, InferenceCache
+from models.hybrid import HybridModel
 from models.mamba2 import causal_conv_silu, continued_conv_silu
 from models.ssd import ssd_scan_from
 from tests.models.builders import build, small_config
@@ -41,22 +39,14 @@ def model(request: pytest.FixtureRequest, mesh: ParallelMesh) -> HybridModel:
     return build(small_config(**PATTERNS[request.param], init_std=0.2), mesh)
 
 
-def by_pieces(model: HybridModel, tokens: Tensor, pieces: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """(tokens so far, logits of the last of them) after every piece."""
-    cache, done = model.new_cache(tokens.shape[0], sum(pieces)), 0
-    for piece in pieces:
-        logits = model(tokens[:, done : done + piece], cache=cache)
-        done += piece
-        yield done, logits
-
-
 @pytest.mark.parametrize("pieces", PIECES)
 def test_logits_are_those_of_the_whole(model: HybridModel, pieces: str) -> None:
-    tokens = text()
+    tokens, cache, done = text(), model.new_cache(3, LENGTH), 0
     with torch.no_grad():
         whole = model(tokens)
-    for done, logits in by_pieces(model, tokens, PIECES[pieces]):
-        torch.testing.assert_close(logits, whole[:, done - 1], rtol=0, atol=1e-5)
+    for piece in tokens.split(PIECES[pieces], 1):
+        done += piece.shape[1]
+        torch.testing.assert_close(model(piece, cache=cache), whole[:, done - 1], rtol=0, atol=1e-5)
 
 
 def test_rows_of_different_lengths(model: HybridModel) -> None:
@@ -90,29 +80,10 @@ def test_padding_after_the_end_of_a_full_cache(mesh: ParallelMesh) -> None:
     torch.testing.assert_close(logits[1], whole[1, 3], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("counts", "columns", "wrong"),
-    [
-        ([1], 1, "counts [1] do not say for 2 rows how many of 1 columns are tokens"),
-        ([3, 1], 2, "counts [3, 1] do not say for 2 rows how many of 2 columns"),
-        ([-1, 1], 2, "counts [-1, 1] do not say"),
-        ([1, 2], 2, "a text of 5 tokens does not fit a cache of max_length 4"),
-    ],
-)
-def test_what_does_not_fit_is_refused(counts: list[int], columns: int, wrong: str) -> None:
-    cache = InferenceCache([], 2, 4)
-    cache.advance([1, 3])
-    with pytest.raises(ValueError) as error:
-        cache.expect(counts, columns, torch.device("cpu"))
-    assert wrong in str(error.value)
-    assert cache.lengths == [1, 3]
+# The functions, in FP64.
 
 
-# ---------------------------------------------------------------------------------------------- the functions, in FP64
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("pieces", [[1] * 45, [3, 8, 1, 33]], ids=str)
+@pytest.mark.parametrize(("pieces", "groups"), [([1] * 45, 2), ([3, 8, 1, 33], 1), ([3, 8, 1, 33], 4)])
 def test_the_scan_continues_from_a_state(pieces: list[int], groups: int) -> None:
     x, dt, a, b, c = (t.detach() for t in scan_tensors(45, groups=groups, dt_max=1.0))
     expected = ssd_recurrence(x, dt, a, b, c)

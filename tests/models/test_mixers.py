@@ -9,10 +9,22 @@ import torch.nn.functional as F
 from models.attention import qkv_order
 from models.mamba2 import mamba_conv_order, mamba_in_proj_order
 from models.mixer import group_major_order
-from models.mlp import squared_relu
 from models.positions import apply_rope, rope_tables
 from tests.models.builders import build, fp64_parameters, local, relative_error, small_config
 from tests.models.recurrence import ssd_recurrence
+
+
+def compare(mixer, reference, config, length, tolerance=1e-5):
+    """Values and gradients of two sequences with those of `reference` in FP64."""
+    x = torch.randn(2 * length, config.hidden_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x64, weights = x.detach().double().requires_grad_(), fp64_parameters(mixer)
+    y, expected = mixer(x, length), reference(x64, weights, config, length)
+    y.sin().sum().backward()
+    expected.sin().sum().backward()
+    assert relative_error(y, expected) < 1e-5
+    assert relative_error(x.grad, x64.grad) < 1e-5
+    for name, parameter in mixer.named_parameters():
+        assert relative_error(local(parameter.grad), weights[name].grad) < tolerance, name
 
 
 def attention_reference(x, weights, config, length):
@@ -37,15 +49,7 @@ def attention_reference(x, weights, config, length):
 def test_equals_attention_written_out(mesh, kv_heads, rope):
     config = small_config(pattern="*", num_kv_heads=kv_heads, rope=rope, init_std=0.2)
     mixer = build(config, mesh).blocks[0].mixer
-    x = torch.randn(2 * 11, config.hidden_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    x64, weights = x.detach().double().requires_grad_(), fp64_parameters(mixer)
-    y, expected = mixer(x, 11), attention_reference(x64, weights, config, 11)
-    y.sin().sum().backward()
-    expected.sin().sum().backward()
-    assert relative_error(y, expected) < 1e-5
-    assert relative_error(x.grad, x64.grad) < 1e-5
-    for name, parameter in mixer.named_parameters():
-        assert relative_error(local(parameter.grad), weights[name].grad) < 1e-5, name
+    compare(mixer, attention_reference, config, 11)
 
 
 def mamba_reference(x, weights, config, length):
@@ -84,36 +88,16 @@ def test_equals_the_mixer_written_out(mesh, groups, length):
     config = small_config(pattern="M", mamba_num_groups=groups, init_std=0.2)
     mixer = build(config, mesh).blocks[0].mixer
     randomize(mixer)
-    x = torch.randn(2 * length, config.hidden_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    x64, weights = x.detach().double().requires_grad_(), fp64_parameters(mixer)
-    y, expected = mixer(x, length), mamba_reference(x64, weights, config, length)
-    y.sin().sum().backward()
-    expected.sin().sum().backward()
-    assert relative_error(y, expected) < 1e-5
-    assert relative_error(x.grad, x64.grad) < 1e-5
-    for name, parameter in mixer.named_parameters():
-        assert relative_error(local(parameter.grad), weights[name].grad) < 1e-4, name
+    compare(mixer, mamba_reference, config, length, tolerance=1e-4)
 
 
-def test_squared_relu():
-    x = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64, requires_grad=True)
-    assert squared_relu(x).tolist() == [0.0, 0.0, 9.0]
-    assert torch.autograd.grad(squared_relu(x).sum(), x)[0].tolist() == [0.0, 0.0, 6.0]
+def ffn_reference(x, weights, config, length):
+    return (x @ weights["up_proj.weight"].t()).relu().square() @ weights["down_proj.weight"].t()
 
 
 def test_equals_the_ffn_written_out(mesh):
     config = small_config(pattern="-")
-    mixer = build(config, mesh).blocks[0].mixer
-    x = torch.randn(10, config.hidden_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    x64, weights = x.detach().double().requires_grad_(), fp64_parameters(mixer)
-    y = mixer(x, 5)
-    expected = (x64 @ weights["up_proj.weight"].t()).relu().square() @ weights["down_proj.weight"].t()
-    y.sin().sum().backward()
-    expected.sin().sum().backward()
-    assert relative_error(y, expected) < 1e-6
-    assert relative_error(x.grad, x64.grad) < 1e-6
-    for name, parameter in mixer.named_parameters():
-        assert relative_error(local(parameter.grad), weights[name].grad) < 1e-6, name
+    compare(build(config, mesh).blocks[0].mixer, ffn_reference, config, 5)
 
 
 def test_order_of_two_groups():

@@ -38,18 +38,14 @@ def turned_back(z: Tensor, signs: Tensor) -> Tensor:
     return (random_hadamard_transform(tiles, 128, torch.ones(128)) * signs.double()).flatten(-2)
 
 
-def nearest_even(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    return grid[nearest(values, grid)]
-
-
 def restated(z: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """Codes [rows, cols] and scales [rows, cols / 16] of z, and the factor of values, from the paper, in double."""
     largest = 6 / (17 / 16 * 0.93)
     g = np.abs(z).max() / (256 * largest)
     blocks = z.reshape(len(z), -1, 8, 16)
-    scales = nearest_even(np.abs(blocks).max(-1) / (largest * g), E4M3)
+    scales = E4M3[nearest(np.abs(blocks).max(-1) / (largest * g), E4M3)]
     u = np.divide(blocks, (scales * g)[..., None], where=(scales > 0)[..., None], out=np.zeros_like(blocks))
-    codes = np.copysign(nearest_even(np.minimum(np.abs(u), 6), E2M1[:8]), u)
+    codes = np.copysign(E2M1[nearest(np.minimum(np.abs(u), 6), E2M1[:8])], u)
     divisor = (u * codes).sum((-1, -2))
     c = np.where(divisor == 0, 1, (u * u).sum((-1, -2)) / np.where(divisor == 0, 1, divisor))
     corrected = scales * c[..., None]

@@ -14,17 +14,12 @@ from tests.quantization import oracle
 from tests.quantization.cases import NAMES, check_unbiased, close_in_single, codes_of, scales_of, tensors
 
 INF, NAN = float("inf"), float("nan")
+SQUARED = {"four_over_six": True, "four_over_six_error": "squared"}
 # Name -> format, oracle, width of a block, keywords of the quantizer and of the oracle.
 FORMATS: dict[str, tuple[str, Callable[..., oracle.Quantized], int, dict[str, Any], dict[str, Any]]] = {
     "nvfp4": ("nvfp4", oracle.nvfp4, 16, {}, {}),
     "four over six": ("nvfp4", oracle.nvfp4, 16, {"four_over_six": True}, {"four_over_six": True}),
-    "four over six, squares": (
-        "nvfp4",
-        oracle.nvfp4,
-        16,
-        {"four_over_six": True, "four_over_six_error": "squared"},
-        {"four_over_six": True, "squared": True},
-    ),
+    "four over six, squares": ("nvfp4", oracle.nvfp4, 16, SQUARED, {"four_over_six": True, "squared": True}),
     "mxfp4": ("mxfp4", oracle.mxfp4, 32, {}, {}),
     "mxfp8": ("mxfp8", oracle.mxfp8, 32, {}, {}),
     "fp8": ("fp8", oracle.fp8, 128, {}, {}),
@@ -103,17 +98,14 @@ def test_shards_have_the_codes_of_the_whole(name: str) -> None:
     """With the maximum of the whole, and, rounded stochastically, their slice of the draws."""
     x = torch.from_numpy(tensors(64, 256)["gauss"])
     shared = {"amax": x.abs().max()} if FORMATS[name][0] == "nvfp4" else {}
+    place = {"row_offset": 32, "column_offset": 128}
     for rounding in ("nearest",) if name == "mxfp8" else ("nearest", "stochastic"):
-        settings = {} if name == "mxfp8" else {"rounding": rounding}
-        keys = [{} if name == "mxfp8" else {"key": rounding_key(1, **at)} for at in ({}, PLACE)]
-        whole = codes_in(name, quantized(name, x, **settings, **keys[0]))[32:, 128:]
-        assert np.array_equal(codes_in(name, quantized(name, x[32:, 128:], **settings, **keys[1], **shared)), whole)
+        first, placed = ({"rounding": rounding, "key": rounding_key(1, **at)} for at in ({}, place))
+        whole = codes_in(name, quantized(name, x, **first))[32:, 128:]
+        assert np.array_equal(codes_in(name, quantized(name, x[32:, 128:], **placed, **shared)), whole)
         if rounding == "stochastic":
-            unplaced = quantized(name, x[32:, 128:], **settings, **keys[0], **shared)
+            unplaced = quantized(name, x[32:, 128:], **first, **shared)
             assert not np.array_equal(codes_in(name, unplaced), whole)
-
-
-PLACE = {"row_offset": 32, "column_offset": 128}
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
@@ -145,13 +137,6 @@ def test_stochastic_rounding_of_fp8_is_unbiased_down_to_subnormals() -> None:
         assert set(values[:, column].unique().tolist()) <= {low, high}
         share = (point - low) / (high - low)
         assert abs(values[:, column].mean().item() - point) < 4 * (high - low) * (share * (1 - share) / 1024) ** 0.5
-
-
-def test_stochastic_rounding_of_tiny_gradients_is_not_all_zero() -> None:
-    x = torch.full((64, 64), 1e-12)
-    x[:, 0] = 3e-11  # the rest lies at a fifth, far below the first code
-    others = quantize_nvfp4(x, rounding="stochastic", key=rounding_key(0)).dequantize()[:, 1:16]
-    assert 0.3 < (others > 0).float().mean() < 0.5 and abs(others.mean().item() / 1e-12 - 1) < 0.1
 
 
 def test_without_a_key_stochastic_rounding_follows_torch() -> None:
@@ -187,15 +172,6 @@ def test_nvfp4_computes_in_the_papers_order(monkeypatch: pytest.MonkeyPatch, nam
             made = quantize_nvfp4(torch.from_numpy(x))
             assert np.array_equal(codes_of(made), right.codes) and np.array_equal(scales_of(made), right.scales)
     assert differ >= 3
-
-
-def test_values_are_divided_last_wherever_that_is_finite() -> None:
-    x = torch.from_numpy(tensors(32, 64)["gauss"])
-    for exponent in range(-149, 128, 3):
-        made = quantize_nvfp4(x, amax=torch.tensor(1.7 * 2.0**exponent))
-        product = made.block_values() * made.amax
-        finite = product.isfinite()
-        assert torch.equal(made.dequantize()[finite], (product / torch.tensor(2688.0))[finite])
 
 
 # Edges.
