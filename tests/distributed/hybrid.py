@@ -21,7 +21,7 @@ from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
-from megatron_fp4.training.providers import TensorMicroBatch as MicroBatch
+from megatron_fp4.training.providers import MicroBatch
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.training.harness import train_step, whole
