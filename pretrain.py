@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 
 from data import provider as data
-from exchange.exports import Exports, check_exports, last_exportable
+from exchange.exports import Exports, last_exportable
 from inference.prompts import Prompts
 from megatron_fp4.checkpoint.find import check_initialization, check_resume
 from megatron_fp4.config.checks import check_launch
@@ -92,7 +92,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         Spikes(config.spikes),  # answered after the step's record
         Validation(),  # after a rollback, before a save
         Prompts() if config.validation.prompts else None,
-        Exports(last_exportable(config, plans_of(config, models))),
+        Exports(last_exportable(config, plans_of(config, models))) if config.checkpoint.export_interval else None,
         Summary(),
         MemoryHistory() if config.logging.profile_steps else None,
         Profile() if config.logging.profile_steps else None,  # innermost: it sees the step alone
@@ -145,7 +145,8 @@ def configure(overrides: list[str]) -> Config:
     check(config, models, data, world_size(), device_type)
     check_resume(config)
     check_initialization(config)
-    check_exports(config, plans_of(config, models))
+    if config.checkpoint.export_interval:
+        last_exportable(config, plans_of(config, models))
     check_baseline(config)
     if not config.run.dry:  # before any rank waits for others
         execution_of(config, models)

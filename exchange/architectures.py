@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class Section:
         return self.name.removesuffix(".weight")
 
     def published(self, ours: Tensor) -> Tensor:
-        """Of our whole parameter: this tensor, contiguous, in the dtype and with the columns of ours."""
-        return (ours if self.rows is None else ours[self.rows]).contiguous()
+        """Of our whole parameter: this tensor, contiguous, in the dtype of ours."""
+        return (ours if self.rows is None else ours[self.rows]).contiguous().view(self.shape)
 
 
 Sections = Mapping[str, Sequence[Section]]
@@ -168,94 +168,63 @@ def _mamba(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Sectio
     }
 
 
-@dataclass(frozen=True)
-class _ConfigKeys:
-    """How an architecture's config.json relates to ours. keys: our setting -> its key. fixed: what it must have, or
-    leave out, for a model to be ours. defaults: what transformers takes a key for that is not there. others: key ->
-    what it is called in configurations of others, where it is not there."""
-
-    keys: Mapping[str, str]
-    fixed: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    others: Mapping[str, str] = field(default_factory=dict)
-
-
-_COMMON = {
-    "vocab_size": "vocab_size",
-    "hidden_dim": "hidden_size",
-    "ffn_dim": "intermediate_size",
-    "num_query_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "init_std": "initializer_range",
+# Our setting -> its key in config.json, and what transformers takes it for where it is not there (None: follows from
+# other keys).
+_ARCEE_KEYS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", 32000),
+    "hidden_dim": ("hidden_size", 2560),
+    "ffn_dim": ("intermediate_size", 18432),
+    "num_query_heads": ("num_attention_heads", 32),
+    "num_kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None),
+    "init_std": ("initializer_range", 0.02),
+    "norm_eps": ("rms_norm_eps", 1e-5),
 }
-_CONFIGS = {
-    ARCEE: _ConfigKeys(
-        {**_COMMON, "norm_eps": "rms_norm_eps"},
-        {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
-        {
-            "vocab_size": 32000,
-            "hidden_size": 2560,
-            "intermediate_size": 18432,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "rms_norm_eps": 1e-5,
-            "initializer_range": 0.02,
-        },
-    ),
-    NEMOTRON_H: _ConfigKeys(
-        {
-            **_COMMON,
-            "norm_eps": "layer_norm_epsilon",
-            "mamba_num_heads": "mamba_num_heads",
-            "mamba_head_dim": "mamba_head_dim",
-            "mamba_num_groups": "n_groups",
-            "mamba_state_dim": "ssm_state_size",
-            "mamba_conv_width": "conv_kernel",
-            "mamba_chunk_size": "chunk_size",
-        },
-        {
-            "mlp_hidden_act": "relu2",
-            "mamba_hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "use_bias": False,
-            "mamba_proj_bias": False,
-            "use_conv_bias": True,
-            "tie_word_embeddings": False,
-            "residual_in_fp32": False,
-            "num_nextn_predict_layers": 0,
-            "sliding_window": None,
-        },
-        {
-            "vocab_size": 131072,
-            "hidden_size": 4096,
-            "intermediate_size": 21504,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "ssm_state_size": 128,
-            "conv_kernel": 4,
-            "chunk_size": 128,
-            "layer_norm_epsilon": 1e-5,
-            "initializer_range": 0.02,
-        },
-        {"head_dim": "attention_head_dim", "layer_norm_epsilon": "rms_norm_eps"},
-    ),
+_NEMOTRON_H_KEYS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", 131072),
+    "hidden_dim": ("hidden_size", 4096),
+    "ffn_dim": ("intermediate_size", 21504),
+    "num_query_heads": ("num_attention_heads", 32),
+    "num_kv_heads": ("num_key_value_heads", 8),
+    "head_dim": ("head_dim", 128),
+    "init_std": ("initializer_range", 0.02),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "mamba_num_heads": ("mamba_num_heads", 128),
+    "mamba_head_dim": ("mamba_head_dim", 64),
+    "mamba_num_groups": ("n_groups", 8),
+    "mamba_state_dim": ("ssm_state_size", 128),
+    "mamba_conv_width": ("conv_kernel", 4),
+    "mamba_chunk_size": ("chunk_size", 128),
 }
+_KEYS = {ARCEE: _ARCEE_KEYS, NEMOTRON_H: _NEMOTRON_H_KEYS}
+# What a key must have, or be left out, for a model to be ours.
+_FIXED = {
+    ARCEE: {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+    NEMOTRON_H: {
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_bias": False,
+        "mamba_proj_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": False,
+        "residual_in_fp32": False,
+        "num_nextn_predict_layers": 0,
+        "sliding_window": None,
+    },
+}
+# A nemotron_h's key -> what it is called in configurations of others, where it is not there.
+_OTHER_NAMES = {"head_dim": "attention_head_dim", "layer_norm_epsilon": "rms_norm_eps"}
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """What config.json says of the model. Raises ValueError as `architecture_of` does."""
     name = architecture_of(config)
-    known = _CONFIGS[name]
     described = {
         "model_type": name,
-        **{theirs: getattr(config, ours) for ours, theirs in known.keys.items()},
-        **{key: value for key, value in known.fixed.items() if value is not None},
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in _KEYS[name].items()},
+        **{key: value for key, value in _FIXED[name].items() if value is not None},
         "attention_dropout": 0.0,
     }
     if name == ARCEE:
@@ -290,12 +259,13 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
     """Our `model` settings of a config.json. Raises ValueError for what we have not, naming key and value."""
     name = found.get("model_type")
-    if name not in _CONFIGS:
-        raise ValueError(f"model_type={name} cannot be imported; {', '.join(_CONFIGS)} can")
-    known = _CONFIGS[name]
-    renamed = {key: found[other] for key, other in known.others.items() if other in found}
-    config = {**known.defaults, **renamed, **found}
-    for key, value in known.fixed.items():
+    if name not in _KEYS:
+        raise ValueError(f"model_type={name} cannot be imported; {', '.join(_KEYS)} can")
+    config = {theirs: default for theirs, default in _KEYS[name].values() if default is not None}
+    if name == NEMOTRON_H:
+        config |= {key: found[other] for key, other in _OTHER_NAMES.items() if other in found}
+    config |= found
+    for key, value in _FIXED[name].items():
         if config.get(key, value) != value:
             raise ValueError(f"{key}={config[key]}, where only {value} can be imported")
     if name == ARCEE:
@@ -307,7 +277,7 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
         config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
         theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-        special = {"pattern": "*-" * config["num_hidden_layers"], "rope": True, "rope_base": float(theta)}
+        special = {"pattern": "*-" * config.get("num_hidden_layers", 32), "rope": True, "rope_base": float(theta)}
     else:
         # JSON has no infinity: transformers writes {"__float__": "Infinity"}.
         given = config.get("time_step_limit") or (0.0, math.inf)
@@ -315,7 +285,9 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
         if limits != [0.0, math.inf]:
             raise ValueError(f"time_step_limit={limits}; training here does not clamp the step sizes of Mamba-2")
         special = {"pattern": _pattern(config), "rope": False}
-    return special | {ours: config[theirs] for ours, theirs in known.keys.items() if config.get(theirs) is not None}
+    return special | {
+        ours: config[theirs] for ours, (theirs, _) in _KEYS[name].items() if config.get(theirs) is not None
+    }
 
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}

@@ -32,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from exchange.architectures import architecture_of
 from exchange.nvfp4 import TrainedPlan, refusal
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.saves import SaveReport
-from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.training.optimizer import WSDSchedule
@@ -49,7 +49,7 @@ from megatron_fp4.training.trainer import Callback, Step
 
 logger = logging.getLogger(__name__)
 
-FOLDER, RECORD = "exports", "made_from.json"
+RECORD = "made_from.json"
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "convert.py"
 OPTIONS: dict[str, tuple[str, ...]] = {
     "bf16": ("--dtype", "bfloat16"),
@@ -64,25 +64,16 @@ _OF_RANKS = re.compile(
 )
 
 
-def check_exports(config: Config, plans: tuple[Plan, Plan | None]) -> None:
-    """Raise ConfigError for exports that a run cannot make, or settings of exports that do nothing.
+def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | None:
+    """The last step whose checkpoint has what `checkpoint.export_format` wants, of a run with an export interval; None
+    if all have, or if a measurement decides. Raises ConfigError for exports that the run cannot make.
 
     plans: of the run, before and after the precision switch.
     """
-    settings, steps = config.checkpoint, config.train.steps
-    interval, chosen = settings.export_interval, settings.export_format
-    if interval > steps:
-        raise ConfigError(
-            f"checkpoint.export_interval={interval} does nothing in a run of train.steps={steps}; give {steps} or less"
-        )
-    if not interval:
-        if chosen != CheckpointConfig().export_format:
-            raise ConfigError(
-                f"checkpoint.export_format={chosen} does nothing without exports; give checkpoint.export_interval, "
-                f"such as {steps}"
-            )
-        return
+    interval, chosen, steps = config.checkpoint.export_interval, config.checkpoint.export_format, config.train.steps
     key = f"checkpoint.export_interval={interval}"
+    if interval > steps:
+        raise ConfigError(f"{key} does nothing in a run of train.steps={steps}; give {steps} or less")
     if importlib.util.find_spec("safetensors") is None:
         raise ConfigError(f'{key} needs packages of an extra: pip install "megatron_fp4[hf]", or leave it out')
     try:
@@ -90,30 +81,32 @@ def check_exports(config: Config, plans: tuple[Plan, Plan | None]) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     if not chosen.startswith("nvfp4"):
-        return
-    if problem := refusal(_trained(config, plans[0])):
+        return None
+    dtype, tensor = getattr(torch, config.precision.compute_dtype), config.parallel.tensor
+    before, after = plans
+    if problem := refusal(TrainedPlan(before, dtype, tensor)):
         raise ConfigError(f"checkpoint.export_format={chosen}: {problem}; give checkpoint.export_format=bf16")
-    last = last_exportable(config, plans)
-    if last is not None and interval > last:
+    if after is None or TrainedPlan(after, dtype, tensor).fp4():
+        return None
+    last = WSDSchedule.of(config).switch_step(config.precision.switch.when)
+    if last is None or last >= steps:
+        return None
+    if interval > last:
         raise ConfigError(
             f"checkpoint.export_format={chosen}: step {interval} is after the precision switch (before step "
             f"{last + 1}), which ends NVFP4 in the forward pass; give checkpoint.export_format=bf16, or an interval of "
             f"at most {last}"
         )
+    return last
 
 
-def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | None:
-    """The last step whose checkpoint has what `checkpoint.export_format` wants; None if all have, or if a measurement
-    decides."""
-    after, switch = plans[1], config.precision.switch
-    if not config.checkpoint.export_format.startswith("nvfp4") or after is None or _trained(config, after).fp4():
-        return None
-    step = WSDSchedule.of(config).switch_step(switch.when)
-    return None if step is None or step >= config.train.steps else step
+class _Running(NamedTuple):
+    """An export that is being written. output: what it says."""
 
-
-def _trained(config: Config, plan: Plan) -> TrainedPlan:
-    return TrainedPlan(plan, getattr(torch, config.precision.compute_dtype), config.parallel.tensor)
+    step: int
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    began: float
 
 
 class Exports(Callback):
@@ -124,7 +117,7 @@ class Exports(Callback):
         self._last = last
         self._wanted: set[int] = set()
         self._waiting: list[int] = []
-        self._running: tuple[int, _Process] | None = None
+        self._running: _Running | None = None
 
     def lacking(self, done: int) -> list[str]:
         """Exports that are still to be made."""
@@ -133,9 +126,8 @@ class Exports(Callback):
     def start(self, done: int) -> None:
         """Make what is missing of the checkpoints up to `done` steps."""
         self.trainer.checkpointer.saves.needed = self.protected
-        for step in self._missing(done):
-            self._wanted.add(step)
-            self._waiting.append(step)
+        self._waiting = self._missing(done)
+        self._wanted.update(self._waiting)
         self._poll()
 
     def after_step(self, step: Step) -> None:
@@ -164,13 +156,11 @@ class Exports(Callback):
     def finish(self, done: int, stop: Callable[[], bool]) -> bool:
         """Wait for all exports of a finished run; of one that has stopped, end what is being written. A collective of
         training's own group, by which ranks wait for the first one."""
-        if not self._settings.export_interval:
-            return True
         trainer, pause, said = self.trainer, 0.02, False
         trainer.progress.at(done, "export")
         while True:
             self._poll()
-            left = [*([self._running[0]] if self._running else []), *self._waiting]
+            left = [*([self._running.step] if self._running else []), *self._waiting]
             flags = [float(bool(left)), float(done < trainer.config.train.steps or stop())]
             agreed = torch.tensor(flags, device=trainer.mesh.device)
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
@@ -193,9 +183,12 @@ class Exports(Callback):
         """End what is being written, for the next start to make."""
         broken_off, self._waiting = self._waiting, []
         if self._running is not None:
-            step, process = self._running
+            step, process, output, _ = self._running
             self._running = None
-            process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            output.close()
             folder = self._folder(step)
             shutil.rmtree(folder.with_name(f"{folder.name}.tmp"), ignore_errors=True)
             broken_off = [step, *broken_off]
@@ -204,18 +197,12 @@ class Exports(Callback):
 
     def due(self, step: int) -> bool:
         """Whether the checkpoint of `step` steps is to be exported; the same on all ranks."""
-        if step == 0 or (self._last is not None and step > self._last):
-            return False
-        interval = self._settings.export_interval
-        return interval > 0 and step % interval == 0
+        exportable = step > 0 and (self._last is None or step <= self._last)
+        return exportable and step % self.trainer.config.checkpoint.export_interval == 0
 
     def protected(self) -> set[str]:
         """The names of checkpoints that are still to be exported. Any thread may ask."""
         return {files.folder_name(step) for step in self._wanted.copy()}
-
-    @property
-    def _settings(self) -> CheckpointConfig:
-        return self.trainer.config.checkpoint
 
     @property
     def _is_first_rank(self) -> bool:
@@ -226,7 +213,7 @@ class Exports(Callback):
         return Path(self.trainer.config.run.dir).absolute() / "checkpoints"
 
     def _folder(self, step: int) -> Path:
-        return self._checkpoints.with_name(FOLDER) / files.folder_name(step)
+        return self._checkpoints.with_name("exports") / files.folder_name(step)
 
     def _missing(self, start: int) -> list[int]:
         """Steps whose checkpoint is there and has no export made of it. A folder without a record of what it was made
@@ -250,30 +237,53 @@ class Exports(Callback):
         except OSError:
             return None
         digest = hashlib.sha256(manifest).hexdigest()
-        return {"step": step, "manifest_sha256": digest, "format": self._settings.export_format}
+        return {"step": step, "manifest_sha256": digest, "format": self.trainer.config.checkpoint.export_format}
 
     def _poll(self) -> None:
         """Take note of an export that has ended, and start one that waits."""
-        if self._running is not None and self._running[1].ended:
-            (step, process), self._running = self._running, None
-            error = process.close()
-            try:
-                if error is None:
+        if self._running is not None and self._running.process.poll() is not None:
+            (step, process, output, began), self._running = self._running, None
+            with output:
+                output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
+                lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+            error = None
+            if process.returncode != 0:
+                error = lines[-1] if lines else f"it ended with code {process.returncode} and said nothing"
+            else:
+                try:
                     files.write_file(self._folder(step) / RECORD, json.dumps(self._record(step), indent=1) + "\n")
-            except OSError as failure:
-                error = str(failure)
+                except OSError as failure:
+                    error = str(failure)
             if error is not None:
                 self._failed(step, error)
             else:
                 self._wanted.discard(step)
-                self.trainer.log.exported(step, self._folder(step), self._settings.export_format, process.seconds)
+                form = self.trainer.config.checkpoint.export_format
+                self.trainer.log.exported(step, self._folder(step), form, time.monotonic() - began)
         while self._running is None and self._waiting:
             step = self._waiting.pop(0)
             try:
                 move_aside(self._folder(step))
-                self._running = step, _Process(self._arguments(step))
+                self._running = self._begun(step)
             except OSError as error:
                 self._failed(step, str(error))
+
+    def _begun(self, step: int) -> _Running:
+        """scripts/convert.py with the lowest priority, without a GPU and without what a launcher tells ranks, in the
+        run's own working directory, where the paths of its configuration are true. Raises OSError."""
+        environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
+        paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+        output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(SCRIPT), *self._arguments(step), "--beside", str(os.getpid())],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a signal from the terminal is for the run to obey
+        )
+        return _Running(step, process, output, time.monotonic())
 
     def _failed(self, step: int, error: str) -> None:
         self._wanted.discard(step)
@@ -283,9 +293,9 @@ class Exports(Callback):
         self.trainer.log.export_failed(step, error, shlex.join([*command, *self._arguments(step)]))
 
     def _arguments(self, step: int) -> list[str]:
-        checkpoint = self._checkpoints / files.folder_name(step)
-        how = [*OPTIONS[self._settings.export_format], "--trust-config"]  # the run is the user's own
-        return ["export-hf", str(checkpoint), str(self._folder(step)), *how]
+        how = OPTIONS[self.trainer.config.checkpoint.export_format]
+        places = str(self._checkpoints / files.folder_name(step)), str(self._folder(step))
+        return ["export-hf", *places, *how, "--trust-config"]  # the run is the user's own
 
     def _prune(self) -> None:
         """Remove the checkpoints that were kept for their exports alone; no save is on its way."""
@@ -293,56 +303,6 @@ class Exports(Callback):
         if self._is_first_rank:
             try:
                 newest = self._checkpoints / (files.read_pointer(self._checkpoints) or "")
-                files.prune(self._checkpoints, self._settings.keep, just_made=newest)
+                files.prune(self._checkpoints, self.trainer.config.checkpoint.keep, just_made=newest)
             except OSError as error:
                 logger.warning("old checkpoints under %s could not be removed: %s", self._checkpoints, error)
-
-
-class _Process:
-    """scripts/convert.py with the lowest priority, without a GPU and without what a launcher tells ranks, in the run's
-    own working directory, where the paths of its configuration are true. Raises OSError if it cannot be started."""
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
-        paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        self._began = time.monotonic()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SCRIPT), *arguments, "--beside", str(os.getpid())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a signal from the terminal is for the run to obey
-            )
-        except OSError:
-            self._output.close()
-            raise
-
-    @property
-    def seconds(self) -> float:
-        """Since it was started."""
-        return time.monotonic() - self._began
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has come to its end."""
-        return self._process.poll() is not None
-
-    def close(self) -> str | None:
-        """After its end: why there is no export, by its last line; None if there is one."""
-        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 4096))
-        lines = [line.strip() for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
-        self._output.close()
-        if (code := self._process.returncode) == 0:
-            return None
-        return lines[-1] if lines else f"it ended with code {code} and said nothing"
-
-    def kill(self) -> None:
-        """End it, and what it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._output.close()

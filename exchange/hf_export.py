@@ -135,7 +135,7 @@ def _encoded(
                 yield from nvfp4.layout.tensors(part.module, codes, amax).items()
         else:
             for part in parts:
-                values = part.published(ours).view(part.shape)
+                values = part.published(ours)
                 yield part.name, values if part.fp32 else values.to(dtype)
         progress(written := written + ours.numel(), total)
 

@@ -162,7 +162,7 @@ def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, layers: Layers, progress
     for parameter in parameters(config, layers):
         values = checkpoint.tensor(parameter.name)
         for section in parameter.sections:
-            piece = section.published(values).view(section.shape).to(torch.float32 if section.fp32 else dtype)
+            piece = section.published(values).to(torch.float32 if section.fp32 else dtype)
             offsets = [0] * piece.dim()
             if parameter.layer is not None:
                 piece, offsets = piece[None], [parameter.layer[0], *offsets]

@@ -10,8 +10,7 @@ framework.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,22 +30,35 @@ TOLERANCE = 1e-5
 _WINDOWS = 64
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """The held-out sets of a run, and what their losses are measured by."""
 
     sets: Sequence[ValidationSet]
     yardsticks: Mapping[str, Yardstick]
     micro_batch_size: int
 
-    @property
-    def targets(self) -> int:
-        """That count, over all sets."""
-        return sum(yardstick.targets for yardstick in self.yardsticks.values())
+    def losses(
+        self, rows: int, score: Callable[[Any], tuple[float, int]], progress: Progress | None
+    ) -> dict[str, float]:
+        """Mean loss by set, in nats, from `score` of each batch of `rows` windows: (sum of losses, number of
+        targets)."""
+        total = sum(held_out.num_samples for held_out in self.sets)
+        done, losses = 0, {}
+        for held_out in self.sets:
+            loss, count = 0.0, 0
+            for batch in held_out.batches(rows, 0, 1):
+                more = score(batch)
+                loss, count = loss + more[0], count + more[1]
+                done += len(batch.tokens)
+                if progress is not None:
+                    progress(done, total)
+            if not count:
+                raise ValueError(f"validation source {held_out.name!r} has no tokens that count; give it data")
+            losses[held_out.name] = loss / count
+        return losses
 
 
-@dataclass(frozen=True)
-class Losses:
+class Losses(NamedTuple):
     """Mean loss per target that counts, in nats, by set. exact: whether it has to agree with the framework's in FP32;
     None for that itself, and for what is only shown."""
 
@@ -82,17 +94,14 @@ def framework_losses(
         lower_weights(model, dtype)
 
     def score(batch: Any) -> tuple[float, int]:
-        options: dict[str, Any] = {}
-        if batch.documents is not None:
-            options = {"documents": batch.documents.to(device), "num_documents": batch.num_documents}
-        if batch.num_targets is not None:
-            options["num_targets"] = batch.num_targets
+        documents = None if batch.documents is None else batch.documents.to(device)
+        options: dict[str, Any] = {"num_documents": batch.num_documents, "num_targets": batch.num_targets}
         count = batch.targets.numel() if batch.num_targets is None else batch.num_targets
         with torch.no_grad():
-            loss: Tensor = model(batch.tokens.to(device), batch.targets.to(device), **options)
+            loss: Tensor = model(batch.tokens.to(device), batch.targets.to(device), documents, **options)
         return float(loss.double()) * count, count
 
-    return _means(windows, windows.micro_batch_size, score, progress)
+    return windows.losses(windows.micro_batch_size, score, progress)
 
 
 def folder_losses(opened: OpenedFolder, windows: Windows, progress: Progress | None = None) -> dict[str, float]:
@@ -108,7 +117,7 @@ def folder_losses(opened: OpenedFolder, windows: Windows, progress: Progress | N
         scored = scorer.score(list(rows_of(batch.tokens, batch.targets, batch.documents)))
         return -sum(float(row.log_probs.sum()) for row in scored), sum(len(row.log_probs) for row in scored)
 
-    return _means(windows, _WINDOWS, score, progress)
+    return windows.losses(_WINDOWS, score, progress)
 
 
 def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterator[Row]:
@@ -127,26 +136,6 @@ def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterat
             start = end
 
 
-def _means(
-    windows: Windows, batch_size: int, score: Callable[[Any], tuple[float, int]], progress: Progress | None
-) -> dict[str, float]:
-    """By set, from `score` of each batch: (sum of losses in nats, number of targets)."""
-    total = sum(held_out.num_samples for held_out in windows.sets)
-    done, losses = 0, {}
-    for held_out in windows.sets:
-        loss, count = 0.0, 0
-        for batch in held_out.batches(batch_size, 0, 1):
-            more = score(batch)
-            loss, count = loss + more[0], count + more[1]
-            done += len(batch.tokens)
-            if progress is not None:
-                progress(done, total)
-        if not count:
-            raise ValueError(f"validation source {held_out.name!r} has no tokens that count; give it data")
-        losses[held_out.name] = loss / count
-    return losses
-
-
 def recorded_losses(checkpoint: Checkpoint) -> dict[str, float] | None:
     """What the run's own metrics.jsonl says for the checkpoint's step; None if there is no such record."""
     record = last_validation(checkpoint.folder.absolute().parent.parent, checkpoint.step)
@@ -156,21 +145,19 @@ def recorded_losses(checkpoint: Checkpoint) -> dict[str, float] | None:
 
 def agreement_table(windows: Windows, reference: Losses, others: Sequence[Losses]) -> str:
     """Losses in nats and in bits per byte, and how far each is from the reference."""
-    names = [held_out.name for held_out in windows.sets]
-    header = [
-        "validation loss",
-        *(f"{name}{what}" for name in names for what in (", nats", ", bits/byte", " less FP32")),
+    columns = [
+        f"{held_out.name}{what}" for held_out in windows.sets for what in (", nats", ", bits/byte", " less FP32")
     ]
     rows = []
     for losses in (*others, reference):
         cells = [losses.title]
-        for name in names:
-            loss = losses.nats[name]
+        for held_out in windows.sets:
+            loss, name = losses.nats[held_out.name], held_out.name
             bits = windows.yardsticks[name].bits_per_byte(loss)
             apart = "" if losses is reference else f"{loss - reference.nats[name]:+.1e}"
             cells += [f"{loss:.6f}", "-" if bits is None else f"{bits:.6f}", apart]
         rows.append(cells)
-    return markdown(header, rows, left=1)
+    return markdown(["validation loss", *columns], rows, left=1)
 
 
 def furthest(reference: Losses, losses: Losses) -> float:

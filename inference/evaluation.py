@@ -30,8 +30,8 @@ import platform
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import lm_eval.api.model
 import lm_eval.api.task
@@ -122,15 +122,22 @@ class FolderModel(HFLM):
 
 @dataclass(frozen=True)
 class Score:
-    """stderr: None if there is none. influences: of each document, None if the score is no mean and no quotient."""
+    """stderr: None if there is none. influences: of each document, None if the score is no mean and no quotient.
+    documents: what lm-eval made of each."""
 
     value: float
     stderr: float | None
     influences: Mapping[Document, float] | None = None
+    documents: Mapping[Document, Any] = field(default_factory=dict)
+    higher_is_better: bool | None = None
+
+    def __str__(self) -> str:
+        """`0.4125 ± 0.0123`."""
+        digits = _digits(self.stderr)
+        return f"{self.value:,.{digits}f}" + ("" if self.stderr is None else f" ± {self.stderr:,.{digits}f}")
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Of a score to the first model's. margin: half of its 95% interval, None if there is none. paired: from documents
     that both answered."""
 
@@ -143,35 +150,46 @@ class Difference:
         """Whether 0 lies outside of the interval."""
         return self.margin is not None and abs(self.value) > self.margin
 
+    def __str__(self) -> str:
+        """`-0.0250 [-0.0470, -0.0030] *`."""
+        digits, interval = _digits(self.margin), ""
+        if self.margin is not None:
+            interval = f" [{self.value - self.margin:+,.{digits}f}, {self.value + self.margin:+,.{digits}f}]"
+        return f"{self.value:+,.{digits}f}{interval}{' *' * self.is_clear}{'' if self.paired else ' ~'}"
 
-def score(value: float, stderr: float | None, documents: Mapping[Document, Any]) -> Score:
+
+def _digits(error: float | None) -> int:
+    """Decimals that a number with this error is written with."""
+    if error is None or error < 1:
+        return 4
+    return 2 if error < 100 else 0
+
+
+def score(value: float, stderr: float | None, documents: Mapping[Document, Any], higher: bool | None = None) -> Score:
     """A score from its documents.
 
     value: what lm-eval made of them; stderr: lm-eval's, taken where there is no other. documents: a number each, or
     (log-likelihood, length) each. Which statistic it is shows in that it comes out again; if none does, the score
-    stands alone.
+    stands alone. higher: whether a higher value is better.
     """
     found = _influences(value, list(documents.values()))
     if found is None:
-        return Score(value, stderr)
-    return Score(value, standard_error(found), dict(zip(documents, found, strict=True)))
+        return Score(value, stderr, None, documents, higher)
+    return Score(value, standard_error(found), dict(zip(documents, found, strict=True)), documents, higher)
 
 
-def difference(first: Score, other: Score) -> Difference:
-    """`other` less `first`."""
-    value = other.value - first.value
+def difference(first: Score | None, other: Score | None) -> Difference | None:
+    """`other` less `first`; None if one of the two is not there."""
+    if first is None or other is None:
+        return None
     a, b = first.influences, other.influences
-    paired = a is not None and b is not None and a.keys() == b.keys()
-    count = math.inf
-    if paired:
-        assert a is not None and b is not None
-        stderr, count = standard_error([b[document] - a[document] for document in a]), len(a)
-    elif first.stderr is None or other.stderr is None:
-        stderr = None
-    else:
+    stderr, count, paired = None, math.inf, False
+    if a is not None and b is not None and a.keys() == b.keys():
+        stderr, count, paired = standard_error([b[document] - a[document] for document in a]), len(a), True
+    elif first.stderr is not None and other.stderr is not None:
         stderr = math.hypot(first.stderr, other.stderr)
     margin = None if stderr is None else stderr * float(student.ppf((1 + _CONFIDENCE) / 2, count - 1))
-    return Difference(value, margin, paired)
+    return Difference(other.value - first.value, margin, paired)
 
 
 def standard_error(influences: Sequence[float]) -> float | None:
@@ -181,44 +199,34 @@ def standard_error(influences: Sequence[float]) -> float | None:
 
 
 def _influences(value: float, documents: Sequence[Any]) -> list[float] | None:
+    def is_it(result: float) -> bool:
+        return math.isclose(result, value, rel_tol=1e-9, abs_tol=1e-12)
+
     if documents and all(isinstance(x, (int, float)) for x in documents):
         mean = math.fsum(documents) / len(documents)
-        if math.isclose(mean, value, rel_tol=1e-9, abs_tol=1e-12):
+        if is_it(mean):
             return [x - mean for x in documents]
         documents = [(x, 1) for x in documents]  # a perplexity of single log-likelihoods
     if documents and all(isinstance(x, (tuple, list)) and len(x) == 2 for x in documents):
         total, length = (math.fsum(x[part] for x in documents) for part in (0, 1))
-        if length <= 0:
-            return None
-        nats = -total / length
-        perplexity = math.exp(min(nats, 700))
-        # f and f' of the two statistics that lm-eval makes of such pairs.
-        for result, slope in ((nats / math.log(2), 1 / math.log(2)), (perplexity, perplexity)):
-            if math.isclose(result, value, rel_tol=1e-9, abs_tol=1e-12):
-                return [slope * (-a - nats * b) / (length / len(documents)) for a, b in documents]
+        if length > 0:
+            nats = -total / length
+            perplexity = math.exp(min(nats, 700))
+            # f and f' of the two statistics that lm-eval makes of such pairs.
+            for result, slope in ((nats / math.log(2), 1 / math.log(2)), (perplexity, perplexity)):
+                if is_it(result):
+                    return [slope * (-a - nats * b) / (length / len(documents)) for a, b in documents]
     return None
 
 
-@dataclass(frozen=True)
-class TaskFacts:
-    """What a task was. sha256: of the documents and prompts that were used, in order."""
-
-    version: str
-    num_fewshot: int
-    documents: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Examined:
-    """The scores of one model. documents: what lm-eval made of each, by metric."""
+class Examined(NamedTuple):
+    """The scores of one model. facts: about it. tasks: of each the version, number of examples and documents, and a
+    sha256 of the documents and prompts that were used, in order."""
 
     name: str
     facts: Mapping[str, Any]
     scores: Mapping[Metric, Score]
-    higher_is_better: Mapping[Metric, bool | None]
-    tasks: Mapping[str, TaskFacts]
-    documents: Mapping[Metric, Mapping[Document, Any]]
+    tasks: Mapping[str, Mapping[str, Any]]
 
 
 def examine(
@@ -248,8 +256,6 @@ def examine(
     except AssertionError as error:  # such as more to generate than a window has room for
         raise ValueError(f"lm-eval refuses {name}: {first_line(error)}") from error
     scores: dict[Metric, Score] = {}
-    higher: dict[Metric, bool | None] = {}
-    documents: dict[Metric, Mapping[Document, Any]] = {}
     for task, metrics in results["results"].items():
         members = _members(task, results["group_subtasks"])
         listed = [str(metric.get("metric")) for metric in results["configs"].get(task, {}).get("metric_list") or ()]
@@ -258,8 +264,7 @@ def examine(
             metric, comma, filtered = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(metrics[key], (int, float)):
                 continue
-            row = (task, metric if filtered == "none" else f"{metric} ({filtered})")
-            documents[row] = {
+            documents = {
                 _key(sample, member if member != task else ""): plain(sample[metric])
                 for member in members
                 for sample in results["samples"].get(member, ())
@@ -267,26 +272,26 @@ def examine(
             }
             stderr = metrics.get(f"{metric}_stderr,{filtered}")
             stderr = float(stderr) if isinstance(stderr, (int, float)) else None
-            scores[row] = score(float(metrics[key]), stderr, documents[row])
-            higher[row] = results["higher_is_better"].get(task, {}).get(metric)
+            higher = results["higher_is_better"].get(task, {}).get(metric)
+            row = (task, metric if filtered == "none" else f"{metric} ({filtered})")
+            scores[row] = score(float(metrics[key]), stderr, documents, higher)
     facts = {
         **facts,
-        "dtype": opened.dtype,
+        "dtype": str(opened.model.dtype).removeprefix("torch."),
         "stored_dtype": opened.stored,
         "parameters": sum(parameter.numel() for parameter in opened.model.parameters()),
         "max_length": model.max_length,
     }
-    return Examined(name, facts, scores, higher, _tasks(results), documents)
-
-
-def _tasks(results: Mapping[str, Any]) -> dict[str, TaskFacts]:
-    found = {}
+    done = {}
     for task, samples in results["samples"].items():
         hashes = dict.fromkeys(_key(sample) for sample in samples)
-        digest = hashlib.sha256("\n".join(of for _, of in hashes).encode()).hexdigest()
-        shots = int(results["n-shot"].get(task, 0))
-        found[task] = TaskFacts(str(results["versions"].get(task)), shots, len(hashes), digest)
-    return found
+        done[task] = {
+            "version": str(results["versions"].get(task)),
+            "num_fewshot": int(results["n-shot"].get(task, 0)),
+            "documents": len(hashes),
+            "sha256": hashlib.sha256("\n".join(of for _, of in hashes).encode()).hexdigest(),
+        }
+    return Examined(name, facts, scores, done)
 
 
 def _members(task: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
@@ -313,15 +318,16 @@ def evaluation_table(models: Sequence[Examined]) -> str:
     for each model, and the differences to the first; below it what marks and tasks are."""
     first, *others = models
     header = ["task", "metric", "n", first.name]
-    for other in others:
-        header += [other.name, f"less {first.name}"]
+    header += [text for other in others for text in (other.name, f"less {first.name}")]
     rows = []
-    for row in _rows(models):
-        task, metric = row
-        arrow = {True: " (higher is better)", False: " (lower is better)"}.get(first.higher_is_better.get(row), "")  # type: ignore[arg-type]
-        cells = [task, metric + arrow, f"{len(first.documents.get(row, ())):,}", score_text(first.scores.get(row))]
+    for task, metric in _rows(models):
+        own = first.scores.get((task, metric))
+        higher = None if own is None else own.higher_is_better
+        better = "" if higher is None else f" ({'higher' if higher else 'lower'} is better)"
+        cells = [task, metric + better, f"{len(own.documents) if own else 0:,}", str(own or "-")]
         for other in others:
-            cells += [score_text(other.scores.get(row)), difference_text(_difference_of(first, other, row))]
+            theirs = other.scores.get((task, metric))
+            cells += [str(theirs or "-"), str(difference(own, theirs) or "-")]
         rows.append(cells)
     lines = [markdown(header, rows), "", "± is one standard error, over the documents of the task."]
     if others:
@@ -331,9 +337,9 @@ def evaluation_table(models: Sequence[Examined]) -> str:
             "that could not be."
         )
     lines += [
-        f"{task} version {facts.version}: {facts.documents:,} documents, {facts.num_fewshot} examples before each, "
-        f"sha256 {facts.sha256[:12]}"
-        for task, facts in first.tasks.items()
+        f"{task} version {of['version']}: {of['documents']:,} documents, {of['num_fewshot']} examples before each, "
+        f"sha256 {of['sha256'][:12]}"
+        for task, of in first.tasks.items()
     ]
     return "\n".join(lines)
 
@@ -343,50 +349,18 @@ def _rows(models: Sequence[Examined]) -> dict[Metric, None]:
     return dict.fromkeys(row for model in models for row in model.scores)
 
 
-def _difference_of(first: Examined, other: Examined, row: Metric) -> Difference | None:
-    """None if one of the two has no such score."""
-    if row not in first.scores or row not in other.scores:
-        return None
-    return difference(first.scores[row], other.scores[row])
-
-
-def score_text(found: Score | None) -> str:
-    """`0.4125 ± 0.0123`."""
-    if found is None:
-        return "-"
-    digits = _digits(found.stderr)
-    return f"{found.value:,.{digits}f}" + ("" if found.stderr is None else f" ± {found.stderr:,.{digits}f}")
-
-
-def difference_text(found: Difference | None) -> str:
-    """`-0.0250 [-0.0470, -0.0030] *`."""
-    if found is None:
-        return "-"
-    digits = _digits(found.margin)
-    text = f"{found.value:+,.{digits}f}"
-    if found.margin is not None:
-        text += f" [{found.value - found.margin:+,.{digits}f}, {found.value + found.margin:+,.{digits}f}]"
-    return text + (" *" if found.is_clear else "") + ("" if found.paired else " ~")
-
-
-def _digits(error: float | None) -> int:
-    """Decimals that a number with this error is written with."""
-    if error is None or error < 1:
-        return 4
-    return 2 if error < 100 else 0
-
-
 def record(models: Sequence[Examined], command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Everything, as JSON has it. Documents are lists of [number, hash, what lm-eval made of it]."""
     first, results = models[0], []
     for row in _rows(models):
         scored = {model.name: model.scores[row] for model in models if row in model.scores}
-        differences = {other.name: _difference_of(first, other, row) for other in models[1:]}
+        own = scored.get(first.name)
+        differences = {name: difference(own, found) for name, found in scored.items() if name != first.name}
         results.append(
             {
                 "task": row[0],
                 "metric": row[1],
-                "higher_is_better": first.higher_is_better.get(row),
+                "higher_is_better": None if own is None else own.higher_is_better,
                 "scores": {name: {"value": found.value, "stderr": found.stderr} for name, found in scored.items()},
                 "differences_to_first": {
                     name: {"value": found.value, "margin_95": found.margin, "paired": found.paired}
@@ -395,28 +369,22 @@ def record(models: Sequence[Examined], command: Sequence[str], settings: Mapping
                 },
             }
         )
-    documents = {
-        model.name: [
-            {"task": task, "metric": metric, "documents": [[*document, value] for document, value in of.items()]}
-            for (task, metric), of in model.documents.items()
-        ]
-        for model in models
-    }
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
         "command": list(command),
         "settings": dict(settings),
-        "versions": _versions(),
+        "versions": versions,
         "models": {model.name: dict(model.facts) for model in models},
-        "tasks": {task: vars(facts) for model in reversed(models) for task, facts in model.tasks.items()},
+        "tasks": {task: dict(facts) for model in reversed(models) for task, facts in model.tasks.items()},
         "results": results,
-        "documents": documents,
+        "documents": {
+            model.name: [
+                {"task": task, "metric": metric, "documents": [[*d, value] for d, value in of.documents.items()]}
+                for (task, metric), of in model.scores.items()
+            ]
+            for model in models
+        },
     }
-
-
-def _versions() -> dict[str, str]:
-    """Of Python and of the packages that matter to a score."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found

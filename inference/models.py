@@ -10,9 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +31,7 @@ Progress = Callable[[int, int], None]
 """Is told how many of how many pieces of work are done."""
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """One of the command line. checkpoint: None if it is a folder already."""
 
     name: str
@@ -96,19 +94,13 @@ def tokenizers_of(models: Sequence[Model], given: str | None) -> dict[str, TextT
     return found
 
 
-@dataclass(frozen=True)
-class OpenedFolder:
+class OpenedFolder(NamedTuple):
     """model: of transformers, on its device, in evaluation mode. stored: the dtype that the folder says it has, or the
     format of its quantized weights, which are decoded."""
 
     model: Any
     tokenizer: Any
     stored: str
-
-    @property
-    def dtype(self) -> str:
-        """What it computes in."""
-        return str(self.model.dtype).removeprefix("torch.")
 
 
 def is_folder(path: Path) -> bool:
@@ -128,39 +120,37 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
         raise ValueError(MISSING) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    quantized: dict[str, Any] = {}
-    model: Any = None
-    loading: Any = None
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        settings = dict(getattr(config, "quantization_config", None) or {})
-        if (method := settings.get("quant_method")) == "compressed-tensors":
-            # Left packed, weights are decoded when the whole model is first called, which scoring does not do.
-            quantized["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-        if method in (None, "compressed-tensors"):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that `quantized` is not what the folder says
-                loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype, local_files_only=True, output_loading_info=True, **quantized
-                )
-                model, loading = loaded
     except Exception as error:  # transformers raises any type, with pages of text
         raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
-    if method not in (None, "compressed-tensors"):
+    settings = dict(getattr(config, "quantization_config", None) or {})
+    if (method := settings.get("quant_method")) not in (None, "compressed-tensors"):
         raise ValueError(
             f"{folder} is in the layout of {method}, which is not read here; export it again with "
             "--format nvfp4-compressed-tensors, or without --format"
         )
+    # Left packed, weights are decoded when the whole model is first called, which scoring does not do.
+    decoded = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if method else {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that `decoded` is not what the folder says
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True, **decoded
+            )
+    except Exception as error:
+        raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
+    model, loading = loaded
     # transformers only warns, and draws what is missing at random.
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if wrong := sorted(map(str, loading[what])):
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(
-                f"{folder} is not a whole model: {what.replace('_', ' ')} {', '.join(wrong[:3])}"
-                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; export it again"
+                f"{folder} is not a whole model: {what.replace('_', ' ')} {', '.join(wrong[:3])}{more}; export it again"
             )
     tokenizer = _tokenizer(folder, transformers) if with_tokenizer else None
-    stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    return OpenedFolder(model.to(device).eval(), tokenizer, str(settings.get("format")) if quantized else stored)
+    stored = settings.get("format") or getattr(config, "dtype", None) or "float32"
+    return OpenedFolder(model.to(device).eval(), tokenizer, str(stored).removeprefix("torch."))
 
 
 def _tokenizer(folder: Path, transformers: Any) -> Any:
@@ -195,8 +185,7 @@ def device_named(name: str | None) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """tokens: what the model reads, at least one. The logits at positions[i] are to predict targets[i]; both [n]."""
 
     tokens: Sequence[int]
@@ -204,8 +193,7 @@ class Row:
     targets: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """Of a row's n targets, on the CPU: log_probs, FP64 nats; greedy: whether each is the most probable token."""
 
     log_probs: Tensor

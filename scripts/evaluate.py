@@ -95,38 +95,32 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="folder, checkpoint or run; NAME=MODEL names it")
-    parser.add_argument("--tasks", help="separated by commas (default: builtin, all that are shipped), or list")
-    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="task files of your own")
-    parser.add_argument("--num-fewshot", type=at_least(0), metavar="N", help="examples before each document")
-    parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N documents of each task, for a try")
-    parser.add_argument(
-        "--batch-size", type=at_least(1), metavar="N", help="rows of a batch (default: by their length)"
-    )
-    parser.add_argument("--max-length", type=at_least(2), metavar="N", help="tokens of a window (default: the model's)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the computation (default: auto, as the folder says)")
-    parser.add_argument("--tokenizer", help="of the checkpoints, where it is now, if not where their runs had it")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    parser.add_argument("--validation", type=Path, metavar="CHECKPOINT", help="score the validation windows of its run")
-    parser.add_argument(
-        "--as-trained", action="store_true", help="with --validation: also under the plan in effect at that step"
-    )
-    parser.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", help="with --validation: changes of data.* and validation.*"
-    )
-    parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    add = parser.add_argument
+    add("models", nargs="*", metavar="MODEL", help="folder, checkpoint or run; NAME=MODEL names it")
+    add("--tasks", help="separated by commas (default: builtin, all that are shipped), or list")
+    add("--include-path", type=Path, metavar="FOLDER", help="task files of your own")
+    add("--num-fewshot", type=at_least(0), metavar="N", help="examples before each document")
+    add("--limit", type=at_least(1), metavar="N", help="the first N documents of each task, for a try")
+    add("--batch-size", type=at_least(1), metavar="N", help="rows of a batch (default: by their length)")
+    add("--max-length", type=at_least(2), metavar="N", help="tokens of a window (default: the model's)")
+    add("--dtype", choices=DTYPES, help="of the computation (default: auto, as the folder says)")
+    add("--tokenizer", help="of the checkpoints, where it is now, if not where their runs had it")
+    add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    add("--validation", type=Path, metavar="CHECKPOINT", help="score the validation windows of its run")
+    add("--as-trained", action="store_true", help="with --validation: also under the plan in effect at that step")
+    add("--set", action="append", metavar="KEY=VALUE", help="with --validation: changes of data.* and validation.*")
+    add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
     options = parser.parse_args(arguments)
     without = options.validation is None
     for name in _OF_VALIDATION if without else _OF_TASKS:
         if getattr(options, name):
             parser.error(f"--{name.replace('_', '-')} does nothing {'without' if without else 'with'} --validation")
-    if not options.models and options.validation is None and options.tasks != "list":
+    if not options.models and without and options.tasks != "list":
         parser.error("name a MODEL: an exported folder, a checkpoint or a run")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}; make it first")
-    if options.json is not None and options.json.is_dir():
-        parser.error(f"--json {options.json} is a folder; name a file")
+    if (path := options.json) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        problem = "is a folder; name a file" if path.is_dir() else "is in no folder that is there; make it first"
+        parser.error(f"--json {path} {problem}")
     return options
 
 
@@ -161,21 +155,18 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
         for model in models:
             stored = "float32" if dtype == "auto" else dtype
             with as_folder(model, stored, tokenizers.get(model.name)) as folder:
-                opened = open_folder(folder, device, dtype)
-                examined.append(
-                    examine(
-                        model.name,
-                        opened,
-                        # Anew, so that every model is shown the same examples: drawing them continues where it was.
-                        load_tasks(*chosen),
-                        facts=model.facts,
-                        limit=options.limit,
-                        batch_rows=options.batch_size,
-                        max_length=options.max_length,
-                        progress=ProgressLine(model.name),
-                    )
+                found = examine(
+                    model.name,
+                    open_folder(folder, device, dtype),
+                    # Anew, so that every model is shown the same examples: drawing them continues where it was.
+                    load_tasks(*chosen),
+                    facts=model.facts,
+                    limit=options.limit,
+                    batch_rows=options.batch_size,
+                    max_length=options.max_length,
+                    progress=ProgressLine(model.name),
                 )
-                del opened
+            examined.append(found)
             _free()
     finally:  # what took hours is not lost with the next model
         if examined:
@@ -219,28 +210,28 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
             del opened
         _free()
     apart = [losses for losses in shown if losses.exact and furthest(reference, losses) > TOLERANCE]
-    print(f"step {checkpoint.step} of {checkpoint.folder}: {windows.targets:,} targets\n")
-    print(agreement_table(windows, reference, shown))
+    targets = sum(yardstick.targets for yardstick in windows.yardsticks.values())
+    print(f"step {checkpoint.step} of {checkpoint.folder}: {targets:,} targets")
+    print(f"\n{agreement_table(windows, reference, shown)}")
     for losses in apart:
-        print(
-            f"\nDIFFERS: {losses.title} is {furthest(reference, losses):.1e} nats from the framework, not {TOLERANCE}"
-        )
+        distance = f"{furthest(reference, losses):.1e} nats from the framework, not {TOLERANCE}"
+        print(f"\nDIFFERS: {losses.title} is {distance}")
     if not apart and any(losses.exact for losses in shown):
         print(f"\nframework and transformers agree to {TOLERANCE:.0e} nats")
-    write(
-        options.json,
-        {
-            "command": ["evaluate.py", *arguments],
-            "step": checkpoint.step,
-            "checkpoint": str(checkpoint.folder),
-            "nats": {losses.title: losses.nats for losses in (*shown, reference)},
-            "bits_per_byte": {
-                losses.title: {n: windows.yardsticks[n].bits_per_byte(x) for n, x in losses.nats.items()}
-                for losses in (*shown, reference)
-            },
-            "agrees": not apart,
+    nats = {losses.title: losses.nats for losses in (*shown, reference)}
+    yardsticks = windows.yardsticks
+    content = {
+        "command": ["evaluate.py", *arguments],
+        "step": checkpoint.step,
+        "checkpoint": str(checkpoint.folder),
+        "nats": nats,
+        "bits_per_byte": {
+            title: {name: yardsticks[name].bits_per_byte(loss) for name, loss in by_set.items()}
+            for title, by_set in nats.items()
         },
-    )
+        "agrees": not apart,
+    }
+    write(options.json, content)
     return 4 if apart else 0
 
 

@@ -32,6 +32,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: Ctr
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,6 @@ from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
 from inference.generation import (
-    Continuation,
     NotFiniteError,
     Request,
     Sampling,
@@ -84,27 +84,22 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
-    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be given again")
-    parser.add_argument("--file", type=Path, help="a file with a prompt on each line; empty lines are left out")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens of a text (default: 128)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=0.95, metavar="P", help="draw among the likeliest (default: 0.95)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
-    parser.add_argument("--weights", choices=("master", "trained"), default="master", help="see above")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is any")
-    parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: BF16 on CUDA, else FP32"
-    )
-    parser.add_argument("--tokenizer", help="where the run's tokenizer is now, if it was moved")
-    parser.add_argument("--raw", action="store_true", help="prompts and texts are token ids")
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="texts made side by side (default: 16)")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the files with their SHA-256 first")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
+    add("--prompt", action="append", default=[], help="a text to continue; may be given again")
+    add("--file", type=Path, help="a file with a prompt on each line; empty lines are left out")
+    add("--max-tokens", type=int, default=128, metavar="N", help="new tokens of a text (default: 128)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)")
+    add("--top-p", type=float, default=0.95, metavar="P", help="draw among the likeliest (default: 0.95)")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
+    add("--weights", choices=("master", "trained"), default="master", help="see above")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is any")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: BF16 on CUDA, else FP32")
+    add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
+    add("--raw", action="store_true", help="prompts and texts are token ids")
+    add("--batch", type=int, default=16, metavar="N", help="texts made side by side (default: 16)")
+    add("--no-verify", action="store_true", help="do not compare the files with their SHA-256 first")
     return parser.parse_args(arguments)
 
 
@@ -112,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     """Open, load, write."""
     for name in ("samples", "batch"):
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is less than 1")
+            raise ValueError(f"--{name} {getattr(options, name)} is less than 1")
     if options.raw and options.tokenizer is not None:
         raise ValueError("--raw needs no tokenizer; leave one of --raw and --tokenizer out")
     settings = Settings(options.max_tokens, Sampling(options.temperature, options.top_p, options.seed))
@@ -126,8 +121,8 @@ def run(options: argparse.Namespace) -> int:
             f"the run of {checkpoint.folder} knew of no tokenizer; give the one that made its data as --tokenizer "
             "PATH, or token ids with --raw"
         )
-    prompts = None if given is None else [tokens_of(tokenizer, prompt) for prompt in given]
-    check_prompts(prompts or [], checkpoint.config.model.vocab_size)
+    prompts = [tokens_of(tokenizer, prompt) for prompt in given]
+    check_prompts(prompts, checkpoint.config.model.vocab_size)
     if not options.no_verify:
         checkpoint.verify()
     model, weights = load(checkpoint, options)
@@ -135,16 +130,22 @@ def run(options: argparse.Namespace) -> int:
     say(f"{checkpoint.folder}: step {checkpoint.step:,}, {checkpoint.tokens:,} tokens; {weights}, {where}")
     if tokenizer is not None:
         settings = replace(settings, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
-    writer = Writer(model, tokenizer, settings, checkpoint.config.train.sequence_length)
-    if prompts is None:
-        writer.converse(options.samples, options.batch)
+    writer = Writer(model, tokenizer, settings, options.samples, options.batch)
+    if not prompts:
+        writer.converse()
         return 0
-    writer.write(prompts, options.samples, options.batch)
+    longest, trained_on = max(map(len, prompts)) + settings.max_tokens, checkpoint.config.train.sequence_length
+    if longest > trained_on:
+        say(f"texts of up to {longest} tokens, of a model trained on sequences of {trained_on}")
+    began = time.monotonic()
+    count = writer.write(prompts)
+    seconds = time.monotonic() - began
+    say(f"{count} token{'' if count == 1 else 's'} in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second)")
     return 0
 
 
-def given_prompts(options: argparse.Namespace) -> list[str] | None:
-    """All that are given, in order; None: they will be typed."""
+def given_prompts(options: argparse.Namespace) -> list[str]:
+    """All that are given, in order; none: they will be typed."""
     prompts = list(options.prompt)
     if options.file is not None:
         try:
@@ -158,7 +159,7 @@ def given_prompts(options: argparse.Namespace) -> list[str] | None:
         prompts = [sys.stdin.read().removesuffix("\n")]
         if not prompts[0]:
             raise ValueError("there is no prompt: give --prompt or --file, pipe one in, or start it on a terminal")
-    return prompts or None
+    return prompts
 
 
 def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridModel, str]:
@@ -187,69 +188,47 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
 
 
 class Writer:
-    """Prints texts.
-
-    tokenizer: None where prompts and texts are ids. trained_length: of the sequences that the model was trained on.
-    """
+    """Prints texts. tokenizer: None where prompts and texts are ids. samples: of each prompt. batch: texts made side by
+    side."""
 
     def __init__(
-        self,
-        model: HybridModel,
-        tokenizer: TextTokenizer | None,
-        settings: Settings,
-        trained_length: int,
+        self, model: HybridModel, tokenizer: TextTokenizer | None, settings: Settings, samples: int, batch: int
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.settings, self.trained_length = settings, trained_length
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.samples, self.batch = samples, batch
 
-    def write(self, prompts: list[list[int]], samples: int, batch: int) -> None:
-        """Every prompt with its continuations, under a header each if there are several."""
-        requests = [Request(prompt, sample) for prompt in prompts for sample in range(samples)]
-        self.warn_of_length(prompts)
-        began, count = time.monotonic(), 0
-        if len(requests) == 1:
-            count = self.follow(requests[0], with_prompt=True)
-        else:
-            for first in range(0, len(requests), batch):
-                part = requests[first : first + batch]
-                for number, (request, found) in enumerate(
-                    zip(part, generate(self.model, part, self.settings), strict=True), start=first
-                ):
-                    of = f"prompt {number // samples + 1}" + (f", sample {request.sample + 1}" if samples > 1 else "")
-                    print(f"--- {of}\n{self.whole(request, found)}", flush=True)
-                    count += len(found.tokens)
-        seconds = time.monotonic() - began
-        what = "1 token" if count == 1 else f"{count} tokens"
-        say(f"{what} in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second)")
-
-    def follow(self, request: Request, with_prompt: bool) -> int:
-        """Print a text while it is made; returns how many tokens are new."""
-        count = 0
-        if self.tokenizer is None:
-            write(" ".join(map(str, request.tokens)) if with_prompt else "")
-        else:
-            text = TextStream(self.tokenizer, request.tokens)
-            write(self.tokenizer.decode(request.tokens) if with_prompt else "")
-        for (token,) in stream(self.model, [request], self.settings):
-            if token is not None:
-                count += 1
-                between = " " if with_prompt or count > 1 else ""
-                write(f"{between}{token}" if self.tokenizer is None else text.add(token))
-        write("\n" if self.tokenizer is None else text.end() + "\n")
-        return count
-
-    def whole(self, request: Request, found: Continuation) -> str:
-        """Prompt and continuation."""
-        tokens = [*request.tokens, *found.tokens]
+    def text(self, tokens: Sequence[int]) -> str:
+        """Decoded, or as ids."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
-    def warn_of_length(self, prompts: list[list[int]]) -> None:
-        """Say if texts become longer than what was trained on."""
-        longest = max(map(len, prompts)) + self.settings.max_tokens
-        if longest > self.trained_length:
-            say(f"texts of up to {longest} tokens, of a model trained on sequences of {self.trained_length}")
+    def write(self, prompts: list[list[int]]) -> int:
+        """Every prompt with its continuations, under a header each if there are several; returns how many tokens are
+        new."""
+        requests = [Request(prompt, sample) for prompt in prompts for sample in range(self.samples)]
+        if len(requests) == 1:
+            write(self.text(requests[0].tokens))
+            return self.follow(requests[0], " ")
+        count = 0
+        for first in range(0, len(requests), self.batch):
+            part = requests[first : first + self.batch]
+            found = generate(self.model, part, self.settings)
+            for number, (request, new) in enumerate(zip(part, found, strict=True), start=first):
+                sample = f", sample {request.sample + 1}" if self.samples > 1 else ""
+                write(f"--- prompt {number // self.samples + 1}{sample}\n{self.text([*request.tokens, *new.tokens])}\n")
+                count += len(new.tokens)
+        return count
 
-    def converse(self, samples: int, batch: int) -> None:
+    def follow(self, request: Request, between: str = "") -> int:
+        """Print a continuation while it is made; returns how many tokens are new. between: prompt and ids."""
+        count, text = 0, None if self.tokenizer is None else TextStream(self.tokenizer, request.tokens)
+        for (token,) in stream(self.model, [request], self.settings):
+            if token is not None:
+                write(f"{between}{token}" if text is None else text.add(token))
+                count, between = count + 1, " "
+        write("\n" if text is None else text.end() + "\n")
+        return count
+
+    def converse(self) -> None:
         """A line in, a continuation out, each by itself; until the end of the input."""
         import readline  # noqa: F401  input() then edits lines
 
@@ -260,14 +239,11 @@ class Writer:
             except EOFError:
                 print()
                 return
-            if not line.strip():
-                continue
             try:
-                prompt = tokens_of(self.tokenizer, line)
-                if samples > 1:
-                    self.write([prompt], samples, batch)
-                else:
-                    self.follow(Request(prompt), with_prompt=False)
+                if line.strip() and self.samples > 1:
+                    self.write([tokens_of(self.tokenizer, line)])
+                elif line.strip():
+                    self.follow(Request(tokens_of(self.tokenizer, line)))
             except ValueError as error:
                 say(str(error))
 

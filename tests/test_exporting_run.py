@@ -94,17 +94,6 @@ def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
     assert names(run_dir / "exports") == ["step_00000004"] and (run_dir / "summary.json").exists()
 
 
-def test_a_failed_export_ends_nothing(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "failing.py").write_text("import sys; sys.exit('no space left')")
-    monkeypatch.setattr(exports, "SCRIPT", tmp_path / "failing.py")
-    printed = start("checkpoint.export_interval=2", "checkpoint.asynchronous=false")
-    assert printed.count("no space left") == 2
-    (one, _) = events(tmp_path / "run", "export_failed")
-    assert one["error"] == "no space left" and " export-hf " in one["command"]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["finished"] and "exported as" not in summary
-
-
 def test_the_folder_has_the_weights_of_the_checkpoint(start: Start, tmp_path: Path) -> None:
     """By the real command; what the folder is in transformers has tests of its own."""
     from safetensors.torch import load_file

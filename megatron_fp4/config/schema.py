@@ -328,6 +328,12 @@ class CheckpointConfig:
     export_format: Literal["bf16", "fp32", "nvfp4", "nvfp4-compressed-tensors"] = "bf16"
     allow_mismatch: bool = False
 
+    @model_validator(mode="after")
+    def _exports(self) -> CheckpointConfig:
+        if self.export_format != "bf16" and not self.export_interval:
+            raise ValueError(f"export_format={self.export_format} does nothing without exports; give export_interval")
+        return self
+
 
 @dataclass(frozen=True, config=STRICT)
 class ValidationConfig:

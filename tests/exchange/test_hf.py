@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from data.tokenizer import train_tokenizer
-from exchange.architectures import architecture_of, from_hf, to_hf
+from exchange.architectures import architecture_of, to_hf
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.hf_export import _losses, export_hf
@@ -75,12 +75,11 @@ def test_transformers_has_our_logits_and_what_comes_back_is_what_was_exported(
     assert (tmp_path / "again/config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["hybrid"])
-def test_bf16_is_no_further_from_fp64_than_transformers_own(name: str, tmp_path: Path, mesh: ParallelMesh) -> None:
+def test_bf16_is_no_further_from_fp64_than_transformers_own(tmp_path: Path, mesh: ParallelMesh) -> None:
     """Ours in BF16 against the folder in BF16, both against the folder's weights in FP64."""
-    _, folder = exported(tmp_path, name, mesh, dtype=torch.bfloat16)
+    _, folder = exported(tmp_path, "hybrid", mesh, dtype=torch.bfloat16)
     ours = load_model(imported(folder, tmp_path / "back"), compute_dtype=torch.bfloat16)
-    tokens, _ = tokens_and_targets(CASES[name], batch=4, length=45)
+    tokens, _ = tokens_and_targets(CASES["hybrid"], batch=4, length=45)
     exact = logits(folder, tokens, torch.float64)
     with torch.no_grad():
         error = (ours(tokens).double() - exact).norm() / exact.norm()
@@ -127,26 +126,22 @@ def test_a_folder_of_transformers_own_comes_back(model_class: str, tmp_path: Pat
         assert (load_model(back)(tokens) - model.float()(tokens).logits).abs().max() < 2e-2  # its clamp of dt
 
 
-def test_ids_of_an_import_without_a_tokenizer_stay(tmp_path: Path, mesh: ParallelMesh) -> None:
-    _, folder = exported(tmp_path, "mamba", mesh)
-    config = json.loads((folder / "config.json").read_text())
+def test_keys_of_published_configurations_travel(tmp_path: Path, mesh: ParallelMesh) -> None:
+    """Engines find those that they read, an import takes theirs where transformers' own are not there; and the ids of a
+    folder without a tokenizer stay."""
+    _, folder = exported(tmp_path, "hybrid", mesh)
+    config, model = json.loads((folder / "config.json").read_text()), CASES["hybrid"]
+    wanted = {"rms_norm_eps": model.norm_eps, "attention_head_dim": model.head_dim, "mamba_ssm_cache_dtype": "float32"}
+    assert {key: config[key] for key in wanted} == wanted
     assert config["bos_token_id"] is config["eos_token_id"] is None
+    del config["head_dim"], config["layer_norm_epsilon"]
     (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": [2, 11]}))
-    export_hf(imported(folder, tmp_path / "back"), tmp_path / "out", dtype=FP32)
+    back = imported(folder, tmp_path / "back")
+    assert (back.config.model.head_dim, back.config.model.norm_eps) == (model.head_dim, model.norm_eps)
+    export_hf(back, tmp_path / "out")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (1, [2, 11], None)
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [2, 11]
-
-
-def test_engines_find_the_keys_of_published_configurations(tmp_path: Path, mesh: ParallelMesh) -> None:
-    """And theirs are read where transformers' own are not there."""
-    _, folder = exported(tmp_path, "hybrid", mesh)
-    config = json.loads((folder / "config.json").read_text())
-    model = CASES["hybrid"]
-    wanted = {"rms_norm_eps": model.norm_eps, "attention_head_dim": model.head_dim, "mamba_ssm_cache_dtype": "float32"}
-    assert {key: config[key] for key in wanted} == wanted
-    del config["head_dim"], config["layer_norm_epsilon"]
-    assert from_hf(config)["head_dim"] == model.head_dim and from_hf(config)["norm_eps"] == model.norm_eps
 
 
 def test_losses_that_are_not_finite_are_in_the_card(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from inference.tasks import _manager as manager
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
 from tests.inference.folders import MODELS, TEXT, checkpoint_of, folder_of, tokenizer
-from tests.inference.test_evaluation_builtin import corpus
+from tests.inference.test_tasks import corpus
 
 pytestmark = pytest.mark.slow
 
@@ -66,26 +66,21 @@ def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = f"{{data_files: {{test: {folder}/data.jsonl}}, cache_dir: {folder}/cache}}"
     head = f"dataset_path: json\ndataset_kwargs: {data}\n"
-    (folder / "choice.yaml").write_text(
-        f"task: fox_choice\n{head}output_type: multiple_choice\ntest_split: test\ndoc_to_text: text\n"
-        "doc_to_choice: choices\ndoc_to_target: answer\nmetric_list:\n  - {metric: acc_norm}\n  - {metric: acc}\n"
-    )
-    (folder / "text.yaml").write_text(
-        f"task: fox_text\n{head}output_type: loglikelihood_rolling\ntest_split: test\ndoc_to_text: ''\nnum_fewshot: 0\n"
-        "doc_to_target: text\nmetric_list:\n  - {metric: bits_per_byte}\n"
-    )
-    (folder / "write.yaml").write_text(
-        f"task: fox_write\n{head}output_type: generate_until\ntest_split: test\ndoc_to_text: text\n"
-        "doc_to_target: '{{choices[0]}}'\ngeneration_kwargs: {until: ['.'], max_gen_toks: 6}\n"
-        "metric_list:\n  - {metric: exact_match}\n"
-    )
+    choice = "doc_to_text: text\ndoc_to_choice: choices\ndoc_to_target: answer\n"
+    text = "doc_to_text: ''\nnum_fewshot: 0\ndoc_to_target: text\n"
+    write = "doc_to_text: text\ndoc_to_target: '{{choices[0]}}'\ngeneration_kwargs: {until: ['.'], max_gen_toks: 6}\n"
+    for name, kind, what, metrics in (
+        ("choice", "multiple_choice", choice, "[{metric: acc_norm}, {metric: acc}]"),
+        ("text", "loglikelihood_rolling", text, "[{metric: bits_per_byte}]"),
+        ("write", "generate_until", write, "[{metric: exact_match}]"),
+    ):
+        content = f"task: fox_{name}\n{head}output_type: {kind}\ntest_split: test\n{what}metric_list: {metrics}\n"
+        (folder / f"{name}.yaml").write_text(content)
     more = (folder / "choice.yaml").read_text().replace("fox_choice", "fox_more").replace("data.jsonl", "more.jsonl")
     (folder / "more.yaml").write_text(more)
     (folder / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[3:9]))
-    (folder / "all.yaml").write_text(
-        "group: fox_group\ntask: [fox_choice, fox_more]\n"
-        "aggregate_metric_list:\n  - {metric: acc, weight_by_size: true}\n"
-    )
+    aggregate = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    (folder / "all.yaml").write_text(f"group: fox_group\ntask: [fox_choice, fox_more]\n{aggregate}")
     return folder
 
 
