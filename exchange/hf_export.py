@@ -85,7 +85,6 @@ def export_hf(
     dtype: torch.dtype = torch.bfloat16,
     nvfp4: NVFP4Weights | None = None,
     tokenizer: TextTokenizer | None = None,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write `output`, which must not exist.
@@ -114,7 +113,7 @@ def export_hf(
     content[CARD] = model_card(checkpoint, dtype, nvfp4).encode()
     checkpoint.verify()  # last, because it reads all of a large checkpoint, moments included
     with new_folder(output, checkpoint.folder) as folder:
-        _write_shards(folder, _encoded(checkpoint, sections, dtype, nvfp4, progress), shard_bytes)
+        _write_shards(folder, _encoded(checkpoint, sections, dtype, nvfp4, progress))
         for name, text in content.items():
             (folder / name).write_bytes(text)
 
@@ -140,8 +139,8 @@ def _encoded(
         progress(written := written + ours.numel(), total)
 
 
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Files of at most `shard_bytes` each, or one tensor, named as transformers does. Raises OSError."""
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Files of at most SHARD_BYTES each, or one tensor, named as transformers does. Raises OSError."""
     shards: list[list[str]] = []
     content: dict[str, Tensor] = {}
     total = 0
@@ -152,7 +151,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], shard_byt
         content.clear()
 
     for name, tensor in tensors:
-        if content and sum(each.nbytes for each in content.values()) + tensor.nbytes > shard_bytes:
+        if content and sum(each.nbytes for each in content.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
         content[name], total = tensor, total + tensor.nbytes
     flush()

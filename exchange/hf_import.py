@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exchange.architectures import Section, Sections, from_hf, ours_of, sections_of, shape_of
+from exchange.architectures import Section, Sections, from_hf, ours_of, sections_of
 from exchange.hf_export import CONFIG, INDEX, QUANTIZATION, SINGLE, SPECIAL_IDS
 from exchange.nvfp4 import decoded, layout_of
 from exchange.tokenizer import kept_tokenizer
-from exchange.weights_only import NewTensor, write_weights_only
+from exchange.weights_only import write_weights_only
 from megatron_fp4.config.compose import compose_config
 from models.pattern import check_model
 
@@ -138,7 +137,7 @@ def import_hf(path: Path, checkpoint: Path, config_dir: Path, *, name: str | Non
     write_weights_only(
         checkpoint,
         config,
-        (NewTensor(ours, tuple(shape_of(p)), partial(_load, folder, p)) for ours, p in sections.items()),
+        ((name, ours_of(parts, {p.name: folder.values(p) for p in parts})) for name, parts in sections.items()),
         imported={
             "format": "hugging_face" if folder.layout is None else f"hugging_face_{folder.layout.name}",
             "from": origin,
@@ -172,7 +171,3 @@ def _check(folder: Folder, sections: Sections) -> None:
     unknown = sorted(name for name in folder.names - needed if not name.endswith(_OF_ACTIVATIONS))
     if unknown:
         raise ValueError(f"{folder.path} has a tensor {unknown[0]}, which a model of its {CONFIG} does not have")
-
-
-def _load(folder: Folder, parts: list[Section]) -> Tensor:
-    return ours_of(parts, {part.name: folder.values(part) for part in parts})

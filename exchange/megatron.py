@@ -29,7 +29,6 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +63,7 @@ from exchange.megatron_model import (
     settings_of,
 )
 from exchange.tokenizer import kept_tokenizer, tokenizer_files
-from exchange.weights_only import NewTensor, new_folder, write_weights_only
+from exchange.weights_only import new_folder, write_weights_only
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
@@ -87,23 +86,20 @@ def export_megatron(
     output: Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    layers: Layers = "stacked",
     tokenizer: TextTokenizer | None = None,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write `output`, which must not exist, whole or not at all.
 
-    dtype: of the weights; A_log, D and dt_bias stay FP32, and a model in BF16 rounds them when it loads them. layers:
-    of a GPTModel. tokenizer: of the run, None to leave it out.
+    dtype: of the weights; A_log, D and dt_bias stay FP32, and a model in BF16 rounds them when it loads them.
+    tokenizer: of the run, None to leave it out.
     Raises ValueError for a model that Megatron has not, a tokenizer that cannot be written, or an output that exists or
     lies inside the checkpoint; OSError; DamagedCheckpointError.
     """
     config = checkpoint.config.model
     length = sequence_length(checkpoint)
     arguments = arguments_of(config, length, dtype == torch.bfloat16)
-    if layers == "numbered" and not is_gpt(config):
-        raise ValueError("the layers of Megatron's hybrid models are always numbered; leave --layers out")
-    check_tensors({each.name: shape_of(each.sections) for each in parameters(config, layers)}, checkpoint)
+    check_tensors({each.name: shape_of(each.sections) for each in parameters(config)}, checkpoint)
     of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     common = {
         "args": argparse.Namespace(
@@ -119,7 +115,7 @@ def export_megatron(
         "checkpoint_version": 3.0,
         "iteration": checkpoint.step,
         # With these Megatron makes the keys that it looks for.
-        "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": layers == "numbered"},
+        "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": False},
     }
     described = {
         "sharded_backend": "torch_dist",
@@ -140,7 +136,7 @@ def export_megatron(
     }
     with new_folder(output, checkpoint.folder) as staging:
         (staging / iteration).mkdir()
-        _write(staging / iteration, _pieces(checkpoint, dtype, layers, progress))
+        _write(staging / iteration, _pieces(checkpoint, dtype, progress))
         for name, text in content.items():
             (staging / name).parent.mkdir(exist_ok=True)
             files.write_file(staging / name, text)
@@ -155,11 +151,11 @@ class _Piece(NamedTuple):
     offsets: Sequence[int] = ()
 
 
-def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, layers: Layers, progress: Progress) -> Iterator[_Piece]:
+def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> Iterator[_Piece]:
     """Everything in an iteration's `.distcp` files."""
     config = checkpoint.config.model
     done, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
-    for parameter in parameters(config, layers):
+    for parameter in parameters(config):
         values = checkpoint.tensor(parameter.name)
         for section in parameter.sections:
             piece = section.published(values).to(torch.float32 if section.fp32 else dtype)
@@ -168,7 +164,7 @@ def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, layers: Layers, progress
                 piece, offsets = piece[None], [parameter.layer[0], *offsets]
             yield _Piece(section.name, piece, parameter.stored_shape(section), offsets)
         progress(done := done + values.numel(), total)
-    for key in extra_states(config, layers):
+    for key in extra_states(config):
         yield _Piece(key, [torch.empty(0, dtype=torch.uint8)])
 
 
@@ -285,7 +281,7 @@ def import_megatron(
     write_weights_only(
         checkpoint,
         config,
-        (NewTensor(p.name, tuple(shape_of(p.sections)), partial(_load, opened, p)) for p in expected),
+        ((each.name, _load(opened, each)) for each in expected),
         imported={
             "format": "megatron",
             "from": origin.name,

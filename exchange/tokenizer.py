@@ -115,10 +115,7 @@ def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str,
 
     Raises ValueError if it cannot be written so that it encodes as it does here.
     """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        content = tokenizer.content
-    else:
-        content = _converted(tokenizer)
+    content = tokenizer.content if isinstance(tokenizer, HuggingFaceTokenizer) else _converted(tokenizer)
     files = {"tokenizer.json": content.encode()}
     origin = Path(tokenizer.name)
     if isinstance(tokenizer, HuggingFaceTokenizer) and (origin / "tokenizer_config.json").is_file():
@@ -137,38 +134,30 @@ def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str,
 
 
 def _converted(tokenizer: TextTokenizer) -> str:
+    def refusal(why: str) -> ValueError:
+        return ValueError(f"{tokenizer.name}, a {tokenizer.kind} tokenizer, {why}; export with --no-tokenizer")
+
     try:
         # Not `import ... as`: the package has a function of that name too, once something else has asked for it.
         convert = importlib.import_module("transformers.convert_slow_tokenizer")
     except ImportError as error:
-        raise ValueError(
-            f'{error}; a {tokenizer.kind} tokenizer is converted by it: pip install "megatron_fp4[hf]", or export with '
-            "--no-tokenizer"
-        ) from error
+        raise refusal(f'needs transformers ({error}): pip install "megatron_fp4[hf]"') from error
     with tempfile.TemporaryDirectory() as folder:
         try:
             if isinstance(tokenizer, TiktokenTokenizer):
                 content = _from_tiktoken(tokenizer, convert, Path(folder))
-            elif isinstance(tokenizer, SentencePieceTokenizer):
-                content = _from_sentence_piece(tokenizer, convert, Path(folder))
             else:
-                raise ValueError("there is no conversion")
+                assert isinstance(tokenizer, SentencePieceTokenizer)
+                content = _from_sentence_piece(tokenizer, convert, Path(folder))
             other = HuggingFaceTokenizer(content, tokenizer.name, tokenizer.eod_token)
         except Exception as error:  # of converters and `tokenizers`
             reason = " ".join(str(error).split())
-            raise ValueError(
-                f"{tokenizer.name}, a {tokenizer.kind} tokenizer, cannot be converted to a tokenizer.json ({reason}); "
-                "export with --no-tokenizer"
-            ) from error
+            raise refusal(f"cannot be converted to a tokenizer.json ({reason})") from error
     for probe, ours, theirs in zip(_PROBES, tokenizer.encode_batch(_PROBES), other.encode_batch(_PROBES), strict=True):
         if ours != theirs:
-            raise ValueError(
-                f"{tokenizer.name} encodes {probe!r:.40} otherwise once it is converted to a tokenizer.json; export "
-                "with --no-tokenizer"
-            )
+            raise refusal(f"encodes {probe!r:.40} otherwise once it is converted to a tokenizer.json")
     if other.eod_id != tokenizer.eod_id:
-        raise ValueError(f"{tokenizer.name}: {tokenizer.eod_token} gets another id as a tokenizer.json; export with "
-                         "--no-tokenizer")  # fmt: skip
+        raise refusal(f"gives {tokenizer.eod_token} another id once it is converted to a tokenizer.json")
     return content
 
 

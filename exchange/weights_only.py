@@ -11,10 +11,10 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,29 +79,22 @@ def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
             raise
 
 
-class NewTensor(NamedTuple):
-    """A parameter to write: our name, global shape, and how to get it (FP32 on the CPU, our row order)."""
-
-    name: str
-    shape: tuple[int, ...]
-    load: Callable[[], Tensor]
-
-
 def write_weights_only(
     folder: Path,
     config: Config,
-    tensors: Iterable[NewTensor],
+    tensors: Iterable[tuple[str, Tensor]],
     *,
     imported: Mapping[str, Any],
     tokenizer: str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write `folder`, which must not exist, whole or not at all; no more than a GiB of tensors, or the largest of them,
-    is in memory at a time.
+    """Write `folder`, which must not exist, whole or not at all; a GiB of tensors and the next of them are in memory at
+    a time.
 
-    config: of a run of this model. imported: where the weights come from, of JSON types, for the trainer state.
-    tokenizer: its fingerprint if it is known. extra_files: name -> content, kept beside.
-    Raises ValueError if it exists, OSError, and what `load` raises.
+    config: of a run of this model. tensors: parameters by our names, FP32 on the CPU, in our row order. imported: where
+    the weights come from, of JSON types, for the trainer state. tokenizer: its fingerprint if it is known. extra_files:
+    name -> content, kept beside.
+    Raises ValueError if it exists, OSError, and what `tensors` raises.
     """
     records: dict[str, files.FileRecord] = {}
     pieces: dict[str, list[Piece]] = {}
@@ -115,15 +108,13 @@ def write_weights_only(
             records[name], pieces[name] = written.record, written.layout
             waiting.clear()
 
-        for new in tensors:
-            if waiting and sum(p.values.nbytes for p in waiting) + 4 * torch.Size(new.shape).numel() > _FILE_BYTES:
+        for name, values in tensors:
+            assert values.dtype == torch.float32, name
+            if waiting and sum(p.values.nbytes for p in waiting) + values.nbytes > _FILE_BYTES:
                 flush()
-            values = new.load()
-            assert values.dtype == torch.float32 and tuple(values.shape) == tuple(new.shape), new.name
             waiting.append(OwnPiece(len(wholes), (0,) * values.dim(), tuple(values.shape), values))
-            wholes.append(Whole(("model", new.name), torch.float32, tuple(values.shape)))
-        if waiting:
-            flush()
+            wholes.append(Whole(("model", name), torch.float32, tuple(values.shape)))
+        flush()
         trainer = {"version": __version__, "commit": revision(), "config": as_saved(config), "imported": dict(imported)}
         content: dict[str, str | bytes] = {
             **(extra_files or {}),

@@ -29,7 +29,7 @@ from data.tokenizer import TextTokenizer
 from megatron_fp4.parallel.layers import all_gather_tokens
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.recipe import FPROP_WEIGHT, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import FPROP_WEIGHT, Gemm, Operand
 from models.hybrid import HybridModel
 
 NOT_FINITE = -1
@@ -259,11 +259,19 @@ def weights_as_trained(model: HybridModel, plan: Plan, trained_in: torch.dtype, 
         raise ValueError("the weights were quantized from FP32: compute in FP32 to have them as they were trained")
     recipes = {row.linear.name: row.recipe for row in plan.rows if row.recipe[FPROP_WEIGHT].quantized}
     for name, recipe in recipes.items():
-        _check_known(name, recipe, shards)
+        problem = None
+        if recipe[FPROP_WEIGHT].rounding == "stochastic":
+            problem = "weights rounded stochastically, anew each step"
+        elif recipe.fprop.rht and recipe.rht_signs == "fresh":
+            problem = "weights transformed with the signs of a step"
+        elif recipe.amax == "shard" and shards > 1:
+            problem = f"a tensor scale for each of {shards} shards (precision.amax=shard), which one process lacks"
+        if problem:
+            raise ValueError(f"{name} was trained with {problem}: take the masters")
     for name, linear in model.linears():
         if name in recipes:
-            recipe, weight = recipes[name], recipes[name][FPROP_WEIGHT]
-            gemm = Gemm(Operand(), weight, recipe.fprop.rht)
+            recipe = recipes[name]
+            gemm = Gemm(Operand(), recipe[FPROP_WEIGHT], recipe.fprop.rht)
             # The same for dgrad, which never runs: what is quantized for both is kept from call to call.
             linear.context.recipe = replace(recipe, fprop=gemm, dgrad=gemm, wgrad=Gemm())
             linear.context.weight_cache = None
@@ -271,18 +279,6 @@ def weights_as_trained(model: HybridModel, plan: Plan, trained_in: torch.dtype, 
                 local = linear.weight.to_local()  # type: ignore[operator]
                 local.copy_(local.to(trained_in))
     return len(recipes)
-
-
-def _check_known(name: str, recipe: Recipe, shards: int) -> None:
-    if recipe[FPROP_WEIGHT].rounding == "stochastic":
-        raise ValueError(f"{name} was trained with weights rounded stochastically, anew each step: take the masters")
-    if recipe.fprop.rht and recipe.rht_signs == "fresh":
-        raise ValueError(f"{name} was trained with weights transformed with the signs of a step: take the masters")
-    if recipe.amax == "shard" and shards > 1:
-        raise ValueError(
-            f"{name} was trained with a tensor scale for each of {shards} shards (precision.amax=shard), which one "
-            "process does not repeat: take the masters"
-        )
 
 
 class TextStream:

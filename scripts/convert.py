@@ -33,7 +33,6 @@ if __name__ == "__main__" and "--beside" in sys.argv[1:-1]:
 
 import argparse
 import inspect
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +44,7 @@ import yaml
 from exchange.calibration import calibrated_inputs
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf_export import SHARD_BYTES, NVFP4Weights, export_hf
+from exchange.hf_export import NVFP4Weights, export_hf
 from exchange.hf_import import Folder, import_hf
 from exchange.megatron import export_megatron, import_megatron, start_command
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, trained_plan
@@ -60,7 +59,7 @@ from megatron_fp4.training.build import plans_of
 from models import provider as models
 from pretrain import CONFIGS
 
-FORMATS = {"nvfp4": MODELOPT, "nvfp4-modelopt": MODELOPT, "nvfp4-compressed-tensors": COMPRESSED_TENSORS}
+FORMATS = {"nvfp4": MODELOPT, "nvfp4-compressed-tensors": COMPRESSED_TENSORS}
 _DTYPES, _PLANS, _SAMPLES = ("bfloat16", "float32"), ("now", "before"), 64
 
 
@@ -99,12 +98,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("output", type=Path, help="the folder to write, which must not exist")
     add("--format", choices=("hf", *FORMATS), default="hf", help="NVFP4 in ModelOpt's or compressed-tensors' layout")
     add("--dtype", choices=_DTYPES, help="of the weights (default bfloat16)")
-    add(
-        "--shard-gib",
-        type=_size,
-        default=SHARD_BYTES / 2**30,
-        help="of a safetensors file at most (default %(default)g)",
-    )
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--plan", choices=_PLANS, help="of NVFP4 after a precision switch; before: by the plan before it")
     add("--activations", choices=("bf16", "calibrated"), help="of NVFP4; calibrated: with measured scales of inputs")
@@ -115,8 +108,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("checkpoint", type=Path, help=run)
     add("output", type=Path, help="the folder to write, which must not exist")
     add("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights but A_log, D and dt_bias, always float32")
-    layers = "of a GPTModel: one tensor for all of them (default), or one each, as with non_homogeneous_layers"
-    add("--layers", choices=("stacked", "numbered"), default="stacked", help=layers)
 
     for name, command_of in (("import-hf", import_hf_command), ("import-megatron", import_megatron_command)):
         add = command(name, command_of)
@@ -131,16 +122,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("checkpoint", type=Path, help=run)
     add("--plan", choices=_PLANS, default="now", help="as it was exported (export-hf --plan)")
     return parser.parse_args(arguments)
-
-
-def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: give a size above 0")
-    return size
 
 
 def export_hf_command(options: argparse.Namespace) -> int:
@@ -159,7 +140,6 @@ def export_hf_command(options: argparse.Namespace) -> int:
         dtype=getattr(torch, options.dtype or "bfloat16"),
         nvfp4=None if options.format == "hf" else _nvfp4_weights(options, checkpoint),
         tokenizer=tokenizer,
-        shard_bytes=int(options.shard_gib * 2**30),
         progress=ProgressLine("elements written"),
     )
     _say_written(options.output, checkpoint, began)
@@ -214,14 +194,8 @@ def export_megatron_command(options: argparse.Namespace) -> int:
     tokenizer = _tokenizer(options, checkpoint)
     checkpoint.verify()
     dtype = getattr(torch, options.dtype)
-    export_megatron(
-        checkpoint,
-        options.output,
-        dtype=dtype,
-        layers=options.layers,
-        tokenizer=tokenizer,
-        progress=ProgressLine("bytes written"),
-    )
+    progress = ProgressLine("elements written")
+    export_megatron(checkpoint, options.output, dtype=dtype, tokenizer=tokenizer, progress=progress)
     _say_written(options.output, checkpoint, began)
     if dtype != torch.float32:
         print("the FP32 masters were rounded to bfloat16; --dtype float32 keeps them")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pretrain
 from exchange.checkpoint import open_checkpoint
-from exchange.weights_only import NewTensor, write_weights_only
+from exchange.weights_only import write_weights_only
 from megatron_fp4.checkpoint import files
 from megatron_fp4.training.callbacks.numerics import SelfTest
 from pretrain import CONFIGS
@@ -46,7 +46,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
 def imported(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parent's last weights as an import has them."""
     source, folder = open_checkpoint(parent, CONFIGS), tmp_path_factory.mktemp("imported") / "model"
-    tensors = [NewTensor(name, tuple(shape), lambda n=name: source.tensor(n)) for name, shape in source.tensors.items()]
+    tensors = ((name, source.tensor(name)) for name in source.tensors)
     write_weights_only(folder, source.config, tensors, imported={"from": "a test"})
     return folder
 

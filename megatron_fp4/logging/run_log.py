@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -153,13 +153,13 @@ class RunLog:
         self.metrics.validation(step, tokens, losses, bits_per_byte)
         self.console.validation(step, losses, bits_per_byte)
 
-    def texts(self, step: int, samples: Sequence[Any]) -> None:
-        """What the model says after `step` steps: of each the prompt, its continuation `text` (None: not finite), and
-        whether it `ended`."""
-        self.metrics.texts(step, [asdict(sample) for sample in samples])
+    def texts(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        """What the model says after `step` steps: of each the `prompt`, its continuation `text` (None: the logits were
+        not finite), and whether it `ended` by itself, rather than because it was long enough."""
+        self.metrics.texts(step, samples)
         for sample in samples:
-            text = "nothing, because its logits are not finite" if sample.text is None else repr(sample.text)
-            self.console.event(step, f"the model continues {sample.prompt!r}: {text}")
+            text = "nothing, because its logits are not finite" if sample["text"] is None else repr(sample["text"])
+            self.console.event(step, f"the model continues {sample['prompt']!r}: {text}")
 
     def saves(self, reports: Sequence[SaveReport]) -> None:
         """Saves have ended; those of which no checkpoint came are said loudly."""

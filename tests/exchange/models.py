@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.weights_only import NewTensor, write_weights_only
+from exchange.weights_only import write_weights_only
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
@@ -45,9 +45,10 @@ def tensors_of(model: HybridModel) -> dict[str, Tensor]:
     return {name: parameter.to_local().detach() for name, parameter in model.named_parameters()}
 
 
-def checkpoint_of(folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """A weights-only checkpoint of these tensors."""
-    whole = replace(configure(["model=tiny", "train.sequence_length=64"]), model=config)
-    new = [NewTensor(name, tuple(t.shape), lambda t=t: t.clone()) for name, t in tensors.items()]  # type: ignore[misc]
-    write_weights_only(folder, whole, new, imported={"format": "a test's"})
+def checkpoint_of(
+    folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], overrides: Sequence[str] = ()
+) -> Checkpoint:
+    """A weights-only checkpoint of these tensors. overrides: of the run that it says it is of."""
+    whole = replace(configure(["model=tiny", "train.sequence_length=64", *overrides]), model=config)
+    write_weights_only(folder, whole, tensors.items(), imported={"format": "a test's"})
     return open_checkpoint(folder, CONFIGS)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from data.tokenizer import train_tokenizer
-from exchange.weights_only import NewTensor, write_weights_only
+from exchange.weights_only import write_weights_only
 from megatron_fp4.checkpoint import files
 from megatron_fp4.parallel.mesh import ParallelMesh
 from scripts import convert
@@ -126,13 +126,15 @@ def good(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Path:
     own.save(root / "tokenizer.json")
     train_tokenizer(texts, 320).save(root / "other" / "tokenizer.json")
     made = checkpoint_of(root / "plain", CASES["hybrid"], tensors_of(strong_model(CASES["hybrid"], mesh)))
-    tensors = [NewTensor(name, tuple(shape), lambda n=name: made.tensor(n)) for name, shape in made.tensors.items()]  # type: ignore[misc]
+    tensors = ((name, made.tensor(name)) for name in made.tensors)
     extra = {"tokenizer.json": (root / "tokenizer.json").read_bytes()}
     kept: dict[str, Any] = {"tokenizer": own.fingerprint(), "extra_files": extra}
     write_weights_only(root / "checkpoint", made.config, tensors, imported={"from": "a test"}, **kept)
     shutil.rmtree(root / "plain")
-    arguments = ["--dtype", "float32", "--shard-gib", str(60_000 / 2**30)]
-    assert convert.main(["export-hf", str(root / "checkpoint"), str(root / "folder"), *arguments]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("exchange.hf_export.SHARD_BYTES", 60_000)
+        arguments = [str(root / "checkpoint"), str(root / "folder"), "--dtype", "float32"]
+        assert convert.main(["export-hf", *arguments]) == 0
     return root
 
 

@@ -50,10 +50,11 @@ def logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_has_our_logits_and_what_comes_back_is_what_was_exported(
-    name: str, tmp_path: Path, mesh: ParallelMesh
+    name: str, tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("exchange.hf_export.SHARD_BYTES", 30_000)
     tokenizer = train_tokenizer(TEXTS, 280) if name == "hybrid" else None
-    model, folder = exported(tmp_path, name, mesh, tokenizer=tokenizer, shard_bytes=30_000)
+    model, folder = exported(tmp_path, name, mesh, tokenizer=tokenizer)
     tokens, _ = tokens_and_targets(CASES[name], batch=2, length=45)
     with torch.no_grad():
         ours = model(tokens)
@@ -186,7 +187,7 @@ BAD_CONFIGS = [
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Path:
-    return exported(tmp_path_factory.mktemp("good"), "hybrid", mesh, shard_bytes=60_000)[1]
+    return exported(tmp_path_factory.mktemp("good"), "hybrid", mesh)[1]
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)

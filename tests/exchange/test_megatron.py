@@ -27,13 +27,11 @@ from exchange.hf_export import sequence_length
 from exchange.megatron import MegatronFolder, export_megatron, import_megatron
 from exchange.megatron_model import Parameter, arguments_of, as_shell, extra_states, parameters
 from exchange.tokenizer import tokenizer_of
-from exchange.weights_only import NewTensor, write_weights_only
+from exchange.weights_only import write_weights_only
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
-from models.hybrid import build_model
-from tests.training.harness import alone
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # No two sizes alike, so that a mistaken axis shows.
@@ -78,8 +76,7 @@ def write_checkpoint(folder: Path, config: Config) -> Path:
             return 0.5 + 0.5 * values
         return values * (0.3 if "conv" in parameter.name else 0.08)
 
-    new = [NewTensor(p.name, tuple(shape_of(p.sections)), lambda p=p: draw(p)) for p in parameters(config.model)]
-    write_weights_only(folder, config, new, imported={})
+    write_weights_only(folder, config, ((p.name, draw(p)) for p in parameters(config.model)), imported={})
     return folder
 
 
@@ -115,15 +112,6 @@ def test_keys_are_those_that_megatron_saves() -> None:
         assert objects <= ours and len(ours - objects) <= 2, name
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_parameters_are_the_models(case: str) -> None:
-    config = config_of(case).model
-    with alone() as mesh, torch.device("meta"):
-        model = build_model(config, mesh, torch.float32)
-    expected = [(name, parameter.shape) for name, parameter in model.named_parameters()]
-    assert [(parameter.name, shape_of(parameter.sections)) for parameter in parameters(config)] == expected
-
-
 def test_orders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
     """By hand, and read by torch."""
     checkpoint = checkpoints["hybrid"]
@@ -144,16 +132,6 @@ def test_orders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
     qkv = checkpoint.tensor("blocks.2.mixer.qkv_proj.weight")
     assert torch.equal(theirs["decoder.layers.2.self_attention.linear_qkv.weight"], qkv)
     assert torch.equal(theirs["decoder.layers.4.mixer.A_log"], checkpoint.tensor("blocks.4.mixer.ssm.A_log"))
-
-
-def test_stacked_and_numbered_layers(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
-    checkpoint = checkpoints["transformer"]
-    export_megatron(checkpoint, tmp_path / "one", dtype=torch.float32)
-    export_megatron(checkpoint, tmp_path / "many", dtype=torch.float32, layers="numbered")
-    one, many = (read_by_torch(tmp_path / name / ITERATION) for name in ("one", "many"))
-    up = torch.stack([checkpoint.tensor(f"blocks.{block}.mixer.up_proj.weight") for block in (1, 3)])
-    assert torch.equal(one["decoder.layers.mlp.linear_fc1.weight"], up)
-    assert torch.equal(many["decoder.layers.1.mlp.linear_fc1.weight"], up[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -193,18 +171,17 @@ def test_flags_survive_a_shell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "overrides", "layers", "words"),
+    ("case", "override", "words"),
     [
-        ("hybrid", ["model.norm_eps=1e-6"], "stacked", "norm_eps=1e-06"),
-        ("hybrid", ["model.mamba_conv_width=3"], "stacked", "mamba_conv_width=3"),
-        ("hybrid", [], "numbered", "always numbered"),
-        ("transformer", ["model.rope_base=500.5"], "stacked", "rope_base=500.5"),
+        ("hybrid", "model.norm_eps=1e-6", "norm_eps=1e-06"),
+        ("hybrid", "model.mamba_conv_width=3", "mamba_conv_width=3"),
+        ("transformer", "model.rope_base=500.5", "rope_base=500.5"),
     ],
 )
-def test_models_that_megatron_has_not(case: str, overrides: list[str], layers: Any, words: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "ours", config_of(case, *overrides)), CONFIGS)
+def test_models_that_megatron_has_not(case: str, override: str, words: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path / "ours", config_of(case, override)), CONFIGS)
     with pytest.raises(ValueError, match=words):
-        export_megatron(checkpoint, tmp_path / "out", layers=layers)
+        export_megatron(checkpoint, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
@@ -239,6 +216,22 @@ def rename(old: str, new: str) -> Change:
             tensors[new + key.removeprefix(old)] = tensors.pop(key)
 
     return change
+
+
+def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    """As with non_homogeneous_layers."""
+    checkpoint = checkpoints["transformer"]
+
+    def unstack(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+        up = torch.stack([checkpoint.tensor(f"blocks.{block}.mixer.up_proj.weight") for block in (1, 3)])
+        assert torch.equal(tensors["decoder.layers.mlp.linear_fc1.weight"], up)
+        for key in [key for key in tensors if key.startswith("decoder.layers.")]:
+            for layer, values in enumerate(tensors.pop(key)):
+                tensors[key.replace("layers.", f"layers.{layer}.")] = values
+
+    import_megatron(foreign(tmp_path / "theirs", checkpoint, unstack), tmp_path / "back", CONFIGS)
+    back = open_checkpoint(tmp_path / "back", CONFIGS)
+    assert all(torch.equal(back.tensor(name), checkpoint.tensor(name)) for name in checkpoint.tensors)
 
 
 @pytest.mark.parametrize(

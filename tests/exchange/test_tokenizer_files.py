@@ -82,6 +82,8 @@ def test_a_folder_keeps_its_configuration(tmp_path: Path) -> None:
 def test_a_conversion_that_changes_ids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = train_tokenizer(["other text"], 258)
     monkeypatch.setattr("exchange.tokenizer._from_tiktoken", lambda *_: other.content)
-    with pytest.raises(ValueError, match=r"tiktoken:mine encodes .Hello.* otherwise .*--no-tokenizer") as caught:
+    with pytest.raises(
+        ValueError, match=r"tiktoken:mine, a tiktoken tokenizer, encodes .Hello.* otherwise .*--no-tokenizer"
+    ) as caught:
         tokenizer_files(ranks(), 128)
     assert "\n" not in str(caught.value) and isinstance(other, HuggingFaceTokenizer)

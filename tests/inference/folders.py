@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
-from exchange.checkpoint import Checkpoint, open_checkpoint
+from exchange.checkpoint import Checkpoint
 from exchange.hf_export import export_hf
-from exchange.weights_only import NewTensor, write_weights_only
-from megatron_fp4.config.schema import ParallelConfig
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
-from pretrain import CONFIGS, configure
+from tests.exchange import models
 from tests.models.builders import build, small_config
+from tests.training.harness import alone
 
 TEXT = "the quick brown fox jumps over the lazy dog and then returns to sleep under its tree\n"
 MODELS = {
@@ -29,17 +26,13 @@ def tokenizer() -> HuggingFaceTokenizer:
 
 
 def checkpoint_of(folder: Path, name: str, overrides: Sequence[str] = (), seed: int = 0) -> Checkpoint:
-    """Weights large enough that every token's probability depends on what is before it. Leaves no process group."""
-    model = build(MODELS[name], build_mesh(ParallelConfig(), init_distributed("cpu", 60)), seed=seed)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.to_local().dim() > 1 and "embedding" not in key:
-                parameter.to_local().mul_(4)
-    config = replace(configure(["model=tiny", "train.sequence_length=64", *overrides]), model=MODELS[name])
-    new = [NewTensor(key, tuple(p.shape), lambda p=p: p.to_local().clone()) for key, p in model.named_parameters()]  # type: ignore[misc]
-    write_weights_only(folder, config, new, imported={"format": "a test's"})
-    leave_distributed()
-    return open_checkpoint(folder, CONFIGS)
+    """Weights large enough that every token's probability depends on what is before it."""
+    with alone() as mesh:
+        model = build(MODELS[name], mesh, seed=seed)
+        tensors = {key: parameter.to_local().detach() for key, parameter in model.named_parameters()}
+    for key, values in tensors.items():
+        values *= 4 if values.dim() > 1 and "embedding" not in key else 1
+    return models.checkpoint_of(folder, MODELS[name], tensors, overrides)
 
 
 def folder_of(path: Path, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Path:

@@ -81,15 +81,7 @@ def test_what_is_no_mean_and_no_quotient_stands_alone() -> None:
     assert not difference(a, b).paired and difference(a, a).paired
 
 
-def test_of_two_equal_models_one_difference_in_twenty_is_marked() -> None:
-    """And not one in three, as beyond one standard error."""
-    draws, clear = random.Random(0), 0
-    for _ in range(1000):
-        first = [draws.gauss(0, 1) for _ in range(12)]
-        other = [value + draws.gauss(0, 1) for value in first]
-        scores = [score(statistics.fmean(values), None, documents(values)) for values in (first, other)]
-        clear += difference(*scores).is_clear
-    assert 30 < clear < 70
+def test_differences_are_shown_with_their_interval() -> None:
     assert str(Difference(-0.025, 0.022, True)) == "-0.0250 [-0.0470, -0.0030] *"
     assert str(Difference(0.01, 0.022, False)) == "+0.0100 [-0.0120, +0.0320] ~"
     assert str(Difference(0.01, None, True)) == "+0.0100"
