@@ -59,9 +59,6 @@ class Sampling:
             raise ValueError(f"top-p {self.top_p} is not above 0 and at most 1; 1 draws among all tokens")
 
 
-GREEDY = Sampling()
-
-
 class TokenDraws:
     """The draws of one text."""
 
@@ -143,7 +140,7 @@ class Settings:
     """
 
     max_tokens: int
-    sampling: Sampling = GREEDY
+    sampling: Sampling = field(default_factory=Sampling)
     stop: int | None = None
     num_ids: int | None = None
     piece: int = 512

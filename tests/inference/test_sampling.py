@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from inference.generation import GREEDY, NOT_FINITE, Sampling, TokenDraws, choose
+from inference.generation import NOT_FINITE, Sampling, TokenDraws, choose
 
 LOGITS = [0.3, -1.0, 2.0, 2.0, 0.0, -5.0, 1.2, 2.5]
 
@@ -44,12 +44,12 @@ def test_frequencies_are_the_probabilities(temperature: float, top_p: float) -> 
 
 def test_zero_takes_the_likeliest_and_small_temperatures_come_to_the_same() -> None:
     logits = torch.tensor([LOGITS, LOGITS[::-1]])
-    assert choose(logits, GREEDY, [0.9, 0.9]) == [7, 0]
+    assert choose(logits, Sampling(), [0.9, 0.9]) == [7, 0]
     assert choose(logits, Sampling(1e-300), [0.9, 0.9]) == [7, 0]
-    assert choose(torch.tensor([[1.0, 3.0, 3.0]]), GREEDY, [0.0]) == [1]
+    assert choose(torch.tensor([[1.0, 3.0, 3.0]]), Sampling(), [0.0]) == [1]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 0.9)])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.9)])
 def test_numbers_that_are_not_finite_are_told(sampling: Sampling) -> None:
     rows = torch.tensor([[1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [-math.inf, 0.0]])
     assert choose(rows, sampling, [0.5] * 4) == [NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]
