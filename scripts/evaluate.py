@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,6 +57,7 @@ from inference.tasks import load_tasks, prepare_environment, task_names
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_file
+from megatron_fp4.logging.metrics import finite
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader
@@ -240,15 +240,6 @@ def write(path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
         text = json.dumps(finite(content), indent=1, default=str, allow_nan=False) + "\n"
         replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def finite(value: Any) -> Any:
-    """With null in place of numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _free() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from data.tokenizer import train_tokenizer
 from exchange.architectures import architecture_of, to_hf
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
-from exchange.hf_export import _losses, export_hf
+from exchange.hf_export import export_hf
 from exchange.hf_import import Folder, import_hf
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -143,17 +142,6 @@ def test_keys_of_published_configurations_travel(tmp_path: Path, mesh: ParallelM
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"], written["pad_token_id"]) == (1, [2, 11], None)
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [2, 11]
-
-
-def test_losses_that_are_not_finite_are_in_the_card(tmp_path: Path) -> None:
-    """metrics.jsonl has `null` for them."""
-    records: list[dict[str, object]] = [
-        {"kind": "validation", "step": step, "losses": {"code": loss, "prose": 2.5}, "bits_per_byte": {"code": loss}}
-        for step, loss in ((2, 1.5), (4, None), (6, 3.5))
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"kind": "vali')
-    checkpoint = SimpleNamespace(folder=tmp_path / "checkpoints/step_00000004", step=4, weights_only=False)
-    assert _losses(checkpoint)[-2:] == ["| code | not finite | not finite |", "| prose | 2.5000 |  |"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

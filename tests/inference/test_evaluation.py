@@ -1,5 +1,5 @@
-"""scripts/evaluate.py by lm-eval and transformers, in one process: scores against our own model, lm-eval's own class
-and sums by hand; the table; what is refused."""
+"""scripts/evaluate.py by lm-eval and transformers, in one process: scores against lm-eval's own class and sums by hand;
+the table; what is refused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from data.builtin import CODE, PROSE
-from exchange.checkpoint import Checkpoint, load_model
+from exchange.checkpoint import Checkpoint
 from inference import tasks
-from inference.models import OpenedFolder, open_folder
+from inference.models import open_folder
 from inference.tasks import _manager as manager
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
@@ -43,11 +42,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 def folders(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Checkpoint]) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("folders")
     return {name: folder_of(place / name, checkpoint) for name, checkpoint in checkpoints.items()}
-
-
-@pytest.fixture(scope="module")
-def opened(folders: dict[str, Path]) -> dict[str, OpenedFolder]:
-    return {name: open_folder(folder, "cpu") for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -85,47 +79,13 @@ def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests(*arguments: tuple[Any, ...]) -> list[Any]:
+    """As lm-eval makes them."""
     return [SimpleNamespace(args=each) for each in arguments]
 
 
-def our_log_probs(checkpoint: Checkpoint, tokens: list[int]) -> Tensor:
-    """log p(token | those before it) by the framework's model, from the second token on, a row alone."""
-    with torch.no_grad():
-        logits = load_model(checkpoint)(torch.tensor([tokens[:-1]]))[0].double()
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_log_likelihoods_are_those_of_our_model(
-    name: str, checkpoints: dict[str, Checkpoint], opened: dict[str, OpenedFolder]
-) -> None:
-    """Documents of several lengths in one padded batch; windows of a text that is longer than one."""
-    from inference.evaluation import FolderModel
-
-    model = FolderModel(opened[name], batch_rows=8)
-    encode = opened[name].tokenizer.encode
-    pairs = [(" ".join(WORDS[:n]), " " + WORDS[n % len(WORDS)]) for n in (1, 4, 9, 15)]
-    for (context, continuation), (log_prob, _) in zip(pairs, model.loglikelihood(requests(*pairs)), strict=True):
-        tokens, length = encode(context + continuation), len(encode(context))
-        expected = our_log_probs(checkpoints[name], tokens)[length - 1 :].sum()
-        assert log_prob == pytest.approx(float(expected), abs=1e-4)
-    found = model.loglikelihood_rolling(requests((SHORT,), (LONG,)))
-    assert model.max_length == 64
-    for text, log_prob in zip((SHORT, LONG), found, strict=True):
-        tokens = [tokenizer().eod_id, *tokenizer().encode_batch([text])[0]]
-        expected, at = 0.0, 0
-        while at < len(tokens) - 1:
-            # Windows of 64 tokens follow each other; the last one is as long, and counts what is new in it.
-            end = min(at + 64, len(tokens) - 1)
-            begin = max(end - 64, 0)
-            expected += float(our_log_probs(checkpoints[name], tokens[begin : end + 1])[at - begin :].sum())
-            at = end
-        assert log_prob == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_they_are_those_of_lm_evals_own_class(
-    name: str, opened: dict[str, OpenedFolder], monkeypatch: pytest.MonkeyPatch
+def test_log_likelihoods_are_those_of_lm_evals_own_class(
+    name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With logits a few at a time: choices that share a context, a context that is too long, a whole text."""
     from lm_eval.models.huggingface import HFLM
@@ -133,14 +93,15 @@ def test_they_are_those_of_lm_evals_own_class(
     from inference.evaluation import FolderModel
 
     monkeypatch.setattr("inference.models._LOGITS", 3 * 300)
-    theirs = HFLM(pretrained=opened[name].model, tokenizer=opened[name].tokenizer, backend="causal", batch_size=3)
-    model = FolderModel(opened[name])
+    opened = open_folder(folders[name], "cpu")
+    theirs = HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, backend="causal", batch_size=3)
+    model = FolderModel(opened)
     pairs = [(SHORT, f" {word}") for word in WORDS[:6]] + [(LONG, " fox jumps"), ("", SHORT), (SHORT, " quick brown")]
     for ours, other in zip(model.loglikelihood(requests(*pairs)), theirs.loglikelihood(requests(*pairs)), strict=True):
         assert ours[0] == pytest.approx(other[0], abs=1e-4) and ours[1] == other[1]
-    context = opened[name].tokenizer.encode(SHORT)
+    context = opened.tokenizer.encode(SHORT)
     with torch.no_grad():
-        greedy = int(opened[name].model(torch.tensor([context])).logits[0, -1].argmax())
+        greedy = int(opened.model(torch.tensor([context])).logits[0, -1].argmax())
     followed = model._loglikelihood_tokens([(None, context, [greedy]), (None, context, [(greedy + 1) % 300])])
     assert [is_greedy for _, is_greedy in followed] == [True, False]
     texts = requests((SHORT,), (LONG,), (TEXT,))
