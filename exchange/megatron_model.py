@@ -141,6 +141,16 @@ def _mlp(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
 
 _BLOCKS = {"M": _mamba, "*": _attention, "-": _mlp}
 
+# What every model here has: written, and demanded where it is read.
+_SAME = {
+    "squared_relu": True,
+    "swiglu": False,
+    "normalization": "RMSNorm",
+    "apply_layernorm_1p": False,
+    "untie_embeddings_and_output_weights": True,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+}
 # What MambaMixer has fixed: setting -> value.
 _FIXED = {"norm_eps": 1e-5, "mamba_conv_width": 4}
 
@@ -156,6 +166,7 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
     if config.rope and config.rope_base != int(config.rope_base):
         raise ValueError(f"model.rope_base={config.rope_base}: Megatron's --rotary-base is a whole number")
     arguments: dict[str, Any] = {
+        **_SAME,
         "num_layers": config.num_blocks // (2 if is_gpt(config) else 1),
         "hidden_size": config.hidden_dim,
         "ffn_hidden_size": config.ffn_dim,
@@ -163,19 +174,12 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
         "group_query_attention": True,
         "num_query_groups": config.num_kv_heads,
         "kv_channels": config.head_dim,
-        "squared_relu": True,
-        "swiglu": False,
         "disable_bias_linear": True,
         "add_bias_linear": False,
         "add_qkv_bias": False,
-        "normalization": "RMSNorm",
         "norm_epsilon": config.norm_eps,
         "layernorm_epsilon": config.norm_eps,
-        "apply_layernorm_1p": False,
-        "untie_embeddings_and_output_weights": True,
         "position_embedding_type": "rope" if config.rope else "none",
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
         "padded_vocab_size": config.vocab_size,
         # Then Megatron pads it no further, as long as the tensor-parallel size divides what is left.
         "make_vocab_size_divisible_by": min(config.vocab_size & -config.vocab_size, 128),
@@ -214,18 +218,16 @@ def as_shell(arguments: Mapping[str, Any]) -> str:
 
 
 _FALSE = (
-    *("swiglu", "quick_geglu", "apply_layernorm_1p", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm"),
-    *("apply_residual_connection_post_layernorm", "rotary_interleaved", "use_rope_scaling", "multi_latent_attention"),
+    *("quick_geglu", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "use_rope_scaling"),
+    *("qk_layernorm", "qk_l2_norm", "multi_latent_attention"),
 )
 _NONE = ("rotary_seq_len_interpolation_factor", "no_rope_freq", "window_size", "softmax_scale", "num_experts")
 # Argument -> the values with which a model here computes the same.
 _WANTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("squared_relu", "untie_embeddings_and_output_weights"), (True,)),
+    **{name: (value,) for name, value in _SAME.items()},
     **dict.fromkeys(_FALSE, (False,)),
     **dict.fromkeys(_NONE, (None,)),
-    "normalization": ("RMSNorm",),
     "position_embedding_type": ("none", "rope"),
-    "rotary_percent": (1.0,),
     "softmax_type": ("vanilla",),
     "mtp_num_layers": (None, 0),
 }

@@ -22,6 +22,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ from data.storage import build_once, default_cache_dir
 from inference.models import MISSING, first_line
 
 SHIPPED = Path(__file__).resolve().parent / "task_files"
-# Of the items: raise it, and that in inference/task_files, with any change to what is chosen.
+# Of the items: raise it, and `metadata` in inference/task_files, with any change to what is chosen.
 VERSION = 1
 CLOZE, BYTES = "cloze", "bytes"
 CLOZE_ITEMS, BYTES_ITEMS = 400, 64
@@ -86,16 +87,19 @@ def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: i
     if include is not None and not include.is_dir():
         raise ValueError(f"--include-path {include} is not a folder; give the one with the task files")
     manager = _manager(include, own=False)  # lm-eval's own are thousands of files
-    if not all(_is_file(name) or manager.match_tasks([name]) for name in names):
+
+    def matching(name: str) -> list[str]:
+        return [name] if name.endswith((".yaml", ".yml")) else manager.match_tasks([name])
+
+    if not all(map(matching, names)):
         manager = _manager(include, own=True)
     found: list[str] = []
     for name in names:
-        matching = [name] if _is_file(name) else manager.match_tasks([name])
-        if not matching:
+        if not (names_of := matching(name)):
             close = difflib.get_close_matches(name, manager.all_tasks, 3)
             hint = f"did you mean {', '.join(close)}?" if close else "--tasks list names those that are shipped"
             raise ValueError(f"there is no task {name!r}; {hint}")
-        found += matching
+        found += names_of
     loaded: Any = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in dict.fromkeys(found):
         try:
@@ -107,8 +111,18 @@ def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: i
             ) from error
         for part in loaded:
             loaded[part].update(more.get(part, {}))
-    for name, task in loaded["tasks"].items():
-        _prepare(name, task, num_fewshot)
+    for name, task in loaded["tasks"].items():  # as lm-eval's simple_evaluate does, but that nothing is left out
+        if getattr(task, "UNSAFE_CODE", False):
+            raise ValueError(
+                f"task {name} runs the code that the model writes; export the model and run it with lm-eval's own "
+                "command in a sandbox (--confirm_run_unsafe_code)"
+            )
+        own = task.get_config("num_fewshot")
+        if num_fewshot and own == 0:
+            raise ValueError(f"task {name} takes no examples; leave out --num-fewshot {num_fewshot}, or the task")
+        if num_fewshot is not None or own is None:
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        task.set_fewshot_seed(seed=1234)
     return loaded
 
 
@@ -123,34 +137,17 @@ def _manager(include: Path | None, own: bool) -> Any:
     return TaskManager(include_path=folders, include_defaults=own)
 
 
-def _is_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
-
-
-def _prepare(name: str, task: Any, num_fewshot: int | None) -> None:
-    """As lm-eval's simple_evaluate does, but that nothing asked for is left out."""
-    if getattr(task, "UNSAFE_CODE", False):
-        raise ValueError(
-            f"task {name} runs the code that the model writes; export the model and run it with lm-eval's own command "
-            "in a sandbox (--confirm_run_unsafe_code)"
-        )
-    own = task.get_config("num_fewshot")
-    if num_fewshot is not None and own == 0 and num_fewshot != 0:
-        raise ValueError(f"task {name} takes no examples; leave out --num-fewshot {num_fewshot}, or the task")
-    if num_fewshot is not None or own is None:
-        task.set_config(key="num_fewshot", value=num_fewshot or 0)
-    task.set_fewshot_seed(seed=1234)
-
-
-def load_dataset(kind: str, source: str, version: float, **_: Any) -> dict[str, Any]:
-    """What the task files of inference/task_files name as their data, for lm-eval: the split `test`.
+def load_dataset(kind: str, source: str, **_: Any) -> dict[str, Any]:
+    """What the task files of inference/task_files name as their data, for lm-eval: the split `test`, of the items of
+    this Python, made if they are not in the cache.
 
     kind, source: CLOZE or BYTES, of CODE or PROSE. Raises ValueError for a Python without its sources, or a damaged
     cache.
     """
-    if version != VERSION:
-        raise ValueError(f"the task file is of version {version}, and items are made of version {VERSION}; update both")
-    folder = item_folder()
+    library = standard_library()
+    key = hashlib.sha256(f"{VERSION}\n{sys.version}\n{library}".encode()).hexdigest()[:12]
+    folder = default_cache_dir() / f"tasks-python{platform.python_version()}-{key}"
+    build_once(folder, partial(_make, library=library))
     try:
         lines = (folder / f"{kind}_{source}.jsonl").read_text(encoding="utf-8").splitlines()
         items = [json.loads(line) for line in lines]
@@ -159,15 +156,6 @@ def load_dataset(kind: str, source: str, version: float, **_: Any) -> dict[str, 
     import datasets
 
     return {"test": datasets.Dataset.from_list(items)}
-
-
-def item_folder(cache_dir: Path | None = None) -> Path:
-    """The folder of the items of this Python, made if it is not there. cache_dir: default_cache_dir() if None."""
-    library = standard_library()
-    key = hashlib.sha256(f"{VERSION}\n{sys.version}\n{library}".encode()).hexdigest()[:12]
-    python = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-    folder = (cache_dir or default_cache_dir()) / f"tasks-python{python}-{key}"
-    return build_once(folder, partial(_make, library=library))
 
 
 def _make(folder: Path, library: Path) -> None:
@@ -220,7 +208,10 @@ def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
                 # A document may share its origin with others, such as the docstrings of a module.
                 name = f"{document.origin}/{_hash(document.text):x}/{line_number}"
                 lines.append((name, document.origin, context, match[2]))
-            before = _tail(before + line)
+            before += line
+            if len(before) > _CONTEXT_CHARACTERS:  # the last whole lines of it
+                before = before[-_CONTEXT_CHARACTERS:]
+                before = before[before.index("\n") + 1 :] if "\n" in before[:-1] else before
     items, words = [], sorted(line[3] for line in lines)
     for name, origin, context, word in sorted(lines, key=lambda line: _hash(f"{CLOZE}/{line[0]}"))[:CLOZE_ITEMS]:
         choices = [word, *_distractors(name, word, words)]
@@ -228,14 +219,6 @@ def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
             choices.sort(key=lambda choice: _hash(f"{name}/{choice}"))
             items.append({"origin": origin, "context": context, "choices": choices, "answer": choices.index(word)})
     return items
-
-
-def _tail(text: str) -> str:
-    """The last whole lines of a text, at most _CONTEXT_CHARACTERS of them."""
-    if len(text) <= _CONTEXT_CHARACTERS:
-        return text
-    tail = text[-_CONTEXT_CHARACTERS:]
-    return tail[tail.index("\n") + 1 :] if "\n" in tail[:-1] else tail
 
 
 def _distractors(name: str, word: str, words: Sequence[str]) -> list[str]:
