@@ -217,7 +217,7 @@ class Exports(Callback):
 
     def _missing(self, start: int) -> list[int]:
         """Steps whose checkpoint is there and has no export made of it. A folder without a record of what it was made
-        of is somebody's own, and counts."""
+        of was made by hand, and counts."""
         steps = map(files.step_of, files.list_checkpoints(self._checkpoints)) if self._is_first_rank else ()
         found = []
         for step in sorted(step for step in steps if step <= start and self.due(step)):

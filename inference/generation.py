@@ -223,7 +223,7 @@ def logits_of_all_ids(logits: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 def agreed(tokens: list[int], mesh: ParallelMesh) -> list[int]:
-    """The first rank's: ranks that continue different texts would end at different times, and wait for ever."""
+    """The first rank's: ranks that continue different texts would end at different times, and the others would wait."""
     if mesh.world_size == 1:
         return tokens
     sent = torch.tensor(tokens, device=mesh.device)

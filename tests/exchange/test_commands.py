@@ -76,7 +76,7 @@ def damaged_run(folder: Path) -> None:
     cut("manifest.json")(folder / "checkpoints" / "step_00000004")
 
 
-def somebodys_own(folder: Path) -> None:
+def made_by_hand(folder: Path) -> None:
     folder.with_name("out.tmp").mkdir()
     (folder.with_name("out.tmp") / "thesis.txt").write_text("mine")
 
@@ -112,7 +112,7 @@ IMPORT: list[tuple[Change, str, str]] = [
     (cut(FIRST), "{it} {out}", "is not readable"),
     (index_names("../out.safetensors"), "{it} {out}", "which is not a file beside it"),
     (lambda f: shutil.copy(f.with_name("other") / "tokenizer.json", f), "{it} {out}", "320 ids and the model only"),
-    (somebodys_own, "{it} {out}", "out.tmp is in the way"),
+    (made_by_hand, "{it} {out}", "out.tmp is in the way"),
 ]
 
 

@@ -47,7 +47,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Iterator[Path]:
-    """Two steps of a hybrid in NVFP4, documents masked, the second behind the switch. Not to be changed."""
+    """Two steps of a hybrid in NVFP4, documents masked, the second after the switch. Not to be changed."""
     folder = tmp_path_factory.mktemp("run") / "small"
     steps = ["train.steps=2", "validation.interval=1", "checkpoint.interval=1", "schedule.warmup_fraction=0"]
     # A rate that moves the weights: an initial model says nearly the same whatever computes it.

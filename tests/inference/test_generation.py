@@ -85,7 +85,7 @@ def test_a_text_does_not_depend_on_those_beside_it(hybrid: HybridModel) -> None:
 
 
 def test_texts_end_where_they_end(hybrid: HybridModel) -> None:
-    """At the first stop token, each for itself; the others go on as if nothing had been."""
+    """At the first stop token, each for itself; the others continue as without it."""
     requests = [Request(prompt) for prompt in prompts()]
     endless = generate(hybrid, requests, Settings(NEW))
     stop = endless[3].tokens[4]

@@ -94,7 +94,7 @@ STOCHASTIC = Operand("nvfp4", (1, 16), "stochastic")
         (NVFP4, 1, torch.float32, "compute in FP32"),
     ],
 )
-def test_codes_that_nobody_knows_any_more(
+def test_codes_that_no_checkpoint_has_are_refused(
     mesh: ParallelMesh, recipe: Recipe, shards: int, trained_in: torch.dtype, wrong: str
 ) -> None:
     model = build(CONFIG, mesh, torch.bfloat16)
