@@ -11,11 +11,11 @@ and it is: in the slots [a, b) lie at most floor(w b) - ceil(w a) whole windows 
 b - a. (The chairman assignment problem, Tijdeman 1980; P-fair scheduling, Baruah et al. 1996.)
 
 Weights are whole numbers here: those of the decimals as they were written, over their greatest common divisor. Their
-sum is the period after which the sequence repeats. A short period is a table. In a long one the sequence is walked slot
-by slot, from one period of the rarest source before (1 / w slots), from any counts within one of each share. That gives
-the same counts: of units with deadlines up to D, earliest deadline first has served before slot t as many as the least
-of released(s) + t - s over all s <= t, where released(s) is the number of them whose windows begin before slot s. For
-an s that lies 1 / w before D that is sum(ceil(w s)) >= s, which limits nothing; so what came before does not matter.
+sum is the period after which the sequence repeats. The sequence is walked slot by slot, from where the last call stood
+or from one period of the rarest source before (1 / w slots), from any counts within one of each share. That gives the
+same counts: of units with deadlines up to D, earliest deadline first has served before slot t as many as the least of
+released(s) + t - s over all s <= t, where released(s) is the number of them whose windows begin before slot s. For an s
+that lies 1 / w before D that is sum(ceil(w s)) >= s, which limits nothing; so what came before does not matter.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-
-import numpy as np
-
-# A table of a longer period would take more than a tenth of a second to make.
-TABLE_SLOTS = 1 << 16
 
 
 class Blend:
@@ -48,10 +43,6 @@ class Blend:
         self.period = sum(self.shares)
         self._walk = _Walk(self.shares, 0, [0] * len(self.shares))
         self._reach = -(-self.period // min(self.shares)) + 2
-        self._table: np.ndarray | None = None
-        """The source of each slot of a short period."""
-        if self.period <= TABLE_SLOTS:
-            self._table = np.array([self._walk.advance() for _ in range(self.period)])
 
     def __eq__(self, other: object) -> bool:
         """Whether both serve the same source at every index."""
@@ -62,26 +53,17 @@ class Blend:
     def source(self, index: int) -> tuple[str, int]:
         """(name, ordinal): the source of sample `index` and how many of its samples came before.
 
-        Fast for a period up to TABLE_SLOTS; else O(log sources) for every slot since the last call, or for one period
-        of the rarest source.
+        O(log sources) for every slot since the last call, or for one period of the rarest source.
         """
         periods, slot = divmod(index, self.period)
-        if self._table is not None:
-            d = int(self._table[slot])
-            before = int(np.count_nonzero(self._table[:slot] == d))
-        else:
-            walk = self._walk_to(slot)
-            d = walk.next_source()
-            before = walk.counts[d]
-        return self.names[d], periods * self.shares[d] + before
+        walk = self._walk_to(slot)
+        d = walk.next_source()
+        return self.names[d], periods * self.shares[d] + walk.counts[d]
 
     def counts(self, end: int) -> list[int]:
         """How many of the samples [0, end) come from each source, in the order of `names`. Cost as of `source`."""
         periods, slot = divmod(end, self.period)
-        if self._table is not None:
-            within = np.bincount(self._table[:slot], minlength=len(self.names)).tolist()
-        else:
-            within = self._walk_to(slot).counts
+        within = self._walk_to(slot).counts
         return [periods * share + count for share, count in zip(self.shares, within, strict=True)]
 
     def _walk_to(self, slot: int) -> _Walk:

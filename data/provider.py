@@ -9,7 +9,7 @@ trainer asks.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +23,12 @@ from data.indexed import DataBundle
 from data.loader import MicroBatch, MicroBatchLoader
 from data.megatron_order import MegatronSchedule, check_megatron, held_out_by_split
 from data.order import Samples, SampleSource
-from data.schedule import Phase, PhaseSchedule, PhaseSpan, PlannedUse, check_epochs, check_phases, planned_use
+from data.schedule import Phase, PhaseSchedule, PhaseSpan
 from data.sources import check_indexed, open_indexed
 from data.storage import default_cache_dir
 from data.validation import ValidationSet, Yardstick, fewer_windows
 
-__all__ = ["MicroBatch", "RunData", "check", "check_kind", "default_cache_dir", "open_alone", "open_data", "phases"]
+__all__ = ["MicroBatch", "RunData", "check_kind", "default_cache_dir", "open_alone", "open_data", "phases"]
 
 _MOST_EPOCHS = 64
 
@@ -58,6 +58,16 @@ KINDS = {
         check_indexed,
     ),
 }
+
+
+class PlannedUse(NamedTuple):
+    """Of one source in one phase: its share of the samples, the epochs over it in this phase, and those from the
+    beginning of the run to the end of the phase."""
+
+    source: str
+    share: float
+    epochs: float
+    epochs_done: float
 
 
 @dataclass(frozen=True)
@@ -106,12 +116,41 @@ class RunData:
         return dict(sorted(epochs.items(), key=lambda item: -item[1])[:_MOST_EPOCHS])
 
     def planned_use(self) -> list[tuple[PhaseSpan, list[PlannedUse]]]:
-        """For each phase, what it takes from each of its sources."""
-        return planned_use(self.phases, self.loader.sources)
+        """For each phase, what it takes from each of its sources, within one sample of what will be served."""
+        taken: dict[str, int] = {}
+        plan = []
+        for span in self.phases.spans:
+            uses = []
+            for name, whole in zip(span.blend.names, span.blend.shares, strict=True):
+                before, share = taken.get(name, 0), whole / span.blend.period
+                # For the exact number, a blend of long period would have to be walked up to there.
+                taken[name] = before + round(span.num_samples * share)
+                source = self.loader.sources.get(name)  # with other data allowed, one may be gone
+                if span.num_samples and source is not None:
+                    began, done = source.epochs(before), source.epochs(taken[name])
+                    uses.append(PlannedUse(name, share, done - began, done))
+            plan.append((span, uses))
+        return plan
 
-    def check_epochs(self, limit: Any) -> None:
-        """Raise ValueError if the run would go through a source more often than `limit` (`data.max_epochs`)."""
-        check_epochs(self.phases, self.loader.sources, limit)
+    def check_epochs(self, limit: float | Mapping[str, float] | None) -> None:
+        """Raise ValueError if the run would go through sources more often than `limit` (`data.max_epochs`)."""
+        if limit is None:
+            return
+        sources = self.loader.sources
+        limits = limit if isinstance(limit, Mapping) else dict.fromkeys(sources, limit)
+        if unknown := [name for name in limits if name not in sources]:
+            raise ValueError(f"data.max_epochs names {unknown[0]}, from which no phase draws: {', '.join(sources)}")
+        epochs = {use.source: use.epochs_done for _, uses in self.planned_use() for use in uses}
+        found = [
+            f"{name} ({sources[name].stream.num_tokens:,} tokens) {epochs[name]:.3g} times, where {most:g} is the limit"
+            for name, most in limits.items()
+            if epochs.get(name, 0.0) > most + 1 / sources[name].num_samples
+        ]
+        if found:
+            raise ValueError(
+                f"the run would go through {'; '.join(found)}: lower their weights in data.phases or train.steps, add "
+                "text, or raise data.max_epochs"
+            )
 
 
 def check_kind(data: Any) -> None:
@@ -120,11 +159,6 @@ def check_kind(data: Any) -> None:
         raise ValueError(f"data.kind={data.kind} is not known; choose one of {', '.join(KINDS)}")
     KINDS[data.kind].check(data)
     check_megatron(data)
-
-
-def check(config: Any) -> None:
-    """Raise ValueError for phases that cannot be, as far as the configuration tells."""
-    check_phases(phases(config))
 
 
 def phases(config: Any, num_tokens: Mapping[str, int] | None = None) -> PhaseSchedule:
@@ -159,13 +193,13 @@ def open_data(config: Any, mesh: Any, is_refusal: Callable[[Exception], bool]) -
     Raises ValueError on all ranks for what cannot be opened or does not fit, and for token ids outside the model's
     vocabulary in held-out windows.
     """
-    run = agreed(lambda: open_on_rank(config, mesh), _facts, is_refusal)
-    # Each rank counts the targets of its share of the windows.
-    shares = agreed(
-        lambda: [held_out.target_counts(mesh.dp_rank, mesh.dp_size) for held_out in run.validation],
-        lambda _: {},
-        is_refusal,
-    )
+
+    def opened() -> tuple[RunData, list[torch.Tensor]]:
+        run = open_on_rank(config, mesh)
+        # Each rank counts the targets of its share of the windows.
+        return run, [held_out.target_counts(mesh.dp_rank, mesh.dp_size) for held_out in run.validation]
+
+    run, shares = agreed(opened, lambda found: _facts(found[0]), is_refusal)
     lengths = None if run.bundle.tokenizer is None else run.bundle.tokenizer.byte_lengths()
     yardsticks = {}
     for held_out, share in zip(run.validation, shares, strict=True):
@@ -244,16 +278,6 @@ def _facts(run: RunData) -> dict[str, dict[str, Any]]:
 T = TypeVar("T")
 
 
-class _Outcome(NamedTuple):
-    """Of opening the data on one rank. error: why it could not; refused: that is the user's to mend; differences: what
-    it has otherwise than rank 0."""
-
-    host: str
-    error: str | None
-    refused: bool
-    differences: str
-
-
 def agreed(
     open_data: Callable[[], T],
     facts_of: Callable[[T], Mapping[str, Mapping[str, Any]]],
@@ -277,43 +301,38 @@ def agreed(
         failure = error
     box: list[Any] = [facts]
     dist.broadcast_object_list(box, src=0)
-    different = "" if facts is None or box[0] is None else _differences(facts, box[0])
-    refused = failure is not None and is_refusal(failure)
-    mine = _Outcome(socket.gethostname(), None if failure is None else str(failure), refused, different)
+    problem = _differences(facts, box[0]) if failure is None else str(failure) or type(failure).__name__
+    crashed = failure is not None and not is_refusal(failure)
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, mine)
-    if failed := [outcome for outcome in outcomes if outcome.error is not None]:
-        if failure is not None and not refused:
-            raise failure
-        error_type = ValueError if all(outcome.refused for outcome in failed) else RuntimeError
-        if len({outcome.error for outcome in outcomes}) == 1:
-            raise error_type(outcomes[0].error) from failure
-        told = _by_rank(outcomes, [outcome.error or "" for outcome in outcomes])
-        raise error_type(f"not all ranks can open their data: {told}") from failure
-    if any(outcome.differences for outcome in outcomes):
-        raise ValueError(
-            f"the ranks have different data: {_by_rank(outcomes, [outcome.differences for outcome in outcomes])}. Copy "
-            "the same files to every host, or name paths that mean the same everywhere"
-        )
-    return data
+    dist.all_gather_object(outcomes, (problem, crashed, socket.gethostname()))
+    by_problem: dict[str, list[str]] = {}
+    for rank, (said, _, host) in enumerate(outcomes):
+        if said:
+            by_problem.setdefault(said, []).append(f"rank {rank} (host {host})")
+    if not by_problem:
+        return data
+    if failure is not None and crashed:
+        raise failure
+    told = [
+        f"{', '.join(ranks[:8])}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}: {said}"
+        for said, ranks in list(by_problem.items())[:3]
+    ]
+    text = f"the {len(outcomes)} ranks do not have the same data: {'; '.join(told)}. Copy the same files to every host"
+    if len(by_problem.get(problem, ())) == len(outcomes):
+        text = problem
+    raise (RuntimeError if any(of_rank[1] for of_rank in outcomes) else ValueError)(text) from failure
 
 
-def _differences(facts: Mapping[str, Mapping[str, Any]], rank_0: Mapping[str, Mapping[str, Any]]) -> str:
+def _differences(facts: Mapping[str, Mapping[str, Any]] | None, rank_0: Mapping[str, Mapping[str, Any]] | None) -> str:
+    """How this rank's facts differ from rank 0's, in words; "" if they do not, or one of them has none."""
+    if facts is None or rank_0 is None:
+        return ""
     found = []
-    for name in dict.fromkeys((*rank_0, *facts)):
-        here, there = facts.get(name, {}), rank_0.get(name, {})
-        if keys := [key for key in dict.fromkeys((*there, *here)) if here.get(key) != there.get(key)]:
-            ours, theirs = (", ".join(f"{key} {str(of.get(key))[:80]}" for key in keys) for of in (here, there))
-            found.append(f"{name} with {ours}, rank 0 with {theirs}")
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-
-
-def _by_rank(outcomes: Sequence[_Outcome], said: Sequence[str]) -> str:
-    """What ranks said, each once with the ranks that said it; no more than three."""
-    told = []
-    for words in [words for words in dict.fromkeys(said) if words][:3]:
-        ranks = [rank for rank, own in enumerate(said) if own == words]
-        hosts = ", ".join(dict.fromkeys(outcomes[rank].host for rank in ranks[:8]))
-        named = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        told.append(f"rank{'s' * (len(ranks) > 1)} {named} of {len(outcomes)} (host {hosts}): {words}")
-    return "; ".join(told)
+    for name in {**rank_0, **facts}:
+        ours, theirs = facts.get(name, {}), rank_0.get(name, {})
+        found += [
+            f"{name} with {key} {str(ours.get(key))[:80]}, rank 0 with {str(theirs.get(key))[:80]}"
+            for key in {**theirs, **ours}
+            if ours.get(key) != theirs.get(key)
+        ]
+    return "; ".join(found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")

@@ -17,11 +17,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from data.blend import Blend
-from data.order import Samples
 
 
 @dataclass(frozen=True)
@@ -43,63 +42,64 @@ class Phase:
     by_tokens: bool = False
 
 
+# A run of fewer steps is a trial, in which a short phase may come to nothing.
+_TRIAL_STEPS = 10
+
+
 def phase_boundaries(
     phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int
 ) -> list[int]:
-    """The step after each phase, in a run of num_steps.
+    """The step after each phase, in a run of num_steps: the one nearest to the sum of the lengths.
 
-    A boundary is the step nearest to the sum of the lengths, so in a run of very few steps a short phase may get none.
     global_batch_size, sequence_length: in samples and tokens, the run's.
 
-    Raises ValueError when one phase has two lengths, more than one has none, or they do not fill the run.
+    Raises ValueError when one phase has two lengths or gets no step, more than one has no length, or they do not fill
+    the run.
     """
-    names = ", ".join(phase.name for phase in phases)
-    lengths = [
-        _length(phase, num_steps, (phase.global_batch_size or global_batch_size) * sequence_length) for phase in phases
-    ]
-    taken = sum(length for length in lengths if length is not None)
+    lengths = []
+    for phase in phases:
+        tokens_per_step = (phase.global_batch_size or global_batch_size) * sequence_length
+        given = {
+            "fraction": phase.fraction and phase.fraction * num_steps,
+            "steps": phase.steps,
+            "tokens": phase.tokens and phase.tokens / tokens_per_step,
+        }
+        found = {key: length for key, length in given.items() if length is not None}
+        if len(found) > 1:
+            raise ValueError(f"phase {phase.name!r} has {' and '.join(found)}; give one length")
+        lengths.append(next(iter(found.values()), None))
+    rest = num_steps - sum(length for length in lengths if length is not None)
     open_ones = [phase.name for phase, length in zip(phases, lengths, strict=True) if length is None]
     if len(open_ones) > 1:
         raise ValueError(
             f"the phases {' and '.join(open_ones)} have no length; give all but one of them steps, tokens or a fraction"
         )
-    if open_ones and num_steps - taken < 0.5:
+    tolerance = 1e-6 * num_steps if all(phase.fraction is not None for phase in phases) else 0.5
+    if not open_ones and abs(rest) >= tolerance:
+        names = ", ".join(phase.name for phase in phases)
         raise ValueError(
-            f"the phases beside {open_ones[0]!r} take {taken:.6g} steps of {num_steps}, so nothing is left for it; "
-            "raise train.steps or shorten them"
+            f"the phases {names} take {num_steps - rest:.6g} steps, and the run has {num_steps}; correct them or "
+            "train.steps, or leave out the length of one phase, which then gets the rest"
         )
-    if not open_ones and all(phase.fraction is not None for phase in phases):
-        if abs(num_steps - taken) > 1e-6 * num_steps:
-            raise ValueError(
-                f"the fractions of the phases {names} sum to {taken / num_steps:.6g}; they must sum to 1: they are "
-                "shares of the whole run"
-            )
-    elif not open_ones and abs(num_steps - taken) >= 0.5:
+    if open_ones and rest < 0.5:
         raise ValueError(
-            f"the phases {names} take {taken:.6g} steps in all, and the run has {num_steps}; set train.steps="
-            f"{round(taken)}, or leave out the length of one phase, which then gets the rest"
+            f"the phases beside {open_ones[0]!r} take {num_steps - rest:.6g} steps of {num_steps}, so nothing is left "
+            "for it; raise train.steps or shorten them"
         )
     ends, share, steps = [], 0.0, 0.0
     for phase, length in zip(phases, lengths, strict=True):
         share += phase.fraction or 0.0
         if phase.fraction is None:
-            steps += num_steps - taken if length is None else length
+            steps += rest if length is None else length
         ends.append(min(num_steps, round(share * num_steps + steps)))
     ends[-1] = num_steps
+    for phase, first, end in zip(phases, [0, *ends], ends, strict=False):
+        if first >= end and num_steps >= _TRIAL_STEPS:
+            raise ValueError(
+                f"phase {phase.name!r} gets none of the {num_steps:,} steps: its length rounds to 0; make it longer, "
+                "raise train.steps, or leave the phase out"
+            )
     return ends
-
-
-def _length(phase: Phase, num_steps: int, tokens_per_step: int) -> float | None:
-    """In steps; None for a phase that gets the rest."""
-    given = {key: getattr(phase, key) for key in ("fraction", "steps", "tokens") if getattr(phase, key) is not None}
-    if len(given) > 1:
-        spelled = " and ".join(f"{key}={value}" for key, value in given.items())
-        raise ValueError(f"phase {phase.name!r} has {spelled}; give one length")
-    if phase.fraction is not None:
-        return phase.fraction * num_steps
-    if phase.steps is not None:
-        return float(phase.steps)
-    return None if phase.tokens is None else phase.tokens / tokens_per_step
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,20 @@ class PhaseSpan:
     def end(self) -> int:
         """The global sample after its last."""
         return self.start + self.num_samples
+
+    def description(self) -> dict[str, Any]:
+        """As JSON, from which `of` makes it again. Weights are pairs in a list, because the order of the sources breaks
+        ties."""
+        kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "end_step"}
+        weights = zip(self.blend.names, self.blend.shares, strict=True)
+        return {**kept, "end": self.end, "blend": [list(pair) for pair in weights]}
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> PhaseSpan:
+        """The span of a `description`."""
+        kept = {field.name: entry[field.name] for field in fields(cls) if field.name != "end_step"}
+        steps = (entry["end"] - entry["start"]) // entry["batch_size"]
+        return cls(**{**kept, "end_step": entry["first_step"] + steps, "blend": Blend(dict(entry["blend"]))})
 
 
 class Location(NamedTuple):
@@ -194,7 +208,7 @@ class PhaseSchedule:
         past: the `description` of the schedule that served them. A phase that is under way in both keeps its blend's
         position; any other that is cut begins its blend at `consumed`.
         """
-        served = [_span(entry) for entry in past if entry["start"] < min(entry["end"], consumed)]
+        served = [PhaseSpan.of(entry) for entry in past if entry["start"] < min(entry["end"], consumed)]
         if served:
             last = served[-1]
             served[-1] = replace(last, end_step=last.first_step + -(-(consumed - last.start) // last.batch_size))
@@ -290,100 +304,5 @@ class PhaseSchedule:
         return self._offsets[span.blend_start]
 
     def description(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps to recognise the phases, and to lay out new ones after them. Weights of a blend are
-        pairs in a list, because the order of the sources breaks ties."""
-        return [
-            {
-                "name": span.name,
-                "start": span.start,
-                "end": span.end,
-                "batch_size": span.batch_size,
-                "sequence_length": span.sequence_length,
-                "blend_start": span.blend_start,
-                "blend": [list(pair) for pair in zip(span.blend.names, span.blend.shares, strict=True)],
-                "by_tokens": span.by_tokens,
-                "first_step": span.first_step,
-            }
-            for span in self.spans
-        ]
-
-
-def _span(entry: Mapping[str, Any]) -> PhaseSpan:
-    """An entry of `PhaseSchedule.description` as the span that it was."""
-    kept = {key: entry[key] for key in ("name", "first_step", "start", "batch_size", "blend_start")}
-    end_step = entry["first_step"] + (entry["end"] - entry["start"]) // entry["batch_size"]
-    blend = Blend(dict(entry["blend"]))
-    return PhaseSpan(
-        **kept, end_step=end_step, blend=blend, sequence_length=entry["sequence_length"], by_tokens=entry["by_tokens"]
-    )
-
-
-@dataclass(frozen=True)
-class PlannedUse:
-    """Of one source in one phase: its share and samples (within one of what will be served), and epochs over it.
-
-    epochs: in this phase. epochs_done: from the beginning of the run to the end of the phase.
-    """
-
-    source: str
-    share: float
-    samples: int
-    epochs: float
-    epochs_done: float
-
-
-def planned_use(schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> list[tuple[PhaseSpan, list[PlannedUse]]]:
-    """For each phase, what it takes from each of its sources."""
-    taken: dict[str, int] = {}
-    plan = []
-    for span in schedule.spans:
-        uses = []
-        for name, whole in zip(span.blend.names, span.blend.shares, strict=True):
-            before, share = taken.get(name, 0), whole / span.blend.period
-            # A blend of long period would have to be walked for the last sample.
-            taken[name] = before + round(span.num_samples * share)
-            if span.num_samples and name in sources:  # with other data allowed, one may be gone
-                began, done = sources[name].epochs(before), sources[name].epochs(taken[name])
-                uses.append(PlannedUse(name, share, taken[name] - before, done - began, done))
-        plan.append((span, uses))
-    return plan
-
-
-# A run of fewer is a trial, in which a short share may come to nothing.
-_TRIAL_STEPS = 10
-
-
-def check_phases(schedule: PhaseSchedule) -> None:
-    """Raise ValueError for a phase that never comes, because its length rounds to no step."""
-    for index, span in enumerate(schedule.spans):
-        if span.end_step <= span.first_step and schedule.num_steps >= _TRIAL_STEPS:
-            raise ValueError(
-                f"phase {index} ({span.name}) gets none of the {schedule.num_steps:,} steps: its length rounds to 0; "
-                "make it longer, raise train.steps, or leave the phase out"
-            )
-
-
-def check_epochs(
-    schedule: PhaseSchedule, sources: Mapping[str, Samples], limit: float | Mapping[str, float] | None
-) -> None:
-    """Raise ValueError for sources that the run would go through more often than `limit`: of all, or by source."""
-    if limit is None:
-        return
-    limits = limit if isinstance(limit, Mapping) else dict.fromkeys(sources, limit)
-    for name in limits:
-        if name not in sources:
-            raise ValueError(f"data.max_epochs names {name}, from which no phase draws: {', '.join(sources)}")
-    found: dict[str, str] = {}
-    for span, uses in planned_use(schedule, sources):
-        for use in uses:
-            most, source = limits.get(use.source, float("inf")), sources[use.source]
-            if use.source not in found and use.epochs_done > most + 1 / source.num_samples:
-                found[use.source] = (
-                    f"{use.source} ({source.stream.num_tokens:,} tokens) {use.epochs_done:.3g} times by the end of "
-                    f"phase {span.name}, where {most:g} is the limit"
-                )
-    if found:
-        raise ValueError(
-            "the run would go through " + "; ".join(found.values()) + ": lower their weights in data.phases or "
-            "train.steps, add text, or raise data.max_epochs"
-        )
+        """What a checkpoint keeps to recognise the phases, and to lay out new ones after them."""
+        return [span.description() for span in self.spans]

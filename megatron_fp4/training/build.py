@@ -50,7 +50,7 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
         data.check_kind(config.data)
         WSDSchedule.of(config).switch_step(config.precision.switch.when)
     with configuration_errors("data.phases: "):
-        data.check(config)
+        data.phases(config)
     for key, precision in precisions(config).items():
         models.check_exceptions(precision.exceptions, key)
         validate_precision(precision, device_type, key)

@@ -95,15 +95,12 @@ class MicroBatch:
 class DataProvider(Protocol):
     """A module with these functions."""
 
-    def check(self, config: Config) -> None:
-        """Raise ValueError for phases that cannot be."""
-
     def check_kind(self, config: Any) -> None:
         """Raise ConfigError for settings that do nothing with `data.kind`."""
 
     def phases(self, config: Config) -> Any:
         """The phases before any data is opened: `spans`, each with `name`, `first_step`, `end_step`, `batch_size` and
-        `sequence_length` (None: the run's)."""
+        `sequence_length` (None: the run's). Raises ValueError for phases that cannot be."""
 
     def open_data(self, config: Config, mesh: ParallelMesh, is_refusal: Callable[[Exception], bool]) -> Any:
         """The run's data, agreed on by all ranks; a collective. Raises ValueError on all ranks.
