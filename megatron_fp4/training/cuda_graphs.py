@@ -26,7 +26,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,17 +41,9 @@ from megatron_fp4.training.providers import MicroBatch
 EAGER_STEPS = 2
 
 
-class Captured(Protocol):
-    """A computation that was captured. result: what it returned, written anew by every replay."""
-
-    result: Tensor
-
-    def replay(self) -> None:
-        """Compute it again, in the order of the current stream."""
-
-
 class GpuGraph:
-    """A CUDA graph of `function`, in the memory of `pool`. The capture computes nothing."""
+    """A CUDA graph of `function`, in the memory of `pool`. The capture computes nothing. result: what the function
+    returned, written anew by every replay."""
 
     def __init__(self, function: Callable[[], Tensor], pool: Any) -> None:
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -71,7 +63,7 @@ class MicroBatchGraphs:
     """The graphs of a model's micro-batches, for `accumulate`.
 
     linears: the contexts of all linears of the plan by name. required: a capture that fails is an error; otherwise
-    `warn` is told, and the run continues without graphs. capture: makes a `Captured` of a function and a pool.
+    `warn` is told, and the run continues without graphs. capture: what stands for a `GpuGraph` where there is no GPU.
     """
 
     def __init__(
@@ -82,7 +74,7 @@ class MicroBatchGraphs:
         *,
         required: bool,
         warn: Callable[[str], None],
-        capture: Callable[[Callable[[], Tensor], Any], Captured] = GpuGraph,
+        capture: Callable[[Callable[[], Tensor], Any], Any] = GpuGraph,
     ) -> None:
         self._model, self._mesh, self._linears = model, mesh, dict(linears)
         self._required, self._warn, self._capture = required, warn, capture
@@ -94,8 +86,8 @@ class MicroBatchGraphs:
         self._forget()
 
     def _forget(self) -> None:
-        self._first: Captured | None = None
-        self._later: Captured | None = None
+        self._first: GpuGraph | None = None
+        self._later: GpuGraph | None = None
         self._gradients: list[Tensor | None] = []
         self._kept: dict[str, Any] = {}
         self._tokens = self._targets = torch.empty(0)
@@ -112,11 +104,14 @@ class MicroBatchGraphs:
         """A context for this rank's micro-batches of one step, out of `of`; inside, whether `run` computes them."""
         if self._failed:
             self.release()
-        if self._failed or self._watched() or not _alike(micro_batches):
+        contexts = self._linears.values()
+        watched = any(context.probe is not None or context.watcher is not None for context in contexts)
+        if self._failed or watched or not _alike(micro_batches):
             self.make_room()
             yield False
             return
-        signature = self._signature_of(micro_batches[0], of)
+        addresses = [local_part(parameter).data_ptr() for parameter in self._parameters]
+        signature = (micro_batches[0].tokens.shape, of, [context.recipe for context in contexts], addresses)
         if signature != self._signature:
             self.release()
             self._signature, self._eager_steps = signature, 0
@@ -152,8 +147,9 @@ class MicroBatchGraphs:
                 if self._required:
                     raise failure
                 self._failed = True
-                why = _first_line(failure.__context__ or failure)  # the end of a broken capture fails too
-                self._warn(f"CUDA graphs: none, because a capture failed: {why}")
+                error = failure.__context__ or failure  # the end of a broken capture fails too
+                why, *_ = [*str(error).strip().splitlines(), ""]
+                self._warn(f"CUDA graphs: none, because a capture failed: {type(error).__name__}: {why}")
                 if first:
                     self._drop_gradients_and_weights()
                 return None
@@ -195,7 +191,7 @@ class MicroBatchGraphs:
             torch.cuda.synchronize(self._mesh.device)
             torch.cuda.empty_cache()
 
-    def _try_to_capture(self, first: bool) -> tuple[Captured | None, Exception | None]:
+    def _try_to_capture(self, first: bool) -> tuple[GpuGraph | None, Exception | None]:
         """The graph, or why there is none."""
         try:
             if first:
@@ -244,18 +240,6 @@ class MicroBatchGraphs:
                 kept = ((step_state.weights_version, *what_for), *operands)
             self._linears[name].weight_cache = kept
 
-    def _watched(self) -> bool:
-        contexts = self._linears.values()
-        return any(context.probe is not None or context.watcher is not None for context in contexts)
-
-    def _signature_of(self, micro_batch: MicroBatch, of: int) -> Any:
-        return (
-            micro_batch.tokens.shape,
-            of,
-            [context.recipe for context in self._linears.values()],
-            [local_part(parameter).data_ptr() for parameter in self._parameters],
-        )
-
 
 def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
     """Whether nothing but tokens and targets differs between micro-batches."""
@@ -263,7 +247,3 @@ def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
     return all(
         batch.tokens.shape == shape and batch.documents is None and batch.num_targets is None for batch in micro_batches
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
