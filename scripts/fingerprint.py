@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from data.indexed import IndexedDatasetWriter
 from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
@@ -130,18 +130,14 @@ def main(arguments: list[str]) -> int:
 
 
 def write_corpus(scratch: Path) -> None:
-    """Three small datasets in Megatron's format, written here byte by byte: scratch/corpus_a, _b, _c."""
+    """Three small datasets in Megatron's format: scratch/corpus_a, _b, _c."""
     generator = np.random.default_rng(0)
     for name, documents in (("a", 60), ("b", 40), ("c", 12)):
         lengths = generator.integers(5, 200, documents).astype(np.int32)
-        tokens = generator.integers(0, 512, lengths.sum()).astype(np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * 4
-        int32_code, version = 4, 1
-        header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", version, int32_code, documents, documents + 1)
-        starts, document_index = np.concatenate(([0], ends[:-1])), np.arange(documents + 1, dtype=np.int64)
-        index = header + lengths.tobytes() + starts.astype(np.int64).tobytes() + document_index.tobytes()
-        (scratch / f"corpus_{name}.idx").write_bytes(index)
-        (scratch / f"corpus_{name}.bin").write_bytes(tokens.tobytes())
+        tokens = generator.integers(0, 512, lengths.sum())
+        with IndexedDatasetWriter(scratch / f"corpus_{name}", np.int32) as writer:
+            for document in np.split(tokens, np.cumsum(lengths)[:-1]):
+                writer.add_document(document)
 
 
 def arguments_of(name: str, scratch: Path) -> list[str]:
