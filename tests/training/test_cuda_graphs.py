@@ -137,35 +137,24 @@ class Again:
         step_state.step, step_state.micro_batch = now
 
 
-def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh) -> None:
-    """Through another recipe, a validation, and batches of other shapes and sizes, which are captured anew."""
+@pytest.mark.parametrize("room", [True, False])
+def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a validation, a measurement, another recipe, and batches of other shapes and sizes, captured anew."""
+    monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: room)
     eager, replayed = Job(mesh), Job(mesh, Again)
     was = []
     for step, (length, count) in enumerate([(16, 3)] * 8 + [(32, 3)] * 3 + [(32, 1)] * 3):
         if step == 5:
             for job in (eager, replayed):
                 job.follow(BF16)
+        if step == 4:
+            assert eager.validate() == replayed.validate()
+            noise = replayed.noise(step)
+            assert noise == eager.noise(step) and 1 < noise.ratio < 20
         (*expected, _), (*found, captured) = eager.step(step, length, count), replayed.step(step, length, count)
         assert found == expected
-        if step == 3:
-            assert eager.validate() == replayed.validate()
         was.append(captured)
     assert was == [False, False, True, True, True] + [False, False, True] * 3
-    assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
-
-
-@pytest.mark.parametrize("room", [True, False])
-def test_a_measurement_between_replays_changes_no_bit(
-    mesh: ParallelMesh, room: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: room)
-    eager, replayed = Job(mesh), Job(mesh, Again)
-    for step in range(4):
-        noise = replayed.noise(step) if step % 3 == 0 else None
-        if step == 3:  # by then the eager job has trained without any
-            assert noise == eager.noise(step) and noise is not None and 1 < noise.ratio < 20
-        (*expected, _), (*found, captured) = eager.step(step), replayed.step(step)
-        assert found == expected and captured == (step >= EAGER_STEPS)
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
