@@ -1,6 +1,6 @@
 """pretrain.py as its user starts it: in processes of its own, under torchrun, with a model small enough for seconds.
 
-The first start of each kind is of a new interpreter; those that go on come from a fork server (tests/programs.py).
+The first start of each kind is of a new interpreter; those that resume come from a fork server (tests/programs.py).
 """
 
 from __future__ import annotations

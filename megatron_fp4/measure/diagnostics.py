@@ -27,21 +27,20 @@ Everything is a sum or a maximum over elements in FP64, so that chunks, micro-ba
 Tensors that several ranks hold are counted once for each, which changes no ratio; partial products of tensor-parallel
 ranks are added up before they are compared; the weight gradient is that of one rank's micro-batch.
 
-A large operand is measured by a sample: half a million elements, whole blocks out of bands of rows that lie evenly over
-the tensor, quantized with the whole tensor's maximum and other draws. Its SNR is good to a few hundredths of a decibel
-unless a few rows hold most of the tensor's energy. Samples of equal operands are quantized together, because launching
-the hundred small kernels of a quantizer costs a GPU more than running them.
+A large operand is measured by a sample: half a million elements or more, bands of whole rows that lie evenly over the
+tensor, quantized with the whole tensor's maximum and other draws. Its SNR is good to a few hundredths of a decibel
+unless a few rows hold most of the tensor's energy.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -79,9 +78,8 @@ PARTS = (*(slot.name for slot in SLOTS), *GEMMS)
 # Block scales are themselves rounded numbers: an element this close to the largest code is on it, not beyond.
 _ON_THE_LIMIT = 1.0 + 2.0**-20
 LARGE = 2**21  # elements; larger operands are measured by a sample
-SAMPLE = 2**19  # elements of a sample: whole blocks of every format
+SAMPLE = 2**19  # elements that a sample has at least
 _BAND_ROWS = 128  # the rows of the largest block
-_TOGETHER = 16  # samples that are quantized together
 # FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
 _CHUNK_ELEMENTS = 2**24
 
@@ -158,13 +156,6 @@ def _ratio(signal: float, noise: float) -> float:
     return math.sqrt(signal / noise)
 
 
-class _Sample(NamedTuple):
-    tiles: Tensor
-    amax: Tensor
-    key: RoundingKey | None
-    then: Callable[[Tensor], None]
-
-
 class Probe:
     """Measures the calls of the linears it hangs on.
 
@@ -178,7 +169,6 @@ class Probe:
         self._maxima: dict[tuple[str, str], Tensor] = {}
         self._transformed: set[tuple[str, str]] = set()
         self._repeated: dict[tuple[str, str], tuple[str, str]] = {}
-        self._samples: dict[Operand, list[_Sample]] = {}
 
     @contextmanager
     def attached(self, linears: Mapping[str, LinearContext]) -> Iterator[Probe]:
@@ -209,8 +199,6 @@ class Probe:
 
         All ranks must give the same names in the same order and have measured the same linears.
         """
-        for operand, waiting in self._samples.items():
-            self._measure(operand, waiting)
         for key, of in self._repeated.items():
             if of in self._sums:
                 self._sums[key], self._maxima[key] = self._sums[of], self._maxima[of]
@@ -252,32 +240,6 @@ class Probe:
     def repeat(self, name: str, slot: OperandSlot, of: OperandSlot) -> None:
         """The operand at `slot` of linear `name` has the codes of the one at `of`, and so its sums."""
         self._repeated[name, slot.name] = name, of.name
-
-    def measure_later(
-        self, sample: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor, then: Callable[[Tensor], None]
-    ) -> None:
-        """Have `then` called with the sums (`operand_sums`) of a sample from `sample_rows`, at the latest by `collect`.
-
-        key: of the draws, for this or another sample of the same operand. amax: FP32 0-dim.
-        """
-        waiting = self._samples.setdefault(operand, [])
-        waiting.append(_Sample(_tiles(sample, operand.group), amax, key, then))
-        # Four-over-six compares errors under one maximum for all rows.
-        if len(waiting) >= (1 if operand.four_over_six else _TOGETHER):
-            self._measure(operand, waiting)
-
-    def _measure(self, operand: Operand, waiting: list[_Sample]) -> None:
-        if not waiting:
-            return
-        rows, amax = waiting[0].tiles.shape[0], waiting[0].amax
-        if len(waiting) > 1:
-            amax = torch.stack([one.amax for one in waiting]).repeat_interleave(rows)[:, None]
-        tiles = torch.stack([one.tiles for one in waiting]).to(torch.float32)
-        values, limits = quantized_values(tiles.flatten(0, 1), operand, waiting[0].key, amax)
-        for i, one in enumerate(waiting):
-            here = slice(i * rows, (i + 1) * rows)
-            one.then(operand_sums(tiles[i], values[here], limits[here]))
-        waiting.clear()
 
 
 class ProbedCall:
@@ -356,27 +318,20 @@ class ProbedCall:
         if group is not None and format_of(operand.format).tensor_scale:
             amax = amax.clone()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        key = call.draws(slot)
-
-        def add(sums: Tensor, raw_signal: Tensor | None = None) -> None:
-            # The transform is orthogonal: but for its rounding to BF16 it changes no sum of squares.
-            raw = sums[0] if raw_signal is None else raw_signal
-            raw_count = torch.full_like(raw, count * min(1.0, SAMPLE / x.numel()) if large else count)
-            sums = torch.cat((sums, torch.stack((raw, raw_count))))
-            if unit is not None:
-                signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums.unbind()
-                square = unit.to(torch.float64).square()
-                signal, error, raw_signal = (of * square for of in (signal, error, raw_signal))
-                sums = torch.stack((signal, error, nonzero, zeroed, saturated, raw_signal, raw_count))
-            self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
-
-        if large:
-            part = sample_rows(seen).to(torch.float32)
-            self.probe.measure_later(part * factor if rht else part, operand, key, amax, add)
-        else:
-            part = seen.to(torch.float32)
-            values, limits = quantized_values(part, operand, key, amax)
-            add(operand_sums(part, values, limits), _sums_of_squares(x)[0] if rht else None)
+        # The transform is orthogonal: but for its rounding to BF16 it changes no sum of squares.
+        raw_signal = _sums_of_squares(x) if rht and not large else None
+        part = (sample_rows(seen) if large else seen).to(torch.float32)
+        part = part * factor if rht and large else part
+        sums = operand_sums(part, *quantized_values(part, operand, call.draws(slot), amax))
+        raw_signal = sums[:1] if raw_signal is None else raw_signal
+        raw_count = torch.full_like(raw_signal, count * part.numel() / x.numel())
+        sums = torch.cat((sums, raw_signal, raw_count))
+        if unit is not None:
+            signal, error, nonzero, zeroed, saturated, raw, raw_count = sums.unbind()
+            square = unit.to(torch.float64).square()
+            signal, error, raw = (of * square for of in (signal, error, raw))
+            sums = torch.stack((signal, error, nonzero, zeroed, saturated, raw, raw_count))
+        self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
         """a: [m, k], b: [n, k], result: [m, n]; group: ranks whose results and exact products add up, or None."""
@@ -408,8 +363,7 @@ def quantized_values(rows: Tensor, operand: Operand, key: RoundingKey | None, am
     """What `operand` makes of FP32 `rows` [rows, k]: real values FP32 [rows, k], and the largest magnitude that each
     block's scale can express, FP32 [rows, k / block].
 
-    key: of stochastic rounding, None rounds to nearest. amax: FP32, of the whole tensor, 0-dim, or [rows, 1] where rows
-    are of several tensors (nvfp4 without four-over-six).
+    key: of stochastic rounding, None rounds to nearest. amax: FP32 0-dim, of the whole tensor.
     """
     encoded = encode_operand(rows, operand, key, amax=amax)
     values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
@@ -447,15 +401,6 @@ def device_signs(size: int, device: torch.device) -> Tensor:
 @functools.cache
 def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
     return random_hadamard_transform(torch.eye(size), size, torch.ones(size)).sign().to(device)
-
-
-def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The first `SAMPLE` elements of `x` [rows, cols], block (or group) by block: [SAMPLE / block columns, block
-    columns]."""
-    rows, columns = block
-    if rows > 1:
-        x = x.unflatten(0, (-1, rows)).unflatten(-1, (-1, columns)).transpose(1, 2)
-    return x.reshape(-1, columns)[: SAMPLE // columns]
 
 
 def operand_sums(x: Tensor, values: Tensor, limits: Tensor) -> Tensor:

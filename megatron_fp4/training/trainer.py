@@ -145,8 +145,8 @@ class Callback:
 class Trainer:
     """The parts of a run, built and wired. Raises ConfigError for data that cannot be opened or does not fit.
 
-    models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does; None: nobody
-    watches. quiet: nothing is recorded or said, for who trains some steps of a run without being that run.
+    models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does. quiet:
+    nothing is recorded or said, for who trains some steps of a run without being that run.
 
     precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: what a
     run lacks that has done all its steps; None for every other.
@@ -198,7 +198,7 @@ class Trainer:
         if start == steps and not self._lacks_something():
             self.log.console.text(
                 f"{self.config.run.dir} is finished: the checkpoint it starts from is of step {start} of {steps}. "
-                "Raise train.steps to go on, or choose another run.dir."
+                "Raise train.steps to continue, or choose another run.dir."
             )
             return Ending(ExitCode.FINISHED, start)
         with self._opened(start):

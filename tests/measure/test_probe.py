@@ -175,7 +175,7 @@ def test_padding_does_not_count() -> None:
     assert 0.05 < padded.errors["wgrad"] < 0.25
 
 
-@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("nvfp4", "fp8", "by Quartet II")])
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("nvfp4", "mxfp8", "by Quartet II")])
 def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     with alone():
         whole = _measure(recipe)

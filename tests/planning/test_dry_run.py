@@ -61,7 +61,7 @@ def run_each(world_size: int, *configs: Config) -> list[DryRun]:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = fork_server().Process(target=_send_runs, args=(sender, world_size, configs), daemon=True)
     process.start()
-    sender.close()  # the process has its own: when it is gone, nobody is left who could send
+    sender.close()  # the process has its own: when it is gone, nothing can be sent any more
     assert receiver.poll(300), "no dry run takes so long"
     results = receiver.recv()
     process.join()

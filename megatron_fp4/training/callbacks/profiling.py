@@ -5,7 +5,7 @@ The first rank alone measures and writes, into run.dir:
     profile_steps_11-13.json.gz   a trace for chrome://tracing or ui.perfetto.dev
     profile_steps_11-13.txt       kernels and operators by time
     memory_snapshot.pickle        for https://docs.pytorch.org/memory_viz; written when training ends or fails, so that
-                                  running out of memory leaves it behind
+                                  it is there after running out of memory
 """
 
 from __future__ import annotations
