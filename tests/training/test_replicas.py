@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pretrain
 from data import provider as data
@@ -122,6 +123,7 @@ def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
                     trainer.train(StopConditions(run_dir, 0.0, StopRequest(), active=rank == 0))
             except ReplicasError as error:
                 message = str(error)
+        dist.barrier()  # the first rank has closed the records
         with contextlib.redirect_stdout(printed):
             replay.replay(replay.parse([str(run_dir), "--step", "6", "--trust-config"]))
     return message, printed.getvalue()
