@@ -158,6 +158,17 @@ def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, room: bool, mo
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
+@pytest.mark.parametrize("count", [8, 6])
+def test_replays_add_gradients_up_by_the_tree(mesh: ParallelMesh, count: int) -> None:
+    mesh = replace(mesh, reproducible=True)
+    eager, replayed = Job(mesh), Job(mesh, Again)
+    for step in range(EAGER_STEPS + 2):
+        (*expected, _), (*found, captured) = eager.step(step, count=count), replayed.step(step, count=count)
+        assert found == expected
+    assert captured
+    assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
+
+
 class Watching:
     """A probe, or a recheck's watcher."""
 
