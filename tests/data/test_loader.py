@@ -1,188 +1,283 @@
-"""The loader's promise: the same global order at any data-parallel size, worker count and restart."""
+"""The same global order at any data-parallel size, worker count and restart; and a run resumes with other phases to
+come, more files and more steps, and never with another past."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from data.indexed import IndexedDataset
+from data.indexed import Concatenation
 from data.loader import MicroBatch, MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
+from tests.data.streams import CountingStream
 
-MakeDataset = Callable[..., IndexedDataset]
-Sources = Mapping[str, SampleSource]
-
-NUM_STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ_LENGTH = 20, 8, 2, 6
-PHASES = (
-    Phase("broad", 0.7, {"code": 0.7, "prose": 0.3}),
-    Phase("balanced", 0.2, {"code": 0.5, "prose": 0.5}),
-    Phase("late", 0.1, {"code": 0.3, "prose": 0.7}),
-)
+LENGTH, BATCH, MICRO_BATCH = 4, 8, 2
+FILES = [CountingStream([n] * 50, f"file {n}", first=1000 * n) for n in range(5, 10)]
+PHASES = [
+    Phase("a", steps=10, blend={"code": 0.7, "prose": 0.3}),
+    Phase("b", steps=10, blend={"code": 0.5, "prose": 0.5}),
+]
 
 
-def schedule(num_steps: int = NUM_STEPS, global_batch_size: int = GLOBAL_BATCH) -> PhaseSchedule:
-    return PhaseSchedule(PHASES, num_steps, global_batch_size)
+def loader(
+    phases: list[Phase] = PHASES,
+    code: list[CountingStream] = FILES[:2],
+    others: tuple[str, ...] = ("prose",),
+    order: str = "documents",
+    seed: int = 1,
+    ranks: tuple[int, int] = (0, 1),
+    **options: Any,
+) -> MicroBatchLoader:
+    """A run of several epochs; one rank of it (its number, how many)."""
+    streams = {"code": Concatenation(code), **dict.fromkeys(others, FILES[4])}
+    sources = {n: SampleSource(n, stream, LENGTH, seed, 10**6, order) for n, stream in streams.items()}
+    plan = PhaseSchedule(phases, sum(phase.steps or 0 for phase in phases), BATCH, LENGTH)
+    return MicroBatchLoader(plan, sources, MICRO_BATCH, *ranks, **{"num_workers": 0, **options})
 
 
-def open_sources(make_dataset: MakeDataset, seed: int = 5, num_tokens: int = 500) -> dict[str, SampleSource]:
-    """Small enough that the run is several epochs long."""
-    return {
-        name: SampleSource(name, make_dataset(name, num_tokens), SEQ_LENGTH, seed, vocab_size=1000)
-        for name in ("code", "prose")
-    }
+def rows_of(step: list[MicroBatch]) -> list[list[int]]:
+    return [row for batch in step for row in torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1).tolist()]
 
 
-@pytest.fixture
-def sources(make_dataset: MakeDataset) -> dict[str, SampleSource]:
-    return open_sources(make_dataset)
+def seen(loader: MicroBatchLoader, start: int, end: int) -> list[list[int]]:
+    """The rows of the steps [start, end)."""
+    return [row for step in loader.steps(start, end) for row in rows_of(step)]
 
 
-def loader(sources: Sources, dp_rank: int = 0, dp_size: int = 1, num_workers: int = 0) -> MicroBatchLoader:
-    return MicroBatchLoader(schedule(), sources, MICRO_BATCH, dp_rank, dp_size, num_workers)
+def whole_steps(start: int, end: int, dp_size: int, **options: Any) -> list[list[MicroBatch]]:
+    """The micro-batches of each step, put together from all ranks."""
+    ranks = [list(loader(ranks=(rank, dp_size), **options).steps(start, end)) for rank in range(dp_size)]
+    return [sorted(chain(*shares), key=lambda batch: batch.index) for shares in zip(*ranks, strict=True)]
 
 
-def batch_hash(micro_batches: Iterable[MicroBatch]) -> str:
-    """A sha256 of micro-batches' indices, tokens and targets, whatever order they are given in.
-
-    Of a rank's list it identifies its share of a step; of all ranks' lists together, the step.
-    """
-    digest = hashlib.sha256()
-    for batch in sorted(micro_batches, key=lambda batch: batch.index):
-        digest.update(batch.index.to_bytes(8, "little"))
-        digest.update(batch.tokens.contiguous().numpy().tobytes())
-        digest.update(batch.targets.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def step_hashes(
-    sources: Sources, dp_size: int = 1, num_workers: int = 0, span: tuple[int, int] = (0, NUM_STEPS)
-) -> list[str]:
-    """The hash of each whole step, put together from all ranks."""
-    ranks = [loader(sources, rank, dp_size, num_workers).steps(*span) for rank in range(dp_size)]
-    return [batch_hash([batch for share in shares for batch in share]) for shares in zip(*ranks, strict=True)]
-
-
-def test_micro_batches_are_the_schedules_samples_in_order(sources: Sources) -> None:
-    plan = schedule()
-    for step, batches in enumerate(loader(sources).steps(0, NUM_STEPS)):
+def test_micro_batches_are_the_schedules_samples_in_order() -> None:
+    whole = loader()
+    for step, batches in enumerate(whole.steps(0, 20)):
         assert [batch.index for batch in batches] == [0, 1, 2, 3]
-        rows = torch.cat([torch.cat([b.tokens, b.targets[:, -1:]], dim=1) for b in batches])
-        for row, sample in zip(rows, range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH), strict=True):
-            location = plan.locate(sample)
-            assert np.array_equal(row.numpy(), sources[location.source].sample(location.ordinal).tokens)
+        located = [whole.schedule.locate(sample) for sample in range(step * BATCH, (step + 1) * BATCH)]
+        assert rows_of(batches) == [whole.sources[at.source].sample(at.ordinal).tokens.tolist() for at in located]
         for batch in batches:
-            assert batch.tokens.shape == batch.targets.shape == (MICRO_BATCH, SEQ_LENGTH)
+            assert batch.tokens.shape == batch.targets.shape == (MICRO_BATCH, LENGTH)
             assert batch.tokens.dtype == batch.targets.dtype == torch.int64
             assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
 
 
 @pytest.mark.parametrize(
-    ("start", "dp_size", "num_workers"), [(0, 4, 0), (0, 1, 2), (14, 2, 1), (15, 1, 0), (18, 2, 0)]
+    ("start", "dp_size", "options"),
+    [
+        (0, 4, {}),
+        (9, 1, {"num_workers": 2}),
+        (10, 2, {"num_workers": 1}),
+        (15, 2, {"consecutive": True}),
+    ],
 )
-def test_order_is_the_same_at_any_size_and_from_anywhere(
-    sources: Sources, start: int, dp_size: int, num_workers: int
-) -> None:
-    """In the middle of a phase, at a boundary (14, 18) and after it."""
-    assert step_hashes(sources, dp_size, num_workers, (start, NUM_STEPS)) == step_hashes(sources)[start:]
-
-
-def test_state_is_the_number_of_consumed_samples(sources: Sources, make_dataset: MakeDataset) -> None:
-    first = loader(sources, num_workers=2)
-    hashes = []
-    for step, batches in enumerate(first.steps(0, NUM_STEPS)):
-        hashes.append(batch_hash(batches))
-        # Workers are ahead by now; the state must not be.
-        assert first.consumed_samples == (step + 1) * GLOBAL_BATCH
-        if step == 9:
-            break
-    state = json.loads(json.dumps(first.state_dict()))
-    second = loader(open_sources(make_dataset))
-    second.load_state_dict(state)
-    assert second.consumed_samples == 10 * GLOBAL_BATCH
-    hashes += [batch_hash(batches) for batches in second.steps(10, NUM_STEPS)]
-    assert hashes == step_hashes(sources)
-
-
-def resume(state: dict[str, object], sources: Sources, plan: PhaseSchedule | None = None) -> MicroBatchLoader:
-    resumed = MicroBatchLoader(plan or schedule(), sources, MICRO_BATCH, 0, 1, num_workers=0)
-    resumed.load_state_dict(state)
-    return resumed
-
-
-def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset: MakeDataset) -> None:
-    before = loader(sources)
-    before.consumed_samples = 15 * GLOBAL_BATCH
-    state = before.state_dict()
-    with pytest.raises(ValueError, match=r"data\.seed \(by default run\.seed\) was 5 and is now 6"):
-        resume(state, open_sources(make_dataset, seed=6))
-    swapped = [Phase(p.name, p.fraction, dict(reversed(p.blend.items()))) for p in PHASES]
-    with pytest.raises(ValueError, match="phases up to sample 120 were"):  # ties in the blend fall otherwise
-        resume(state, sources, PhaseSchedule(swapped, NUM_STEPS, GLOBAL_BATCH))
-
-
-def samples(steps: Iterable[list[MicroBatch]]) -> list[str]:
-    return [batch_hash(batches) for batches in steps]
-
-
-@pytest.mark.parametrize("again", [18, 25, 28])
-def test_a_lengthened_run_resumes_as_if_it_had_not_stopped(sources: Sources, again: int) -> None:
-    before = loader(sources)
-    list(before.steps(0, 18))
-    longer = resume(before.state_dict(), sources, schedule(40))
-    straight = samples(longer.steps(18, 40))
-    longer.consumed_samples = again * GLOBAL_BATCH
-    state = json.loads(json.dumps(longer.state_dict()))
-    resumed = resume(state, sources, schedule(40))
-    assert resumed.state_dict()["fingerprint"] == state["fingerprint"]
-    assert samples(resumed.steps(again, 40)) == straight[again - 18 :]
-    much_longer = resume(state, sources, schedule(60))  # and once more
-    assert samples(much_longer.steps(18, again)) == straight[: again - 18]
+def test_the_order_is_the_same_at_any_size_and_from_anywhere(start: int, dp_size: int, options: dict[str, Any]) -> None:
+    """In the middle of a phase, at a boundary and after it."""
+    steps = whole_steps(start, 20, dp_size, **options)
+    assert [row for step in steps for row in rows_of(step)] == seen(loader(), start, 20)
+    assert all([batch.index for batch in step] == [0, 1, 2, 3] for step in steps)
+    [first, *_] = loader(ranks=(1, 2), **options).steps(start, 20)
+    assert [batch.index for batch in first] == ([2, 3] if "consecutive" in options else [1, 3])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_phases_of_other_batches_and_sequence_lengths(make_dataset: MakeDataset, num_workers: int) -> None:
+def test_phases_of_other_batches_and_sequence_lengths(num_workers: int) -> None:
     """At any number of ranks and workers, from anywhere: the schedule's samples, cut into shorter rows."""
-    phases = (
+    phases = [
         Phase("small", steps=3, blend={"code": 0.7, "prose": 0.3}, global_batch_size=4),
-        Phase("large", steps=2, blend={"code": 0.7, "prose": 0.3}, global_batch_size=8),
+        Phase("large", steps=2, blend={"code": 0.7, "prose": 0.3}, global_batch_size=12),
         Phase("short", steps=2, blend={"prose": 1}, sequence_length=2),
-    )
-    sources = open_sources(make_dataset)
-
-    def steps(dp_rank: int, dp_size: int, start: int) -> list[list[MicroBatch]]:
-        plan = PhaseSchedule(phases, 7, 12, SEQ_LENGTH)
-        loader = MicroBatchLoader(
-            plan, sources, MICRO_BATCH, dp_rank, dp_size, num_workers, masked=True, boundary_loss=False
-        )
-        return list(loader.steps(start, 7))
-
-    plan, whole = PhaseSchedule(phases, 7, 12, SEQ_LENGTH), steps(0, 1, 0)
-    assert [len(step) for step in whole] == [2, 2, 2, 4, 4, 6, 6]
+    ]
+    options = {"phases": phases, "num_workers": num_workers, "masked": True, "boundary_loss": False}
+    one = loader(**options)
+    whole = list(one.steps(0, 7))
+    assert [len(step) for step in whole] == [2, 2, 2, 6, 6, 4, 4]
     sample = 0
     for step in whole:
         assert [batch.index for batch in step] == list(range(len(step)))
         for batch in step:
-            located = [plan.locate(i) for i in range(sample, sample + MICRO_BATCH)]
-            rows = [sources[at.source].sample(at.ordinal, documents=True) for at in located]
-            tokens, documents = (np.stack(parts) for parts in zip(*rows, strict=True))
-            length = 2 if located[0].phase == "short" else SEQ_LENGTH
-            assert batch.tokens.shape == (MICRO_BATCH * SEQ_LENGTH // length, length)
+            located = [one.schedule.locate(i) for i in range(sample, sample + MICRO_BATCH)]
+            windows = [one.sources[at.source].sample(at.ordinal, documents=True) for at in located]
+            tokens, documents = (np.stack(parts) for parts in zip(*windows, strict=True))
+            length = 2 if located[0].phase == "short" else LENGTH
+            assert batch.tokens.shape == (MICRO_BATCH * LENGTH // length, length)
             assert torch.equal(batch.tokens.flatten(), torch.from_numpy(tokens[:, :-1]).flatten())
             crossing = torch.from_numpy(documents[:, 1:] != documents[:, :-1]).flatten()
             assert torch.equal(batch.targets.flatten() < 0, crossing)
             assert batch.num_targets == int((~crossing).sum())
             assert batch.documents is not None and (batch.documents[:, 0] == 0).all()
-            assert torch.equal(batch.documents.diff() != 0, ~(~crossing.view(-1, length)[:, :-1]))
+            assert torch.equal(batch.documents.diff() != 0, crossing.view(-1, length)[:, :-1])
             assert batch.num_documents == int((batch.documents[:, -1] + 1).sum())
             sample += MICRO_BATCH
-    assert sample == plan.num_samples
-    for dp_size, start in ((2, 0), (2, 4), (1, 6)):
-        ranks = [steps(rank, dp_size, start) for rank in range(dp_size)]
-        for number, shares in enumerate(zip(*ranks, strict=True), start=start):
-            assert batch_hash([batch for share in shares for batch in share]) == batch_hash(whole[number])
+    assert sample == one.schedule.num_samples
+    for dp_size, start in ((2, 0), (1, 4)):
+        for step, expected in zip(whole_steps(start, 7, dp_size, **options), whole[start:], strict=True):
+            for batch, other in zip(step, expected, strict=True):
+                assert batch.documents is not None and other.documents is not None
+                assert torch.equal(batch.tokens, other.tokens) and torch.equal(batch.documents, other.documents)
+
+
+# --- resuming
+
+
+def state_after(loader: MicroBatchLoader, steps: int, start: int = 0) -> dict[str, Any]:
+    seen(loader, start, steps)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def resumed(state: dict[str, Any], *arguments: Any, **options: Any) -> MicroBatchLoader:
+    other = loader(*arguments, **options)
+    other.load_state_dict(state)
+    return other
+
+
+def test_unchanged_data_continue() -> None:
+    """The state is of the samples that the rank was given, however far workers are ahead."""
+    first = loader(num_workers=2)
+    rows = []
+    for step, batches in enumerate(first.steps(0, 20), start=1):
+        rows += rows_of(batches)
+        assert first.consumed_samples == step * BATCH
+        if step == 7:
+            break
+    again = resumed(json.loads(json.dumps(first.state_dict())))
+    assert again.changes == [] and again.consumed_samples == 7 * BATCH
+    assert [*rows, *seen(again, 7, 20)] == seen(loader(), 0, 20)
+    assert again.state_dict()["position"]["counts"] == loader().schedule.counts(20 * BATCH)
+
+
+@pytest.mark.parametrize("again", [18, 25, 28])
+def test_a_lengthened_run_resumes_as_if_it_had_not_stopped(again: int) -> None:
+    def of(steps: int) -> list[Phase]:
+        return [Phase(phase.name, steps=steps // 2, blend=phase.blend) for phase in PHASES]
+
+    longer = resumed(state_after(loader(), 18), of(40))
+    straight = seen(longer, 18, 40)
+    longer.consumed_samples = again * BATCH
+    state = json.loads(json.dumps(longer.state_dict()))
+    other = resumed(state, of(40))
+    assert other.state_dict()["fingerprint"] == state["fingerprint"]
+    assert seen(other, again, 40) == straight[(again - 18) * BATCH :]
+    assert seen(resumed(state, of(60)), 18, again) == straight[: (again - 18) * BATCH]  # and once more
+
+
+def test_new_files_join_where_the_run_stands() -> None:
+    """Twice, the second time while the first ones are still being mixed in: nothing twice, nothing left out."""
+    phases = [Phase("a", blend={"code": 1}, steps=200)]
+    first = loader(phases, FILES[:1])
+    rows = seen(first, 0, 4)
+    second = resumed(state_after(loader(phases, FILES[:1]), 4), phases, FILES[:2])
+    assert second.changes == [
+        "source 'code' has 1 new files of 300 tokens, mixed with what its epoch has left after its sample 32"
+    ]
+    rows += seen(second, 4, 6)
+    third = resumed(state_after(second, 6, start=4), phases, FILES[:4])
+    rows += seen(third, 6, 100)
+    windows = sum((file.num_tokens - 1) // LENGTH for file in FILES[:4])
+    epoch = Counter(map(tuple, rows[:windows]))
+    assert set(epoch.values()) == {1}
+    assert {token // 1000 for row in rows[32:48] for token in row} == {5, 6}
+    again = resumed(state_after(third, 20, start=6), phases, FILES[:4])  # and a resume without news
+    assert again.changes == []
+    assert seen(again, 20, 100) == rows[20 * BATCH :]
+
+
+def test_a_source_that_gave_nothing_may_be_any() -> None:
+    phases = [PHASES[0], Phase("c", steps=10, blend={"new": 1})]
+    state = state_after(loader(phases, others=("prose", "new")), 5)
+    other = loader(phases, others=("prose", "new"))
+    other.sources = {**other.sources, "new": SampleSource("new", FILES[3], LENGTH, 1, 10**6)}
+    other.load_state_dict(state)
+    assert len(other.changes) == 1 and "of which nothing was consumed yet" in other.changes[0]
+
+
+def test_phases_to_come_change_and_nothing_comes_twice() -> None:
+    state = state_after(loader(), 12)
+    phases = [
+        PHASES[0],
+        Phase("b", steps=4, blend=PHASES[1].blend),
+        Phase("c", steps=9, blend={"code": 0.2, "prose": 0.4, "new": 0.4}, global_batch_size=12),
+    ]
+    other = resumed(state, phases, others=("prose", "new"))
+    assert len(other.changes) == 1
+    assert other.changes[0].startswith("phases after sample 96: were b [96, 160) code 0.5, prose 0.5; are b [96, 112)")
+    assert seen(other, 12, 14) == seen(loader(), 12, 14)
+    counts = Counter(state["position"]["counts"])
+    for source, ordinal in (other.schedule.locate(i)[1:] for i in range(96, other.schedule.num_samples)):
+        assert ordinal == counts[source]
+        counts[source] += 1
+    assert other.schedule.num_samples == 14 * BATCH + 9 * 12
+    # A later checkpoint of it resumes, too.
+    rows = seen(other, 14, 23)
+    assert seen(resumed(state_after(other, 18, start=14), phases, others=("prose", "new")), 18, 23) == rows[4 * 12 :]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"phases": [Phase("a", steps=20, blend={"code": 0.6, "prose": 0.4})]}, "phase 'a' has served samples"),
+        # Ties of a blend fall otherwise.
+        ({"phases": [Phase("a", steps=20, blend={"prose": 0.3, "code": 0.7})]}, "the phases up to sample 56 were a"),
+        ({"code": FILES[1:3]}, r"source 'code' \(file 6\), file 1 of 2, had 250 tokens .* and now has 300"),
+        ({"code": FILES[:1]}, "source 'code' had 2 files and now has 1; files may only be added, at the end"),
+        ({"phases": [Phase("a", steps=20, blend={"code": 1})], "others": ()}, "source 'prose' is gone"),
+        ({"order": "windows"}, "data.order was documents and is now windows"),
+        ({"seed": 2}, r"data\.seed \(by default run\.seed\) was 1 and is now 2"),
+    ],
+)
+def test_another_past_is_refused(options: dict[str, Any], message: str) -> None:
+    state = state_after(loader(), 7)
+    with pytest.raises(ValueError, match=message):
+        resumed(state, **options)
+    accepted = resumed(state, **options, allow_other_data=True)
+    assert accepted.consumed_samples == 56
+    assert accepted.changes and "the data is other than the checkpoint's" in accepted.changes[0]
+
+
+def test_weights_by_tokens_follow_the_files() -> None:
+    """New files change them from there on, which is no other past."""
+
+    def by_tokens(code: list[CountingStream]) -> list[Phase]:
+        weights = {"code": sum(file.num_tokens for file in code), "prose": FILES[4].num_tokens}
+        return [Phase("all", steps=20, blend=weights, by_tokens=True)]
+
+    first = loader(by_tokens(FILES[:1]), FILES[:1])
+    state = state_after(first, 6)
+    other = resumed(state, by_tokens(FILES[:2]), FILES[:2])
+    assert any("new files" in change for change in other.changes)
+    assert [span.blend.shares[0] / span.blend.period for span in other.schedule.spans] == [250 / 700, 550 / 1000]
+    assert [other.schedule.locate(i) for i in range(48)] == [first.schedule.locate(i) for i in range(48)]
+    again = resumed(state_after(other, 9, start=6), by_tokens(FILES[:2]), FILES[:2])
+    assert again.changes == [] and seen(again, 9, 20) == seen(other, 9, 20)
+    fixed = [Phase("all", steps=20, blend={"code": 550, "prose": 450})]
+    with pytest.raises(ValueError, match="phase 'all' has served samples"):
+        resumed(state, fixed, FILES[:2])
+
+
+def test_other_data_that_is_allowed_keeps_steps_and_samples_together() -> None:
+    """With batches of another size, and a source that is gone."""
+    state = state_after(loader(), 7)
+    phases = [Phase("x", steps=20, blend={"code": 1}, global_batch_size=2)]
+    other = resumed(state, phases, others=(), allow_other_data=True)
+    assert other.consumed_samples == 56 and other.schedule.samples_before(7) == 56
+    assert other.schedule.samples_before(8) == 58
+    assert other.schedule.locate(56).ordinal == state["position"]["counts"]["code"]
+    assert len(seen(other, 7, 20)) == 26
+    json.dumps(other.state_dict())
+
+
+def test_a_phase_in_front_of_the_past_is_named() -> None:
+    """The past stays as it was; the run says that the new phase has no effect there."""
+    state = state_after(loader(), 7)
+    in_front = [Phase("new", steps=3, blend={"prose": 1.0}), Phase("a", steps=7, blend=PHASES[0].blend), PHASES[1]]
+    again = resumed(state, in_front)
+    assert "phases before sample 56 stay as they were: a [0, 56)" in again.changes[0]
+    assert "data.phases says new [0, 24)" in again.changes[0]
+    assert seen(again, 7, 20) == seen(loader(), 7, 20)
