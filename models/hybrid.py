@@ -95,16 +95,9 @@ class InferenceCache:
         self.lengths = [0] * batch
 
     def expect(self, counts: Sequence[int], length: int, device: torch.device) -> NewTokens:
-        """The tokens of a call of `length` columns, of which row i brings `counts[i]`.
-
-        Raises ValueError for counts that are not one a row, do not fit the columns, or make a row too long.
-        """
-        if len(counts) != len(self.lengths) or not all(0 <= count <= length for count in counts):
-            raise ValueError(
-                f"counts {list(counts)} do not say for {len(self.lengths)} rows how many of {length} columns are tokens"
-            )
-        if (longest := max(n + count for n, count in zip(self.lengths, counts, strict=True))) > self.max_length:
-            raise ValueError(f"a text of {longest} tokens does not fit a cache of max_length {self.max_length}")
+        """The tokens of a call of `length` columns, of which row i brings `counts[i]`."""
+        assert len(counts) == len(self.lengths) and all(0 <= count <= length for count in counts)
+        assert max(map(sum, zip(self.lengths, counts, strict=True))) <= self.max_length, "a text does not fit the cache"
         return NewTokens(self.lengths, counts, length, device)
 
     def advance(self, counts: Sequence[int]) -> None:
@@ -178,11 +171,8 @@ class HybridModel(nn.Module):
 
     @torch.no_grad()
     def _decode(self, tokens: Tensor, cache: InferenceCache, counts: Sequence[int]) -> Tensor:
-        if self.mesh.sequence_parallel:  # ranks share the tokens evenly
-            columns = tokens.shape[1]
-            while tokens.shape[0] * columns % self.mesh.tp_size:
-                columns += 1
-            tokens = F.pad(tokens, (0, columns - tokens.shape[1]))
+        while self.mesh.sequence_parallel and tokens.numel() % self.mesh.tp_size:  # ranks share the tokens evenly
+            tokens = F.pad(tokens, (0, 1))
         new = cache.expect(counts, tokens.shape[1], tokens.device)
         # Compiled functions would be compiled again for every shape.
         with torch.compiler.set_stance("force_eager") if self.execution.compiled else nullcontext():
@@ -195,9 +185,7 @@ class HybridModel(nn.Module):
 
     def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:
         """Name and module of every linear that a precision plan decides about, in order of execution."""
-        for name, module in self.named_modules():
-            if isinstance(module, QuantizedLinear):
-                yield name, module
+        return ((name, module) for name, module in self.named_modules() if isinstance(module, QuantizedLinear))
 
     def mixers(self) -> list[Mixer]:
         """Of all blocks, in order."""

@@ -1,6 +1,6 @@
 """How fast this machine trains, where the time of a step goes, and how much memory it takes.
 
-    python scripts/benchmark.py linear     one linear, forward and backward, by recipe; on a GPU quantizers' bandwidth
+    python scripts/benchmark.py linear     one linear, forward and backward, by recipe
     torchrun --nproc-per-node 4 scripts/benchmark.py parallel [--against one.json] [--profile] model=... ...
                                            whole steps on a mesh, how well it scales from another, and with --profile
                                            a step's kernels by kind, messages that nothing hides, gaps
@@ -23,7 +23,6 @@ Exit code: 0; 1 if the dry run of `memory` failed; 2 with a line on stderr for w
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import platform
@@ -51,10 +50,6 @@ from megatron_fp4.planning.dry_run import dry_run
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.cuda import Side
-from megatron_fp4.quantization.formats import FORMATS
-from megatron_fp4.quantization.fp4 import FusedFP4
-from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.build import (
     device_type_of,
@@ -90,26 +85,22 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, function in COMMANDS.items():
-        command = commands.add_parser(name, description=function.__doc__)
+    parsers = parser.add_subparsers(dest="command", required=True)
+    commands = {name: parsers.add_parser(name, description=function.__doc__) for name, function in COMMANDS.items()}
+    for name, command in commands.items():
         command.add_argument("--output", type=Path, help="where to write the JSON")
-        if name == "linear":
-            command.add_argument("--precisions", default="bf16,nvfp4", help="presets, by commas; the first is 1x")
-            command.add_argument(
-                "--shapes", default="8192x4096x21504,8192x2048x6144", help="tokens x inputs x outputs, by commas"
-            )
-            command.add_argument("--iterations", type=int, default=10)
-        else:
+        if name != "linear":
             command.add_argument("overrides", nargs="*", help="as for pretrain.py")
-        if name == "parallel":
-            command.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
-            command.add_argument("--steps", type=int, default=10, help="timed steps")
-            command.add_argument("--against", type=Path, help="the JSON of another mesh, to compare with")
-            command.add_argument("--profile", action="store_true", help="the kernels of one more step (GPU)")
-            command.add_argument("--top", type=int, default=12, help="kernels of the profile to list by name")
-        if name == "memory":
-            command.add_argument("--plan-only", action="store_true", help="the dry run alone: needs no GPU")
+    add = commands["linear"].add_argument
+    add("--precisions", default="bf16,nvfp4", help="presets, by commas; the first is 1x")
+    add("--shapes", default="8192x4096x21504,8192x2048x6144", help="tokens x inputs x outputs, by commas")
+    add("--iterations", type=int, default=10)
+    add = commands["parallel"].add_argument
+    add("--warmup", type=int, default=5, help="steps before the timed ones")
+    add("--steps", type=int, default=10, help="timed steps")
+    add("--against", type=Path, help="the JSON of another mesh, to compare with")
+    add("--profile", action="store_true", help="the kernels of one more step (GPU)")
+    commands["memory"].add_argument("--plan-only", action="store_true", help="the dry run alone: needs no GPU")
     return parser.parse_args(arguments)
 
 
@@ -132,7 +123,7 @@ def machine(device: torch.device) -> str:
 
 
 def linear(options: argparse.Namespace) -> int:
-    """One linear, forward and backward, all three GEMMs, by recipe; on a GPU what each quantizer moves."""
+    """One linear, forward and backward, all three GEMMs, by recipe."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipes = {
         name: recipe_from_config(compose_config([f"precision={name}"], CONFIGS).precision)
@@ -140,11 +131,8 @@ def linear(options: argparse.Namespace) -> int:
     }
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     rows = [row for shape in shapes for row in linear_rows(shape, recipes, device, options.iterations)]
-    moved = [row for shape in shapes for row in quantizer_rows(shape)] if device.type == "cuda" else []
-    copy, gemm = ceilings(device)
-    report = {"machine": machine(device), "copy_tb_per_s": copy, "gemm_tflops": gemm, "linears": rows}
     lines = [
-        f"{machine(device)}: copy {copy:.2f} TB/s, BF16 GEMM {gemm:.0f} TFLOP/s",
+        machine(device),
         f"{'tokens x inputs x outputs':<26}{'recipe':<14}{'weights':<9}{'ms':>9}{'ratio':>8}{'TFLOP/s':>9}{'eager':>9}",
     ]
     for row in rows:
@@ -153,10 +141,7 @@ def linear(options: argparse.Namespace) -> int:
             f"{'x'.join(map(str, row['shape'])):<26}{row['recipe']:<14}{weights:<9}{row['milliseconds']:>9.3f}"
             f"{row['ratio']:>8.2f}{row['tflops']:>9.0f}{row['eager_milliseconds']:>9.3f}"
         )
-    for row in moved:
-        rate = row["tb_per_s"]
-        lines.append(f"{row['name']:<49}{row['microseconds']:>9.1f} us{rate:>6.2f} TB/s{rate / copy:>8.1%} of copy")
-    return written({**report, "quantizers": moved}, options.output, lines)
+    return written({"machine": machine(device), "linears": rows}, options.output, lines)
 
 
 def linear_rows(
@@ -188,52 +173,6 @@ def linear_rows(
         row["ratio"] = row["milliseconds"] / rows[0]["milliseconds"]
         row["tflops"] = 6 * tokens * in_features * out_features / row["milliseconds"] / 1e9
     return rows
-
-
-def quantizer_rows(shape: tuple[int, ...]) -> list[dict[str, Any]]:
-    """What each 4-bit quantizer of a linear moves, as a CUDA graph: without the time that Python takes to launch it."""
-    tokens, inputs, outputs = shape
-    key, other = rounding_key("benchmark", 0), rounding_key("benchmark", 1)
-    found = []
-    for form in ("nvfp4", "mxfp4"):
-        row, square = FORMATS[form].blocks
-        packed = 0.5 + 1 / row[1]  # bytes an element of codes and scales
-        for name, size, sides in (
-            ("x", (tokens, inputs), (Side(form, row), Side(form, row, row[1]))),
-            ("W", (outputs, inputs), (Side(form, square), None)),
-            ("dy", (tokens, outputs), (Side(form, row, key=key), Side(form, row, row[1], key=other))),
-        ):
-            tensor = torch.randn(size, device="cuda", dtype=torch.bfloat16)
-            measured = FusedFP4(tensor, *sides)
-            runs: dict[str, tuple[Callable[[], object], float]] = {"along columns": (measured.along_columns, 4)}
-            if form == "nvfp4":
-                runs["measured"] = (functools.partial(FusedFP4, tensor, *sides), 2)
-            if name == "x":
-                runs["along rows, packed"] = (functools.partial(measured.along_rows, keep=True), 2 + packed)
-                runs["unpacked"] = (measured.along_rows(keep=True).values, 2 + packed)
-            if name == "dy":
-                runs["along rows"] = (measured.along_rows, 4)
-            for what, (run, bytes_per_element) in runs.items():
-                run()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    run()
-                time_ms = median_milliseconds(graph.replay, tensor.device, 50, 10, busy=True)
-                rate = tensor.numel() * bytes_per_element / time_ms / 1e9
-                title = f"{form} {name} {'x'.join(map(str, size))} {what}"
-                found.append({"name": title, "microseconds": time_ms * 1e3, "tb_per_s": rate})
-    return found
-
-
-def ceilings(device: torch.device) -> tuple[float, float]:
-    """Copy bandwidth in TB/s (read and written bytes) and the rate of a BF16 GEMM in TFLOP/s."""
-    numel, size = (2**30, 8192) if device.type == "cuda" else (2**20, 256)
-    source = torch.randn(numel, device=device)
-    target = torch.empty_like(source)
-    copy = median_milliseconds(lambda: target.copy_(source), device, 10, 3)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    gemm = median_milliseconds(lambda: a @ b, device, 10, 3)
-    return 2 * numel * 4 / copy / 1e9, 2 * size**3 / gemm / 1e9
 
 
 def median_milliseconds(
@@ -320,25 +259,23 @@ class RandomRun:
     @property
     def peak(self) -> int:
         """Bytes, 0 on a CPU."""
-        device = self.mesh.device
-        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        return torch.cuda.max_memory_allocated(self.mesh.device) if self.mesh.device.type == "cuda" else 0
 
 
 def random_micro_batches(config: Config, mesh: ParallelMesh) -> list[MicroBatch]:
     """This rank's share of a step of random tokens, in pinned memory as the loader's on a GPU; where documents are
     masked, each row is one."""
-    train, masked = config.train, config.data.documents == "masked"
-    num_targets = None if config.data.boundary_loss else train.micro_batch_size * train.sequence_length
+    rows, length = config.train.micro_batch_size, config.train.sequence_length
+    num_targets = None if config.data.boundary_loss else rows * length
     batches = []
-    for index in range(mesh.dp_rank, train.global_batch_size // train.micro_batch_size, mesh.dp_size):
-        shape = (train.micro_batch_size, train.sequence_length + 1)
-        text = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(index))
-        parts = [text[:, :-1].contiguous(), text[:, 1:].contiguous()]
-        parts += [torch.zeros(parts[0].shape, dtype=torch.int32)] if masked else []
-        parts = [part.pin_memory() if mesh.device.type == "cuda" else part for part in parts]
-        num_documents = train.micro_batch_size if masked else None
-        documents = parts[2] if masked else None
-        batches.append(MicroBatch(index, parts[0], parts[1], documents, num_documents, num_targets))
+    for index in range(mesh.dp_rank, config.train.global_batch_size // rows, mesh.dp_size):
+        generator = torch.Generator().manual_seed(index)
+        text = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
+        parts = [text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.zeros(rows, length, dtype=torch.int32)]
+        if mesh.device.type == "cuda":
+            parts = [part.pin_memory() for part in parts]
+        documents, count = (parts[2], rows) if config.data.documents == "masked" else (None, None)
+        batches.append(MicroBatch(index, parts[0], parts[1], documents, count, num_targets))
     return batches
 
 
@@ -367,7 +304,6 @@ def parallel(options: argparse.Namespace) -> int:
         "quantized_linears": f"{plan.num_quantized} of {len(plan.rows)}",
         "micro_batches_per_rank": len(run.batches),
         "first_step_seconds": seconds[0],
-        "seconds": seconds[options.warmup :],
         "median_seconds": median,
         "tokens_per_second": run.tokens / median,
         "peak_gib": run.peak / GIB,
@@ -381,7 +317,7 @@ def parallel(options: argparse.Namespace) -> int:
     if baseline is not None:
         ratio, ideal = run.tokens / median / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]
         line += f"; {ratio:.2f}x of {baseline['ranks']} ranks, {ratio / ideal:.1%} of ideal"
-    lines = [line, *(profiled(run, len(seconds), options.top) if options.profile else [])]
+    lines = [line, *(profiled(run, len(seconds)) if options.profile else [])]
     return written(found, options.output, lines)
 
 
@@ -416,8 +352,8 @@ class Ran:
         return next(found, "other")
 
 
-def profiled(run: RandomRun, step: int, top: int) -> list[str]:
-    """The table of a step's kernels on this rank, and the `top` longest by name."""
+def profiled(run: RandomRun, step: int) -> list[str]:
+    """The table of a step's kernels on this rank, and the twelve longest by name."""
     window = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
     window.start()
     _, seconds = run.step(step)
@@ -433,7 +369,7 @@ def profiled(run: RandomRun, step: int, top: int) -> list[str]:
     by_name: dict[str, list[int]] = {}
     for kernel in kernels:
         by_name.setdefault(kernel.name, []).append(kernel.end - kernel.start)
-    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:12]
     names = [f"{sum(times) / 1e6:9.1f} ms {len(times):6} x  {name[:100]}" for name, times in longest]
     return [f"one step, profiled: {seconds * 1e3:.1f} ms", *profile_table(kernels, seconds), *names]
 

@@ -19,7 +19,7 @@ def test_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(output.read_text())
     found = [(row["recipe"], row["weights_kept"]) for row in report["linears"]]
     assert found == [("bf16", True), ("nvfp4", False), ("nvfp4", True)]
-    assert report["copy_tb_per_s"] > 0 and "TFLOP/s" in capsys.readouterr().out
+    assert all(row["milliseconds"] > 0 for row in report["linears"]) and "TFLOP/s" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -200,29 +200,13 @@ class _Rows:
         return PackedColumns(codes, scales)
 
     def _quantize(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
-        key = _device_key(self.key, self.amax)
+        tensors = self.x.view(torch.int16), self.signs, values, codes, scales, self.amax.view(torch.float32), self.scale
+        constants = {"FACTOR": _FACTOR, "TOP": _TOP, "SHARE": _SHARE, "PACKED": packed, "COLUMNS": _COLUMNS}
         launch(
             _QUANTIZE,
             (-(-self.columns // _COLUMNS) * self.tiles,),
-            (
-                self.x.view(torch.int16),
-                self.signs,
-                values,
-                codes,
-                scales,
-                self.amax.view(torch.float32),
-                self.scale,
-                *key,
-                self.columns,
-            ),
-            {
-                "FACTOR": _FACTOR,
-                "TOP": _TOP,
-                "SHARE": _SHARE,
-                "PACKED": packed,
-                "DEVICE_KEY": self.key.device is not None,
-                "COLUMNS": _COLUMNS,
-            },
+            (*tensors, *_device_key(self.key, self.amax), self.columns),
+            {**constants, "DEVICE_KEY": self.key.device is not None},
         )
 
 
