@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.indexed import IndexedDataset
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.tokenizer import train_tokenizer
 from exchange.architectures import ours_of, sections_of
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, multiplied_weight, trained_plan
@@ -27,22 +29,53 @@ from pretrain import CONFIGS
 from scripts import convert
 from tests.composing import plans_of
 from tests.exchange.decoding import block_values
-from tests.exchange.trained import HYBRID, TRANSFORMER, train
+from tests.test_pretrain import run
 
 FORMATS = {"nvfp4": MODELOPT, "nvfp4-compressed-tensors": COMPRESSED_TENSORS}
+# in_proj's groups have 139 rows, which are padded to 144.
+HYBRID = [
+    "model=tiny", "model.pattern=M-*-M-", "model.vocab_size=300", "model.hidden_dim=64", "model.ffn_dim=96",
+    "model.num_query_heads=8", "model.num_kv_heads=2", "model.head_dim=8", "model.mamba_num_heads=6",
+    "model.mamba_head_dim=16", "model.mamba_num_groups=2", "model.mamba_state_dim=20",
+    "model.nvfp4_bf16_blocks.last=1",
+]  # fmt: skip
+# qkv_proj's groups have 40 rows, which are padded to 48.
+TRANSFORMER = [
+    "model=transformer_30m", "model.pattern='*-*-'", "model.vocab_size=300", "model.hidden_dim=48",
+    "model.ffn_dim=96", "model.num_query_heads=6", "model.num_kv_heads=2", "model.head_dim=8",
+    "model.nvfp4_bf16_blocks.last=1",
+]  # fmt: skip
+RUN = [
+    "train.global_batch_size=2", "train.micro_batch_size=1", "train.sequence_length=32", "train.steps=2",
+    "validation.num_samples=2", "checkpoint.interval=1", "checkpoint.asynchronous=false", "run.device=cpu",
+    "logging.report=false", "schedule.warmup_fraction=0", "data=indexed", "data.num_workers=0",
+    "data.phases=[{name: all, blend: {text: 1}}]",
+]  # fmt: skip
 # The hybrid's forward pass is in BF16 from its second step on.
 RUNS: dict[str, tuple[list[str], int]] = {
-    "hybrid": ([*HYBRID, "precision=nvfp4", "precision.switch.when=1"], 2),
+    "hybrid": ([*HYBRID, "precision=nvfp4", "precision.switch.when=1", "parallel.tensor=2"], 2),
     "transformer": ([*TRANSFORMER, "precision=nvfp4", "precision.fprop.weight.four_over_six=true"], 1),
 }
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """After one step (the second is beside it), by model."""
+    """After one step of a run on a little text (the second step's is beside it), by model."""
     root = tmp_path_factory.mktemp("runs")
-    runs = {name: train(root / name, o, ranks=r) for name, (o, r) in RUNS.items()}
-    yield {name: run / "checkpoints/step_00000001" for name, run in runs.items()}
+    generator = np.random.default_rng(1)
+    words = ["".join(chr(97 + letter) for letter in generator.integers(26, size=5)) for _ in range(40)]
+    documents = [" ".join(generator.choice(words, 60)) for _ in range(16)]
+    tokenizer = train_tokenizer(documents, 290)
+    tokenizer.save(root / "tokenizer.json")
+    for name in ("text", "held_out", "other"):
+        with IndexedDatasetWriter(root / name, np.uint16) as writer:
+            for ids in tokenizer.encode_batch(documents[:8] if name == "text" else documents[8:]):
+                writer.add_document([*ids, tokenizer.eod_id])
+    data = [f"data.sources={{text: {root}/text}}", f"data.tokenizer={root}/tokenizer.json"]
+    data.append(f"data.validation={{first: {root}/held_out, second: {root}/other}}")
+    for name, (overrides, ranks) in RUNS.items():
+        run(ranks, [*RUN, *data, *overrides, f"run.dir={root / name}"])
+    yield {name: root / name / "checkpoints/step_00000001" for name in RUNS}
     leave_distributed()
 
 
