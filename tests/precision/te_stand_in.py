@@ -2,7 +2,8 @@
 
 What its kernels do and the reference does not: NaN is dropped from maxima and becomes the largest code, every negative
 zero has code 8, draws have 8 bits and come from CUDA's default generator, padding is left as it was found, and scales
-are in cuBLAS's order where the kernels of compute capability 10.0 would write them so.
+are in cuBLAS's order where the kernels of compute capability 10.0 would write them so. Names of arguments are those of
+its releases.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from megatron_fp4.quantization.rounding import (
 )
 
 FOUND = 0x5A  # what padding holds
+GEMMS: list[dict[str, Any]] = []
+_BOTH = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "quantizer", "fake_dtype")
 
 
 class Storage:
@@ -45,9 +48,6 @@ class Storage:
 
     def get_metadata(self) -> dict[str, Any]:
         return dict(self.parts)
-
-
-_BOTH = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "quantizer", "fake_dtype")
 
 
 class NVFP4TensorStorage(Storage):
@@ -70,20 +70,19 @@ class NVFP4Quantizer:
 
     def __init__(
         self,
-        fp4_dtype=None,
-        rowwise=True,
-        columnwise=True,
-        with_amax_reduction=False,
-        amax_reduction_group=None,
-        with_rht=False,
-        with_post_rht_amax=False,
-        with_2d_quantization=False,
-        stochastic_rounding=False,
-        row_scaled_nvfp4=False,
+        *,
+        rowwise,
+        columnwise,
+        with_amax_reduction,
+        amax_reduction_group,
+        with_rht,
+        with_post_rht_amax,
+        with_2d_quantization,
+        stochastic_rounding,
+        with_random_sign_mask,
         nvfp4_use_4over6=False,
         nvfp4_e4m3_max=448,
         nvfp4_4over6_err_mode="MAE",
-        with_random_sign_mask=True,
     ) -> None:
         self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
         self.internal = self.optimize_for_gemm = False
@@ -101,9 +100,7 @@ class NVFP4Quantizer:
         fused = self.with_rht and x.shape[0] % 64 == 0 and x.shape[1] % 128 == 0
         square = self.with_2d_quantization and not any(size % 128 for size in x.shape) and not self.nvfp4_use_4over6
         swizzled = self.optimize_for_gemm and (fused or square)
-        generator = torch.cuda.default_generators[0]
-        if self.spoil == "unseeded":
-            generator = torch.default_generator
+        generator = torch.default_generator if self.spoil == "unseeded" else torch.cuda.default_generators[0]
         state = generator.get_state()
         parts: dict[str, Any] = {}
         for name, rows, wanted in (("rowwise", x, True), ("columnwise", transposed, self.columnwise)):
@@ -131,33 +128,24 @@ class NVFP4Quantizer:
         if self.with_amax_reduction and self.spoil != "own maximum":
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.amax_reduction_group)
         block = (16, 16) if self.with_2d_quantization else (1, 16)
-        error = {"MAE": "absolute", "MSE": "squared"}[self.nvfp4_4over6_err_mode if self.spoil != "mode" else "MAE"]
+        error = {"MAE": "absolute", "MSE": "squared"}[self.nvfp4_4over6_err_mode]
         six = {"four_over_six": self.nvfp4_use_4over6, "four_over_six_error": error}
         made = nvfp4.quantize_nvfp4(known, block, amax=amax, **six)
-        tensor_scale = nvfp4.encode_tensor_scale(amax, made.scale_max)
-        scaled = nvfp4._encode(known, made.scales, tensor_scale)
-        scales, amax, nan = made.scales.view(torch.uint8), made.amax.reshape(1).clone(), rows.isnan()
+        scaled = nvfp4._encode(known, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
+        values = round_e2m1_nearest(scaled)
         if self.stochastic_rounding:
             draws = torch.randint(256, rows.shape, generator=generator)
             values = round_e2m1_stochastic(scaled, (draws.to(torch.float32) + 0.5) * 2.0**-8)
-            if self.spoil == "half scales":
-                scales = (made.scales.to(torch.float32) * 0.5).to(torch.float8_e4m3fn).view(torch.uint8)
-            if self.spoil == "triple maximum":
-                amax *= 3
             if self.spoil == "zeros":
                 values = torch.zeros_like(values)
-        else:
-            values = round_e2m1_nearest(scaled)
-        codes = e2m1_codes(torch.where(nan, 6.0, values), rows.signbit())
-        return pack_codes(codes), padded(scales, 128, 4), amax
+        codes = e2m1_codes(torch.where(rows.isnan(), 6.0, values), rows.signbit())
+        return pack_codes(codes), padded(made.scales.view(torch.uint8), 128, 4), made.amax.reshape(1).clone()
 
 
 class Float8BlockQuantizer:
     log: list[dict[str, Any]]
 
-    def __init__(
-        self, fp8_dtype, *, rowwise, columnwise, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2
-    ) -> None:
+    def __init__(self, fp8_dtype, *, rowwise, columnwise, force_pow_2_scales, block_scaling_dim) -> None:
         self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
         self.internal = False
 
@@ -178,27 +166,10 @@ class Float8BlockQuantizer:
 
 
 def general_gemm(
-    A,
-    B,
-    out_dtype=None,
-    quantization_params=None,
-    gelu=False,
-    gelu_in=None,
-    alpha=1.0,
-    beta=None,
-    accumulate=False,
-    layout="TN",
-    out=None,
-    bias=None,
-    use_split_accumulator=False,
-    grad=False,
-    ub=None,
-    ub_type=None,
-    extra_output=None,
-    bulk_overlap=False,
+    A, B, *, out_dtype, layout, grad, use_split_accumulator, out=None, accumulate=False
 ) -> tuple[Any, ...]:
     """op(B) op(A)^T in rows, as cuBLAS's op(A) op(B) in columns."""
-    assert layout in ("TN", "NN", "NT") and (out is None or out.is_contiguous())
+    assert layout in ("TN", "NN", "NT") and (out is None or out.is_contiguous()) and use_split_accumulator
     GEMMS.append({"layout": layout, "out_dtype": out_dtype, "grad": grad, "accumulate": accumulate})
     right = decoded(A, "rowwise" if layout[0] == "T" else "columnwise")
     left = decoded(B, "columnwise" if layout[1] == "T" else "rowwise")
@@ -209,9 +180,6 @@ def general_gemm(
     assert out.dtype == out_dtype and out.shape == product.shape
     out.copy_(product + out if accumulate else product)
     return out, None, None, None
-
-
-GEMMS: list[dict[str, Any]] = []
 
 
 def decoded(storage: Storage, side: str) -> Tensor:
@@ -257,8 +225,8 @@ def swizzle(scales: Tensor) -> Tensor:
 def installed(spoil: str = "") -> Iterator[list[dict[str, Any]]]:
     """Have the backend find this instead of the package; yields the log of what was quantized.
 
-    spoil: `half scales`, `triple maximum`, `zeros` (all of stochastic operands), `one state` (of the generator for both
-    copies), `unseeded`, `signs` (of the transform), `order` (of scales), `own maximum` (of each rank).
+    spoil: `zeros` (all of stochastic operands), `one state` (of the generator for both copies), `unseeded`, `signs` (of
+    the transform), `order` (of scales), `own maximum` (of each rank).
     """
     log: list[dict[str, Any]] = []
     settings = {"log": log, "spoil": spoil}

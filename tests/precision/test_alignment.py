@@ -18,13 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
-from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
+from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, block_alignment
-from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.overlapped import overlapped_linear
 from megatron_fp4.precision.plan import LinearShape, build_plan
@@ -49,53 +48,70 @@ def composed(model: str, precision: str = "nvfp4") -> Config:
 
 
 @functools.cache
-def recipes(model: str) -> dict[str, Recipe]:
+def recipes() -> dict[str, Recipe]:
     """Every shipped recipe, and what switches of one pass between some leave."""
-    found = {name: recipe_from_config(composed(model, name).precision) for name in PRECISIONS}
+    found = {name: recipe_from_config(composed("tiny", name).precision) for name in PRECISIONS}
     for current, target in (("nvfp4", "mxfp8"), ("nvfp4", "bf16"), ("mxfp4", "nvfp4"), ("nvfp4_quartet2", "fp8_block")):
         for scope in ("forward", "backward"):
             found[f"{current} {scope} {target}"] = switched_recipe(found[current], found[target], scope)
-    return found
+    different = {replace(recipe, name=""): name for name, recipe in found.items() if recipe.quantized}
+    return {name: found[name] for name in different.values()}
 
 
-def one_of_each_block(model: ModelConfig) -> ModelConfig:
-    return replace(model, pattern="".join(sorted(set(model.pattern))))
+def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
+    """The local weights [out, in] of all shipped models that run on `tensor` ranks, and their context: one of those
+    whose sizes are alike to kernels, which ask for multiples of 128 at most."""
+    mesh, found = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu")), {}
+    for model in MODELS:
+        config = composed(model)
+        try:
+            validate(replace(config, parallel=replace(config.parallel, tensor=tensor)), tensor, "cuda")
+        except ConfigError:
+            continue
+        with torch.device("meta"):
+            pattern = "".join(sorted(set(config.model.pattern)))
+            built = build_model(replace(config.model, pattern=pattern), mesh, torch.bfloat16)
+        for _, module in built.linears():
+            context, (outputs, inputs) = module.context, module.weight.to_local().shape  # type: ignore[union-attr]
+            sliced = context.in_tokens is not None, context.out_tokens is not None
+            sizes = outputs // context.num_groups % 128, outputs % 128, inputs % 128, context.num_groups > 1
+            found[sizes, sliced, context.keep_padding] = (outputs, inputs), context
+    assert len(found) >= 4
+    return list(found.values())
 
 
-def linears(model: ModelConfig, tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
-    """The different local weights [out, in] of a model on `tensor` ranks, and their context."""
-    mesh = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu"))
-    with torch.device("meta"):
-        built = build_model(one_of_each_block(model), mesh, torch.bfloat16)
-    return [(tuple(module.weight.to_local().shape), module.context) for _, module in built.linears()]  # type: ignore
-
-
-def possible(config: Config, tensor: int) -> bool:
-    try:
-        validate(replace(config, parallel=replace(config.parallel, tensor=tensor)), tensor, "cuda")
-    except ConfigError:
-        return False
-    return True
+def compute(layers: list[tuple[tuple[int, int], LinearContext]], taken: dict[str, Recipe], **settings: Any) -> None:
+    """Forward and backward of the linears by each of the recipes that their inputs go with, as their callers do."""
+    for name, recipe in taken.items():
+        for (outputs, inputs), context in layers:
+            if inputs % block_alignment(recipe).inputs:
+                continue  # refused
+            context = replace(context, recipe=recipe, weight_cache=None, **settings)
+            linear = quantized_linear if context.in_tokens is context.out_tokens is None else overlapped_linear
+            gathered, scattered = (1 if of is None else of.size() for of in (context.in_tokens, context.out_tokens))
+            for tokens in TOKENS:
+                x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
+                weight = nn.Parameter(torch.empty(outputs, inputs))
+                try:
+                    y = linear(x, weight, context)
+                    y.backward(torch.empty_like(y))
+                except Exception as error:
+                    raise AssertionError(f"{name}: {tokens} tokens, {inputs} -> {outputs}") from error
+                assert y.shape[0] * scattered == tokens * gathered
+                assert y.shape[1] == outputs or (context.keep_padding and y.shape[1] > outputs)
+                assert x.grad is not None and x.grad.shape == x.shape
+                assert weight.grad is not None and weight.grad.shape == weight.shape
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 4])
-@pytest.mark.parametrize("model", MODELS)
-def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) -> None:
-    """Forward and backward on the way of a GPU, whose launches check what they are given, and none goes to PyTorch."""
-    config = composed(model)
-    if not possible(config, tensor):
-        pytest.skip(f"{model} does not run on {tensor} tensor-parallel ranks")
+def test_no_kernel_refuses_a_linear_of_a_shipped_model(tensor: int) -> None:
+    """On the way of a GPU, whose launches check what they are given, and none goes to PyTorch."""
     slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
     with fake_ranks(tensor):
-        layers = linears(config.model, tensor)
+        layers = linears(tensor)
         with FakeTensorMode(), without_launches(), mock.patch.object(emulated, "encode_operand", slow):
-            for name, recipe in recipes(model).items():
-                for weight_shape, context in layers:
-                    if weight_shape[1] % block_alignment(recipe).inputs == 0:  # else it is refused
-                        context.recipe, context.weight_cache = recipe, None
-                        for tokens in TOKENS:
-                            computed(weight_shape, context, tokens, name)
+            compute(layers, recipes())
 
 
 @contextmanager
@@ -125,47 +141,17 @@ def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
         yield seen
 
 
-def computed(weight_shape: tuple[int, int], context: LinearContext, tokens: int, what: str) -> None:
-    """Forward and backward of a linear, with the shapes that its caller expects."""
-    outputs, inputs = weight_shape
-    x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
-    weight = nn.Parameter(torch.empty(outputs, inputs))
-    linear = quantized_linear if context.in_tokens is context.out_tokens is None else overlapped_linear
-    try:
-        y = linear(x, weight, context)
-        y.backward(torch.empty_like(y))
-    except Exception as error:
-        raise AssertionError(f"{what}: {tokens} tokens, {inputs} -> {outputs}") from error
-    gathered, scattered = (1 if ranks is None else ranks.size() for ranks in (context.in_tokens, context.out_tokens))
-    assert y.shape[0] * scattered == tokens * gathered
-    assert y.shape[1] == outputs or (context.keep_padding and y.shape[1] > outputs)
-    assert x.grad is not None and x.grad.shape == x.shape
-    assert weight.grad is not None and weight.grad.shape == weight.shape
-
-
-FP4, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 8])
-@pytest.mark.parametrize("model", MODELS)
-def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
+def test_scaled_mm_takes_every_product(tensor: int) -> None:
     """Of the backend `torch`."""
-    config, backend = composed(model), torch_scaled_mm.TorchBackend()
-    if not possible(config, tensor):
-        pytest.skip(f"{model} does not run on {tensor} tensor-parallel ranks")
+    taken = {name: of for name, of in recipes().items() if of.formats <= torch_scaled_mm.FORMATS.keys()}
     with fake_ranks(tensor):
-        layers = linears(config.model, tensor)
+        layers = linears(tensor)
         with scaled_mm_checked() as seen:
-            for recipe in recipes(model).values():
-                formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
-                if formats - torch_scaled_mm.FORMATS.keys():
-                    continue
-                for weight_shape, context in layers:
-                    if weight_shape[1] % block_alignment(recipe).inputs == 0:
-                        context.recipe, context.backend, context.weight_cache = recipe, backend, None
-                        computed(weight_shape, context, TOKENS[0], recipe.name)
-    assert seen == {(codes, product) for codes in (FP4, E4M3) for product in (torch.bfloat16, torch.float32)}
+            compute(layers, taken, backend=torch_scaled_mm.TorchBackend())
+    codes_of = (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+    assert seen == {(codes, product) for codes in codes_of for product in (torch.bfloat16, torch.float32)}
 
 
 NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8
@@ -186,7 +172,7 @@ NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8
     ],
 )
 def test_blocks_and_transforms(recipe: Recipe, alignment: Alignment) -> None:
-    assert block_alignment(recipe) == alignment == EMULATED.alignment(recipe)
+    assert block_alignment(recipe) == alignment
 
 
 def test_groups_are_padded_alike_and_whole_tensors_too() -> None:

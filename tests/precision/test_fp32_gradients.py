@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.data_parallel import shard
-from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import new_parameter
 from megatron_fp4.precision.fp32_gradients import gradient_of, gradient_spec, local_part
 from tests.training.harness import launch
@@ -25,8 +25,14 @@ class Keeper(nn.Module):
         return x
 
 
-def compared(rank: int, shard_dim: int | None, fsdp: bool) -> None:
+def compared(rank: int) -> None:
     mesh = build_mesh(ParallelConfig(tensor=2), torch.device("cpu"))
+    for shard_dim in (0, 1, None):
+        for fsdp in (False, True):
+            compare(mesh, shard_dim, fsdp)
+
+
+def compare(mesh: ParallelMesh, shard_dim: int | None, fsdp: bool) -> None:
     keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
     if fsdp:
         shard(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
@@ -49,10 +55,8 @@ def compared(rank: int, shard_dim: int | None, fsdp: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [False, True])
-@pytest.mark.parametrize("shard_dim", [0, 1, None])
-def test_it_is_what_from_local_makes(shard_dim: int | None, fsdp: bool) -> None:
-    launch(compared, 2, shard_dim, fsdp)
+def test_it_is_what_from_local_makes() -> None:
+    launch(compared, 2)
 
 
 def test_a_plain_parameter_has_a_plain_gradient() -> None:

@@ -96,14 +96,20 @@ def test_every_gemm_is_the_product_of_the_decoded_operands(name):
             assert relative(actual, exact) < 2e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("signs", ["fixed", "none", "fresh"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "signs", "dtype"),
+    [
+        *((name, "fixed", torch.bfloat16) for name in RECIPES),
+        *(
+            (name, signs, torch.float32)
+            for name in ("nvfp4", "every_transform")
+            for signs in ("fixed", "none", "fresh")
+        ),
+    ],
+)
 def test_the_emulation_has_the_bits_of_the_specification(name, signs, dtype):
     """Padding and draws included, but for the order of accumulation in GEMMs of two BF16 tensors."""
     recipe = replace(RECIPES[name], rht_signs=signs)
-    if signs != "fixed" and not any(gemm.rht for gemm in recipe.gemms.values()):
-        pytest.skip("no transform")
     context = ref.context_of(recipe)
     context.step_state.step, context.step_state.micro_batch = 4, 2
     x, w, dy = ref.tensors(40, 128, 72, dtype=dtype)

@@ -105,36 +105,33 @@ def _numbers(operand) -> tuple[Tensor, Tensor | None]:
     return operand.unpacked().float() + 0.0, operand.scale  # the emulation does not keep the sign of a zero
 
 
-def compare(recipe: Recipe, shape: tuple[int, int, int], bf16: bool = True, **settings) -> tuple:
+def compare(recipe: Recipe, shape: tuple[int, int, int]) -> None:
     """Run one linear by both backends; the operands of all GEMMs must be equal, and the products nearly."""
     x, w, dy = ref.tensors(*shape)
-    x, dy = (t.bfloat16() for t in (x, dy)) if bf16 else (x, dy)
+    x, dy = x.bfloat16(), dy.bfloat16()
     emulation, packed = Recorded(EMULATED), Recorded(TorchBackend())
-    expected = ref.run(x, w, dy, ref.context_of(recipe, backend=emulation, **settings))
-    found = ref.run(x, w, dy, ref.context_of(recipe, backend=packed, **settings))
+    ref.run(x, w, dy, ref.context_of(recipe, backend=emulation))
+    found = ref.run(x, w, dy, ref.context_of(recipe, backend=packed))
     assert len(packed.gemms) == len(emulation.gemms) == 3
     for mine, theirs in zip(packed.gemms, emulation.gemms, strict=True):
         for (values, scale), (right, right_scale) in zip(mine, theirs, strict=True):
             assert torch.equal(values, right)
             assert (scale is None and right_scale is None) or torch.equal(scale, right_scale)
-    if not settings:
-        expected = ref.specified(x, w, dy, ref.context_of(recipe))
+    expected = ref.specified(x, w, dy, ref.context_of(recipe))
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-6 * theirs.abs().max().item())
-    return found
 
 
-@pytest.mark.parametrize("shape", [(48, 80, 208), (37, 16, 9)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_operands_are_the_emulations_and_products_agree(name, shape):
-    compare(RECIPES[name], inputs_for(RECIPES[name], shape))
+def test_operands_are_the_emulations_and_products_agree(name):
+    for shape in ((48, 80, 208), (37, 16, 9)):
+        compare(RECIPES[name], inputs_for(RECIPES[name], shape))
 
 
-@pytest.mark.parametrize("shape", [(160, 256, 288)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_same_from_the_kernels_bytes(name, shape, kernels):
-    compare(RECIPES[name], inputs_for(RECIPES[name], shape))
+def test_the_same_from_the_kernels_bytes(name, kernels):
+    compare(RECIPES[name], inputs_for(RECIPES[name], (160, 256, 288)))
     elsewhere = ("mxfp8, transforms", "quartet 2")  # by PyTorch, or by kernels without a model here
     assert bool(kernels) == (RECIPES[name].quantized and name not in elsewhere)
 
@@ -197,10 +194,6 @@ def one_code(operand: PackedOperand) -> PackedOperand:
     return replace(operand, codes=codes)
 
 
-def nibbles_exchanged(operand: PackedOperand) -> PackedOperand:
-    return replace(operand, codes=operand.codes << 4 | operand.codes >> 4)
-
-
 def plain_scales(operand: PackedOperand) -> PackedOperand:
     scales = torch.zeros_like(operand.scales.view(torch.uint8))
     flat = operand.decoded().scales.view(torch.uint8).flatten()
@@ -212,15 +205,11 @@ def encode_scale(operand: PackedOperand) -> PackedOperand:
     return replace(operand, scale=1 / operand.scale)
 
 
-def half_scales(operand: PackedOperand) -> PackedOperand:
-    return replace(operand, scales=(operand.scales.view(torch.uint8) - 1).view(operand.scales.dtype))
-
-
 def faults(made: TorchBackend, case: Case = CASE) -> list[str]:
     return [str(finding) for finding in verify.check(made, case, torch.device("cpu")) if finding.fault]
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "quartet 2", "fresh signs", "all the way", "mxfp8", "stochastic weights"])
+@pytest.mark.parametrize("name", ["nvfp4", "quartet 2", "all the way", "mxfp8"])
 def test_the_self_test_passes(name):
     recipe = RECIPES[name]
     assert faults(TorchBackend(), Case(*inputs_for(recipe, (64, 96, 120)), 3, recipe)) == []
@@ -230,13 +219,10 @@ def test_the_self_test_passes(name):
     ("spoil", "case", "seen"),
     [
         (one_code, CASE, "fprop_activation codes: values differ in 1 of"),
-        (nibbles_exchanged, CASE, "dgrad_weight codes: values differ"),
         (plain_scales, CASE, "wgrad_activation codes: values differ"),
         (encode_scale, CASE, "fprop_weight codes: tensor scale differ"),
         (one_code, CASE, "dgrad_gradient draws: values differ"),
-        (one_code, EIGHT, "wgrad_activation codes: values differ in 1 of"),
         (plain_scales, EIGHT, "dgrad_weight codes: values differ"),
-        (half_scales, EIGHT, "wgrad_gradient codes: values differ"),
     ],
 )
 def test_the_self_test_notices(spoil, case, seen):
