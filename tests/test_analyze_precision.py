@@ -95,8 +95,6 @@ def test_another_recipe_and_budget(run_dir: Path) -> None:
     ("arguments", "message"),
     [
         (["precision=bf16"], "quantizes nothing"),
-        (["precision=nvfp5"], "did you mean nvfp4"),
-        (["precision.fprop.rth=16"], "did you mean precision.fprop.rht"),
         (["nonsense"], "write key=value"),
         (["--micro-batches", "0"], "at least 1"),
         (["--budget", "2"], "--budget 2.0 is not a share"),

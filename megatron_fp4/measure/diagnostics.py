@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_fp4.precision.emulated import GemmOperand, encode_operand, gemm, transform_signs
+from megatron_fp4.precision.emulated import EMULATED, GemmOperand, encode_operand, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearCall, LinearContext, same_weight_codes
 from megatron_fp4.precision.recipe import (
@@ -341,7 +341,7 @@ class ProbedCall:
         size = max(1, _CHUNK_ELEMENTS // result.shape[1])
         for start in range(0, result.shape[0], size):
             chunk = slice(start, start + size)
-            exact = gemm(GemmOperand(a[chunk]), GemmOperand(b), torch.float32)
+            exact = EMULATED.gemm(GemmOperand(a[chunk]), GemmOperand(b), torch.float32)
             actual = result[chunk]
             if group is not None:
                 both = torch.stack((exact, actual.to(torch.float32)))

@@ -39,7 +39,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
 from megatron_fp4.precision.backend import Backend, RowGroups
-from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, codes_of, gemm
+from megatron_fp4.precision.emulated import EmulatedBackend, codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.gemm_cuda import computed_alone
 from megatron_fp4.precision.linear import LinearContext
@@ -257,28 +257,6 @@ class AllocatingGPU(cuda.NvidiaGPU):
         """Nothing."""
 
 
-class PlanningBackend(EmulatedBackend):
-    """Products that are allocated as on a GPU."""
-
-    def gemm(
-        self,
-        a: GemmOperand,
-        b: GemmOperand,
-        out_dtype: torch.dtype,
-        total: Tensor | None = None,
-        rows: RowGroups | None = None,
-    ) -> Tensor:
-        """Codes become values, as for cuBLAS; then the product is allocated."""
-        return gemm(a, b, out_dtype, total, rows, scaled_matmul=_allocated)
-
-
-@contextmanager
-def planned_gpu() -> Iterator[PlanningBackend]:
-    """Inside, tensors are on an H100 or H200 that allocates and computes nothing; a linear's backend there."""
-    with cuda.on(AllocatingGPU()):
-        yield PlanningBackend()
-
-
 def _allocated(
     left: Tensor,
     right: Tensor,
@@ -296,6 +274,19 @@ def _allocated(
         return total
     size = left.shape[0] if rows is None else left.shape[0] // rows.padded * rows.kept
     return left.new_empty(size, right.shape[1], dtype=out_dtype)
+
+
+class PlanningBackend(EmulatedBackend):
+    """Products that are allocated as on a GPU: codes become values, as for cuBLAS."""
+
+    scaled_matmul = staticmethod(_allocated)
+
+
+@contextmanager
+def planned_gpu() -> Iterator[PlanningBackend]:
+    """Inside, tensors are on an H100 or H200 that allocates and computes nothing; a linear's backend there."""
+    with cuda.on(AllocatingGPU()):
+        yield PlanningBackend()
 
 
 class _Watch:

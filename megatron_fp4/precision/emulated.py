@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 
 Packing = Callable[[Tensor, Tensor], Packed]
+ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
 # Starts a message to other ranks; `wait()` of what it returns gives what came back.
 Gather = Callable[[Tensor], Any]
 
@@ -90,16 +91,6 @@ class GemmOperand:
         if isinstance(values, PackedWeight):
             return functools.partial(PackedWeight, blocks=values.blocks, exchanged=values.exchanged), self.quantized
         return type(values), self.quantized
-
-    @staticmethod
-    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
-        """The operand again from its `tensors()` and its `layout`."""
-        (values, scales, scale), (packing, quantized) = tensors, layout
-        assert values is not None
-        if packing is None:
-            return GemmOperand(values, scale, quantized)
-        assert scales is not None
-        return GemmOperand(packing(values, scales), scale, quantized)
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
         """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
@@ -210,6 +201,8 @@ class EmulatedBackend(Backend):
 
     name = "emulated"
     accumulates = transposes = joins = True
+    # Computes `(left right) * alpha` of BF16 values; None: on a GPU cuBLAS, elsewhere FP32.
+    scaled_matmul: ScaledMatmul | None = None
 
     def packs(self, request: OperandRequest) -> bool:
         """Whether `quantization/square_blocks.py` makes this operand."""
@@ -255,12 +248,33 @@ class EmulatedBackend(Backend):
         total: Tensor | None = None,
         rows: RowGroups | None = None,
     ) -> Tensor:
-        """a b^T, see `gemm`."""
-        return gemm(a, b, out_dtype, total, rows)
+        """a b^T, the tensor scales applied in FP32 before `out_dtype`; on a GPU cuBLAS adds to `total` and leaves the
+        padding of `rows` out."""
+        if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
+            return added(matmul_fp8(a.values, b.values, out_dtype), total, rows)
+        left, right = a.unpacked(), b.unpacked().t()
+        if not a.quantized and not b.quantized and out_dtype == left.dtype:
+            return added(left @ right, total, rows)
+        # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
+        alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
+        matmul = self.scaled_matmul
+        if (left.is_cuda or matmul is not None) and left.dtype == right.dtype == torch.bfloat16:
+            if alpha is not None or (a.quantized and b.quantized) or total is not None or rows is not None:
+                if matmul is None:
+                    from megatron_fp4.precision.gemm_cuda import scaled_matmul as matmul
+                return matmul(left, right, alpha, out_dtype, total, rows)
+            return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
+        product = left.to(torch.float32) @ right.to(torch.float32)
+        return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
         """An operand again from its `tensors()` and its `layout`."""
-        return GemmOperand.from_tensors(tensors, layout)
+        (values, scales, scale), (packing, quantized) = tensors, layout
+        assert values is not None
+        if packing is None:
+            return GemmOperand(values, scale, quantized)
+        assert scales is not None
+        return GemmOperand(packing(values, scales), scale, quantized)
 
 
 EMULATED = EmulatedBackend()
@@ -377,39 +391,3 @@ def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     bits = amax.view(torch.int32) & 0x7FFFFFFF
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
     return bits.view(torch.float32)
-
-
-ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
-
-
-def gemm(
-    a: GemmOperand,
-    b: GemmOperand,
-    out_dtype: torch.dtype,
-    total: Tensor | None = None,
-    rows: RowGroups | None = None,
-    *,
-    scaled_matmul: ScaledMatmul | None = None,
-) -> Tensor:
-    """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, the tensor scales applied in FP32 before `out_dtype`.
-
-    total, rows: as `Backend.gemm` has them; on a GPU cuBLAS adds to the one and leaves the other's padding out.
-    scaled_matmul: computes `(left right) * alpha` of BF16 values; None: on a GPU cuBLAS, elsewhere FP32.
-    """
-    if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
-        return added(matmul_fp8(a.values, b.values, out_dtype), total, rows)
-    left, right = a.unpacked(), b.unpacked().t()
-    if not a.quantized and not b.quantized and out_dtype == left.dtype:
-        return added(left @ right, total, rows)
-    # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
-    alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
-    if (left.is_cuda or scaled_matmul is not None) and left.dtype == right.dtype == torch.bfloat16:
-        if alpha is not None or (a.quantized and b.quantized) or total is not None or rows is not None:
-            if scaled_matmul is None:
-                from megatron_fp4.precision import gemm_cuda
-
-                scaled_matmul = gemm_cuda.scaled_matmul
-            return scaled_matmul(left, right, alpha, out_dtype, total, rows)
-        return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
-    product = left.to(torch.float32) @ right.to(torch.float32)
-    return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)

@@ -77,9 +77,7 @@ class LinearContext:
     probe: its `forward(call, x, y)` sees the forward pass, x [tokens, in] and the local y [tokens, out]; what that
         returns, unless None, sees the backward pass: `backward(dy, dx, dw)`, the local parts, None for what was not
         needed. A probe that says `reads_weights = False` never asks a call for its weight. (measure/diagnostics.py)
-    watcher: stands between the linear and its backend: `operands(x, requests, makers)` gives what makes the operands
-        instead of the backend's `makers`, and `product(gemm, multiply, sides, total, rows)` the product that
-        `multiply` computes. (verify.py)
+    watcher: stands between the linear and its backend's operands and products. (verify.Recheck)
     """
 
     name: str = ""
@@ -334,12 +332,12 @@ class LinearCall:
         """The weight as fprop's operand and what `dgrad_weight` takes, kept for all micro-batches of a step."""
         context = self.context
         stamp = (context.step_state.weights_version, self.dtype, self.device)
-        if context.weight_cache is not None and context.weight_cache[0] == stamp:
-            return context.weight_cache[1:]
-        fprop, dgrad, lasts = self._weight_operands()
-        if lasts:
+        if context.weight_cache is None or context.weight_cache[0] != stamp:
+            fprop, dgrad, lasts = self._weight_operands()
+            if not lasts:
+                return fprop, dgrad
             context.weight_cache = (stamp, fprop, dgrad)
-        return fprop, dgrad
+        return context.weight_cache[1:]
 
     def _weight_operands(self) -> tuple[Any, Any, bool]:
         """Both operands, and whether they can be kept for a step."""
@@ -348,8 +346,14 @@ class LinearCall:
             fprop: Any = emulated.gathered_weight(self.gathered)
             return fprop, fprop.transposed(), not keeps_codes  # codes stay where FSDP has them, and are freed there
         same = self.backend.transposes and same_weight_codes(self.recipe)
-        if same and keeps_codes and self.dtype == torch.bfloat16 and self.backend.packs(self.request(FPROP_WEIGHT)):
-            fprop = self._packed_weight()
+        request = self.request(FPROP_WEIGHT)
+        if same and keeps_codes and self.dtype == torch.bfloat16 and self.backend.packs(request):
+            # As codes, without padding, which comes in when they are unpacked.
+            sizes, watcher = (self.group_rows, self.padded_group_rows), self.context.watcher
+            make = functools.partial(emulated.packed_weight, self.master, request, *sizes)
+            if watcher is not None:
+                make, _ = watcher.operands(self.pad_rows(self.master), (request, None), (make, None))
+            fprop = make()
             return fprop, fprop.transposed(), True
         late = self._requantizes_late
         of_fprop = same or self.recipe[DGRAD_WEIGHT].source != "tensor"
@@ -366,14 +370,6 @@ class LinearCall:
         same_in_all = self._lasts(FPROP_WEIGHT) and (late or self._lasts(DGRAD_WEIGHT))
         return fprop, dgrad, ((fprop.quantized and dgrad.quantized) or own) and same_in_all
 
-    def _packed_weight(self) -> Any:
-        """fprop's operand as codes; padding comes in when they are unpacked."""
-        request, watcher = self.request(FPROP_WEIGHT), self.context.watcher
-        make = functools.partial(emulated.packed_weight, self.master, request, self.group_rows, self.padded_group_rows)
-        if watcher is not None:
-            make, _ = watcher.operands(self.pad_rows(self.master), (request, None), (make, None))
-        return make()
-
     @property
     def _requantizes_late(self) -> bool:
         """Whether dgrad's weight is made of fprop's codes anew in every micro-batch: then in the backward pass."""
@@ -389,18 +385,14 @@ class LinearCall:
         return not self.recipe[slot].drawn and not fresh
 
     def weight_gradient(self, dy: Any, x: Any, ctx: Any) -> Tensor | None:
-        """dy^T x of wgrad's operands as FP32 gradient [out, in] of `ctx.weight`; None: it was added to the gradient of
-        earlier micro-batches."""
-        total = None if ctx.observed is not None else self._running_gradient(ctx.weight)
+        """dy^T x of wgrad's operands as FP32 gradient [out, in] of `ctx.weight`; None: the GEMM added it to that of
+        earlier micro-batches, as it does if it can and no probe is to see it."""
+        weight, total = ctx.weight, None
+        if ctx.observed is None and self.backend.accumulates and weight.is_leaf and weight.grad is not None:
+            earlier = local_part(weight.grad)
+            total = earlier if earlier.dtype == torch.float32 and earlier.is_contiguous() else None
         product = self.product("wgrad", dy, x, torch.float32, total, self.row_groups)
         return gradient_of(product, self.gradient_spec) if total is None else None
-
-    def _running_gradient(self, weight: Tensor) -> Tensor | None:
-        """The gradient of earlier micro-batches if wgrad's GEMM can add to it itself: FP32 [out, in], local."""
-        if not self.backend.accumulates or not weight.is_leaf or weight.grad is None:
-            return None
-        total = local_part(weight.grad)
-        return total if total.dtype == torch.float32 and total.is_contiguous() else None
 
     # ------------------------------------------------------------------------------------------------- for the backward
 

@@ -13,7 +13,7 @@ Every operand is quantized along its GEMM's dot product. The paper's recipe (sec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -261,27 +261,23 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     """
     if scope == "both":
         return other
-    forward, backward = (other, current) if scope == "forward" else (current, other)
-    fprop, weight = forward.fprop, forward.fprop.right
-    if scope == "backward" and not other.dgrad.right.quantized and weight.block[0] > 1:
-        fprop = replace(fprop, right=replace(weight, block=(1, weight.block[1])))
     taken = ("fprop",) if scope == "forward" else ("dgrad", "wgrad")
-    kept = [name for name in GEMMS if name not in taken]
-
-    def by_itself(gemm: Gemm) -> Gemm:
-        return replace(gemm, right=replace(gemm.right, source="tensor"))
-
-    def shared(option: str, uses: Callable[[Iterable[Gemm]], bool]) -> str:
+    gemms = {name: other.gemms[name] if name in taken else gemm for name, gemm in current.gemms.items()}
+    weight = gemms["fprop"].right
+    if scope == "backward" and not other.dgrad.right.quantized and weight.block[0] > 1:
+        gemms["fprop"] = replace(gemms["fprop"], right=replace(weight, block=(1, weight.block[1])))
+    for name in ("dgrad", "wgrad"):
+        gemms[name] = replace(gemms[name], right=replace(gemms[name].right, source="tensor"))
+    shared = {}
+    for option, uses in (("rht_signs", uses_signs), ("amax", uses_amax)):
         before, after = getattr(current, option), getattr(other, option)
-        keeps, takes = uses(current.gemms[name] for name in kept), uses(other.gemms[name] for name in taken)
+        keeps = uses(gemm for name, gemm in current.gemms.items() if name not in taken)
+        takes = uses(other.gemms[name] for name in taken)
         if keeps and takes and before != after:
             raise ValueError(
-                f"precision.{option}={before} stays in {' and '.join(kept)} after a switch of "
-                f"precision.switch.scope={scope}, but {other.name} has {after} for {' and '.join(taken)}, and a linear "
-                f"has one {option} for all GEMMs; make them equal, or set precision.switch.scope=both"
+                f"precision.switch.scope={scope}: {current.name} keeps precision.{option}={before} and {other.name} "
+                f"has {after}, but a linear has one for all; make them equal, or set precision.switch.scope=both"
             )
-        return str(after if takes else before)
-
+        shared[option] = after if takes else before
     name = f"{current.name}, {scope} {other.name}"
-    signs, amax = shared("rht_signs", uses_signs), shared("amax", uses_amax)
-    return Recipe(name, fprop, by_itself(backward.dgrad), by_itself(backward.wgrad), signs, amax)
+    return Recipe(name, gemms["fprop"], gemms["dgrad"], gemms["wgrad"], shared["rht_signs"], shared["amax"])

@@ -299,14 +299,19 @@ def _untaken(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Iter
             continue
         rht, drawn = recipe.gemms[slot.gemm].rht, operand.rounding == "stochastic"
         draws = operand.format == "nvfp4" and slot.tensor == "gradient"
-        square, block = operand.block[0] > 1 and slot.tensor != "weight", f"{operand.block[0]}x{operand.block[1]}"
+        square = operand.block[0] > 1 and (slot.tensor != "weight" or operand.format == "mxfp8")
+        block = f"{operand.block[0]}x{operand.block[1]}"
         of_slot = [
             (operand.format not in formats, f"format={operand.format}", f"{' or '.join(formats)} or bf16"),
             (operand.source == "codes", "source=codes", "tensor: tensor cores want scales along the dot product"),
             (native and operand.rounding == "ms_eden", "rounding=ms_eden", "stochastic or nearest"),
             (native and operand.source == "forward", "source=forward", "tensor"),
             (native and drawn and not draws, "rounding=stochastic", "nearest: it draws for nvfp4 gradients alone"),
-            (native and square, f"block={block}", f"1x{operand.block[1]}: square blocks are for weights"),
+            (
+                native and square,
+                f"block={block}",
+                f"1x{operand.block[1]}: square blocks are for weights in nvfp4 and fp8",
+            ),
             (
                 native and operand.four_over_six and (rht > 0 or drawn),
                 "four_over_six=true",
@@ -356,7 +361,6 @@ def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
     """Why the installed Transformer Engine is too old for `recipe` on this GPU; None if it is not, or not there."""
     operands, of_12 = recipe.operands.values(), capability[0] == 12
     drawn = any(operand.rounding == "stochastic" for operand in operands)
-    square_mxfp8 = any(operand.format == "mxfp8" and operand.block[0] > 1 for operand in operands)
     # Whether the recipe needs it, the first release that has it, and what earlier ones do.
     rows = [
         (recipe.quantized, (2, 10), "GEMMs want a workspace from their caller"),
@@ -365,7 +369,6 @@ def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
         (of_12 and recipe.wgrad.rht, (2, 16), "the Hadamard transform takes a kernel that 12.x cannot run"),
         (any(operand.four_over_six for operand in operands), (2, 17), "there is no four-over-six"),
         (of_12 and drawn, (2, 19), "stochastic rounding makes every gradient zero on 12.x"),
-        (square_mxfp8, (2, 20), "square MXFP8 blocks were not seen in the sources"),
     ]
     installed = installed_version()
     numbers = None if installed is None else re.match(r"(\d+)\.(\d+)", installed)

@@ -36,11 +36,11 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import (
+    EMULATED,
     GemmOperand,
     codes_transpose,
     encode_operand,
     fused_kernels,
-    gemm,
     operand_rows,
     quantize_operand,
 )
@@ -164,7 +164,7 @@ class TorchBackend(Backend):
     ) -> Tensor:
         """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            return added(gemm(a, b, out_dtype), total, rows)
+            return added(EMULATED.gemm(a, b, out_dtype), total, rows)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
         assert a.form == b.form, "two formats in one GEMM"
         product = scaled_mm(
@@ -184,7 +184,7 @@ class TorchBackend(Backend):
         """An operand again from its `tensors()` and its `layout`."""
         codes, scales, scale = tensors
         if not isinstance(layout[0], Operand):
-            return GemmOperand.from_tensors(tensors, layout)
+            return EMULATED.operand_from_saved(tensors, layout)
         assert codes is not None and scales is not None
         return PackedOperand(codes, scales, scale, layout)
 

@@ -54,7 +54,7 @@ from megatron_fp4.precision.backend import (
     added,
     block_alignment,
 )
-from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
+from megatron_fp4.precision.emulated import EMULATED, GemmOperand, quantize_operand
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey, rounding_key
@@ -228,7 +228,7 @@ class TransformerEngineBackend(Backend):
     ) -> Tensor:
         """a b^T: native where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            return gemm(a, b, out_dtype, total, rows)
+            return EMULATED.gemm(a, b, out_dtype, total, rows)
         if rows is not None:
             return added(self.gemm(a, b, out_dtype), total, rows)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
@@ -249,7 +249,7 @@ class TransformerEngineBackend(Backend):
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""
         if not isinstance(layout, _Layout):
-            return GemmOperand.from_tensors(tensors, layout)
+            return EMULATED.operand_from_saved(tensors, layout)
         data, scales, amax = tensors
         assert data is not None and scales is not None
         return NativeOperand(data, scales, amax, layout)
@@ -295,11 +295,15 @@ _TENSORS = (
 def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, group: ProcessGroup | None) -> Any:
     library, square, flags = _library(), operand.block[0] > 1, dict[str, Any]()
     if operand.format == "fp8":
-        flags = {"force_pow_2_scales": operand.power_of_two_scales, "block_scaling_dim": 2 if square else 1}
-        quantizer = library.Float8BlockQuantizer(library.e4m3, rowwise=True, columnwise=rows, **flags)
+        quantizer = library.Float8BlockQuantizer(
+            library.e4m3,
+            rowwise=True,
+            columnwise=rows,
+            force_pow_2_scales=operand.power_of_two_scales,
+            block_scaling_dim=2 if square else 1,
+        )
     elif operand.format == "mxfp8":
-        flags = {"with_2d_quantization": True} if square else {}
-        quantizer = library.MXFP8Quantizer(library.e4m3, rowwise=True, columnwise=rows, **flags)
+        quantizer = library.MXFP8Quantizer(library.e4m3, rowwise=True, columnwise=rows)
     else:
         if operand.four_over_six:
             mode = "MSE" if operand.four_over_six_error == "squared" else "MAE"

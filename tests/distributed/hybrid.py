@@ -15,8 +15,7 @@ from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision import emulated
-from megatron_fp4.precision.emulated import GemmOperand
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
 from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
@@ -209,13 +208,13 @@ def recorded(model: nn.Module, step_state: StepState, codes: Codes) -> Iterator[
 @contextmanager
 def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator[None]:
     """Show `watch` both operands of every GEMM of every linear."""
-    gemm = emulated.gemm
+    gemm = EmulatedBackend.gemm
 
-    def watched(a: GemmOperand, b: GemmOperand, *settings: Any) -> Tensor:
+    def watched(self: EmulatedBackend, a: GemmOperand, b: GemmOperand, *settings: Any) -> Tensor:
         watch(a, b)
-        return gemm(a, b, *settings)
+        return gemm(self, a, b, *settings)
 
-    with mock.patch.object(emulated, "gemm", watched):
+    with mock.patch.object(EmulatedBackend, "gemm", watched):
         yield
 
 

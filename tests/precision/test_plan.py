@@ -158,50 +158,31 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
     original = emulated.quantize_operand
 
     def counting(x, request, **settings):
-        operand = request.operand
-        if operand.quantized:
-            passed.append(f"{operand.format} {operand.block[0]}x{operand.block[1]}")
+        if request.operand.quantized:
+            passed.append(str(request.operand))
         return original(x, request, **settings)
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
-    linears = {shape.name: LinearContext() for shape in shapes()}
-    step_state = StepState(seed=3)
-    name = "blocks.2.mixer.in_proj"
-    x, w, dy = ref.tensors(32, 64, 160)
+    linears, step_state = {shape.name: LinearContext() for shape in shapes()}, StepState(seed=3)
+    name, operands = "blocks.2.mixer.in_proj", ref.tensors(32, 64, 160)
     plain, quantized = plan_of(recipe=BF16), plan_of()
 
-    def results():
+    def results(plan: Plan, of_fprop: int, of_all: int):
+        PrecisionController(linears, plan, step_state)
+        assert linears[name].name == name and linears[name].step_state is step_state
         passed.clear()
-        return ref.run(x, w, dy, linears[name]), sorted(passed)
+        found = ref.run(*operands, linears[name])
+        assert (passed.count("nvfp4 16x16"), len(passed)) == (of_fprop, of_all)
+        return found
 
-    PrecisionController(linears, quantized, step_state)
-    assert linears[name].name == name
-    assert linears[name].step_state is step_state
-    first, ran = results()
-    assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 4
-
-    PrecisionController(linears, quantized.switched(plain, "backward"), step_state)
-    backward, ran = results()
-    assert ran == ["nvfp4 1x16"] * 2
-    assert not torch.equal(backward[0], first[0])  # the weight's blocks changed, and the kept codes went with them
-
-    PrecisionController(linears, quantized.switched(plain, "forward"), step_state)
-    forward, ran = results()
-    assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 3
-    assert torch.equal(forward[1], first[1])
-    assert torch.equal(forward[2], first[2])
-
-    PrecisionController(linears, plain, step_state)
-    unquantized, ran = results()
-    assert ran == []
-    assert torch.equal(unquantized[0], forward[0])
-
-    mixed = plan_of(Bf16BlocksConfig(names=[name]))
-    PrecisionController(linears, mixed, step_state)
-    assert results()[1] == []
-    PrecisionController(linears, quantized, step_state)
-    again, _ = results()
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    first = results(quantized, 1, 5)
+    # The weight's blocks change, and the kept codes go with them.
+    assert not torch.equal(results(quantized.switched(plain, "backward"), 0, 2)[0], first[0])
+    forward = results(quantized.switched(plain, "forward"), 1, 4)
+    assert torch.equal(forward[1], first[1]) and torch.equal(forward[2], first[2])
+    assert torch.equal(results(plain, 0, 0)[0], forward[0])
+    results(plan_of(Bf16BlocksConfig(names=[name])), 0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(first, results(quantized, 1, 5), strict=True))
 
 
 @pytest.mark.parametrize("model", ["transformer_30m", "transformer_1_2b"])

@@ -113,15 +113,9 @@ def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_
         assert getattr(switched_recipe(theirs, theirs, scope), option) == other
 
 
-@pytest.mark.parametrize(
-    "scope, kept, taken", [("forward", "dgrad and wgrad", "fprop"), ("backward", "fprop", "dgrad and wgrad")]
-)
+@pytest.mark.parametrize("scope", ["forward", "backward"])
 @pytest.mark.parametrize("option, before, after", [("rht_signs", "fixed", "none"), ("amax", "global", "shard")])
-def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, taken, option, before, after):
+def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, option, before, after):
     nvfp4 = changed(ref.NVFP4, fprop_rht=16)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"nvfp4 keeps precision.{option}={before} and other has {after}, .*=both$"):
         switched_recipe(nvfp4, replace(nvfp4, name="other", **{option: after}), scope)
-    message = str(error.value)
-    assert f"precision.{option}={before} stays in {kept} " in message
-    assert f"precision.switch.scope={scope}, but other has {after} for {taken}" in message
-    assert message.endswith("make them equal, or set precision.switch.scope=both")

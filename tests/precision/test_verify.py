@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision import verify
-from megatron_fp4.precision.backend import Alignment, OperandRequest
+from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import (
@@ -152,19 +152,6 @@ def test_a_fault_stops_the_run_and_is_named():
 
         with pytest.raises(SelfTestError, match=r"kernels: failed: CUDA Error: invalid argument$"):
             verify.require(Spoiled(product=fail), [CASE], CPU)
-
-
-def test_a_backend_that_cannot_transpose_quantizes_the_weight_along_both_dimensions_and_pads():
-    asked: list[str] = []
-    backend = Spoiled(request=lambda request: asked.append(str(request.operand)) or request)
-    backend.transposes = False
-    backend.alignment = lambda recipe: Alignment(outputs=32, group_outputs=16)  # type: ignore[method-assign]
-    x, w, dy = ref.tensors(32, 64, 3 * 16)
-    expected = ref.run(x, w, dy, ref.context_of(ref.nearest(NVFP4), num_groups=3))
-    found = ref.run(x, w, dy, ref.context_of(ref.nearest(NVFP4), num_groups=3, backend=backend))
-    assert asked[:2] == ["nvfp4 16x16"] * 2
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------------- fairness

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.planning.dry_run import AllocatingGPU
 from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.emulated import EMULATED, encode_operand, gemm, packed_weight, quantize_operand, side_of
+from megatron_fp4.precision.emulated import EMULATED, encode_operand, packed_weight, quantize_operand, side_of
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
@@ -103,7 +103,7 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
                     makers = EMULATED.operands(x, *kept)
                     made = [maker() for maker in makers if maker is not None]
                     assert all(one.unpacked().shape == (128, 128) for one in made)
-                    gemm(*made, x.dtype) if len(made) == 2 else None
+                    EMULATED.gemm(*made, x.dtype) if len(made) == 2 else None
                 if operand.format in OF_SCALED_MM:
                     for maker in TorchBackend().operands(x, *sides):
                         maker() if maker is not None else None
