@@ -100,12 +100,6 @@ STEPS = (
         r"^\| torchrun killed.*equal.*",
         gpus=2,
     ),
-    Step(
-        "linears of a model against Transformer Engine's own",
-        ("scripts/prove_backend.py", "model=transformer_60m", "--precision", "nvfp4", "--transformer-engine"),
-        r".*agree.*",
-        needs=("transformer_engine",),
-    ),
     Step("scripts/prove_backend.py", ("scripts/prove_backend.py",), r".*agree.*"),
 )
 

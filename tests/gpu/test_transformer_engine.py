@@ -13,7 +13,7 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import unsupported
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import PRODUCT_ERROR
-from scripts.prove_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
+from tests.gpu.te_linear import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
 from tests.precision.reference import NVFP4 as PAPER
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

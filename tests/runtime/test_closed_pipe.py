@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_COMMANDS = {
     "__init__",
     "configuration_reference",  # prints nothing
-    "prove_transformer_engine",  # a part of prove_backend.py
     "test_gpu",  # imports nothing of ours
 }
 PROGRAM = """

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4.checkpoint.checkpointer import Checkpointer
-from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks import kernels as autotuning
 from megatron_fp4.training.callbacks.kernels import (
     choices_in,
@@ -24,7 +22,7 @@ from megatron_fp4.training.callbacks.kernels import (
     put_back,
     record_of,
 )
-from tests.training.harness import RankFailedError, alone, launch, toy, toy_mesh
+from tests.training.harness import RankFailedError, alone, launch
 from tests.training.kernels import call, install
 
 HERE = {"gpu": "H200", "triton": "3.6.0"}
@@ -155,25 +153,14 @@ def test_another_chip_or_version_is_tuned_anew_and_said(tmp_path: Path) -> None:
 
 
 def _ranks(
-    rank: int, folder: str, fastest: list[int], sizes_there: list[tuple[int, ...]], checkpoints: str = ""
+    rank: int, folder: str, fastest: list[int], sizes_there: list[tuple[int, ...]], saved: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A start on several ranks that time differently; with `checkpoints`, one that resumes and saves there."""
+    """A start on several ranks that time differently. saved: what the checkpoint has that they resume from."""
     autotuning.environment_here = lambda: HERE  # type: ignore[assignment]
     kernels = install(fastest[rank], sizes_there[rank])
-    saved, step = None, 0
-    if checkpoints:
-        mesh = toy_mesh()
-        model, optimizer = toy(mesh)
-        checkpointer = Checkpointer(Path(checkpoints), mesh, keep=0, identity={})
-        resumed = checkpointer.resume("auto", model, optimizer, StepState(0), allow_mismatch=False)
-        if resumed is not None:
-            saved, step = resumed.trainer["autotuning"], resumed.step
     pinned = pin_kernels(lambda: call(128), saved, Path(folder))
     call(128)
     call(256)
-    if checkpoints:
-        trainer = {"autotuning": pinned.record()}
-        checkpointer.save(step + 1, model, optimizer, trainer, consumed_samples=0, consumed_tokens=0)
     return {
         "record": pinned.record(),
         "launches": {name: kernel.launches[-2:] for name, kernel in kernels.items()},
@@ -189,15 +176,15 @@ def test_a_rank_with_other_kernels_ends_the_run(tmp_path: Path) -> None:
         launch(_ranks, 2, str(tmp_path), [64, 32], [ALL, (32, 128)])
 
 
-def test_a_resume_takes_the_choices_of_its_checkpoint(tmp_path: Path) -> None:
+def test_the_first_rank_decides_and_a_resume_takes_its_choices(tmp_path: Path) -> None:
     """Also those of keys that came late, on a machine that knows nothing, where other configurations are fastest."""
-    root = str(tmp_path / "checkpoints")
-    first = launch(_ranks, 2, str(tmp_path / "machine"), [64, 128], [ALL, ALL], root)
-    assert first[0]["record"] == first[1]["record"], "the first rank decides"
+    first = launch(_ranks, 2, str(tmp_path / "machine"), [64, 128], [ALL, ALL])
+    assert first[0]["record"] == first[1]["record"]
     assert first[0]["launches"] == first[1]["launches"] == {"scan": [64, 32], "norm": [64, 32]}
     # One measurement of each late key's only configuration; the first rank timed three for the other key.
     assert (first[0]["benchmarks"], first[1]["benchmarks"]) == (8, 2)
-    again = launch(_ranks, 2, str(tmp_path / "another machine"), [128, 32], [ALL, ALL], root)
+    saved = json.loads(json.dumps(first[0]["record"]))
+    again = launch(_ranks, 2, str(tmp_path / "another machine"), [128, 32], [ALL, ALL], saved)
     assert [rank["record"] for rank in again] == [rank["record"] for rank in first]
     assert [rank["launches"] for rank in again] == [rank["launches"] for rank in first]
     assert [rank["benchmarks"] for rank in again] == [0, 0]

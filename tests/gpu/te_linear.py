@@ -1,6 +1,4 @@
-"""The linears of a real model against Transformer Engine's own, on one GPU of compute capability 9.0 or 10.x.
-
-Trains the model for a few steps in emulated NVFP4 and keeps x, W and dy of every linear's last call. Then, per linear:
+"""Our linear against Transformer Engine's own, on one GPU of compute capability 9.0 or 10.x.
 
     FP8 blocks       the backend transformer_engine against `te.Linear` under `Float8BlockScaling`, with power-of-two
                      scales and (9.0 only) FP32 scales: y, dx and dW (rounded to BF16) bit for bit
@@ -19,16 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from data import provider as data
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
@@ -38,10 +32,6 @@ from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import difference, operand_fault
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.training.build import device_type_of, set_determinism
-from megatron_fp4.training.trainer import Callback, Step, Trainer
-from models import provider as models
-from pretrain import configure
 
 _X, _W = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 NVFP4 = Recipe("nvfp4, to nearest", Gemm(_X, _W), Gemm(_X, _W), Gemm(_X, _X, 16))
@@ -205,68 +195,3 @@ def _ordinal(t: Tensor) -> Tensor:
     """Consecutive integers for consecutive BF16 numbers."""
     bits = t.contiguous().view(torch.int16).to(torch.int32)
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
-
-
-# ------------------------------------------------------------------------------------------------------- a real step
-
-
-class Capture:
-    """Hangs where a probe hangs, and keeps x, W and dy of each linear's last call, padded to whole tiles of 128."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def forward(self, call: LinearCall, x: Tensor, _y: Tensor) -> Any:
-        """Keep x and W; the answer is told about the backward pass."""
-        kept_x, weight = x.detach().clone(), _padded(call.weight, 0)
-
-        def backward(dy: Tensor, _dx: Tensor | None, _dw: Tensor | None) -> None:
-            self.tensors[call.context.name] = (kept_x, weight, _padded(dy.detach(), 1))
-
-        return SimpleNamespace(backward=backward)
-
-
-def _padded(t: Tensor, dim: int) -> Tensor:
-    extra = -t.shape[dim] % 128
-    return torch.nn.functional.pad(t, (0, 0, 0, extra) if dim == 0 else (0, extra)).clone()
-
-
-def captured(overrides: list[str], num_steps: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """x, W and dy of every linear in the last micro-batch of step `num_steps` of a run."""
-    fixed = ["precision=nvfp4", "precision.backend=emulated", "precision.switch.when=never", "data.num_workers=0"]
-    config = configure([*fixed, f"train.steps={num_steps}", *overrides])
-    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
-    set_determinism(config.run.deterministic)
-    mesh = build_mesh(config.parallel, device)
-    capture = Capture()
-
-    class Captured(Callback):
-        def before_step(self, step: Step) -> None:
-            for context in self.trainer.precision.linears.values():
-                context.probe = capture if step.done == num_steps else None  # type: ignore[assignment]
-
-    for step in Trainer(config, models, data, [Captured()], mesh, quiet=True).steps(0, num_steps):
-        print(f"step {step.done}/{num_steps} loss {step.result.loss:.4f} gradient norm {step.result.grad_norm:.3f}")
-    dist.destroy_process_group()
-    return capture.tensors
-
-
-def compare(overrides: list[str], steps: int) -> bool:
-    """See the top of the file; prints what is compared. Returns whether everything agrees."""
-    hopper = torch.cuda.get_device_capability() == (9, 0)
-    comparisons: list[Comparison] = []
-    for name, tensors in captured(overrides, steps).items():
-        peers = {"FP8 2^k": compare_fp8(*tensors), "NVFP4": compare_nvfp4(*tensors)}
-        if hopper:
-            peers["FP8 FP32 scales"] = compare_fp8(*tensors, power_of_two=False)
-        for peer, found in peers.items():
-            comparisons.append(found)
-            errors = ", ".join(f"{k} {v:.1e}" for k, v in found.errors.items())
-            errors += f", {found.moved} of {found.transformed} transformed elements moved" if found.transformed else ""
-            shape = f"{tensors[0].shape[0]} x {tensors[0].shape[1]} -> {tensors[1].shape[0]}"
-            print(f"{name} ({shape}), {peer}: {'agrees' if found.agrees else 'DIFFERS'} {errors}")
-            for what, fault in found.differences.items():
-                print(f"    {what}: {fault}")
-    agreeing = sum(found.agrees for found in comparisons)
-    print(f"{agreeing} of {len(comparisons)} comparisons agree")
-    return agreeing == len(comparisons)
