@@ -261,7 +261,9 @@ class EmulatedBackend(Backend):
         if (left.is_cuda or matmul is not None) and left.dtype == right.dtype == torch.bfloat16:
             if alpha is not None or (a.quantized and b.quantized) or total is not None or rows is not None:
                 if matmul is None:
-                    from megatron_fp4.precision.gemm_cuda import scaled_matmul as matmul
+                    from megatron_fp4.precision import gemm_cuda
+
+                    matmul = gemm_cuda.scaled_matmul
                 return matmul(left, right, alpha, out_dtype, total, rows)
             return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
         product = left.to(torch.float32) @ right.to(torch.float32)
