@@ -71,10 +71,6 @@ def _empty(like: Tensor, device: torch.device) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
-def _none() -> None:
-    """Temporaries of most backward passes."""
-
-
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as torch.compile makes it: one kernel each way, which keeps its inputs."""
 
@@ -87,7 +83,7 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
             results = tuple(_empty(t, device) for t in made) if isinstance(made, tuple) else _empty(made, device)
             return results, kept
 
-        return _Kernel.apply(forward, _none, *arguments)
+        return _Kernel.apply(forward, lambda: None, *arguments)
 
     return compiled
 
@@ -95,7 +91,7 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
     """causal-conv1d's kernel."""
     inputs = [t for t in (readable(x_bsc), weight_ck, bias_c, documents_bs) if t is not None]
-    return _Kernel.apply(lambda: (_empty(inputs[0], inputs[0].device), inputs), _none, *inputs)  # type: ignore[return-value]
+    return _Kernel.apply(lambda: (_empty(inputs[0], inputs[0].device), inputs), lambda: None, *inputs)  # type: ignore[return-value]
 
 
 def scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:

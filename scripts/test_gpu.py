@@ -31,20 +31,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 VERY_SMALL = (
-    "model.pattern=M-*-",
-    "model.vocab_size=512",
-    "model.hidden_dim=64",
-    "model.ffn_dim=128",
-    "model.num_query_heads=4",
-    "model.head_dim=16",
-    "model.mamba_num_heads=4",
-    "model.mamba_head_dim=32",
-    "model.mamba_state_dim=16",
-    "model.nvfp4_bf16_blocks.last=1",
-    "train.micro_batch_size=2",
-    "train.sequence_length=64",
-    "train.kernels=torch",
-    "validation.num_samples=6",
+    *("model.pattern=M-*-", "model.vocab_size=512", "model.hidden_dim=64", "model.ffn_dim=128"),
+    *("model.num_query_heads=4", "model.head_dim=16", "model.nvfp4_bf16_blocks.last=1"),
+    *("model.mamba_num_heads=4", "model.mamba_head_dim=32", "model.mamba_state_dim=16"),
+    *("train.micro_batch_size=2", "train.sequence_length=64", "train.kernels=torch", "validation.num_samples=6"),
 )
 
 
@@ -84,7 +74,7 @@ STEPS = (
     ),
     tests("tuned kernels in a checkpoint", "test_repeatable", only="checkpoint", needs=FUSED),
     Step("bits of every kind of short run", ("scripts/fingerprint.py", "--jobs", "4"), r"^nvfp4 .*"),
-    tests("quantizers and linears", "test_quantizers", "test_ms_eden", "test_linear_cuda"),
+    tests("quantizers and linears", "test_quantizers", "test_linear_cuda"),
     tests("whole short runs", "test_runs"),
     tests("Transformer Engine", "test_transformer_engine", needs=("transformer_engine",)),
     tests("the backend torch", "test_torch_backend"),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+_ZEROS = 512  # pairs at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +54,10 @@ class Kernel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton is told."""
         return {name: getattr(self, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
 
     @functools.cached_property
     def function(self) -> Any:
-        """The kernel itself."""
         module, name = self.name.split(".")
         return getattr(importlib.import_module(f"megatron_fp4.quantization.kernels.{module}"), name)
 
@@ -94,12 +93,10 @@ class Packed(Protocol):
     """
 
     @property
-    def codes(self) -> Tensor:
-        """As the kernels write them."""
+    def codes(self) -> Tensor: ...
 
     @property
-    def scales(self) -> Tensor:
-        """As the kernels write them."""
+    def scales(self) -> Tensor: ...
 
     def values(self) -> Tensor:
         """[rows, k]: `code * block scale`, BF16 where that is exact, else FP32."""
@@ -162,7 +159,6 @@ class NvidiaGPU:
         return x.data_ptr() % 16 == 0
 
     def multiprocessors(self, device: torch.device) -> int:
-        """How many `device` has."""
         return _multiprocessors(device)
 
     def zeros(self, device: torch.device) -> Tensor:
@@ -229,9 +225,6 @@ def kernels_unavailable(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return None
-
-
-_ZEROS = 512  # pairs at once
 
 
 @functools.cache
