@@ -20,6 +20,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from megatron_fp4.precision import verify as kernel_tests
 from megatron_fp4.runtime.errors import ExitCode
@@ -95,17 +96,8 @@ def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
 
 def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
     dcp_to_torch_save(checkpoint, scratch)
-    flat: dict[str, torch.Tensor] = {}
-
-    def collect(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                collect(f"{prefix}/{name}", inner)
-        elif isinstance(value, torch.Tensor):
-            flat[prefix] = value
-
-    collect("", torch.load(scratch, weights_only=False))
-    return flat
+    leaves, _ = tree_flatten_with_path(torch.load(scratch, weights_only=False))
+    return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def assert_same_checkpoint(one: Path, other: Path, scratch: Path) -> None:
