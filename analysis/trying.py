@@ -11,7 +11,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,11 +61,11 @@ def try_recipes(options: argparse.Namespace, configs: Path) -> None:
         check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
     recipes = recipes_of(options.recipes, checkpoint, options.steps, configs, options.trust_config)
-    start, names = read_manifest(checkpoint).step, [recipe.name for recipe in recipes]
+    start, names = read_manifest(checkpoint).step, list(recipes)
+    base, config = names[0], recipes[names[0]]
     against = options.against or (names[1] if len(names) > 2 else None)
     if against is not None and against not in names:
         raise ConfigError(f"--against {against}: no recipe has this name; they are {', '.join(names)}")
-    config = recipes[0].config
 
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
@@ -83,28 +83,27 @@ def try_recipes(options: argparse.Namespace, configs: Path) -> None:
     if first:
         print(_introduction(checkpoint, config, start, options.steps, configs), flush=True)
     if options.output is not None:
-        fingerprints = {recipe.name: recipe.fingerprint for recipe in recipes}
+        fingerprints = {name: _fingerprint(of) for name, of in recipes.items()}
         file = _on_first(mesh, lambda: TrialFile(options.output, facts, fingerprints))
     trials = {} if file is None else dict(file.trials)
-    for recipe in recipes:
-        name = recipe.name
+    for name, of in recipes.items():
         if name in trials and (trials[name].held_out or trials[name].ended or not options.validate):
             continue
-        trials[name] = train(recipe.config, checkpoint, mesh, start, options.steps, options.validate)
+        trials[name] = train(of, checkpoint, mesh, start, options.steps, options.validate)
         gc.collect()  # the model of the recipe before
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if first:
-            print(trial_line(name, trials[name], trials.get(names[0]) if name != names[0] else None, skip), flush=True)
+            print(trial_line(name, trials[name], trials.get(base) if name != base else None, skip), flush=True)
         if file is not None:
             _on_first(mesh, lambda: file.add(name, trials[name]))  # noqa: B023
     if first:
         ordered = {name: trials[name] for name in names}
         print(f"\n{trial_table(ordered, against, start, skip)}", flush=True)
-        base, *others = ((recipe.name, settings_of(as_saved(recipe.config))) for recipe in recipes)
-        for name, settings in others:
-            if found := differences(settings, base[1]):
-                print(difference_line(name, base[0], found), flush=True)
+        settings = {name: settings_of(as_saved(of)) for name, of in recipes.items()}
+        for name in names[1:]:
+            if found := differences(settings[name], settings[base]):
+                print(difference_line(name, base, found), flush=True)
         if options.picture is not None:
             print(draw_trials(ordered, against, skip, options.picture), flush=True)
 
@@ -112,14 +111,23 @@ def try_recipes(options: argparse.Namespace, configs: Path) -> None:
 def _introduction(checkpoint: Path, config: Config, start: int, steps: int, configs: Path) -> str:
     rates = [WSDSchedule.of(config).lr(step) for step in (start, start + steps - 1)]
     span = f"steps {start + 1:,} to {start + steps:,} of {config.train.steps:,}"
-    lines = [f"{checkpoint}: {span}, learning rate {rates[0]:.3g} to {rates[1]:.3g}"]
+    line = f"{checkpoint}: {span}, learning rate {rates[0]:.3g} to {rates[1]:.3g}"
     precision = config_from_saved(read_trainer(checkpoint)["config"], [], configs, opens_data=False).precision
-    if recipe_from_config(precision).quantized:
-        lines.append(
-            f"its run trains in {precision.name}, to which its weights have come to fit: gaps of a checkpoint in BF16 "
-            "say more"
-        )
-    return "\n".join(lines)
+    if not recipe_from_config(precision).quantized:
+        return line
+    return (
+        f"{line}\nits run trains in {precision.name}, to which its weights have come to fit: gaps of a checkpoint in "
+        "BF16 say more"
+    )
+
+
+def _fingerprint(config: Config) -> str:
+    """Of everything that losses are a function of besides the checkpoint: also what a plan file says."""
+    plans = [None if plan is None else plan.as_dict() for plan in plans_of(config, models)]
+    saved = as_saved(config)
+    told = {key: saved[key] for key in saved if key not in ("run", "checkpoint", "logging")}
+    content = json.dumps([told, config.run.seed, config.run.deterministic, plans], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _on_first(mesh: ParallelMesh, action: Callable[[], T]) -> T:
@@ -182,24 +190,9 @@ def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, step
     return Trial(trial.losses, trial.seconds, held_out, num_skipped, notes, ended)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A name of the command line, and the run's configuration with its overrides."""
-
-    name: str
-    config: Config
-
-    @property
-    def fingerprint(self) -> str:
-        """Of everything that its losses are a function of besides the checkpoint: also what a plan file says."""
-        plans = [None if plan is None else plan.as_dict() for plan in plans_of(self.config, models)]
-        saved = as_saved(self.config)
-        told = {key: saved[key] for key in saved if key not in ("run", "checkpoint", "logging")}
-        content = json.dumps([told, self.config.run.seed, self.config.run.deterministic, plans], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def recipes_of(arguments: Sequence[str], checkpoint: Path, steps: int, configs: Path, trusted: bool) -> list[Recipe]:
+def recipes_of(
+    arguments: Sequence[str], checkpoint: Path, steps: int, configs: Path, trusted: bool
+) -> dict[str, Config]:
     """The recipes that `arguments` name, the base first, as configurations of the run that made `checkpoint`.
 
     arguments: names of precision configs, NAME=OVERRIDES, and KEY=VALUE with a key of a configuration, for all of
@@ -223,16 +216,15 @@ def recipes_of(arguments: Sequence[str], checkpoint: Path, steps: int, configs: 
         "checkpoint.resume=auto",
         "checkpoint.initialize_from=null",
     ]
-    recipes: list[Recipe] = []
+    recipes: dict[str, Config] = {}
     for name, overrides in named.items():
         try:
-            changes = [*kept, *shared, *overrides]
-            config = config_from_saved(trainer["config"], changes, configs, trusted=trusted)
+            config = config_from_saved(trainer["config"], [*kept, *shared, *overrides], configs, trusted=trusted)
             config = replace(config, checkpoint=replace(config.checkpoint, asynchronous=False))
-            _check(config, manifest.step, steps, recipes[0] if recipes else None)
+            _check(config, manifest.step, steps, next(iter(recipes.items()), None))
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
-        recipes.append(Recipe(name, config))
+        recipes[name] = config
     return recipes
 
 
@@ -265,7 +257,7 @@ def _split(arguments: Sequence[str], known: Sequence[str]) -> tuple[list[str], d
     return shared, named
 
 
-def _check(config: Config, start: int, steps: int, base: Recipe | None) -> None:
+def _check(config: Config, start: int, steps: int, base: tuple[str, Config] | None) -> None:
     """Raise ConfigError for what cannot be trained, or would be compared with the base on other data or with another
     model."""
     if start + steps > config.train.steps:
@@ -278,16 +270,17 @@ def _check(config: Config, start: int, steps: int, base: Recipe | None) -> None:
     why_eager(config, models)
     if base is None:
         return
+    name, other = base
     here, there = (
-        dict(leaves({section: saved[section] for section in _COMMON})) for saved in map(as_saved, (config, base.config))
+        dict(leaves({section: saved[section] for section in _COMMON})) for saved in map(as_saved, (config, other))
     )
     if different := [key for key in {**there, **here} if there.get(key) != here.get(key)]:
         raise ConfigError(
-            f"{', '.join(different)} would differ from {base.name}'s, so that gaps were not the recipe's; give it as "
-            "an argument of its own, which is for all recipes"
+            f"{', '.join(different)} would differ from {name}'s, so that gaps were not the recipe's; give it as an "
+            "argument of its own, which is for all recipes"
         )
-    if config.data_seed != base.config.data_seed:
+    if config.data_seed != other.data_seed:
         raise ConfigError(
-            f"run.seed={config.run.seed} is that of the data's order, too, which would differ from {base.name}'s; give "
-            f"data.seed={base.config.data_seed} as an argument of its own, which is for all recipes"
+            f"run.seed={config.run.seed} is that of the data's order, too, which would differ from {name}'s; give "
+            f"data.seed={other.data_seed} as an argument of its own, which is for all recipes"
         )

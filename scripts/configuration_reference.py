@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Le, Lt
 
 from megatron_fp4.config.compose import compose_config, group_options
+from megatron_fp4.config.errors import shown
 from megatron_fp4.config.help import default_options, option_summary
 from megatron_fp4.config.schema import ADDED, Config
 from megatron_fp4.config.types import MOST
@@ -86,27 +87,18 @@ def page() -> str:
 
 
 def explanations(cls: type) -> tuple[str, dict[str, str]]:
-    """What the docstring of a dataclass says of the whole, and of each key that it explains."""
+    """What the docstring of a dataclass says of the whole, and, with those of its bases, of each key."""
     whole, found = "", dict[str, str]()
     for one in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
-        whole, said = _explained(one)
-        found |= said
-    return whole, found
-
-
-def _explained(cls: type) -> tuple[str, dict[str, str]]:
-    text = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
-    key = "|".join(sorted((field.name for field in fields(cls)), key=len, reverse=True))  # type: ignore[arg-type]
-    names = rf"`?(?:{key})`?(?:, `?(?:{key})`?)*"
-    marks = [*re.finditer(rf"(?:^|(?<=[.;)] ))({names})(?: \(([^)]*)\))?: ", text)]
-    whole = text[: marks[0].start()] if marks else text
-    found: dict[str, str] = {}
-    for mark, following in zip(marks, [*marks, None][1:], strict=True):
-        said = text[mark.end() : following.start() if following else len(text)].strip()
-        said = f"{mark[2]}: {said}" if mark[2] else said
-        keys = mark[1].replace("`", "").split(", ")
-        together = ", ".join(f"`{name}`" for name in keys) + ": " if len(keys) > 1 else ""
-        found |= dict.fromkeys(keys, together + said)
+        text = " ".join(inspect.cleandoc(one.__doc__ or "").split())
+        key = "|".join(sorted((field.name for field in fields(one)), key=len, reverse=True))
+        # `key: `, `key, other: ` or `key (remark): ` at the beginning of a sentence, and the text between two of them.
+        names = rf"`?(?:{key})`?(?:, `?(?:{key})`?)*"
+        whole, *rest = re.split(rf"(?:^|(?<=[.;)] ))({names})(?: \(([^)]*)\))?: ", text)
+        for keys, remark, said in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            several = keys.replace("`", "").split(", ")
+            together = ", ".join(f"`{name}`" for name in several) + ": " if len(several) > 1 else ""
+            found |= dict.fromkeys(several, f"{together}{f'{remark}: ' if remark else ''}{said.strip()}")
     return whole.strip(), found
 
 
@@ -115,7 +107,8 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
     classes that have one already, with its path."""
     yield f"\n## {path}\n" if "." not in path else f"\n### {path}\n"
     if cls in known:
-        others = [f"`{f.name}` {_shown(getattr(value, f.name))}" for f in fields(cls) if _differs(f, value)]
+        usual = {field.name: _own_default(field) for field in fields(cls)} if value is not None else {}
+        others = [f"`{key}` {_shown(of)}" for key in usual if (of := getattr(value, key)) != usual[key]]
         has = f"; the default run has {', '.join(others)}" if others else ""
         yield f"Keys as those of [{known[cls]}](#{_anchor(known[cls])}){has}."
         return
@@ -124,13 +117,13 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
     own, inner = [], []
     hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):  # type: ignore[arg-type]
-        nested = [one for one in _parts(hints[field.name]) if isinstance(one, type) and is_dataclass(one)]
-        current = getattr(value, field.name) if value is not None else MISSING
-        if is_dataclass(hints[field.name]):
-            inner.append((f"{path}.{field.name}", hints[field.name], current if current is not MISSING else None))
+        hint, name = hints[field.name], f"{path}.{field.name}"
+        current = MISSING if value is None else getattr(value, field.name)
+        if is_dataclass(hint):
+            inner.append((name, hint, None if current is MISSING else current))
             continue
-        inner += [(f"{path}.{field.name}[...]", one, None) for one in nested]
-        row = f"`{field.name}`", type_name(hints[field.name]), _default(field, current), said.get(field.name, "")
+        inner += [(f"{name}[...]", one, None) for one in _parts(hint) if isinstance(one, type) and is_dataclass(one)]
+        row = f"`{field.name}`", type_name(hint), _default(field, current), said.get(field.name, "")
         own.append("| " + " | ".join(map(_escaped, row)) + " |")
     if whole:
         yield f"{whole}\n"
@@ -183,24 +176,16 @@ def _own_default(field: Field[Any]) -> object:
     return field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc, operator]
 
 
-def _differs(field: Field[Any], value: object) -> bool:
-    return value is not None and getattr(value, field.name) != _own_default(field)
-
-
 def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list) and value and is_dataclass(value[0]):
-        return f"{len(value)} of them"
-    if isinstance(value, (list, dict)):
-        return "{...}" if isinstance(value, dict) and value else "{}" if isinstance(value, dict) else str(value)
-    return f"{value:g}" if isinstance(value, float) else str(value) if value != "" else '""'
+    if isinstance(value, list):
+        return f"{len(value)} of them" if value and is_dataclass(value[0]) else str(value)
+    if isinstance(value, dict) and value:
+        return "{...}"
+    return f"{value:g}" if isinstance(value, float) else shown(value) or '""'
 
 
 def _escaped(text: str) -> str:

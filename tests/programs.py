@@ -98,10 +98,10 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 class Program:
     """A started program, with those of `subprocess.Popen`'s methods that tests use.
 
-    command: the path of a script, below the checkout unless it is absolute, and its arguments. environment: None for
-    this process's own. folder: where it runs; None for this process's. errors_apart: stderr is not part of the output.
-    output: the file for it, if the test has one. own_session: as the first of a session and a process group. Nothing
-    reads while it runs: what it prints goes to files.
+    command: the path of a script, below the checkout unless it is absolute, and its arguments. environment, folder:
+    None for this process's own. errors_apart: stderr is not part of the output. output: the file for it, if the test
+    has one. own_session: as the first of a session and a process group. Nothing reads while it runs: what it prints
+    goes to files.
     """
 
     def __init__(
@@ -116,11 +116,9 @@ class Program:
         self._scratch = tempfile.TemporaryDirectory()
         self._printed = [output or Path(self._scratch.name, "output"), Path(self._scratch.name, "errors")]
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
-        words = [str(ROOT / command[0]), *(str(word) for word in command[1:])]
-        self._process = fork_server().Process(
-            target=_run,
-            args=(words, given, str(folder or Path.cwd()), *map(str, self._printed), errors_apart, own_session),
-        )
+        words, place = [str(ROOT / command[0]), *map(str, command[1:])], str(folder or Path.cwd())
+        printed = [str(self._printed[0]), str(self._printed[1]) if errors_apart else ""]
+        self._process = fork_server().Process(target=_run, args=(words, given, place, printed, own_session))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -132,7 +130,7 @@ class Program:
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -186,16 +184,9 @@ def _free_port() -> int:
             return port
 
 
-def _run(
-    command: list[str],
-    environment: dict[str, str],
-    folder: str,
-    output: str,
-    errors: str,
-    errors_apart: bool,
-    own_session: bool,
-) -> None:
-    """In the new process: become `python command`."""
+def _run(command: list[str], environment: dict[str, str], folder: str, printed: list[str], own_session: bool) -> None:
+    """In the new process: become `python command`. printed: files for output and errors, without a name for the second
+    one if they go together."""
     if own_session:
         os.setsid()
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
@@ -206,11 +197,8 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    for path, descriptor in ((output, 1), (errors, 2)):
-        if descriptor == 2 and not errors_apart:
-            os.dup2(1, 2)
-            continue
-        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for descriptor, path in enumerate(printed, start=1):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if path else os.dup(1)
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.stdout = open(1, "w", closefd=False, buffering=1 if "PYTHONUNBUFFERED" in environment else -1)  # noqa: SIM115

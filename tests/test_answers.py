@@ -37,29 +37,21 @@ def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("program", [("run_path", "pretrain.py"), ("run_module", "megatron_fp4")])
-def test_the_version_needs_no_torch(program: tuple[str, str]) -> None:
-    done = without_torch(*program, "--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"megatron_fp4 {__version__}\n", "")
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["train.steps=3", "-h"]])
-def test_help_needs_no_torch(arguments: list[str]) -> None:
-    done = without_torch("run_path", "pretrain.py", *arguments)
-    assert (done.returncode, done.stdout, done.stderr) == (0, help_text(ROOT / "configs") + "\n", "")
-
-
-def test_a_run_does() -> None:
-    """Else the tests above would say nothing."""
+def test_version_and_help_need_no_torch() -> None:
+    version, usage = f"megatron_fp4 {__version__}\n", help_text(ROOT / "configs") + "\n"
+    for program, said in (
+        (("run_path", "pretrain.py", "--version"), version),
+        (("run_module", "megatron_fp4", "--version"), version),
+        (("run_path", "pretrain.py", "train.steps=3", "-h"), usage),
+    ):
+        done = without_torch(*program)
+        assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+    # A run does, else the lines above would say nothing.
     assert "has no torch; run `make setup`" in without_torch("run_path", "pretrain.py", "train.steps=3").stderr
 
 
-def test_nothing_else_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(["train.steps=3", "--check"], CONFIGS) is None
-    assert capsys.readouterr() == ("", "")
-
-
-def test_the_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_is_printed_and_nothing_else_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["train.steps=3", "--check"], CONFIGS) is None and capsys.readouterr() == ("", "")
     assert answer(["train.steps=3", "--cfg", "job"], CONFIGS) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
     assert answer(["--cfg", "all"], CONFIGS) == 2 and answer(["--cfg", "job", "train.stepz=3"], CONFIGS) == 2
@@ -100,8 +92,3 @@ def test_a_sweep_is_refused_before_it_starts(
 ) -> None:
     assert answer(arguments, CONFIGS) == 2
     assert capsys.readouterr().err.startswith(f"pretrain.py: {said}")
-
-
-def test_a_configuration_without_help_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(["--help"], tmp_path) == 2
-    assert capsys.readouterr().err.startswith(f"pretrain.py: config_dir={tmp_path} has no config.yaml")

@@ -30,7 +30,6 @@ def test_the_number_of_nodes_stands_three_times(jobset: dict[str, Any]) -> None:
     environment = {one["name"]: one.get("value") for one in container["env"]}
     nodes = int(environment["NNODES"])
     assert job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"] == nodes > 1
-    # <set>-<job>-<index of the job>-<index of the pod>.<subdomain>
     name, network = jobset["metadata"]["name"], jobset["spec"]["network"]
     assert environment["MASTER_ADDR"] == f"{name}-{job['name']}-0-0.{network['subdomain']}"
     assert network["enableDNSHostnames"] is True

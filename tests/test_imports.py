@@ -4,7 +4,6 @@ program, and no file one that imports it in turn."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,16 +41,7 @@ BELOW = {
 }
 
 
-TOP = {
-    "data",
-    "models",
-    "exchange",
-    "inference",
-    "analysis",
-    "pretrain",
-    "scripts",
-    "tests",
-}
+TOP = {"data", "models", "exchange", "inference", "analysis", "pretrain", "scripts", "tests"}
 
 
 def room_of(module: str) -> str | None:
@@ -81,18 +71,8 @@ def imports(source: str) -> list[str]:
 def as_imported(source: str) -> str:
     """Python source without what it does as a program, which is above all rooms."""
     tree = ast.parse(source)
-    program = "if __name__ == '__main__':"
-    tree.body = [node for node in tree.body if not ast.unparse(node).startswith(program)]
+    tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if __name__ == '__main__':")]
     return ast.unparse(tree)
-
-
-def arrows(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """By name of a file: which of the others it imports."""
-    found = {}
-    for name, source in sources.items():
-        imported = {module if module in sources else module.rpartition(".")[0] for module in imports(source)}
-        found[name] = imported & sources.keys() - {name}
-    return found
 
 
 @pytest.mark.parametrize("room", BELOW)
@@ -120,7 +100,11 @@ def test_no_file_is_imported_by_what_it_imports() -> None:
     rooms = ("megatron_fp4", "models", "data", "exchange", "inference", "analysis", "scripts")
     paths = [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    found = arrows({name: path.read_text() for name, path in zip(names, paths, strict=True)})
+    sources = {name: path.read_text() for name, path in zip(names, paths, strict=True)}
+    found = {}
+    for name, source in sources.items():
+        imported = {module if module in sources else module.rpartition(".")[0] for module in imports(source)}
+        found[name] = imported & sources.keys() - {name}
     try:
         TopologicalSorter(found).prepare()
     except CycleError as error:

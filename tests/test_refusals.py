@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4.checkpoint.find import check_initialization
-from megatron_fp4.config.checks import check_launch, place_in_run
+from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError
 from tests.composing import CONFIGS, changed, composed, validate
@@ -20,41 +20,31 @@ PHASE = "data.phases=[{{name: a, {}}}]"
 NEVER = "precision.switch.when=never"
 TE = "precision.backend=transformer_engine"
 EDEN = ["precision.wgrad.gradient.rounding=ms_eden", "precision.wgrad.rht=128", "precision.rht_signs=fresh"]
+FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
+EACH = ["parallel.reduce_gradients=each"]
 WEB = ["data=indexed", "data.sources={web: /d/web}"]
 
 # (overrides, what the line says)
 SYNTAX = [
     ("10", "cannot parse '10'; write key=value as one word"),
-    ("=10", "cannot parse '=10'"),
-    ("--steps=10", "cannot parse '--steps=10'; write key=value as one word, such as train.steps=100"),
     ("train.steps = 10", "cannot parse 'train.steps = 10'"),
-    ("train.steps=[1", "cannot parse 'train.steps=[1'"),
     ("run.dir=a=b", """quote text with special characters: 'run.dir="a=b"'"""),
     ("~precision", "~precision: nothing can be deleted"),
     ("hydra.run.dir=x", "hydra.run.dir=x: Hydra's own settings have no effect here"),
-    ("optimizer.lr=1,2", "optimizer.lr=1,2 gives several values; give one, or add --multirun"),
     ("run.seed=choice(1,2)", "run.seed=choice(1,2) gives several values; give one, or add --multirun"),
     ("precision.bf16_blocks.names=a,b", "give one, or a list: precision.bf16_blocks.names=[...], or add --multirun"),
     ("run.dir=runs/${now:%Y}", "${now:...} differs between ranks and restarts; write a fixed name"),
     ("run.dir=${oc.env:NOT_SET_ANYWHERE}", "run.dir: Environment variable 'NOT_SET_ANYWHERE' not found; set it"),
     ("run.dir=${nowhere:1}", "run.dir: Unsupported interpolation type nowhere"),
-    (
-        "train.steps=${train.nowhere}",
-        "train.steps: Interpolation key 'train.nowhere' not found; set it, or give train.steps=...",
-    ),
-    (
-        ["experiment=nemotron_h_8b", "data.sources={web: /d}"],
-        "data.phases[0].blend: Interpolation key 'data.blends.first' not found; set it, or give data.phases=",
-    ),
+    ("train.steps=${train.nowhere}", "train.steps: Interpolation key 'train.nowhere' not found; set it, or give"),
+    (["experiment=nemotron_h_8b", "data.sources={web: /d}"], "Interpolation key 'data.blends.first'"),
     ("train.steps=???", "train.steps: Missing mandatory value: steps; set it, or give train.steps=..."),
 ]
 GROUPS = [
     ("model=foo", "model=foo: there is no model config of that name; choose one of hybrid_30m"),
     ("model=nemotron_8b", "did you mean nemotron_h_8b? There are"),
     ("precision=fp8", "did you mean fp8_block? There are"),
-    ("precision=mxfp4,bf16", "precision=mxfp4,bf16 gives several values; give one, or add --multirun"),
     ("precision=[mxfp4,bf16]", "precision=[mxfp4,bf16]: give one option of precision; choose one of bf16"),
-    ("model=null", "model=null: give one option of model"),
     ("+precision=mxfp4", "+precision=mxfp4: write precision=..., without a sign"),
     ("model@foo=tiny", "model@foo=tiny: write model=..."),
     ("precision.switch.target=bf61", "precision.switch.target=bf61 is not a precision config; did you mean bf16?"),
@@ -63,47 +53,33 @@ GROUPS = [
 ]
 KEYS = [
     ("train.stepz=3", "train.stepz is not a key; did you mean train.steps?"),
-    ("+train.foo=1", "train.foo is not a key; did you mean train or train.steps?"),
     ("+train.steps=3", "+train.steps=3: train.steps is a key already; write train.steps=3, without +"),
     ("lr=1e-3", "lr is not a key; did you mean optimizer.lr?"),
     ("foo=1", "foo is not a key; the top level has model, precision, data"),
-    ("train.steps.foo=1", "train.steps.foo is not a key; did you mean train.steps?"),
     ("train={stepz: 3}", "train.stepz is not a key; did you mean train.steps?"),
     (PHASE.format("blend: {code: 1}, frac: 1"), "data.phases[0].frac is not a key; did you mean data.phases[0].frac"),
     ("data.phases.0.steps=3", "give the list whole: data.phases=[...]"),
-    ("precision.exceptions.7.names=[x]", "give the list whole: precision.exceptions=[...]"),
     ("precision.exceptions=[{recipe: {name: a}}]", "precision.exceptions[0].recipe is not a key"),
     ("after_switch.name=bf16", "after_switch.name is not a key"),
     ("from_environment={run.dir: x}", "from_environment is not a key"),
     ("optimizer.implementation=apex", "optimizer.implementation is no key any more: torch's fused AdamW"),
-    ("optimizer.deoscillation.interval=3", "optimizer.deoscillation.interval is no key any more: "),
     ("precision.dgrad.gradient.mean=removed", "precision.dgrad.gradient.mean is no key any more: operands are never"),
     ("precision.dgrad.weight.reuse_fprop=true", "dgrad.weight.reuse_fprop is no key any more: write source=codes"),
     ("precision.fprop.weight.source=forward", "precision.fprop.weight.source is not a key; did you mean"),
-    ("data.prefetch=4", "data.prefetch is no key any more: loader workers are two steps ahead"),
-    (
-        "data.remote_cache=/c",
-        "data.remote_cache is no key any more: blocks of URLs are kept in `remote` below data.cache",
-    ),
+    ("data.remote_cache=/c", "data.remote_cache is no key any more: blocks of URLs are kept in `remote` below"),
     ("spikes.min_history=3", "spikes.min_history is no key any more: half of spikes.window"),
     ("checkpoint.export_at_end=true", "set checkpoint.export_interval to train.steps"),
     ("logging.memory_history=true", "logging.memory_history is no key any more: logging.profile_steps=[1,1] records"),
     ("run.file_mode=0640", "run.file_mode is no key any more: set the umask of the shell"),
 ]
 VALUES = [
-    ("train.steps=", "train.steps=: give an integer, such as 1000, 1e3, 10k or 2M"),
     ("train.steps=null", "train.steps=null: give an integer"),
-    ("train.steps=true", "train.steps=true: give an integer"),
     ("train.steps=10x", "train.steps=10x: give an integer"),
-    ("train.steps=1.0005k", "train.steps=1.0005k: give an integer"),
-    ("train.steps=1e-3", "train.steps=0.001: give an integer"),
-    ("train.steps=1e400", "train.steps=inf: give an integer"),
     ("train.steps=-1k", "train.steps=-1k: Input should be greater than or equal to 1"),
     ("train.steps=2T", "train.steps=2T: Input should be less than or equal to 1000000000"),
     ("train.sequence_length=100", "train.sequence_length=100: Input should be a multiple of 16"),
     ("run.seed=4294967296", "run.seed=4294967296: Input should be less than or equal to 4294967295"),
     ("optimizer.lr=fast", "optimizer.lr=fast: Input should be a valid number"),
-    ("optimizer.lr=true", "optimizer.lr=true: give a number"),
     ("optimizer.lr=inf", "optimizer.lr=inf: Input should be a finite number"),
     ("optimizer.lr=0", "optimizer.lr=0: Input should be greater than 0"),
     ("schedule.warmup_fraction=1.5", "schedule.warmup_fraction=1.5: Input should be less than or equal to 1"),
@@ -114,22 +90,13 @@ VALUES = [
     ("run.dir=' '", "run.dir= : give a path"),
     ("data.cache_dir={a: b}", "data.cache_dir={a: b}: Input should be a valid string"),
     ("train=3", "train=3: Input should be a dictionary"),
-    ("precision.fprop=nvfp4", "precision.fprop=nvfp4: Input should be a dictionary"),
-    ("data.phases={a: 1}", "data.phases={a: 1}: Input should be a valid list"),
-    ("data.sources=[/data/web]", "data.sources=[/data/web]: Input should be a valid dictionary"),
     ("data.sources={web: []}", "data.sources.web=[]: give a path or a list of paths"),
     ("data.max_epochs={code: -1}", "data.max_epochs.code=-1: Input should be greater than 0"),
-    (
-        PHASE.format("blend: hello"),
-        "data.phases[0].blend=hello: Input should be a valid dictionary or Input should be 'tokens'",
-    ),
+    (PHASE.format("blend: hello"), "data.phases[0].blend=hello: Input should be a valid dictionary or Input should be"),
     (PHASE.format("blend: {code: much}"), "data.phases[0].blend.code=much: Input should be a valid number"),
     (PHASE.format("blend: {code: 0}"), "data.phases[0]: blend={'code': 0.0} has no weight above 0; give some"),
     (PHASE.format("blend: {code: 1}, steps: 0"), "data.phases[0].steps=0: Input should be greater than or equal to 1"),
-    (
-        "data.phases=[{name: a, blend: {code: 1}}, {name: a, blend: {code: 1}}]",
-        "data: phases[1].name=a is taken by another phase; rename one of them",
-    ),
+    ("data.phases=[{name: a, blend: {code: 1}}, {name: a, blend: {code: 1}}]", "data: phases[1].name=a is taken by"),
 ]
 TOGETHER = [
     # --- sections
@@ -137,10 +104,7 @@ TOGETHER = [
     ("parallel.sequence=true", "parallel: sequence=true has no effect with tensor=1; raise tensor"),
     ("logging.profile_steps=[5]", "logging: profile_steps=[5] is no window; give its first and last step"),
     ("logging.profile_steps=[5,400]", "logging.profile_steps=[5, 400] is no window of this run's 300 steps"),
-    (
-        ["run.replay_interval=50", "run.deterministic=false"],
-        "replay_interval=50 compares bits, which deterministic=false",
-    ),
+    (["run.replay_interval=50", "run.deterministic=false"], "replay_interval=50 compares bits, which"),
     (["spikes.action=skip", "train.steps=64"], "spikes.window=128 is not half full in train.steps=64"),
     (["spikes.action=rollback", "checkpoint.interval=0"], "spikes.action=rollback has no checkpoint to go back to"),
     # --- batch, schedule, phases
@@ -171,36 +135,25 @@ TOGETHER = [
     ("data.sources={web: /d/web}", "data.sources={'web': '/d/web'} has no effect"),
     (["data=indexed", PHASE.format("blend: {web: 1}")], "'data.sources={web: /data/web}'"),
     ([*WEB, "data.validation={web: 'x://b/k'}", PHASE.format("blend: {web: 1}")], "x:// is no kind"),
-    (
-        [*WEB, "data.validation={b: ['/d/../d/web.bin']}", PHASE.format("blend: {web: 1}")],
-        "data.validation.b reads: a held",
-    ),
+    ([*WEB, "data.validation={b: ['/d/../d/web.bin']}", PHASE.format("blend: {web: 1}")], "data.validation.b reads: a"),
     ([*WEB, PHASE.format("blend: {code: 1}")], "blend names code, which is not in data.sources; its sources: web"),
     ([*WEB, PHASE.format("blend: {web: 1}"), "data.tokenizer=/no/such"], "data.tokenizer=/no/such: there is no such"),
     ([*WEB, PHASE.format("blend: {web: 1}"), "validation.prompts=[Once]"], "needs the tokenizer that made the data"),
 ]
 RECIPES = [
+    ([*FRESH, "precision.switch.scope=backward"], "keeps precision.rht_signs=fresh and mxfp4 has fixed"),
     ("precision.fprop.activation.block=1x32", "precision.fprop.activation.block=1x32 does not go with format=nvfp4"),
     ("precision.fprop.weight.format=nvfp5", "format=nvfp5 is not known; choose one of bf16"),
     (["precision=mxfp8", "precision.dgrad.gradient.rounding=stochastic"], "does not go with format=mxfp8"),
-    (
-        ["precision=mxfp8", "precision.fprop.weight.four_over_six=true"],
-        "four_over_six=absolute does not go with",
-    ),
+    (["precision=mxfp8", "precision.fprop.weight.four_over_six=true"], "four_over_six=absolute does not go with"),
     ("precision.wgrad.activation.source=codes", "precision.wgrad.rht=16"),
     (["precision.dgrad.weight.source=codes", "precision.dgrad.weight.block=1x16"], "block=1x16 differs from precision"),
     (["precision.wgrad.activation.source=forward", "precision.fprop.activation.format=bf16"], "bf16 makes no codes"),
     (["precision.wgrad.activation.source=forward", "precision.fprop.rht=16"], "precision.fprop.rht=16"),
     ([*EDEN, "precision.rht_signs=fixed"], "precision.rht_signs=fixed"),
     ([*EDEN, "precision.wgrad.rht=64"], "set precision.wgrad.rht=128"),
-    (
-        [*EDEN, "precision.fprop.activation.rounding=ms_eden"],
-        "fprop.activation.rounding=ms_eden is for dgrad and wgrad",
-    ),
-    (
-        "precision.bf16_blocks.first=4",
-        "leaves none of the 12 linears quantized (blocks.0.mixer.in_proj: block 0 is one of the first 4)",
-    ),
+    ([*EDEN, "precision.fprop.activation.rounding=ms_eden"], "fprop.activation.rounding=ms_eden is for dgrad and"),
+    ("precision.bf16_blocks.first=4", "leaves none of the 12 linears quantized (blocks.0.mixer.in_proj: block 0 is"),
     ("precision.bf16_blocks.names=['*']", "leaves none of the 12 linears quantized"),
     ("precision.bf16_blocks.names=['*.outproj']", "precision.bf16_blocks.names has '*.outproj', which matches no"),
     ("precision.exceptions=[{names: ['*.outproj']}]", "precision.exceptions[0].names has '*.outproj', which"),
@@ -221,34 +174,13 @@ RECIPES = [
 # (overrides, ranks, what the line says), on a GPU
 ON_GPUS = [
     (["parallel.tensor=3"], 4, "parallel.tensor=3 x parallel.replicate=1 does not divide the 4 ranks of this run"),
-    (
-        ["parallel.tensor=4"],
-        8,
-        "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this model",
-    ),
+    (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
     (["parallel.tensor=2", "model.mamba_num_groups=1"], 2, "model.mamba_num_groups=1"),
     (["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"], 2, "model.ffn_dim=1152 / parallel.tensor=2"),
-    (
-        ["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"],
-        2,
-        "which sequence parallelism needs; use train.sequence_length=64 or parallel.sequence=false",
-    ),
-    (
-        ["train.micro_batch_size=1", "train.global_batch_size=736"],
-        512,
-        "data-parallel sizes that work: 32, 46, 92, 184, 368",
-    ),
-    (
-        ["parallel.reproducible=true", "train.global_batch_size=12"],
-        3,
-        "parallel.reproducible=true sums over a power of two of data-parallel ranks, and there are 3; start 2 or 4",
-    ),
-    (
-        ["parallel.reproducible=true", "parallel.reduce_gradients=each", "train.global_batch_size=24"],
-        2,
-        "and train.global_batch_size=24 has 6 of train.micro_batch_size=4; use parallel.reduce_gradients=once, or a "
-        "train.global_batch_size of 16 or 32",
-    ),
+    (["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"], 2, "use train.sequence_length=64"),
+    (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "data-parallel sizes that work: 32, 46, 92,"),
+    (["parallel.reproducible=true", "train.global_batch_size=12"], 3, "and there are 3; start 2 or 4"),
+    ([*EACH, "parallel.reproducible=true", "train.global_batch_size=24"], 2, "a train.global_batch_size of 16 or 32"),
     (["parallel.reduce_gradients=each"], 1, "parallel.reduce_gradients=each has no effect with one shard"),
     (["parallel.reduce_gradients=each"], 2, "has no effect with steps of one micro-batch; set it to once"),
     ([TE, "precision.compute_dtype=float32"], 1, "precision.compute_dtype=float32"),
@@ -257,11 +189,7 @@ ON_GPUS = [
     ([TE, "precision.dgrad.weight.source=forward"], 1, "dgrad.weight.source=forward"),
     ([TE, "precision.wgrad.gradient.block=16x16"], 1, "precision.wgrad.gradient.block=16x16"),
     ([TE, "model.hidden_dim=272"], 1, "multiple of 32"),
-    (
-        [TE, "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"],
-        1,
-        "exceptions[0].precision=mxfp4: prec",
-    ),
+    ([TE, "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"], 1, "exceptions[0].precision=mxfp4:"),
     (["precision=mxfp4", "precision.backend=torch"], 1, "use nvfp4 or mxfp8 or bf16"),
 ]
 
@@ -275,27 +203,28 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def refused(overrides: str | Sequence[str], said: str, ranks: int = 1, device: str = "cpu") -> None:
+def refused(
+    overrides: str | Sequence[str], said: str, ranks: int = 1, device: str = "cpu", configs: Path = CONFIGS
+) -> None:
     with pytest.raises(ConfigError) as error:
-        config = compose_config([overrides] if isinstance(overrides, str) else overrides, CONFIGS)
+        config = compose_config([overrides] if isinstance(overrides, str) else overrides, configs)
         validate(config, ranks, device)
+        check_initialization(config)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-ROWS = [*SYNTAX, *GROUPS, *KEYS, *VALUES, *TOGETHER, *RECIPES]
+ON_CPU = [*SYNTAX, *GROUPS, *KEYS, *VALUES, *TOGETHER, *RECIPES]
+ROWS = [*((overrides, 1, said, "cpu") for overrides, said in ON_CPU), *((*row, "cuda") for row in ON_GPUS)]
 
 
-@pytest.mark.parametrize(("overrides", "said"), ROWS, ids=[str(row[0])[:60] for row in ROWS])
-def test_one_line(overrides: str | list[str], said: str) -> None:
-    refused(overrides, said)
-
-
-@pytest.mark.parametrize(("overrides", "ranks", "said"), ON_GPUS, ids=[str(row[0])[:60] for row in ON_GPUS])
-def test_one_line_on_gpus(overrides: list[str], ranks: int, said: str) -> None:
-    refused(overrides, said, ranks, "cuda")
+@pytest.mark.parametrize(("overrides", "ranks", "said", "device"), ROWS, ids=[str(row[0])[:60] for row in ROWS])
+def test_one_line(overrides: str | list[str], ranks: int, said: str, device: str) -> None:
+    refused(overrides, said, ranks, device)
 
 
 ACCEPTED = [
+    FRESH,
+    [*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"],
     ["experiment=qaf"],
     ["precision.fprop.weight.format=bf16"],  # leaves its block of 16x16
     ["precision.wgrad.gradient.format=bf16", "precision.wgrad.activation.format=bf16"],  # leave the transform, too
@@ -322,12 +251,14 @@ def test_accepted(overrides: list[str]) -> None:
     validate(composed(*overrides), 1, "cpu")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "nvfp4_quartet2"])
-@pytest.mark.parametrize("model", ["tiny", "hybrid_60m", "transformer_60m"])
-def test_every_small_model_goes_with_every_recipe(model: str, precision: str) -> None:
+SMALL = [("tiny", name) for name in ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "nvfp4_quartet2")]
+SMALL += [(name, recipe) for name in ("hybrid_60m", "transformer_60m") for recipe in ("nvfp4", "fp8_block")]
+
+
+@pytest.mark.parametrize(("model", "precision"), SMALL)
+def test_small_models_go_with_recipes(model: str, precision: str) -> None:
     config = composed(f"model={model}", f"precision={precision}")
-    for ranks in (1, 2, 4):
-        validate(changed(config, {"train.micro_batch_size": 8 // ranks}), ranks, "cpu")
+    validate(changed(config, {"train.micro_batch_size": 2}), 4, "cpu")
     validate(changed(config, {"parallel.tensor": 2}), 4, "cuda")
 
 
@@ -337,7 +268,7 @@ def test_every_small_model_goes_with_every_recipe(model: str, precision: str) ->
 )
 def test_the_papers_runs_are_possible(experiment: str, ranks: int, tensor: int) -> None:
     data = ("data.sources={web: /d/web}", "data.blends={first: {web: 1}, second: {web: 1}, third: {web: 1}}")
-    for precision in ("nvfp4", "fp8_block", "mxfp4", "mxfp8", "bf16"):
+    for precision in ("nvfp4", "fp8_block"):
         config = composed(f"experiment={experiment}", f"precision={precision}", *data)
         validate(changed(config, {"parallel.tensor": tensor}), ranks, "cuda")
 
@@ -353,45 +284,33 @@ def test_a_log_whose_package_is_missing(module: str, tmp_path: Path, monkeypatch
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
+TARGET = "precision.switch.target=mine"
 BINARY = bytes(range(256))
+ODD = b"defaults: [nvfp4, _self_]\nname: mine\nbf16_blocks: {names: ['*.outproj']}\n"
 FILES = [
     ("model/mine.yaml", b"- a\n- b\n", "model=mine", "mine.yaml holds no keys but [a, b]; write `key: value`"),
     ("model/mine.yaml", BINARY, "model=mine", "mine.yaml is no text in UTF-8"),
     ("model/mine.yaml", b"hidden_dim: [3\n", "model=mine", "mine.yaml, line 2: not valid YAML"),
     ("model/mine.yaml", b"a: 1\na: 2\n", "model=mine", "mine.yaml, line 2: not valid YAML (found duplicate key a)"),
-    (
-        "model/mine.yaml",
-        b"hidden: 3\n",
-        "model=mine",
-        "mine.yaml: model.hidden is not a key; did you mean model.hidden_",
-    ),
+    ("model/mine.yaml", b"hidden: 3\n", "model=mine", "mine.yaml: model.hidden is not a key; did you mean"),
     ("model/mine.yaml", b"hidden_dim: wide\n", "model=mine", "mine.yaml: model.hidden_dim=wide: give an integer"),
     ("model/mine.yaml", b"defaults: [nope]\n", "model=mine", "mine.yaml: model=nope: there is no model config of that"),
     ("optimizer/mine.yaml", b"implementation: apex\n", "optimizer=mine", "optimizer.implementation is no key any more"),
-    ("precision/mine.yaml", BINARY, "precision.switch.target=mine", "mine.yaml is no text in UTF-8"),
-    (
-        "precision/mine.yaml",
-        b"fprop: {weight: {fomat: nvfp4}}\n",
-        "precision.switch.target=mine",
-        "mine.yaml: precision.fprop.weight.fomat is not a key; did you mean precision.fprop.weight.format",
-    ),
+    ("precision/mine.yaml", ODD, TARGET, "target=mine: precision.bf16_blocks.names has '*.outproj'"),
+    ("precision/mine.yaml", BINARY, TARGET, "mine.yaml is no text in UTF-8"),
+    ("precision/mine.yaml", b"fprop: {weight: {fomat: nvfp4}}\n", TARGET, "did you mean precision"),
     (
         "experiment/mine.yaml",
-        b"# @package _global_\ntrain: {kernels: fast}\n",
+        b"# @package _global_\ntrain: {kernels: x}\n",
         "experiment=mine",
-        "mine.yaml: train.kernels=fast: Input should be 'auto', 'torch' or 'fused'",
+        "train.kernels=x: Input",
     ),
     ("plan.yaml", BINARY, "precision.bf16_blocks.file=FOLDER/plan.yaml", "plan.yaml cannot be used"),
     ("plan.yaml", b"bf16: [x]\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "lists 'x', which is no linear of"),
     ("empty/x", b"", "checkpoint.resume=FOLDER/empty", "is neither a checkpoint nor a run with checkpoints"),
     ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "no whole checkpoint (manifest.json is not readable"),
     ("a/checkpoints/step_00000002/x", b"", "checkpoint.resume=FOLDER/a", "step_00000002: manifest.json is missing"),
-    (
-        "empty/x",
-        b"",
-        "checkpoint.initialize_from=FOLDER/empty",
-        "empty is neither a checkpoint nor a run with checkpoints",
-    ),
+    ("empty/x", b"", "checkpoint.initialize_from=FOLDER/empty", "empty is neither a checkpoint nor a run with"),
 ]
 
 
@@ -401,35 +320,29 @@ def test_files(name: str, content: bytes, override: str, said: str, tmp_path: Pa
     path = (configs if (configs / name.partition("/")[0]).is_dir() else tmp_path) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-    with pytest.raises(ConfigError) as error:
-        config = compose_config([override.replace("FOLDER", str(tmp_path))], configs)
-        validate(config, 1, "cpu")
-        check_initialization(config)
-    assert said.replace("FOLDER", str(tmp_path)) in str(error.value) and "\n" not in str(error.value)
+    refused(override.replace("FOLDER", str(tmp_path)), said, configs=configs)
 
 
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nhidden_dim: 128\n")
     (tmp_path / "precision").mkdir()
-    (tmp_path / "precision" / "odd.yaml").write_text("defaults: [nvfp4, _self_]\nname: odd\nwgrad: {rht: 0}\n")
+    (tmp_path / "precision" / "odd.yaml").write_text("defaults: [nvfp4, _self_]\nname: mine\nwgrad: {rht: 0}\n")
     given = ["--config-dir", str(tmp_path), "model=mine", "precision.switch.target=odd"]
     config = compose_config(given, CONFIGS)
     assert (config.model.name, config.model.hidden_dim) == ("mine", 128)
     assert config.after_switch is not None and config.after_switch.wgrad.rht == 0
     refused([f"--config-dir={tmp_path}", "model=mini"], "did you mean mine? There are hybrid_30m")
-    refused(["--config-dir=/no/such"], "--config-dir=/no/such: there is no such folder")
-
-
-def test_a_folder_without_configurations(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config\.yaml; name the folder"):
-        compose_config([], tmp_path)
+    refused("--config-dir=/no/such", "--config-dir=/no/such: there is no such folder")
+    refused([], "has no config.yaml; name the folder", configs=tmp_path)
 
 
 # --- the launcher's environment ---------------------------------------------------------------------------------------
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 ENVIRONMENTS = [
+    ({}, ""),
+    ({**RANK, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, ""),
     ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is out of range: it lies between 1 and 1,048,576"),
     ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc is no whole number"),
     ({"WORLD_SIZE": ""}, "WORLD_SIZE= is no whole number"),
@@ -447,14 +360,8 @@ ENVIRONMENTS = [
 def test_environments(environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    if not said:
+        return check_launch()
     with pytest.raises(ConfigError) as error:
         check_launch()
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_environments_that_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_launch()
-    for name, value in {**RANK, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    check_launch()
-    assert place_in_run() == (2, 0, 0)

@@ -28,59 +28,49 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 STEPS = 1000  # of the start that is killed: more than it gets to
 
 
-@pytest.fixture(scope="module")
-def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a small run whose length may change without changing what was: one phase, a learning rate that stays."""
-    folder = tmp_path_factory.mktemp("corpus")
-    write_text(folder / "code", 300)
-    write_text(folder / "held_out", 30)
-    return [
+def steps_of(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(line.startswith('{"kind": "step"') and line.endswith("}") for line in lines)
+
+
+def test_a_killed_run_resumes_and_its_page_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small run whose length may change without changing what was: one phase, a learning rate that stays."""
+    run_dir, corpus = tmp_path / "nvfp4", tmp_path / "corpus"
+    corpus.mkdir()
+    write_text(corpus / "code", 300)
+    write_text(corpus / "held_out", 30)
+    overrides = [
         *SMALL, "model.pattern=*-", "precision=bf16", "data=indexed", "data.num_workers=0", "run.device=cpu",
-        f"data.sources={{code: {folder}/code}}", f"data.validation={{code: {folder}/held_out}}",
+        f"data.sources={{code: {corpus}/code}}", f"data.validation={{code: {corpus}/held_out}}",
         "data.phases=[{name: main, blend: {code: 1.0}}]", "schedule.decay_fraction=0", "schedule.warmup_fraction=0",
         "checkpoint.interval=4", "checkpoint.keep=1", "validation.interval=0", "logging.tensorboard=false",
+        f"run.dir={run_dir}",
     ]  # fmt: skip
-
-
-def killed_after(run_dir: Path, step: int, arguments: list[str]) -> int:
-    """Start a run and kill it (-9) once it has recorded `step`; returns the last step that it recorded."""
-    process = Program([ROOT / "pretrain.py", *arguments])
+    process = Program([ROOT / "pretrain.py", *overrides, f"train.steps={STEPS}"])
     try:
-        for _ in range(6000):
-            if (run_dir / "metrics.jsonl").exists() and open_steps(run_dir) >= step:
-                break
+        while steps_of(run_dir) < 6:
             assert process.poll() is None
             time.sleep(0.05)
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait()
-    return open_steps(run_dir)
-
-
-def open_steps(run_dir: Path) -> int:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return sum(line.startswith('{"kind": "step"') and line.endswith("}") for line in lines)
-
-
-def test_a_killed_run_goes_on_and_its_page_tells(
-    tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = tmp_path / "nvfp4"
-    killed_at = killed_after(run_dir, 6, [*overrides, f"run.dir={run_dir}", f"train.steps={STEPS}"])
+        process.wait(60)
+    killed_at = steps_of(run_dir)
     checkpoints = sorted((run_dir / "checkpoints").glob("step_*[0-9]"))
-    assert checkpoints
     resumed_at = int(checkpoints[-1].name.removeprefix("step_"))
     lost = killed_at - resumed_at
     assert lost >= 0 and not (run_dir / REPORT_FILE).exists()
 
-    # The run goes on to four steps more, beside a baseline: itself, copied.
+    # It resumes for four steps more, beside a baseline: itself, copied.
     other = tmp_path / "other"
     other.mkdir()
     (other / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
     last = resumed_at + 4
     baseline = f'logging.baseline="BF16={other}"'
-    going_on = [*overrides, f"run.dir={run_dir}", f"train.steps={last}", "logging.report=true", baseline]
-    assert pretrain.main(going_on) == 0
+    resumed = [*overrides, f"train.steps={last}", "logging.report=true", baseline]
+    assert pretrain.main(resumed) == 0
     saved = json.loads((run_dir / "checkpoints" / f"step_{last:08d}" / "trainer.json").read_text())
     assert saved["commit"] == open_run(run_dir).facts["commit"] == revision()
     found = goodput_of(read_records(run_dir))
@@ -95,7 +85,7 @@ def test_a_killed_run_goes_on_and_its_page_tells(
 
     # Found finished, it is left as it is.
     before = (run_dir / REPORT_FILE).stat().st_mtime_ns
-    assert pretrain.main(going_on) == 0
+    assert pretrain.main(resumed) == 0
     assert (run_dir / REPORT_FILE).stat().st_mtime_ns == before
 
     # On demand, by the command; and a mistake is a line.
@@ -122,13 +112,4 @@ def test_a_page_that_fails_is_one_warning(
     trainer = MagicMock(config=Config(run=RunConfig(dir=str(tmp_path))))
     write_page(trainer, pretrain.CONFIGS)
     (record,) = caplog.records
-    assert f"{tmp_path}/report.html" in record.message and "RuntimeError: no fonts" in record.message
-    assert "the run is not affected" in record.message
-
-
-def test_a_baseline_that_is_no_run_is_one_line_before_anything_is_built(
-    tmp_path: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert pretrain.main([*overrides, "--check", f"logging.baseline={tmp_path}/none"]) == 2
-    errors = capsys.readouterr().err
-    assert len(errors.splitlines()) == 1 and f"logging.baseline={tmp_path}/none is no run to compare with" in errors
+    assert "RuntimeError: no fonts" in record.message and "the run is not affected" in record.message

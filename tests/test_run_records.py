@@ -1,4 +1,4 @@
-"""What a whole run leaves on the disk: in time, for whom it should, and without what came from the environment."""
+"""What a whole run leaves on the disk: in time, without what came from the environment, with how long steps took."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import errno
 import json
 import os
 import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,51 +16,33 @@ import pytest
 import yaml
 
 import pretrain
+from data.order import SampleSource
 from megatron_fp4.checkpoint import files
-from megatron_fp4.logging import files as record_file
-from megatron_fp4.logging import pictures as report_plot
-from megatron_fp4.logging.metrics import read_metrics
-from tests.test_pretrain import SMALL, run
+from megatron_fp4.logging import pictures
+from tests.test_pretrain import SMALL, records
 
 pytestmark = pytest.mark.slow
 
-TINY = [
-    *SMALL,
-    "train.steps=4",
-    "precision=bf16",
-    "model.pattern=*-",
-    "validation.interval=0",
-    "validation.num_samples=2",
-]
+
+@dataclass
+class Run:
+    """A run of four steps whose disk refuses a record once, whose picture fails and whose samples are slow.
+
+    published: of each checkpoint its step, and the steps whose records were on the disk before it was published.
+    """
+
+    folder: Path
+    corpus: Path
+    published: list[tuple[int, list[int]]] = field(default_factory=list)
+    refused: int = 0
 
 
-def test_no_value_of_the_environment_is_in_the_folder(tmp_path: Path, corpus: Path, monkeypatch: Any) -> None:
-    """Two ranks with a loader worker each, and wandb."""
-    corpus = Path(shutil.copytree(corpus, tmp_path / "s3cret-corpus"))
-    monkeypatch.setenv("MY_CORPUS", str(corpus))
-    folder = tmp_path / "run"
-    overrides = [
-        *TINY,
-        "data.cache_dir=${oc.env:MY_CORPUS}",
-        "data.num_workers=1",
-        "logging.wandb=offline",
-        f"run.dir={folder}",
-    ]
-    run(2, overrides)
-    made = [folder, *folder.rglob("*")]
-    assert len(made) > 20
-    with_it = [str(path) for path in made if path.is_file() and str(corpus).encode() in path.read_bytes()]
-    assert not with_it
-    saved = json.loads((folder / "checkpoints" / "step_00000004" / "trainer.json").read_text())["config"]
-    written = yaml.safe_load((folder / "config.yaml").read_text())
-    assert saved["data"]["cache_dir"] == written["data"]["cache_dir"] == "${oc.env:MY_CORPUS}"
-
-
-def test_records_are_on_the_disk_before_a_checkpoint_is(tmp_path: Path, corpus: Path, monkeypatch: Any) -> None:
-    """And neither a disk that refuses records for a while nor a picture that fails costs the run its exit code."""
-    path, on_disk, refused = tmp_path / "run" / "metrics.jsonl", [0], []
-    real_sync, real_publish, real_write = os.fsync, files.publish, os.write
-    published: list[int] = []
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("records")
+    done = Run(folder / "run", Path(shutil.copytree(corpus, folder / "s3cret-corpus")))
+    path, on_disk = done.folder / "metrics.jsonl", [0]
+    real_sync, real_publish, real_write, real_sample = os.fsync, files.publish, os.write, SampleSource.sample
 
     def fsync(descriptor: int) -> None:
         real_sync(descriptor)
@@ -65,29 +50,62 @@ def test_records_are_on_the_disk_before_a_checkpoint_is(tmp_path: Path, corpus: 
             on_disk[0] = os.fstat(descriptor).st_size
 
     def publish(staging: Path, final: Path) -> None:
-        step = files.step_of(final)
-        lines = path.read_bytes()[: on_disk[0]].splitlines()
-        steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "step"]
-        assert steps[:step] == list(range(1, step + 1))
-        published.append(step)
+        lines = map(json.loads, path.read_bytes()[: on_disk[0]].splitlines())
+        steps = [record["step"] for record in lines if record["kind"] == "step"]
+        done.published.append((files.step_of(final), steps))
         real_publish(staging, final)
 
     def write(descriptor: int, data: bytes) -> int:
-        if b'"kind": "step", "step": 3' in data and not refused:
-            refused.append(3)
+        if b'"kind": "step", "step": 3' in data and not done.refused:
+            done.refused += 1
             raise OSError(errno.ENOSPC, "No space left on device")
         return real_write(descriptor, data)
 
     def plot(*_: object) -> None:
         raise RuntimeError("no font")
 
-    monkeypatch.setattr(record_file.os, "fsync", fsync)
-    monkeypatch.setattr(record_file.os, "write", write)
-    monkeypatch.setattr(files, "publish", publish)
-    monkeypatch.setattr(report_plot, "plot_loss", plot)
-    arguments = [*TINY, f"data.cache_dir={corpus}", f"run.dir={tmp_path / 'run'}", "data.num_workers=0"]
-    assert pretrain.main(arguments) == 0
-    assert published == [1, 2, 3, 4] and refused == [3]
-    assert [record["step"] for record in read_metrics(path) if record["kind"] == "step"] == [1, 2, 3, 4]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"]
-    assert not (tmp_path / "run" / "loss.png").exists()
+    def sample(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return real_sample(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MY_CORPUS", str(done.corpus))
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(os, "write", write)
+        patch.setattr(files, "publish", publish)
+        patch.setattr(pictures, "plot_loss", plot)
+        patch.setattr(SampleSource, "sample", sample)
+        overrides = [
+            "train.steps=4",
+            "precision=bf16",
+            "model.pattern=*-",
+            "data.num_workers=0",
+            f"run.dir={done.folder}",
+        ]
+        overrides += ["validation.interval=0", "validation.num_samples=2", "data.cache_dir=${oc.env:MY_CORPUS}"]
+        assert pretrain.main([*SMALL, *overrides]) == 0
+        yield done
+
+
+def test_no_value_of_the_environment_is_in_the_folder(done: Run) -> None:
+    made = [path for path in done.folder.rglob("*") if path.is_file()]
+    assert len(made) > 20
+    assert not [str(path) for path in made if str(done.corpus).encode() in path.read_bytes()]
+    saved = json.loads((done.folder / "checkpoints" / "step_00000004" / "trainer.json").read_text())["config"]
+    written = yaml.safe_load((done.folder / "config.yaml").read_text())
+    assert saved["data"]["cache_dir"] == written["data"]["cache_dir"] == "${oc.env:MY_CORPUS}"
+
+
+def test_records_are_on_the_disk_before_a_checkpoint_is(done: Run) -> None:
+    """And neither a disk that refuses records for a while nor a picture that fails costs the run its exit code."""
+    assert [step for step, _ in done.published] == [1, 2, 3, 4] and done.refused == 1
+    assert all(steps[:step] == list(range(1, step + 1)) for step, steps in done.published)
+    assert [record["step"] for record in records(done.folder, "step")] == [1, 2, 3, 4]
+    assert json.loads((done.folder / "summary.json").read_text())["finished"]
+    assert not (done.folder / "loss.png").exists()
+
+
+def test_steps_take_as_long_as_they_wait(done: Run) -> None:
+    for step in records(done.folder, "step"):
+        assert step["step_time"] >= step["data_wait"] >= 8 * 0.05
+        assert step["tokens_per_second"] == pytest.approx(8 * 64 / step["step_time"])

@@ -6,6 +6,7 @@ import re
 import textwrap
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -27,7 +28,7 @@ def help_text(config_dir: str | Path) -> str:
         for option in options:
             mark = "*" if chosen.get(group) == option else " "
             lines.append(f"  {mark} {option:<20}{option_summary(directory / group / f'{option}.yaml')}")
-    lines += ["", "Keys and their values in the default run (megatron_fp4/config/*schema.py explain each):"]
+    lines += ["", "Keys and their values in the default run (docs/configuration.md explains each):"]
     for section in fields(default):
         if is_dataclass(getattr(default, section.name)) and section.name != "after_switch":
             lines += _key_lines(getattr(default, section.name), section.name)
@@ -66,19 +67,12 @@ def option_summary(path: Path, width: int | None = 84) -> str:
     return sentence if width is None else textwrap.shorten(sentence, width=width, placeholder=" ...")
 
 
-def _key_lines(node: object, path: str) -> list[str]:
+def _key_lines(node: Any, path: str) -> list[str]:
     """`path:` with the node's plain keys as key=value, wrapped, followed by the same for nested nodes."""
-    assert is_dataclass(node)
     values = {field.name: getattr(node, field.name) for field in fields(node)}
-    plain = [f"{key}={shown(value)}" for key, value in values.items() if not is_dataclass(value)]
-    text = textwrap.fill(
-        "  ".join(plain),
-        width=108,
-        initial_indent=f"  {path}:  ",
-        subsequent_indent="      ",
-        break_on_hyphens=False,
-    )
-    lines = text.splitlines() if plain else []
-    return lines + [
-        line for key, value in values.items() if is_dataclass(value) for line in _key_lines(value, f"{path}.{key}")
-    ]
+    plain = "  ".join(f"{key}={shown(value)}" for key, value in values.items() if not is_dataclass(value))
+    indents = {"initial_indent": f"  {path}:  ", "subsequent_indent": "      "}
+    lines = textwrap.wrap(plain, width=108, break_on_hyphens=False, **indents)
+    for key, value in values.items():
+        lines += _key_lines(value, f"{path}.{key}") if is_dataclass(value) else []
+    return lines

@@ -48,17 +48,20 @@ UNKNOWN = "unknown"
 _SIZE, _MOST_EVENTS = (5.4, 3.3), 200
 # Events of which the page has the number and the last one, if all is well.
 _ROUTINE = ("checkpoint", "export", "replay", "recheck")
-# Fields of the steps that are drawn, with their labels.
-_CURVES = {
-    "lr": "learning rate",
-    "grad_norm": "gradient norm before clipping",
-    "tokens_per_second": "tokens per second, all devices",
-    "mfu": "model FLOPs utilization",
-    "step_time": "seconds for a step, data included",
-    "data_wait": "seconds waiting for data in a step",
-    "peak_memory_gib": "peak memory of the first device (GiB)",
-}
+# Numbers that are drawn: their titles, their fields, the kind of records that have them.
+_CURVES = (
+    ("learning rate", "lr", "step"),
+    ("gradient norm before clipping", "grad_norm", "step"),
+    ("tokens per second, all devices", "tokens_per_second", "step"),
+    ("model FLOPs utilization", "mfu", "step"),
+    ("seconds for a step, data included", "step_time", "step"),
+    ("seconds waiting for data in a step", "data_wait", "step"),
+    ("peak memory of the first device (GiB)", "peak_memory_gib", "step"),
+    ("gradient over its quantization noise", "ratio", "gradient_noise"),
+)
 Row = Sequence[str]
+# Its title, the names of its columns, its rows.
+Table = tuple[str, Sequence[str], Sequence[Row]]
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ names }}</title>
@@ -66,14 +69,14 @@ _TEMPLATE = """<!DOCTYPE html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <style>
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; margin: 0 auto; max-width: 1120px; padding: 12px 16px; }
-h1, pre { overflow-wrap: anywhere; } h2 { font-size: 1.15em; border-bottom: 1px solid #ccc; } h3 { font-size: 1em; }
+h1 { overflow-wrap: anywhere; } h2 { font-size: 1.15em; border-bottom: 1px solid #ccc; } h3 { font-size: 1em; }
 nav a { margin-right: .9em; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 18px; }
 figure { margin: 0; break-inside: avoid; min-width: 0; } svg { width: 100%; height: auto; display: block; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .93em; }
 th, td { text-align: left; vertical-align: top; padding: 3px 14px 3px 0; border-bottom: 1px solid #eee; }
-td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; max-width: 34em; }
-.note { color: #666; font-size: .9em; } pre { white-space: pre-wrap; background: #f5f5f5; padding: 8px; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; white-space: pre-wrap; max-width: 34em; }
+.note { color: #666; font-size: .9em; }
 @media print { nav { display: none; } .figures { grid-template-columns: 1fr 1fr; } }
 </style></head><body>
 <h1>{{ names }}</h1>
@@ -84,15 +87,12 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; max-width: 3
 {% if section.figures %}
 <div class="figures">{% for figure in section.figures %}<figure>{{ figure }}</figure>{% endfor %}</div>
 {% endif %}
-{% for part in section.parts %}
-{% if part.of %}<h3>{{ part.of }}</h3>{% endif %}
-{% if part.rows %}
+{% for title, head, rows in section.tables %}
+{% if title %}<h3>{{ title }}</h3>{% endif %}
 <div class="table"><table>
-{% if part.head %}<tr>{% for cell in part.head %}<th>{{ cell }}</th>{% endfor %}</tr>{% endif %}
-{% for row in part.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
+{% if head %}<tr>{% for cell in head %}<th>{{ cell }}</th>{% endfor %}</tr>{% endif %}
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
 </table></div>
-{% endif %}
-{% for prompt, text in part.texts %}<pre><b>{{ prompt }}</b>{{ text }}</pre>{% endfor %}
 {% endfor %}
 {% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
 </section>
@@ -138,47 +138,39 @@ def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFo
     if base is not None and unlike:
         gap_note = f"No gap of {', '.join(unlike)}: steps of {base.name} have another number of tokens."
     head = ["", *(run.name for run in runs)]
+
+    def each(rows: Callable[[RunFolder], list[Row]], *columns: str) -> list[Table]:
+        return [(run.name if len(runs) > 1 else "", columns, rows(run)) for run in runs]
+
     sections = [
-        _section("Summary", parts=[_part(summary(runs), head if len(runs) > 1 else [])]),
+        _section("Summary", tables=[("", head if len(runs) > 1 else [], summary(runs))]),
         _section("Losses", _losses(runs, baseline)),
         _section("Gap", _gaps(base, others), note=note if base is None else gap_note),
-        _section("Optimizer and speed", [*(_curve(runs, field) for field in _CURVES), _gradient_noise(runs)]),
-        _section("Phases", parts=_each(runs, phases, ["phase", "length", "blend", "steps so far"])),
-        _section("Precision plan", parts=_each(runs, plan, ["recipe", "linears", "why these", "operands"])),
+        _section("Optimizer and speed", [_curve(runs, *curve) for curve in _CURVES]),
+        _section("Phases", tables=each(phases, "phase", "length", "blend", "steps so far")),
+        _section("Precision plan", tables=each(plan, "recipe", "linears", "why these", "operands")),
         _section("Diagnostics", [figure for run in runs for figure in _heatmaps(run)]),
-        _section("Goodput", parts=[_part(goodput(runs), head)]),
-        _section("Events", parts=_each(runs, events, ["step", "what", ""])),
-        _section("What the model writes", parts=[_texts(run) for run in runs if _texts(run)["texts"]]),
-        _section("Configuration", parts=[_part(differences(runs, defaults), ["key", "default", *head[1:]])]),
+        _section("Goodput", tables=[("", head, goodput(runs))]),
+        _section("Events", tables=each(events, "step", "what", "")),
+        _section("What the model writes", tables=each(texts, "after step", "prompt", "continuation")),
+        _section("Configuration", tables=[("", ["key", "default", *head[1:]], differences(runs, defaults))]),
     ]
-    return (
-        jinja2.Environment(autoescape=True, trim_blocks=True)
-        .from_string(_TEMPLATE)
-        .render(
-            names=", ".join(run.name for run in runs),
-            folders=", ".join(str(run.path) for run in runs),
-            moment=time.strftime("%Y-%m-%d %H:%M %Z"),
-            version=__version__,
-            commit=revision(),
-            sections=[section for section in sections if section["figures"] or section["parts"] or section["note"]],
-        )
+    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_TEMPLATE)
+    return template.render(
+        names=", ".join(run.name for run in runs),
+        folders=", ".join(str(run.path) for run in runs),
+        moment=time.strftime("%Y-%m-%d %H:%M %Z"),
+        version=__version__,
+        commit=revision(),
+        sections=[section for section in sections if section["figures"] or section["tables"] or section["note"]],
     )
 
 
 def _section(
-    title: str, figures: Sequence[Markup | None] = (), parts: Sequence[dict[str, Any]] = (), note: str = ""
+    title: str, figures: Sequence[Markup | None] = (), tables: Sequence[Table] = (), note: str = ""
 ) -> dict[str, Any]:
-    shown = [part for part in parts if part["rows"] or part["texts"]]
-    return {"title": title, "figures": [figure for figure in figures if figure], "parts": shown, "note": note}
-
-
-def _part(rows: Sequence[Row], head: Row = (), of: str = "", texts: Sequence[Row] = ()) -> dict[str, Any]:
-    """A table or texts; `of` is its title."""
-    return {"of": of, "head": head, "rows": rows, "texts": texts}
-
-
-def _each(runs: Sequence[RunFolder], rows: Callable[[RunFolder], list[Row]], head: Row) -> list[dict[str, Any]]:
-    return [_part(rows(run), head, run.name if len(runs) > 1 else "") for run in runs]
+    shown = [table for table in tables if table[2]]
+    return {"title": title, "figures": [figure for figure in figures if figure], "tables": shown, "note": note}
 
 
 # Tables.
@@ -298,11 +290,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _texts(run: RunFolder) -> dict[str, Any]:
-    texts = [record for record in run.events if record["event"] == "text" and record.get("samples")]
-    samples = texts[-1]["samples"] if texts else []
-    of = f"{run.name}, after step {texts[-1]['step']:,}; prompts in bold" if texts else ""
-    return _part([], of=of, texts=[[str(one["prompt"]), str(one["text"] or "(not finite)")] for one in samples])
+def texts(run: RunFolder) -> list[Row]:
+    """Rows of what the model wrote last: step, prompt, continuation."""
+    last = [record for record in run.events if record["event"] == "text"][-1:]
+    return [
+        [f"{record['step']:,}", str(one["prompt"]), str(one["text"] or "(not finite)")]
+        for record in last
+        for one in record.get("samples", [])
+    ]
 
 
 def differences(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
@@ -373,52 +368,30 @@ def _gaps(base: RunFolder | None, runs: Sequence[RunFolder]) -> list[Markup]:
     return [_figure(f"loss above {base.name} in percent", draw)]
 
 
-def _curve(runs: Sequence[RunFolder], field: str) -> Markup | None:
-    """A number of the steps; None if no run has it."""
-    every = [run.series(field) for run in runs]
-    if not any(np.isfinite(values).any() for _, values in every):
+def _curve(runs: Sequence[RunFolder], title: str, field: str, kind: str) -> Markup | None:
+    """A number of records; None if no run has it."""
+    every = []
+    for index, run in enumerate(runs):
+        steps, values = run.series(field, kind)
+        if (there := np.isfinite(values)).any():  # some numbers come only now and then
+            every.append((run.name if len(runs) > 1 else None, look(index), steps[there], values[there]))
+    if not every:
         return None
 
     def draw(_: Figure, axes: Axes) -> None:
-        tops = []
-        for index, (run, (steps, values)) in enumerate(zip(runs, every, strict=True)):
-            there = np.isfinite(values)  # some numbers come only now and then
-            if not there.any():
-                continue
-            steps, values, style = steps[there], values[there], look(index)
+        for name, style, steps, values in every:
             axes.plot(*thinned(steps, values), color=style.color, alpha=0.25, linewidth=0.7)
-            label = run.name if len(runs) > 1 else None
-            axes.plot(*thinned(steps, smooth(values)), label=label, **style.line(linewidth=1.5))
-            tops.append(np.percentile(values, 99.5))
-        axes.set_ylim(0, max(max(tops) * 1.25, 1e-9))  # one slow first step must not flatten all others
+            axes.plot(*thinned(steps, smooth(values)), label=name, **style.line(linewidth=1.5))
+        top = max(np.percentile(values, 99.5) for *_, values in every)
+        axes.set_ylim(0, max(top * 1.25, 1e-9))  # one slow first step must not flatten all others
         axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
         _step_axis(runs, axes)
 
-    return _figure(_CURVES[field], draw)
-
-
-def _gradient_noise(runs: Sequence[RunFolder]) -> Markup | None:
-    points = [{record["step"]: record.get("ratio") for record in run.of("gradient_noise")} for run in runs]
-    if not any(points):
-        return None
-
-    def draw(_: Figure, axes: Axes) -> None:
-        for index, (run, values) in enumerate(zip(runs, points, strict=True)):
-            ratios = [math.nan if value is None else value for value in values.values()]
-            axes.plot(list(values), ratios, label=run.name if len(runs) > 1 else None, **look(index).points())
-        _step_axis(runs, axes)
-
-    return _figure("gradient over its quantization noise", draw)
+    return _figure(title, draw)
 
 
 def _heatmaps(run: RunFolder) -> list[Markup]:
     if not run.of("diagnostics"):
         return []
-    return [
-        _figure(
-            f"{run.name}: {quantity.title}",
-            partial(draw_heatmap, run=run, quantity=quantity),
-            heatmap_height(run),
-        )
-        for quantity in QUANTITIES
-    ]
+    draw, height = partial(draw_heatmap, run=run), heatmap_height(run)
+    return [_figure(f"{run.name}: {of.title}", partial(draw, quantity=of), height) for of in QUANTITIES]

@@ -73,7 +73,7 @@ class Look:
 
     def points(self, **settings: Any) -> dict[str, Any]:
         """For `Axes.plot`, a curve of few points, each of them marked."""
-        return self.line(marker=self.marker, markersize=4.0, **settings)
+        return self.line(**{"marker": self.marker, "markersize": 4.0, **settings})
 
 
 def look(index: int) -> Look:
@@ -177,12 +177,11 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """A curve [n] with some 2,000 points at most: smallest and largest value of each piece."""
     if len(values) <= _POINTS:
         return steps, values
-    kept: set[int] = {0, len(values) - 1}
+    kept = {0, len(values) - 1}
     for piece in np.array_split(np.arange(len(values)), _POINTS // 2):
         finite = piece[np.isfinite(values[piece])]
-        low_high = (finite[values[finite].argmin()], finite[values[finite].argmax()]) if finite.size else (piece[0],)
-        kept.update(map(int, low_high))
-    index = np.array(sorted(kept))
+        kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])} if finite.size else set()
+    index = sorted(kept)
     return steps[index], values[index]
 
 
@@ -217,14 +216,13 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
     A source keeps its colour and marker in both runs; the curves of `other` are dashed, its markers hollow.
     """
     steps, loss = run.series("loss")
-    sources = list(dict.fromkeys([*run.validation, *(other.validation if other is not None else ())]))
+    sources = dict.fromkeys([*run.validation, *(other.validation if other is not None else ())])
     looks = {source: look(index + 1) for index, source in enumerate(sources)}
     axes.plot(*thinned(steps, loss), color=look(0).color, alpha=0.22, linewidth=0.8)
     axes.plot(*thinned(steps, smooth(loss)), color=look(0).color, linewidth=1.8, label="training, smoothed")
     shown = [value for points in run.validation.values() for value in points.values()]
     for source, points in run.validation.items():
-        label = f"validation, {source} ({list(points.values())[-1]:.3f})"
-        style: dict[str, Any] = {"color": looks[source].color, "marker": looks[source].marker, "markersize": 4.0}
+        label, style = f"validation, {source} ({list(points.values())[-1]:.3f})", looks[source].points(linestyle="-")
         axes.plot(list(points), list(points.values()), label=label, **style)
     if other is not None:
         theirs, their_loss = other.series("loss")
@@ -235,9 +233,8 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
             at, values = same_tokens(run, other, np.array(list(points))), np.array(list(points.values()))
             if (last := values[np.isfinite(at)]).size:
                 shown += list(last)
-                style = {"color": looks[source].color, "marker": looks[source].marker, "markerfacecolor": "none"}
                 label = f"{other.name}: validation, {source} ({last[-1]:.3f})"
-                axes.plot(at, values, label=label, **style, **dashed)
+                axes.plot(at, values, label=label, **looks[source].points(markerfacecolor="none", **dashed))
     entropies = run.facts.get("unigram_entropy")
     for source, value in entropies.items() if isinstance(entropies, dict) else ():
         color = looks[source].color if source in looks else INK
@@ -266,12 +263,12 @@ def draw_training(axes: Axes, runs: Sequence[RunFolder]) -> None:
     axes.set_ylabel("training loss, smoothed\n(nats per token)")
 
 
-def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder], first_look: int = 1) -> None:
+def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder]) -> None:
     """How far runs are above `base` after the same steps, in percent of its loss: a curve for training, smoothed, and
-    markers for validation, the mean of the sources that both have. first_look: of the first of `runs`."""
+    markers for validation, the mean of the sources that both have."""
     base_steps, base_loss = base.series("loss")
     axes.axhline(0, color=INK, linewidth=1.0)
-    for index, run in enumerate(runs, start=first_look):
+    for index, run in enumerate(runs, start=1):
         style, (steps, loss) = look(index), run.series("loss")
         _, mine, theirs = np.intersect1d(steps, base_steps, return_indices=True)
         gap = 100 * (loss[mine] / base_loss[theirs] - 1)
@@ -307,14 +304,14 @@ class Quantity:
 
     def values(self, records: Sequence[dict[str, Any]], linears: Sequence[str]) -> np.ndarray:
         """FP64 [linears, records]; NaN where it was not measured."""
-        found = np.full((len(linears), len(records)), math.nan)
-        for column, record in enumerate(records):
-            for row, name in enumerate(linears):
-                node = record["linears"].get(name)
-                for key in self.path:
-                    node = (node or {}).get(key)
-                found[row, column] = math.nan if node is None else node
-        return found
+
+        def of(record: dict[str, Any], linear: str) -> float:
+            node = record["linears"].get(linear)
+            for key in self.path:
+                node = (node or {}).get(key)
+            return math.nan if node is None else float(node)
+
+        return np.array([[of(record, linear) for record in records] for linear in linears])
 
 
 QUANTITIES = (

@@ -82,11 +82,12 @@ class RunFolder:
                 spans.append((name, record["step"] - 1, record["step"]))
         return spans
 
-    def series(self, field: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values [n] of a number that steps have; NaN where one has none."""
-        values = [record.get(field) for record in self.steps]
+    def series(self, field: str, kind: str = "step") -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values [n] of a number that records of a kind have; NaN where one has none."""
+        records = self.of(kind)
+        values = [record.get(field) for record in records]
         numbers = [float(value) if isinstance(value, int | float) else math.nan for value in values]
-        return np.array([record["step"] for record in self.steps]), np.array(numbers)
+        return np.array([record["step"] for record in records]), np.array(numbers)
 
     @property
     def last_losses(self) -> np.ndarray:

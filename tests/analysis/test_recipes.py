@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from analysis.recipes import HeldOut, Pair, gaps, read_groups, read_held_out, recipes_tables
+from analysis.recipes import HeldOut, Pair, gaps, read_held_out
 from scripts import compare
 
 
@@ -114,11 +114,6 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("gaps.png", "final.png"))
 
 
-def test_one_pair_has_no_interval(tmp_path: Path) -> None:
-    groups = [f"{name}={write_run(tmp_path / name, 1, {4: {'a': loss}})}" for name, loss in (("x", 2.0), ("y", 1.98))]
-    assert "-1.00% (no interval) (1)" in recipes_tables(read_groups(groups))
-
-
 def test_what_is_no_group_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a", 1, {2: {"s": 2.0}})
     b = write_run(tmp_path / "b", 2, {2: {"s": 2.0}})
@@ -126,7 +121,6 @@ def test_what_is_no_group_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     write_run(tmp_path / "twin", 1, {2: {"s": 2.0}})
     for arguments, expected in (
         ([f"x={a}"], "two groups at least"),
-        ([a, b], "write each group once"),
         ([f"x={a}", f"x={b}"], "write each group once"),
         ([f"x={a}", f"y={a}"], "name each run once"),
         ([f"x={a}", f"y={tmp_path}/none*"], "no folder has such a name"),

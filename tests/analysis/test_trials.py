@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -96,32 +97,31 @@ def test_starts(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "a.png").exists()
 
 
-def test_a_file_keeps_only_what_can_be_compared(files: list[Path], tmp_path: Path) -> None:
+def test_a_file_keeps_only_what_can_be_compared(files: list[Path]) -> None:
     before = files[0].read_text()
     made_from = json.loads(before)["made_from"]
-    file = TrialFile(files[0], made_from, {"bf16": "config", "new": "config"})
-    assert list(file.trials) == ["bf16"] and json.loads(files[0].read_text()) == json.loads(before)
-    with pytest.raises(ValueError, match="another commit"):
-        TrialFile(files[0], {**made_from, "commit": "other"}, {})
-    with pytest.raises(ValueError, match="another nvfp4, whose configuration"):
-        TrialFile(files[0], made_from, {"nvfp4": "other"})
-    files[0].write_text("{}")
-    with pytest.raises(ValueError, match="holds no recipes that were tried"):
-        TrialFile(files[0], made_from, {})
-    assert files[0].read_text() == "{}"
+    assert list(TrialFile(files[0], made_from, {"bf16": "config", "new": "config"}).trials) == ["bf16"]
+    assert json.loads(files[0].read_text()) == json.loads(before)
+    files[1].write_text("{}")
+    for path, facts, recipes, message in (
+        (files[0], {**made_from, "commit": "other"}, {}, "another commit"),
+        (files[0], made_from, {"nvfp4": "other"}, "another nvfp4, whose configuration"),
+        (files[1], made_from, {}, "holds no recipes that were tried"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrialFile(path, facts, recipes)
+    assert files[1].read_text() == "{}"
 
 
 def test_files_that_do_not_go_together_are_one_line(
     files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two, _ = map(str, files)
-    (tmp_path / "bad.json").write_text("[]")
-    copy = (tmp_path / "copy.json").write_text(Path(one).read_text()) and str(tmp_path / "copy.json")
+    copy = shutil.copy(one, tmp_path / "copy.json")
     for arguments, expected in (
         ([one], "two starts at least"),
-        ([one, copy], "of the same checkpoint"),
+        ([one, str(copy)], "of the same checkpoint"),
         ([one, str(written(tmp_path, "longer", {"nvfp4": 1.0}, STEPS + 1))], "other numbers of steps"),
-        ([one, str(tmp_path / "bad.json")], "holds no recipes"),
         ([one, str(tmp_path / "none.json")], "holds no recipes"),
         ([one, two, "--base", "only here"], "has no recipe only here"),
         ([one, two, "--skip", "24"], "at least one of 24 steps must count"),

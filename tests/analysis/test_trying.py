@@ -169,34 +169,33 @@ def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
 def test_wrong_input_is_one_line_before_anything_is_trained(
     trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = trunk[1]
-    switched = tmp_path / "switched"
-    shutil.copytree(run_dir / "checkpoints" / "step_00000003", switched)
+    run_dir, steps = trunk[1], ["--steps", "2"]
+    checkpoint = run_dir / "checkpoints" / "step_00000003"
+    switched = shutil.copytree(checkpoint, tmp_path / "switched")
     trainer = json.loads((switched / "trainer.json").read_text())
     trainer["switch"]["switched_at"] = 2
     (switched / "trainer.json").write_text(json.dumps(trainer))
-    checkpoint, steps = str(run_dir / "checkpoints" / "step_00000003"), ["--steps", "2"]
+    nvfp4 = "a=precision=nvfp4"
     with mock.patch.object(trying, "train", side_effect=AssertionError("trained")):
-        for arguments, expected in (
-            ([str(tmp_path / "none"), "bf16", "nvfp4"], "is not a folder"),
-            ([str(run_dir), "bf16", "nvfp4"], "steps 7 to 66 lie beyond the run's end (train.steps=6)"),
-            ([checkpoint, "bf16", *steps], "name two recipes at least"),
-            ([checkpoint, "bf16", "nvfp5", *steps], "nvfp5 is no precision config"),
-            ([checkpoint, "bf16", "a=precision=nvfp5", *steps], "did you mean nvfp4"),
-            ([checkpoint, "bf16", "nvfp4", "nvfp4", *steps], "a name of its own"),
-            ([checkpoint, "bf16", "a=", *steps], "give NAME=OVERRIDES"),
-            ([checkpoint, "bf16", "a=precision='x", *steps], "quote as in a shell"),
-            ([checkpoint, "bf16", "a=precision=nvfp4 data.seed=7", *steps], "data.seed would differ from bf16's"),
-            ([checkpoint, "bf16", "a=precision=nvfp4 run.seed=7", *steps], "give data.seed=1234 as"),
-            ([checkpoint, "bf16", "a=precision=nvfp4 precision.bf16_blocks.file=none.yaml", *steps], "none.yaml"),
-            ([checkpoint, "bf16", "nvfp4", "--against", "mxfp4", *steps], "no recipe has this name"),
-            ([checkpoint, "bf16", "nvfp4", "--steps", "2", "--skip", "2"], "at least one step must count"),
-            ([str(switched), "bf16", "nvfp4", *steps], "after the precision switch of its run (before step 3)"),
-            ([checkpoint, "bf16", "nvfp4", *steps, "--output", str(tmp_path)], "it is a folder; name a file"),
-            ([checkpoint, "bf16", "nvfp4", *steps, "--output", f"{tmp_path}/none/a.json"], "none; make it"),
-            ([checkpoint, "bf16", "nvfp4", *steps, "--picture", "gaps.txt"], "gaps.txt is no name of a picture"),
+        for folder, arguments, expected in (
+            (tmp_path / "none", ["bf16", "nvfp4"], "is not a folder"),
+            (run_dir, ["bf16", "nvfp4"], "steps 7 to 66 lie beyond the run's end (train.steps=6)"),
+            (switched, ["bf16", "nvfp4", *steps], "after the precision switch of its run (before step 3)"),
+            (checkpoint, ["bf16", *steps], "name two recipes at least"),
+            (checkpoint, ["bf16", "nvfp5", *steps], "nvfp5 is no precision config"),
+            (checkpoint, ["bf16", "a=precision=nvfp5", *steps], "did you mean nvfp4"),
+            (checkpoint, ["bf16", "nvfp4", "nvfp4", *steps], "a name of its own"),
+            (checkpoint, ["bf16", "a=", *steps], "give NAME=OVERRIDES"),
+            (checkpoint, ["bf16", "a=precision='x", *steps], "quote as in a shell"),
+            (checkpoint, ["bf16", f"{nvfp4} data.seed=7", *steps], "data.seed would differ from bf16's"),
+            (checkpoint, ["bf16", f"{nvfp4} run.seed=7", *steps], "give data.seed=1234 as"),
+            (checkpoint, ["bf16", f"{nvfp4} precision.bf16_blocks.file=none.yaml", *steps], "none.yaml"),
+            (checkpoint, ["bf16", "nvfp4", "--against", "mxfp4", *steps], "no recipe has this name"),
+            (checkpoint, ["bf16", "nvfp4", "--skip", "2", *steps], "at least one step must count"),
+            (checkpoint, ["bf16", "nvfp4", *steps, "--output", tmp_path], "it is a folder; name a file"),
+            (checkpoint, ["bf16", "nvfp4", *steps, "--picture", "gaps.txt"], "gaps.txt is no name of a picture"),
         ):
-            assert compare_try(*arguments) == 2, arguments
+            assert compare_try(folder, *arguments) == 2, arguments
             printed = capsys.readouterr().err
             assert printed.startswith("compare.py: ") and expected in printed and printed.count("\n") == 1, printed
 

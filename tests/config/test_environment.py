@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,19 +76,9 @@ def test_who_reads_it_looks_into_the_environment_of_then(config: Config, monkeyp
 def test_precision_after_a_switch_and_of_exceptions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What composing adds to a saved configuration may come from the environment too."""
     monkeypatch.setenv("RHT", "0")
-    for path in CONFIGS.rglob("*.yaml"):
-        (target := tmp_path / path.relative_to(CONFIGS)).parent.mkdir(exist_ok=True, parents=True)
-        target.write_text(path.read_text())
-    own = tmp_path / "precision" / "of_here.yaml"
-    own.write_text(
-        "\n".join(
-            "  rht: ${oc.decode:${oc.env:RHT}}"
-            if line.startswith("  rht:")
-            else line.replace("name: nvfp4", "name: of_here")
-            for line in (CONFIGS / "precision" / "nvfp4.yaml").read_text().splitlines()
-        )
-    )
-    assert "${oc.decode:${oc.env:RHT}}" in own.read_text()
+    shutil.copytree(CONFIGS, tmp_path, dirs_exist_ok=True)
+    own = "defaults: [nvfp4, _self_]\nname: of_here\nwgrad: {rht: '${oc.decode:${oc.env:RHT}}'}\n"
+    (tmp_path / "precision" / "of_here.yaml").write_text(own)
     exception = "precision.exceptions=[{names: ['*.out_proj'], precision: of_here}]"
     config = compose_config([exception, "precision.switch.target=of_here", "precision.switch.when=0.5"], tmp_path)
     assert config.after_switch is not None and config.after_switch.wgrad.rht == 0

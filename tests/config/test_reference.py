@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from megatron_fp4.config.schema import CheckpointConfig, DataConfig, OptimizerConfig, PhaseConfig
+from megatron_fp4.config.schema import CheckpointConfig, OptimizerConfig
 from scripts import configuration_reference as reference
 
 
@@ -22,23 +20,16 @@ def test_every_key_is_explained() -> None:
     assert empty == [], "the docstring of their class in megatron_fp4/config says nothing of these keys"
 
 
-def test_explanations_are_those_of_the_docstrings() -> None:
+def test_keys_have_their_explanations_types_and_ranges() -> None:
     whole, said = reference.explanations(OptimizerConfig)
     assert whole == "AdamW; 1-D parameters and biases are not decayed."
-    assert said["lr"] == "the peak learning rate."
-    assert said["beta2"] == "`beta1`, `beta2`, `eps`: of Adam."
+    assert said["lr"] == "the peak learning rate." and said["beta2"] == "`beta1`, `beta2`, `eps`: of Adam."
     assert reference.explanations(CheckpointConfig)[1]["keep"] == "how many to keep (0: all)."
-
-
-@pytest.mark.parametrize(
-    ("cls", "key", "words"),
-    [
-        (OptimizerConfig, "beta1", "number ≥ 0 and < 1"),
-        (CheckpointConfig, "interval", "integer ≥ 0"),
-        (DataConfig, "eod_token", "text or null"),
-        (PhaseConfig, "blend", "mapping of names to number ≥ 0 or `tokens`"),
-    ],
-)
-def test_types_have_their_ranges(cls: type, key: str, words: str) -> None:
-    hints = reference.get_type_hints(cls, include_extras=True)
-    assert reference.type_name(hints[key]) == words
+    page = reference.PAGE.read_text()
+    for row in (
+        "| `beta1` | number ≥ 0 and < 1 |",
+        "| `interval` | integer ≥ 0 |",
+        "| `eod_token` | text or null |",
+        "| `blend` | mapping of names to number ≥ 0 or `tokens` |",
+    ):
+        assert row in page

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ from pretrain import CONFIGS
 from tests.logging.written import metrics, write
 
 SAMPLES = [{"prompt": "def", "text": " f(x):\n    é", "ended": False}, {"prompt": "", "text": None, "ended": False}]
+
+
+def board(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
 
 
 def test_records_of_every_kind(tmp_path: Path) -> None:
@@ -66,9 +73,7 @@ def test_a_resume_has_each_step_once_and_a_fresh_start_keeps_what_was(tmp_path: 
     write(tmp_path, 4, 8, tensorboard=True)
     found = read_metrics(tmp_path / METRICS_FILE)
     assert [record["step"] for record in found if record["kind"] == "step"] == list(range(1, 9))
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    assert [point.step for point in board.Scalars("loss/train")] == list(range(1, 9))
+    assert [point.step for point in board(tmp_path).Scalars("loss/train")] == list(range(1, 9))
     write(tmp_path, 0, 1, tensorboard=True)
     assert len(read_metrics(tmp_path / METRICS_FILE)) == 2 and read_metrics(tmp_path / "metrics.jsonl.1") == found
     assert (tmp_path / "tensorboard.1").is_dir()
@@ -90,44 +95,38 @@ def test_lost_records_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 class FakeWandb(types.ModuleType):
-    """wandb as far as a run uses it. refuse: what `init` raises online. hangs: what of it does not come back until
-    `back` is set. dies_at: the step in which its service dies, to be back after so many more tries."""
+    """wandb as far as a run uses it. refuses: `init` fails online. key: whether it has one. hangs: what of it does not
+    come back until `back` is set. dies_at: the step in which its service dies, to be back after `tries` more tries."""
 
-    def __init__(self, refuse: Exception | None = None, hangs: str = "", dies_at: int = 0, tries: int = 0) -> None:
+    def __init__(self, refuses: bool = False, key: bool = True, hangs: str = "", dies_at: int = 0, tries: int = 0):
         super().__init__("wandb")
-        self.refuse, self.hangs, self.dies_at, self.tries = refuse, hangs, dies_at, tries
+        self.refuses, self.key, self.hangs, self.dies_at, self.tries = refuses, key, hangs, dies_at, tries
         self.starts: list[Any] = []
-        self.logged: list[int] = []
-        self.values: list[Any] = []
-        self.keys = ["a key"]
+        self.logged: list[tuple[int, Any]] = []
         self.back = threading.Event()
 
-    def Settings(self, **settings: Any) -> Any:
-        return settings
+    Settings = dict
+
+    def Table(self, columns: Any, data: Any) -> Any:
+        return columns, data
 
     def login(self, prompt: bool) -> bool:
         assert not prompt, "would ask on the terminal"
-        return bool(self.keys)
+        return self.key
 
     def init(self, *, mode: str, dir: str, id: str, **rest: Any) -> Any:
         self.come_back("init")
         self.starts.append((mode, id))
-        if mode == "online" and self.refuse is not None:
-            raise self.refuse
-        return types.SimpleNamespace(
-            id=id, dir=f"{dir}/wandb/{mode}-run-1-{id}/files", log=self.log, finish=partial(self.come_back, "finish")
-        )
+        if mode == "online" and self.refuses:
+            raise RuntimeError("CommError:\nno route")
+        folder = f"{dir}/wandb/{mode}-run-1-{id}/files"
+        return types.SimpleNamespace(dir=folder, log=self.log, finish=partial(self.come_back, "finish"))
 
     def log(self, values: Any, step: int) -> None:
-        self.come_back("log")
         if self.tries and step >= self.dies_at:
             self.tries -= 1
             raise ConnectionResetError("Connection lost")
-        self.logged.append(step)
-        self.values.append(values)
-
-    def Table(self, columns: Any, data: Any) -> Any:
-        return columns, data
+        self.logged.append((step, values))
 
     def teardown(self) -> None:
         raise ConnectionResetError("Connection lost")  # as the real one does once its service is gone
@@ -135,6 +134,20 @@ class FakeWandb(types.ModuleType):
     def come_back(self, where: str) -> None:
         if self.hangs == where:
             self.back.wait(60)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeWandb]]:
+    made: list[FakeWandb] = []
+
+    def use(**settings: Any) -> FakeWandb:
+        made.append(FakeWandb(**settings))
+        monkeypatch.setitem(sys.modules, "wandb", made[-1])
+        return made[-1]
+
+    yield use
+    for fake in made:
+        fake.back.set()
 
 
 @pytest.mark.slow
@@ -145,16 +158,14 @@ def test_the_real_wandb_offline(tmp_path: Path) -> None:
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))) == 2
 
 
-def test_texts_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+def test_texts_are_shown(tmp_path: Path, use: Callable[..., FakeWandb]) -> None:
+    fake = use()
     with MetricsWriter(tmp_path, wandb_mode="online") as writer:
         writer.texts(1, SAMPLES)
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    (shown,) = board.Tensors("text/1/text_summary")
+    (shown,) = board(tmp_path).Tensors("text/1/text_summary")
     # A code block of Markdown: the text as it is.
     assert shown.tensor_proto.string_val[0].decode() == "    def| f(x):\n        é" and shown.step == 1
-    table = fake.values[-1]["text/samples"]
+    table = fake.logged[-1][1]["text/samples"]
     assert table == (["prompt", "text", "ended"], [["def", " f(x):\n    é", False], ["", None, False]])
 
 
@@ -171,106 +182,74 @@ def test_a_tensorboard_whose_disk_fails_gets_it_all_later(
         writer.step(metrics(3))
         while "tensorboard works again" not in caplog.text:
             time.sleep(0.01)
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    assert [point.step for point in board.Scalars("loss/train")] == [2, 3]
+    assert [point.step for point in board(tmp_path).Scalars("loss/train")] == [2, 3]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CommError:\nno route"), None])
+@pytest.mark.parametrize(("settings", "why"), [({"refuses": True}, "no route"), ({"key": False}, "no API key")])
 def test_a_wandb_that_does_not_answer_is_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    tmp_path: Path, use: Callable[..., FakeWandb], settings: dict[str, bool], why: str
 ) -> None:
-    fake = FakeWandb(refuse=error)
-    if error is None:
-        fake.keys.clear()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
-        writer.step(metrics(1))
-    run_id = (tmp_path / ID_FILE).read_text().strip()
-    assert fake.logged == [1] and fake.starts[-1] == ("offline", run_id)
+    fake = use(**settings)
+    write(tmp_path, 0, 1, wandb_mode="online")
+    run_id = known_run_id(tmp_path)
+    assert len(fake.logged) == 1 and fake.starts[-1] == ("offline", run_id)
     (event,) = [record for record in read_metrics(tmp_path / METRICS_FILE) if record["kind"] == "event"]
-    assert event["event"] == "wandb_offline" and "\n" not in event["reason"]
+    assert event["event"] == "wandb_offline" and why in event["reason"] and "\n" not in event["reason"]
     assert event["reason"].endswith(f"send it later: wandb sync {tmp_path}/wandb/offline-run-1-{run_id}")
-    assert ("no API key" in event["reason"]) == (error is None)
 
 
 def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[..., FakeWandb]
 ) -> None:
-    fake = FakeWandb(dies_at=3, tries=3)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    fake = use(dies_at=3, tries=3)
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
     with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
         for step in range(1, 7):
             writer.step(metrics(step))
         while fake.tries:  # a run that ends meanwhile would not try again
             time.sleep(0.01)
-    assert fake.logged == [1, 2, 3, 4, 5, 6]  # each once, in order
+    assert [step for step, _ in fake.logged] == [1, 2, 3, 4, 5, 6]  # each once, in order
     assert len(fake.starts) == 4 and len({run_id for _, run_id in fake.starts}) == 1
-    assert "wandb works again" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("fake", "said"),
-    [
-        (FakeWandb(hangs="init"), "wandb: 3 points not taken"),
-        (FakeWandb(hangs="finish"), "wandb: not everything was sent"),
-        (FakeWandb(dies_at=2, tries=10**6), "wandb: 2 points not taken"),
-    ],
+    ("settings", "said"),
+    [({"hangs": "init"}, "3 points not taken"), ({"dies_at": 2, "tries": 10**6}, "2 points not taken")],
 )
 def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fake: FakeWandb, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, use: Any, settings: Any, said: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    use(**settings)
     monkeypatch.setattr(module, "FINISH_SECONDS", 0.2)
-    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
-        for step in range(1, 4):
-            writer.step(metrics(step))
-        began = time.monotonic()
+    began = time.monotonic()
+    write(tmp_path, 0, 3, wandb_mode="online")
     assert time.monotonic() - began < 30  # of which a hang would have had 60
-    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3]
-    assert said in caplog.text
-    fake.back.set()
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == [0, 1, 2, 3]
+    assert f"wandb: {said}" in caplog.text
 
 
-def test_what_waits_for_wandb_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fake = FakeWandb(hangs="init")
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(module, "_MOST_WAITING", 3)
-    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
-        for step in range(1, 11):
-            writer.step(metrics(step))
-        fake.back.set()
-    assert fake.logged[-3:] == [8, 9, 10] and len(fake.logged) <= 4 and "7 points not taken" in caplog.text
-
-
-def test_the_id_at_wandb_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that begins anew gets a new one."""
-    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+def test_the_id_at_wandb_is_the_runs(tmp_path: Path, use: Callable[..., FakeWandb], caplog: Any) -> None:
+    """A run that begins anew gets a new one, and odd bytes in its place end no start."""
+    fake = use()
     write(tmp_path, 0, 2, wandb_mode="online")
     first = known_run_id(tmp_path)
-    assert first is not None and len(first) == 8
     write(tmp_path, 2, 3, wandb_mode="online")
-    assert [run_id for _, run_id in fake.starts] == [first, first]
+    assert first is not None and [run_id for _, run_id in fake.starts] == [first, first]
     write(tmp_path, 0, 1, wandb_mode="online")
     assert known_run_id(tmp_path) != first and (tmp_path / f"{ID_FILE}.1").read_text() == f"{first}\n"
     write(tmp_path, 0, 1)
     assert known_run_id(tmp_path) is None
-
-
-@pytest.mark.parametrize("written", [b"\xff\xfe\x00bad", b"a/b\n", b"x" * 65, "ä".encode()])
-def test_an_id_of_odd_bytes_ends_no_start(tmp_path: Path, written: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / ID_FILE).write_bytes(written)
-    assert known_run_id(tmp_path) is None and "is no id of a wandb run" in caplog.text
+    for written in (b"\xff\xfe\x00bad", b"a/b\n", b"x" * 65, "ä".encode()):
+        (tmp_path / ID_FILE).write_bytes(written)
+        assert known_run_id(tmp_path) is None and "is no id of a wandb run" in caplog.text
+        caplog.clear()
 
 
 def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, use: Callable[..., FakeWandb]
 ) -> None:
     """A run that is told to stop does not wait long for wandb."""
-    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb(hangs="finish"))
+    use(hangs="finish")
     monkeypatch.setattr(module, "HURRY_SECONDS", 0.1)
     overrides = [f"run.dir={tmp_path}", "logging.tensorboard=false", "logging.wandb=online", "logging.interval=2"]
     (tmp_path / "summary.json").write_text("{}")
@@ -286,7 +265,6 @@ def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
     kinds = [record.get("event", record["kind"]) for record in records]
     assert kinds == ["run", "time", "damaged", "step", "step", "time", "step", "stop", "time"]
     assert records[-1]["step"] == 3 and records[-1]["seconds"]["start-up"] > 0
-    fake.back.set()
 
 
 class Clock:
