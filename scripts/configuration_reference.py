@@ -117,7 +117,8 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
     own, inner = [], []
     hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):  # type: ignore[arg-type]
-        hint, name = hints[field.name], f"{path}.{field.name}"
+        hint: Any = hints[field.name]
+        name = f"{path}.{field.name}"
         current = MISSING if value is None else getattr(value, field.name)
         if is_dataclass(hint):
             inner.append((name, hint, None if current is MISSING else current))

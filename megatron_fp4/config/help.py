@@ -71,8 +71,8 @@ def _key_lines(node: Any, path: str) -> list[str]:
     """`path:` with the node's plain keys as key=value, wrapped, followed by the same for nested nodes."""
     values = {field.name: getattr(node, field.name) for field in fields(node)}
     plain = "  ".join(f"{key}={shown(value)}" for key, value in values.items() if not is_dataclass(value))
-    indents = {"initial_indent": f"  {path}:  ", "subsequent_indent": "      "}
-    lines = textwrap.wrap(plain, width=108, break_on_hyphens=False, **indents)
+    head, rest = f"  {path}:  ", "      "
+    lines = textwrap.wrap(plain, 108, initial_indent=head, subsequent_indent=rest, break_on_hyphens=False)
     for key, value in values.items():
         lines += _key_lines(value, f"{path}.{key}") if is_dataclass(value) else []
     return lines
