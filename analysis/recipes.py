@@ -19,9 +19,8 @@ import pandas as pd
 import yaml
 
 from analysis.runs import check_sources, comparable, difference_line, differences, settings_of
-from analysis.statistics import draw_estimates, estimate, estimates, gap_text, markdown, pooled, share_text
+from analysis.statistics import draw_estimates, estimates, gap_text, markdown, pooled, share_text
 from megatron_fp4.logging.console import short_tokens
-from megatron_fp4.logging.pictures import BLACK, INK, legend_below, look, open_frame, picture
 from megatron_fp4.logging.run_folder import read_records
 
 MEAN = ""  # instead of a held-out source: the mean of all, each weighed alike
@@ -291,37 +290,6 @@ def _left_out(groups: Groups, base: str) -> Iterator[str]:
             yield f"{run.name} ({name}): {run.problem}"
         elif name != base and run.final not in [other.final for other in partners(run, groups[base], groups)]:
             yield f"{run.name} ({name}): no finished run of {base} has its start ({run.pair.start}), data and length"
-
-
-def draw_by_tokens(groups: Groups, target: Path) -> Path:
-    """Gaps over tokens: the mean with its 95% interval, and each pair as a dot; returns `target`.
-
-    The band is the standard deviation of the base over its runs: what seeds and starts alone do.
-    """
-    base, *others = groups
-    found = gaps(groups, base)
-    found = found[found["source"] == MEAN]
-    with picture(target, figsize=(9, 5.2), dpi=150) as (figure, axes):
-        noise = _noise(groups, base)["percent"].dropna()
-        if len(noise):
-            label = f"{base}: one standard deviation over its runs"
-            axes.fill_between(noise.index / 1e6, -noise, noise, color=BLACK, alpha=0.07, linewidth=0, label=label)
-        axes.axhline(0, color=INK, linewidth=1.0)
-        for index, name in enumerate(others, start=1):
-            mine = found[found["group"] == name]
-            means = {int(tokens): estimate(list(of["percent"])) for tokens, of in mine.groupby("tokens")}
-            axes.errorbar(
-                [tokens / 1e6 for tokens in means], [of.mean for of in means.values()],
-                [of.half_width or 0.0 for of in means.values()], capsize=4, label=name,
-                **look(index).points(linewidth=1.5),
-            )  # fmt: skip
-            dots = {"linestyle": "none", "markersize": 3, "alpha": 0.5}
-            axes.plot(mine["tokens"] / 1e6, mine["percent"], **look(index).points() | dots)
-        axes.set_xlabel("tokens (millions)")
-        axes.set_ylabel(f"held-out loss above {base} of the same start (%)")
-        open_frame(axes)
-        legend_below(figure, axes)
-    return target
 
 
 def draw_at_the_end(groups: Groups, target: Path, against: str | None = None) -> Path:

@@ -47,7 +47,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     runs.add_argument("run", nargs="+", metavar="[NAME=]FOLDER")
     recipes = commands.add_parser("recipes", help="groups of runs", description=RECIPES, formatter_class=style)
     recipes.add_argument("groups", nargs="+", metavar="NAME=RUN,RUN,...", help="a recipe and its folders or patterns")
-    recipes.add_argument("--final", type=Path, help="where to draw the gaps at the end (default: nowhere)")
     starts = commands.add_parser("starts", help="files that `try --output` has written")
     starts.add_argument("files", nargs="+", type=Path, metavar="FILE")
     starts.add_argument("--base", metavar="NAME", help="the recipe to compare with (default: the first)")
@@ -59,7 +58,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     trial.add_argument("--validate", action="store_true", help="also the held-out loss after the last step")
     trial.add_argument("--output", type=Path, help="JSON file to keep results in (default: none)")
     for each in (runs, recipes):
-        each.add_argument("--output", type=Path, help="where to draw the gaps (default: nowhere)")
+        each.add_argument("--output", type=Path, help="where to draw the gaps, of recipes those at the end")
         each.add_argument(
             "--sources", type=lambda names: names.split(","), default=[], metavar="NAME,NAME,...",
             help="the held-out sources that count, each alike (default: all)",
@@ -89,15 +88,13 @@ def compare_runs(options: argparse.Namespace) -> None:
 
 def compare_recipes(options: argparse.Namespace) -> None:
     """The command `recipes`."""
-    from analysis.recipes import draw_at_the_end, draw_by_tokens, read_groups, recipes_tables
+    from analysis.recipes import draw_at_the_end, read_groups, recipes_tables
 
     groups = read_groups(options.groups, options.sources)
     against = options.against or (list(groups)[1] if len(groups) > 2 else None)
     print(recipes_tables(groups, against))
     if options.output:
-        print(draw_by_tokens(groups, options.output))
-    if options.final:
-        print(draw_at_the_end(groups, options.final, against))
+        print(draw_at_the_end(groups, options.output, against))
 
 
 def compare_starts(options: argparse.Namespace) -> None:
@@ -141,21 +138,19 @@ def try_recipes(options: argparse.Namespace) -> int:
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
+    picture = options.picture if options.command in ("try", "starts") else options.output
     try:
         from megatron_fp4.logging.pictures import check_target
 
-        pictures = ("picture", "final") if options.command == "try" else ("picture", "final", "output")
-        for target in (getattr(options, name, None) for name in pictures):
-            if target is not None:
-                check_target(target)
+        if picture is not None:
+            check_target(picture)
         if options.command == "try":
             return try_recipes(options)
         {"runs": compare_runs, "recipes": compare_recipes, "starts": compare_starts}[options.command](options)
     except (OSError, ValueError, ImportError) as error:
         from megatron_fp4.runtime.errors import error_line
 
-        targets = (getattr(options, name, None) for name in ("output", "picture", "final"))
-        print(f"compare.py: {error_line(error, next(filter(None, targets), None))}", file=sys.stderr)
+        print(f"compare.py: {error_line(error, picture)}", file=sys.stderr)
         return 2
     return 0
 

@@ -114,7 +114,8 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
         return
     known[cls] = path
     whole, said = explanations(cls)
-    own, inner = [], []
+    own: list[str] = []
+    inner: list[tuple[str, Any, object]] = []
     hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):  # type: ignore[arg-type]
         hint: Any = hints[field.name]

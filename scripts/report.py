@@ -1,9 +1,9 @@
-"""The page of a run, or of several side by side, that opens in any browser and needs no network; and its pictures.
+"""The page of a run, or of several side by side, that opens in any browser and needs no network; and its picture.
 
     python scripts/report.py runs/nvfp4                            writes runs/nvfp4/report.html
     python scripts/report.py runs/nvfp4 --baseline BF16=runs/bf16  with its gap to another run
     python scripts/report.py BF16=runs/bf16 NVFP4=runs/nvfp4 --output gap.html
-    python scripts/report.py runs/nvfp4 --pictures                 also loss.png, and diagnostics.png if it was measured
+    python scripts/report.py runs/nvfp4 --pictures                 also loss.png
 
 Also of runs that are not finished, and of older versions; what these do not say is shown as unknown.
 """
@@ -17,7 +17,7 @@ import yaml
 
 from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.logging.page import write_report
-from megatron_fp4.logging.pictures import plot_heatmap, plot_loss
+from megatron_fp4.logging.pictures import plot_loss
 from megatron_fp4.logging.run_folder import named_run
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
@@ -30,16 +30,13 @@ def main() -> None:
     parser.add_argument("run", nargs="+", metavar="[NAME=]FOLDER", help="folders of runs")
     parser.add_argument("--baseline", metavar="[NAME=]FOLDER", help="what gaps are measured against")
     parser.add_argument("--output", help="where to write it (default: report.html in the folder of a single run)")
-    parser.add_argument("--pictures", action="store_true", help="also draw the runs into their folders")
+    parser.add_argument("--pictures", action="store_true", help="also draw the losses into their folders")
     options = parser.parse_args()
     try:
         defaults = yaml.safe_load(to_yaml(compose_config([], CONFIGS)))
         print(write_report(options.run, defaults=defaults, baseline=options.baseline, target=options.output))
         for run in options.run if options.pictures else ():
-            folder = named_run(run)[1]
-            print(plot_loss(folder, options.baseline))
-            if (drawn := plot_heatmap(folder)) is not None:
-                print(drawn)
+            print(plot_loss(named_run(run)[1], options.baseline))
     except (OSError, ValueError) as error:
         print(f"report.py: {error_line(error, options.output)}", file=sys.stderr)
         sys.exit(2)

@@ -23,7 +23,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from megatron_fp4.logging.console import short_number
@@ -327,25 +326,6 @@ QUANTITIES = (
         ("gemms", "wgrad"),
     ),
 )  # fmt: skip
-
-
-def plot_heatmap(run_dir: str | Path, target: Path | None = None) -> Path | None:
-    """Draw the diagnostics of the run in `run_dir` as `target` (`run_dir`/diagnostics.png); None if it has none.
-
-    Raises FileNotFoundError if there is no metrics.jsonl.
-    """
-    run = open_run(run_dir)
-    if not run.of("diagnostics"):
-        return None
-    target = target or run.path / "diagnostics.png"
-    rows = len(QUANTITIES)
-    with picture(target, rows, 1, figsize=(10, rows * heatmap_height(run)), dpi=130, sharex=True) as (figure, panels):
-        for axes, quantity in zip(panels, QUANTITIES, strict=True):
-            draw_heatmap(figure, axes, run, quantity)
-        figure.suptitle(f"{run.name}: what quantization does", x=0.01, ha="left")
-        patch = Patch(facecolor=MISSING, edgecolor=FAINT)
-        figure.legend([patch], ["not quantized, not measured, or not finite"], loc="outside lower left")
-    return target
 
 
 def heatmap_height(run: RunFolder) -> float:
