@@ -14,17 +14,17 @@ import numpy as np
 class Counted:
     """The stream 0, 1, 2, ..., one document.
 
-    seconds: how long each reading takes. log: a file that gets a byte for each reading. fails_at: that token cannot be
-    read, by `error`, None for a TwoArgumentsError; blocks: reading waits for ever, after the log.
+    log: a file that gets a byte for each reading. fails_at: that token cannot be read, by `error`, None for a
+    TwoArgumentsError; blocks: reading waits for ever, after the log.
     """
 
     num_tokens: int = 500
-    seconds: float = 0.0
     log: Path | None = None
     fails_at: int | None = None
     error: Exception | None = None
     blocks: bool = False
-    num_documents: int = 1
+
+    num_documents = 1
 
     @property
     def parts(self) -> list[Counted]:
@@ -40,7 +40,6 @@ class Counted:
             os.close(descriptor)
         while self.blocks:
             time.sleep(60)
-        time.sleep(self.seconds)
         if self.fails_at is not None and start <= self.fails_at < start + length:
             raise self.error or TwoArgumentsError("this", "that")
         return np.arange(start, start + length)

@@ -64,23 +64,6 @@ def test_the_past_of_another_layout() -> None:
         assert spans(longer) == [("broad", 0, 140), *tail]  # as it was
 
 
-def test_a_blend_under_way_continues() -> None:
-    """In a phase that starts elsewhere in the new layout but has the same blend: 8 of [70, 90) are done."""
-    past = PhaseSchedule(PHASES, num_steps=100, global_batch_size=1)
-    shorter = PhaseSchedule(PHASES, num_steps=85, global_batch_size=1)  # boundaries after 60 and 76
-    for consumed, expected in {
-        73: [("broad", 0, 70), ("balanced", 70, 76), ("late", 76, 85)],
-        78: [("broad", 0, 70), ("balanced", 70, 78), ("late", 78, 85)],
-    }.items():
-        schedule = shorter.after(past.description(), consumed)
-        assert spans(schedule) == expected
-        seen: Counter[str] = Counter()
-        for i in range(85):
-            location = schedule.locate(i)
-            assert location.ordinal == seen[location.source]
-            seen[location.source] += 1
-
-
 def test_lengths_in_steps_tokens_and_the_rest() -> None:
     phases = [
         Phase("steps", blend={"a": 1}, steps=7),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from data.indexed import Concatenation, IndexedDataset, IndexedDatasetWriter
 from data.order import SampleSource
 from data.sources import entries, open_indexed, prefixes
+from data.tokenizer import train_tokenizer
 
 MakeDataset = Callable[..., IndexedDataset]
 KEY = "data.sources.web"
@@ -110,3 +112,34 @@ def test_what_validates_is_not_trained_on(make_dataset: MakeDataset, tmp_path: P
         open_indexed(1000, {"web": named}, held_out)
     open_indexed(1000, {"web": f"{tmp_path}/web_[0-9]*"}, held_out)
     assert entries(KEY, named)  # which is a fault of the two together
+
+
+def test_another_tokenizer_than_made_the_files_is_refused(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    prefix = make_dataset("web").prefix
+    tokenizer = train_tokenizer(["some text"] * 3, 260)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    facts = tmp_path / "web.json"
+    for fingerprint in (tokenizer.fingerprint(), None):  # as it was made, and facts of other kinds
+        facts.write_text(json.dumps({"tokenizer": {"fingerprint": fingerprint}} if fingerprint else {"tokens": 1}))
+        open_indexed(1000, {"web": prefix}, tokenizer=tmp_path / "tokenizer.json")
+    facts.write_text(json.dumps({"tokenizer": {"fingerprint": "0123456789abcdef"}}))
+    with pytest.raises(ValueError, match=r"data\.sources\.web: .*web was made with another tokenizer \(0123456789ab"):
+        open_indexed(1000, {"web": prefix}, tokenizer=tmp_path / "tokenizer.json")
+    assert open_indexed(1000, {"web": prefix}).tokenizer is None
+
+
+def test_tokens_that_are_read_twice_are_named(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    """By whatever name: another path, a copy, a part of a list."""
+    for name in ("web", "more", "held_out"):
+        make_dataset(name, 400)
+    for name, copy in (("web", "copy"), ("more", "other")):
+        for ending in ("idx", "bin"):
+            (tmp_path / f"{copy}.{ending}").write_bytes((tmp_path / f"{name}.{ending}").read_bytes())
+    alone = open_indexed(1000, {"web": f"{tmp_path}/web"}, {"held_out": f"{tmp_path}/held_out"})
+    assert "warning" not in alone.summary()
+    sources = {"web": f"{tmp_path}/web", "mixed": [f"{tmp_path}/more", f"{tmp_path}/copy"]}
+    bundle = open_indexed(1000, sources, {"other": f"{tmp_path}/other"})
+    twice, validating = [line for line in bundle.summary().splitlines() if line.startswith("warning")]
+    assert f"data.sources.web ({tmp_path}/web) and data.sources.mixed ({tmp_path}/copy) read the same" in twice
+    assert "data.sources.mixed" in validating and "data.validation.other" in validating
+    assert "its loss is of text that is trained on" in validating
