@@ -36,6 +36,7 @@ from megatron_fp4.quantization.rounding import RoundingKey
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megatron_fp4.precision.emulated import CodesOfWeight
     from megatron_fp4.quantization.tensor import QuantizedTensor
 
 
@@ -183,9 +184,12 @@ class Backend(ABC):
         return block_alignment(recipe)
 
     def packs(self, request: OperandRequest) -> bool:
-        """Whether fprop's weight can be kept, and gathered by FSDP, as codes that are dgrad's too, as emulated.py
-        packs them."""
+        """Whether FSDP can gather fprop's weight as codes that are dgrad's too (`quantization/square_blocks.py`)."""
         return False
+
+    def weight_of_codes(self, gathered: CodesOfWeight, operand: Operand) -> tuple[Any, Any]:
+        """fprop's and dgrad's operand of a weight that was gathered as codes, which the backend `packs`."""
+        raise NotImplementedError
 
     @abstractmethod
     def operands(

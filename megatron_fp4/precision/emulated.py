@@ -186,11 +186,11 @@ def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_gr
     return GemmOperand(PackedWeight(*quantize_rows(w, blocks, maxima, amax), blocks), scale, quantized=True)
 
 
-def gathered_weight(gathered: CodesOfWeight) -> GemmOperand:
-    """The operand of a weight that FSDP gathered as codes: codes, or values where these are kept."""
-    packed = PackedWeight(gathered.codes, gathered.scales, gathered.blocks)
-    values = packed if keeps_codes(gathered.codes.device) else packed.values()
-    return GemmOperand(values, gathered.scale, quantized=True)
+def in_square_blocks(request: OperandRequest) -> bool:
+    """Whether `quantization/square_blocks.py` makes this operand."""
+    operand, size = request.operand, BLOCKS.get(request.operand.format)
+    plain = not request.rht and request.key is None and not operand.four_over_six
+    return plain and operand.rounding == "nearest" and operand.block == (size, size)
 
 
 # ------------------------------------------------------------------------------------------------------------- backend
@@ -205,10 +205,15 @@ class EmulatedBackend(Backend):
     scaled_matmul: ScaledMatmul | None = None
 
     def packs(self, request: OperandRequest) -> bool:
-        """Whether `quantization/square_blocks.py` makes this operand."""
-        operand, size = request.operand, BLOCKS.get(request.operand.format)
-        plain = not request.rht and request.key is None and not operand.four_over_six
-        return plain and operand.rounding == "nearest" and operand.block == (size, size)
+        """4-bit square blocks."""
+        return in_square_blocks(request)
+
+    def weight_of_codes(self, gathered: CodesOfWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:
+        """The codes as they are, or their values where these are kept."""
+        packed = PackedWeight(gathered.codes, gathered.scales, gathered.blocks)
+        values = packed if keeps_codes(gathered.codes.device) else packed.values()
+        fprop = GemmOperand(values, gathered.scale, quantized=True)
+        return fprop, fprop.transposed()
 
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None

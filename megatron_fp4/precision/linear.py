@@ -341,13 +341,13 @@ class LinearCall:
 
     def _weight_operands(self) -> tuple[Any, Any, bool]:
         """Both operands, and whether they can be kept for a step."""
-        keeps_codes = emulated.keeps_codes(self.device)
         if self.gathered is not None:
-            fprop: Any = emulated.gathered_weight(self.gathered)
-            return fprop, fprop.transposed(), not keeps_codes  # codes stay where FSDP has them, and are freed there
+            fprop, dgrad = self.backend.weight_of_codes(self.gathered, self.recipe[FPROP_WEIGHT])
+            # Codes that are FSDP's own stay where they are, and are freed there.
+            return fprop, dgrad, fprop.tensors()[0] is not self.gathered.codes
         same = self.backend.transposes and same_weight_codes(self.recipe)
         request = self.request(FPROP_WEIGHT)
-        if same and keeps_codes and self.dtype == torch.bfloat16 and self.backend.packs(request):
+        if same and emulated.keeps_codes(self.device) and self.dtype == torch.bfloat16 and self.backend.packs(request):
             # As codes, without padding, which comes in when they are unpacked.
             sizes, watcher = (self.group_rows, self.padded_group_rows), self.context.watcher
             make = functools.partial(emulated.packed_weight, self.master, request, *sizes)

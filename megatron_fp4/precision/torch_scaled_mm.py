@@ -16,6 +16,9 @@ tensor is therefore quantized there, as ever, and its bytes are transposed. Squa
 dimensions: these are made once and exchanged. cuBLAS wants whole 16 of output columns, which whole blocks are, and
 whole 32 along the dot product: codes are filled up to them here, with zeros.
 
+FSDP gathers weights in square blocks, and tensor-parallel ranks their slices of the tokens, as codes and scales in
+their plain order; cuBLAS's order is made of what was gathered.
+
 What has no packed kernel (four-over-six in square blocks, transforms of other sizes, fresh signs but MS-EDEN's) is
 quantized in PyTorch, as in the emulated backend. What it cannot do (`support.py`): other formats, two formats
 in one GEMM, codes of fprop in another.
@@ -26,7 +29,7 @@ Not run: no Blackwell chip was at hand. The self-test compares codes, products a
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +40,13 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import (
     EMULATED,
+    CodesOfWeight,
+    Gather,
     GemmOperand,
     codes_transpose,
     encode_operand,
     fused_kernels,
+    in_square_blocks,
     operand_rows,
     quantize_operand,
 )
@@ -134,6 +140,30 @@ class PackedOperand:
         codes = codes.t() if self.form.per_byte == 1 else pack_codes(unpack_codes(codes).t())
         return PackedOperand.of(codes, scales, self.scale, operand)
 
+    def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], PackedOperand]:
+        """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
+
+        transposed: the dot product runs over tokens. Codes and scales travel as one message, tokens first.
+        """
+        decoded, (operand, _) = self.decoded(), self.layout
+        parts = [part.view(torch.uint8) for part in (decoded.codes, decoded.scales)]
+        if transposed:
+            parts = [part.t() for part in parts]
+        dim = 0 if transposed else 1
+        message, sizes = gather(torch.cat(parts, dim)), [part.shape[dim] for part in parts]
+
+        def joined() -> PackedOperand:
+            whole = message.wait()
+            if not transposed:
+                codes, scales = whole.split(sizes, dim=1)
+            else:
+                codes, scales = (
+                    part.flatten(0, 1).t() for part in whole.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+                )
+            return PackedOperand.of(codes, scales, self.scale, operand)
+
+        return joined
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Codes, scales, tensor scale."""
         return self.codes, self.scales, self.scale
@@ -144,6 +174,22 @@ class TorchBackend(Backend):
     are enough, as for the emulation: with other padding the draws would be others."""
 
     name = "torch"
+    joins = True
+
+    def packs(self, request: OperandRequest) -> bool:
+        """NVFP4's square blocks."""
+        return in_square_blocks(request) and request.operand.format in FORMATS
+
+    def weight_of_codes(self, gathered: CodesOfWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
+        """Copies of the codes in cuBLAS's layout, of both directions, which a step keeps."""
+        blocks = gathered.blocks
+        padding = (0, 0, 0, blocks.padded_group_rows - blocks.group_rows)
+        codes, scales = (
+            torch.nn.functional.pad(part.unflatten(0, (-1, blocks.group_rows)), padding).flatten(0, 1)
+            for part in (gathered.codes, gathered.scales)
+        )
+        fprop = PackedOperand.of(codes, scales, gathered.scale, operand)
+        return fprop, fprop.transposed()
 
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None

@@ -15,24 +15,31 @@ from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.gathered_codes import GatheredWeight
-from megatron_fp4.precision.emulated import codes_of
+from megatron_fp4.precision import torch_scaled_mm
+from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.emulated import EMULATED, codes_of
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.training.callbacks.validation import evaluate
 from megatron_fp4.training.optimizer import build_optimizer
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.distributed.hybrid import MODEL, NVFP4, Layout, micro_batches, whole
+from tests.quantization import cublas
 from tests.training.harness import launch, train_step
 
 pytestmark = pytest.mark.slow
 
 # Rows of out_proj: 32, of a group of in_proj: 50. On three ranks shards are smaller than a block and end within one.
-CASES = {
-    "dp3": (Layout(3, num_micro_batches=6), torch.float32),
-    "hsdp2_dp2": (Layout(4, replicate=2, reshard=True, num_micro_batches=8), torch.bfloat16),
-    "tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.float32),
+# The backend torch gathers codes of tokens as well, over the tensor-parallel ranks.
+CASES: dict[str, tuple[Layout, torch.dtype, Backend]] = {
+    "dp3": (Layout(3, num_micro_batches=6), torch.float32, EMULATED),
+    "hsdp2_dp2": (Layout(4, replicate=2, reshard=True, num_micro_batches=8), torch.bfloat16, EMULATED),
+    "tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.float32, EMULATED),
+    "torch, dp3": (Layout(3, num_micro_batches=6), torch.bfloat16, TorchBackend()),
+    "torch, tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.bfloat16, TorchBackend()),
 }
 STEPS = 5
 BF16_STEP, PROBED_STEP, EVALUATED_STEP = 3, 1, 2
@@ -49,19 +56,21 @@ class Seen:
     as_codes: list[list[int]] = field(default_factory=list)
 
 
-def run(rank: int, layout: Layout, dtype: torch.dtype) -> list[Seen]:
+def run(rank: int, layout: Layout, dtype: torch.dtype, backend: Backend) -> list[Seen]:
     """With codes, then without."""
-    with_codes = train(layout, dtype)
-    with mock.patch.object(LinearContext, "gathers_codes", False):
-        return [with_codes, train(layout, dtype)]
+    with mock.patch.object(torch_scaled_mm, "scaled_mm", cublas.scaled_mm):
+        with_codes = train(layout, dtype, backend)
+        with mock.patch.object(LinearContext, "gathers_codes", False), mock.patch.object(TorchBackend, "joins", False):
+            return [with_codes, train(layout, dtype, backend)]
 
 
-def train(layout: Layout, dtype: torch.dtype) -> Seen:
+def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Seen:
     mesh, step_state, seen = layout.mesh(), StepState(seed=11), Seen()
     model = model_on(mesh, dtype, layout.reshard)
     contexts = {name: linear.context for name, linear in model.linears()}
     for name, context in contexts.items():
         context.name, context.recipe, context.step_state = name, NVFP4, step_state
+        context.backend = backend
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     count = 0
 
@@ -116,8 +125,8 @@ def model_on(mesh: Any, dtype: torch.dtype, reshard: bool) -> HybridModel:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_bit_for_bit_what_it_is_without(name: str) -> None:
-    layout, dtype = CASES[name]
-    for of_rank in launch(run, layout.world, layout, dtype):
+    layout, *how = CASES[name]
+    for of_rank in launch(run, layout.world, layout, *how):
         codes, plain = of_rank
         assert codes.losses == plain.losses
         assert all(torch.equal(one, other) for one, other in zip(codes.weights, plain.weights, strict=True))

@@ -17,15 +17,16 @@ from torch import Tensor
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision import emulated
+from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import FORMATS
 from tests.distributed.hybrid import NVFP4, RECIPES, operand, watched_gemms, whole
-from tests.quantization import kernel_layout
+from tests.quantization import cublas, kernel_layout
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
@@ -66,24 +67,10 @@ def calls_on(
     mesh: ParallelMesh, recipe: Recipe, dtype: torch.dtype = torch.float32, tokens: int = TOKENS, keeps: bool = False
 ) -> dict[str, dict[str, Any]]:
     """What the three GEMMs of every linear were given on this rank; its y, dx and dW (dW whole)."""
-    rank, tensor = mesh.tp_rank, mesh.tp_size
     found: dict[str, dict[str, Any]] = {}
-    for name, make in LINEARS.items():
-        x, w, dy = tensors(name, tokens)
-        with mesh.device:
-            linear = make(mesh)
-        shard_dim = 1 if name == "row" else 0
-        linear.weight.data._local_tensor.copy_(w.chunk(tensor, shard_dim)[rank])
-        linear.context.name, linear.context.recipe, linear.context.keeps_input = name, recipe, keeps
-        linear.context.step_state = StepState(seed=3, step=4, micro_batch=5)
-        if name == "row":
-            x = x.chunk(tensor, 1)[rank]
-            dy = dy.chunk(tensor)[rank] if mesh.sequence_parallel else dy
-        else:
-            x = x.chunk(tensor)[rank] if mesh.sequence_parallel else x
-            dy = dy.chunk(tensor, 1)[rank]
-        x, dy = (t.to(mesh.device, dtype).contiguous() for t in (x, dy))
-        x.requires_grad_()
+    for name in LINEARS:
+        linear, x, dy = linear_on(mesh, name, recipe, dtype, tokens)
+        linear.context.keeps_input = keeps
         calls: list[Any] = []
 
         def keep(a: GemmOperand, b: GemmOperand, calls: list[Any] = calls) -> None:
@@ -97,6 +84,27 @@ def calls_on(
         results = {"y": y.detach(), "dx": x.grad, "dw": whole(linear.weight.grad)}
         found[name] = {**dict(zip(GEMMS, calls, strict=True)), **results}
     return found
+
+
+def linear_on(
+    mesh: ParallelMesh, name: str, recipe: Recipe, dtype: torch.dtype, tokens: int = TOKENS
+) -> tuple[QuantizedLinear, Tensor, Tensor]:
+    """A linear, and this rank's parts of x and dy."""
+    rank, tensor = mesh.tp_rank, mesh.tp_size
+    x, w, dy = tensors(name, tokens)
+    with mesh.device:
+        linear = LINEARS[name](mesh)
+    linear.weight.data._local_tensor.copy_(w.chunk(tensor, 1 if name == "row" else 0)[rank])
+    linear.context.name, linear.context.recipe = name, recipe
+    linear.context.step_state = StepState(seed=3, step=4, micro_batch=5)
+    if name == "row":
+        x = x.chunk(tensor, 1)[rank]
+        dy = dy.chunk(tensor)[rank] if mesh.sequence_parallel else dy
+    else:
+        x = x.chunk(tensor)[rank] if mesh.sequence_parallel else x
+        dy = dy.chunk(tensor, 1)[rank]
+    x, dy = (t.to(mesh.device, dtype).contiguous() for t in (x, dy))
+    return linear, x.requires_grad_(), dy
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +174,33 @@ def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
     columns, rows = (unpacked.count(name) for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))
     # Of every operand a second time by the test's own look.
     assert (columns, rows) == (2 * 3, 2 * (3 if keeps else 4))
+
+
+def run_torch(rank: int) -> list[tuple[list[Tensor], list[Message]]]:
+    """What the backend torch computes and sends, with codes and without."""
+    mesh, found = build_mesh(ParallelConfig(tensor=2), torch.device("cpu")), []
+    for joins in (True, False):
+        results, sent = list[Tensor](), list[Message]()
+        found.append((results, sent))
+        scaled_mm = mock.patch.object(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
+        with scaled_mm, mock.patch.object(TorchBackend, "joins", joins), counted_messages(sent):
+            for name in LINEARS:
+                linear, x, dy = linear_on(mesh, name, NVFP4, torch.bfloat16)
+                linear.context.backend = TorchBackend()
+                y = linear(x)
+                y.backward(dy)
+                assert linear.weight.grad is not None and x.grad is not None
+                results += [y.detach(), x.grad, whole(linear.weight.grad)]
+    return found
+
+
+def test_the_backend_torch_sends_codes_and_computes_the_same_bits() -> None:
+    for (codes, sent), (values, sent_without) in launch(run_torch, 2):
+        assert all(torch.equal(one, other) for one, other in zip(codes, values, strict=True))
+        gathered, gathered_without = ([size for way, size in of if way == GATHER] for of in (sent, sent_without))
+        x, dy = TOKENS * IN, TOKENS * 48
+        assert gathered == [x * 9 // 16] * 4 + [dy * 9 // 16] * 2
+        assert sum(gathered_without) >= 2 * (2 * x + dy)
 
 
 def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str, Any]], rtol: float = 1e-5) -> None:
