@@ -45,7 +45,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.layers import QuantizedLinear
-from megatron_fp4.precision.emulated import CodesOfWeight, attach_codes
+from megatron_fp4.precision.backend import CodesOfWeight
+from megatron_fp4.precision.emulated import attach_codes
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.rounding import E4M3_MAX

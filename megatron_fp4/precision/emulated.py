@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
+from megatron_fp4.precision.backend import Backend, CodesOfWeight, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
@@ -140,17 +140,6 @@ class PackedWeight:
     def t(self) -> PackedWeight:
         """The same codes with rows and columns exchanged."""
         return replace(self, exchanged=not self.exchanged)
-
-
-@dataclass(frozen=True)
-class CodesOfWeight:
-    """What was gathered instead of a weight [out, in]: codes and scales as `PackedWeight` has them, its `blocks`, and
-    FP32 0-dim the factor of its values (None: 1)."""
-
-    codes: Tensor
-    scales: Tensor
-    blocks: RowBlocks
-    scale: Tensor | None
 
 
 def attach_codes(weight: Tensor, codes: CodesOfWeight) -> None:

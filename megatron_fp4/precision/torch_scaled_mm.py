@@ -37,10 +37,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
+from megatron_fp4.precision.backend import Backend, CodesOfWeight, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import (
     EMULATED,
-    CodesOfWeight,
     Gather,
     GemmOperand,
     codes_transpose,
