@@ -30,7 +30,6 @@ import tokenize
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -40,7 +39,7 @@ from rich.progress import track
 
 from data.indexed import DataBundle, IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
 from data.storage import build_once, default_cache_dir
-from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer
 
 CODE = "code"
 PROSE = "prose"
@@ -83,10 +82,9 @@ class Document:
 def check_builtin(data: Any) -> None:
     """Raise ValueError for settings of a configuration's `data` that are for data of one's own."""
     for key in ("sources", "validation", "tokenizer", "eod_token"):
-        if getattr(data, key):
+        if value := getattr(data, key):
             raise ValueError(
-                f"data.{key}={getattr(data, key)} has no effect with data.kind=builtin; choose data=indexed for your "
-                "own data"
+                f"data.{key}={value} has no effect with data.kind=builtin; choose data=indexed for your own data"
             )
 
 
@@ -102,29 +100,24 @@ def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBu
     library = standard_library()
     identity = f"{FORMAT_VERSION}\n{sys.version}\n{library}\n{vocab_size}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    version = ".".join(map(str, sys.version_info[:3]))
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = cache / f"builtin-python{version}-vocab{vocab_size}-{key}"
     if not folder.is_dir() and not _is_first_rank():
         time.sleep(1.0)  # rank 0, which shows how far it is, takes the lock first
-    build_once(folder, partial(_collect_and_build, library=library, vocab_size=vocab_size))
-    return open_corpus(folder)
 
+    def build(folder: Path) -> None:
+        _say(f"building the built-in corpus, once: {folder.parent}")
+        documents = collect_documents(library)
+        check_enough(documents, library)
+        build_corpus(folder, documents, vocab_size)
 
-def open_corpus(folder: Path) -> DataBundle:
-    """Open a folder that build_corpus wrote. Raises ValueError if a file of it is missing or damaged."""
+    build_once(folder, build)
     try:
         train, validation = ({name: IndexedDataset(folder / split / name) for name in SOURCES} for split in SPLITS)
         return DataBundle(train, validation, load_tokenizer(folder / "tokenizer.json"))
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"the cached corpus {folder} is damaged ({error}); delete the folder to rebuild it") from error
-
-
-def _collect_and_build(folder: Path, library: Path, vocab_size: int) -> None:
-    _say(f"building the built-in corpus, once: {folder.parent}")
-    documents = collect_documents(library)
-    check_enough(documents, library)
-    build_corpus(folder, documents, vocab_size)
 
 
 def standard_library() -> Path:
@@ -139,7 +132,7 @@ def collect_documents(library: Path) -> list[Document]:
     stripped installation lacks, and documents shorter than 160 characters.
     """
     documents: list[Document] = []
-    for path in watched("reading the standard library", _files(library, ".py")):
+    for path in _watched("reading the standard library", _files(library, ".py")):
         documents += _from_code(path, path.relative_to(library).as_posix())
     for path in _files(library, ".txt"):
         try:
@@ -233,7 +226,8 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
     by_origin: dict[str, set[str]] = {}
     for document in documents:
         by_origin.setdefault(document.origin, set()).update(paragraphs(document.text))
-    held_out = {origin for origin in by_origin if _share(origin) < fraction}
+    hashes = {origin: hashlib.sha256(f"{_SALT}/{origin}".encode()).digest()[:8] for origin in by_origin}
+    held_out = {origin for origin in by_origin if int.from_bytes(hashes[origin], "big") / 2**64 < fraction}
     seen: set[str] = set().union(*(by_origin[origin] for origin in by_origin if origin not in held_out))
     # Each origin that moves brings its own paragraphs to training, which may give another one away.
     while leaking := [origin for origin in held_out if not seen.isdisjoint(by_origin[origin])]:
@@ -242,12 +236,6 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
     training = [document for document in documents if document.origin not in held_out]
     validation = [document for document in documents if document.origin in held_out]
     return training, validation
-
-
-def _share(origin: str) -> float:
-    """A number in [0, 1) from the origin's name."""
-    digest = hashlib.sha256(f"{_SALT}/{origin}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -> None:
@@ -265,18 +253,14 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
             texts = [document.text for document in chosen if document.source == source]
             if not texts:
                 raise ValueError(f"no {source} document fell into the {split} split; the corpus is too small")
-            _write(folder / split / source, texts, tokenizer)
+            batches = [texts[start : start + _BATCH_DOCUMENTS] for start in range(0, len(texts), _BATCH_DOCUMENTS)]
+            with IndexedDatasetWriter(folder / split / source, dtype_for_vocabulary(tokenizer.vocab_size)) as writer:
+                for batch in _watched(f"tokenizing {split}/{source}", batches):
+                    for ids in tokenizer.encode_batch(batch):
+                        writer.add_document([*ids, tokenizer.eod_id])
 
 
-def _write(prefix: Path, texts: Sequence[str], tokenizer: TextTokenizer) -> None:
-    batches = [texts[start : start + _BATCH_DOCUMENTS] for start in range(0, len(texts), _BATCH_DOCUMENTS)]
-    with IndexedDatasetWriter(prefix, dtype_for_vocabulary(tokenizer.vocab_size)) as writer:
-        for batch in watched(f"tokenizing {prefix.parent.name}/{prefix.name}", batches):
-            for ids in tokenizer.encode_batch(batch):
-                writer.add_document([*ids, tokenizer.eod_id])
-
-
-def watched(what: str, items: Sequence[Item]) -> Iterator[Item]:
+def _watched(what: str, items: Sequence[Item]) -> Iterator[Item]:
     """The items, while rank 0 shows on stderr how many are done: a bar, or lines where stderr is no terminal."""
     if _is_first_rank() and sys.stderr.isatty():
         yield from track(items, what, console=Console(stderr=True))

@@ -481,17 +481,15 @@ def _read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
         except ValueError as error:
             raise ValueError(f"{file}:{number} is no token in base64 and its rank; give a whole rank file") from error
     settings_file = file.with_suffix(".json")
-    wanted = '{"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}'
-    if not settings_file.is_file():
-        raise ValueError(f"{file} says neither pattern nor special tokens: write {settings_file} with {wanted}")
     try:
         settings = json.loads(settings_file.read_bytes())
-        pattern, special = settings["pattern"], settings["special_tokens"]
-        right = isinstance(pattern, str) and all(type(number) is int and number >= 0 for number in special.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        right = False
-    if not right:
-        raise ValueError(f"{settings_file} does not hold {wanted}; correct it")
+        pattern = str(settings["pattern"])
+        special = {str(token): int(number) for token, number in settings["special_tokens"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        wanted = '{"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}'
+        raise ValueError(
+            f"{file} says neither pattern nor special tokens: write {settings_file} with {wanted}"
+        ) from error
     if taken := set(special.values()) & set(ranks.values()):
         raise ValueError(f"{settings_file} gives a special token the id {min(taken)}, which {file.name} gives another")
     return TiktokenTokenizer(ranks, pattern, special, str(file), eod_token)
@@ -502,15 +500,13 @@ def _read_encoding(name: str, eod_token: str | None) -> TiktokenTokenizer:
     if name not in known:
         raise ValueError(f"tiktoken knows no encoding {name!r}; it knows {', '.join(sorted(known))}")
     try:
-        encoding = tiktoken.get_encoding(name)
+        found = tiktoken.get_encoding(name)
     except Exception as error:  # of requests, which tiktoken uses; and of a damaged cache
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"tiktoken cannot fetch {name} ({reason}); connect to a network, set TIKTOKEN_CACHE_DIR, or give a rank "
-            "file"
-        ) from error
+        remedy = "connect to a network, set TIKTOKEN_CACHE_DIR, or give a rank file"
+        raise ValueError(f"tiktoken cannot fetch {name} ({reason}); {remedy}") from error
     return TiktokenTokenizer(
-        encoding._mergeable_ranks, encoding._pat_str, encoding._special_tokens, f"{PREFIX}{name}", eod_token
+        found._mergeable_ranks, found._pat_str, found._special_tokens, f"{PREFIX}{name}", eod_token
     )
 
 

@@ -25,7 +25,7 @@ _EXISTS = 3
 
 
 def prepare(folder: Path, output: Path) -> None:
-    """The same corpus each time: JSON Lines in several tasks, huge documents, a tokenizer to be trained."""
+    """The same corpus each time: JSON Lines in several tasks, huge documents, a tokenizer to train."""
     parts = open_files("json", find_files([str(folder / "*.jsonl")]))
     options = Options(validation=0.2, max_document_bytes=1000, max_malformed=0.1)
     prepare_module.prepare(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), options)

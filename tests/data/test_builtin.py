@@ -19,7 +19,6 @@ from data.builtin import (
     build_corpus,
     collect_documents,
     open_builtin,
-    open_corpus,
     paragraphs,
     split_documents,
 )
@@ -65,14 +64,10 @@ def test_collects_code_and_prose_by_origin(library: Path) -> None:
 
 
 def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> None:
-    documents = collect_documents(library)
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    build_corpus(folder, documents, vocab_size=400)
-    corpus = open_corpus(folder)
+    corpus = open_builtin(400, tmp_path / "cache")
     tokenizer = corpus.tokenizer
     assert tokenizer is not None and tokenizer.vocab_size == 400
-    training, validation = split_documents(documents, HELD_OUT_FRACTION)
+    training, validation = split_documents(collect_documents(library), HELD_OUT_FRACTION)
     for datasets, chosen in ((corpus.train, training), (corpus.validation, validation)):
         for source, dataset in datasets.items():
             texts = [document.text for document in chosen if document.source == source]
@@ -81,9 +76,9 @@ def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> Non
                 tokens = dataset.document(i).tolist()
                 assert tokens[-1] == tokenizer.eod_id and tokenizer.eod_id not in tokens[:-1]
                 assert tokenizer.decode(tokens) == text
-    (folder / "train" / "code.idx").unlink()
+    Path(f"{corpus.train[CODE]}.idx").unlink()
     with pytest.raises(ValueError, match=r"train/code.*delete the folder"):
-        open_corpus(folder)
+        open_builtin(400, tmp_path / "cache")
 
 
 def test_two_processes_build_once_and_rank_0_shows_it(
@@ -124,24 +119,6 @@ def test_two_processes_build_once_and_rank_0_shows_it(
     monkeypatch.setenv("RANK", "1")
     open_builtin(301, tmp_path / "cache")
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.slow
-def test_no_validation_text_of_the_own_library_is_in_training(corpus: Path) -> None:
-    bundle = open_builtin(512, corpus)
-    assert bundle.tokenizer is not None
-
-    def shared(source: str, split: str) -> set[str]:
-        dataset = (bundle.train if split == "train" else bundle.validation)[source]
-        texts = (bundle.tokenizer.decode(dataset.document(i).tolist()) for i in range(dataset.num_documents))
-        return set().union(*map(paragraphs, texts))
-
-    assert not (shared(CODE, "validation") | shared(PROSE, "validation")) & (
-        shared(CODE, "train") | shared(PROSE, "train")
-    )
-    for source in (CODE, PROSE):
-        held_out = bundle.validation[source].num_tokens
-        assert 0.02 < held_out / (held_out + bundle.train[source].num_tokens) < 0.12
 
 
 DOCUMENTS = [

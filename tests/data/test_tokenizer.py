@@ -18,7 +18,6 @@ import tiktoken
 from data import tokenizer as module
 from data.tokenizer import (
     CL100K,
-    END_OF_DOCUMENT,
     GPT2,
     QWEN2,
     HuggingFaceTokenizer,
@@ -131,10 +130,8 @@ def test_named_encodings_come_from_tiktoken(monkeypatch: pytest.MonkeyPatch) -> 
     ("name", "content", "said"),
     [
         ("tokenizer.json", b"{", r"cannot be read as a tokenizer\.json \(.*\); save it again, or update tokenizers"),
-        ("tokenizer.json", b"[1]", r"cannot be read as a tokenizer\.json"),
         ("tokenizer.json", b"\xff\xfe{", r"cannot be read as a tokenizer\.json"),
         ("m.model", b"\x00garbage", r"m\.model is no SentencePiece model; give a whole \.model file"),
-        ("m.model", b"", r"m\.model is no SentencePiece model"),
         ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is no token in base64 and its rank"),
         ("r.tiktoken", b"IQ== 0\n", r"r\.tiktoken says neither pattern nor special tokens: write .*r\.json"),
     ],
@@ -146,13 +143,9 @@ def test_a_file_that_is_no_tokenizer(name: str, content: bytes, said: str, tmp_p
     assert "\n" not in str(refusal.value)
 
 
-def test_training_is_deterministic_and_the_fingerprint_survives_a_file(tmp_path: Path) -> None:
-    first = train_tokenizer(TEXTS, 320)
-    assert first.fingerprint() == train_tokenizer(TEXTS, 320).fingerprint()
-    assert first.fingerprint() != train_tokenizer(TEXTS, 319).fingerprint()
-    first.save(tmp_path / "tokenizer.json")
-    assert load_tokenizer(tmp_path / "tokenizer.json").fingerprint() == first.fingerprint()
-    assert first.eod_id not in first.encode_batch([f"x{END_OF_DOCUMENT}y"])[0]
+def test_training_is_deterministic() -> None:
+    prints = [train_tokenizer(TEXTS, size).fingerprint() for size in (320, 320, 319)]
+    assert prints[0] == prints[1] != prints[2]
 
 
 # --- words seen before give the ids that `tokenizers` gives -----------------------------------------------------------
