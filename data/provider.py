@@ -26,11 +26,9 @@ from data.order import Samples, SampleSource
 from data.schedule import Phase, PhaseSchedule, PhaseSpan
 from data.sources import check_indexed, open_indexed
 from data.storage import default_cache_dir
-from data.validation import ValidationSet, Yardstick, fewer_windows
+from data.validation import ValidationSet, Yardstick
 
 __all__ = ["MicroBatch", "RunData", "check_kind", "default_cache_dir", "open_alone", "open_data", "phases"]
-
-_MOST_EPOCHS = 64
 
 
 class Kind(NamedTuple):
@@ -97,9 +95,18 @@ class RunData:
 
     def summary(self, num_samples: int | None) -> list[str]:
         """Lines that say what was opened. num_samples: held-out windows that were asked for."""
-        unused = [name for name in self.bundle.train if name not in self.loader.sources]
-        told = [f"warning: no phase draws from data.sources.{', '.join(unused[:8])}"] if unused else []
-        return [self.bundle.summary(), *told, *fewer_windows(self.validation, num_samples)]
+        lines = [self.bundle.summary()]
+        if unused := [name for name in self.bundle.train if name not in self.loader.sources]:
+            lines.append(f"warning: no phase draws from data.sources.{', '.join(unused[:8])}")
+        most = max((held_out.num_samples for held_out in self.validation), default=0)
+        for held_out in self.validation:
+            if num_samples is not None and held_out.num_samples < most:
+                lines.append(
+                    f"validation {held_out.name}: {held_out.num_samples:,} windows of {held_out.seq_length:,} tokens, "
+                    f"fewer than validation.num_samples={num_samples:,}; its losses are noisier than the others', and "
+                    "weigh as much in a mean over sources"
+                )
+        return lines
 
     def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:
         """Held-out losses in nats per token, by set, as bits per byte of text, where its bytes are known."""
@@ -111,9 +118,9 @@ class RunData:
         sources, those gone through most."""
         taken, sources = self.phases.counts(self.phases.samples_before(step)), self.loader.sources
         epochs = {name: sources[name].epochs(count) for name, count in taken.items() if name in sources}
-        if len(epochs) <= _MOST_EPOCHS:
-            return epochs
-        return dict(sorted(epochs.items(), key=lambda item: -item[1])[:_MOST_EPOCHS])
+        if len(epochs) > 64:
+            return dict(sorted(epochs.items(), key=lambda item: -item[1])[:64])
+        return epochs
 
     def planned_use(self) -> list[tuple[PhaseSpan, list[PlannedUse]]]:
         """For each phase, what it takes from each of its sources, within one sample of what will be served."""
@@ -217,14 +224,13 @@ def open_alone(config: Any) -> RunData:
 def open_on_rank(config: Any, mesh: Any) -> RunData:
     """The data of a run, without a look at other ranks. Raises ValueError or OSError for what cannot be opened or does
     not fit."""
-    train, data, vocab_size = config.train, config.data, config.model.vocab_size
-    bundle = KINDS[data.kind].open(data, vocab_size)
+    train, data = config.train, config.data
+    bundle, validation = open_held_out(config)
     schedule = phases(config, {name: stream.num_tokens for name, stream in bundle.train.items()})
     sources: Mapping[str, Samples]
-    cut = train.sequence_length, config.data_seed, vocab_size
+    cut = train.sequence_length, config.data_seed, config.model.vocab_size
     if isinstance(schedule, MegatronSchedule):
         sources = schedule.open(bundle.train, *cut, data.cache_dir)
-        bundle = replace(bundle, validation=held_out_by_split(bundle, data.megatron.split))
     else:
         sources = {name: SampleSource(name, stream, *cut, data.order) for name, stream in bundle.train.items()}
     loader = MicroBatchLoader(
@@ -242,25 +248,21 @@ def open_on_rank(config: Any, mesh: Any) -> RunData:
         boundary_loss=data.boundary_loss,
         consecutive=mesh.consecutive,
     )
-    return RunData(bundle, loader, _held_out_sets(config, bundle))
+    return RunData(bundle, loader, validation)
 
 
 def open_held_out(config: Any) -> tuple[DataBundle, list[ValidationSet]]:
-    """The held-out data alone, as `open_data` opens it, for who does not train.
+    """The opened files, and the held-out windows of them.
 
     Raises ValueError or OSError for what cannot be opened or does not fit.
     """
-    data = config.data
+    data, length, samples = config.data, config.train.sequence_length, config.validation.num_samples
     bundle = KINDS[data.kind].open(data, config.model.vocab_size)
     if data.order == "megatron":
         bundle = replace(bundle, validation=held_out_by_split(bundle, data.megatron.split))
-    return bundle, _held_out_sets(config, bundle)
-
-
-def _held_out_sets(config: Any, bundle: DataBundle) -> list[ValidationSet]:
-    data, length, samples = config.data, config.train.sequence_length, config.validation.num_samples
     options = config.model.vocab_size, data.documents == "masked", data.boundary_loss
-    return [ValidationSet(name, stream, length, samples, *options) for name, stream in bundle.validation.items()]
+    streams = bundle.validation.items()
+    return bundle, [ValidationSet(name, stream, length, samples, *options) for name, stream in streams]
 
 
 def _facts(run: RunData) -> dict[str, dict[str, Any]]:

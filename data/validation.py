@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,15 +161,3 @@ def bytes_per_token(stream: TokenSource) -> float | None:
             return None
         tokens += part.num_tokens
     return text_bytes / tokens
-
-
-def fewer_windows(validation: Sequence[ValidationSet], num_samples: int | None) -> list[str]:
-    """A line for each set with fewer windows than the `num_samples` that were asked for and another set has."""
-    most = max((held_out.num_samples for held_out in validation), default=0)
-    return [
-        f"validation {held_out.name}: {held_out.num_samples:,} window{'s' if held_out.num_samples > 1 else ''} of "
-        f"{held_out.seq_length:,} tokens, fewer than validation.num_samples={num_samples:,}; its losses are noisier "
-        "than the others', and weigh as much in a mean over sources"
-        for held_out in validation
-        if held_out.num_samples < most and num_samples is not None
-    ]

@@ -197,16 +197,12 @@ class Prefetcher(Generic[T]):
                 self._workers.append(_Worker(Task(micro_batches, worker, num_workers, num_slots)))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.pids = [worker.process.pid for worker in self._workers]
         self._made: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(num_ahead)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.process.pid for worker in self._workers]
 
     def next(self, timeout_seconds: float) -> T:
         """The next result, waited for up to timeout_seconds (0: for ever).
@@ -216,7 +212,13 @@ class Prefetcher(Generic[T]):
         try:
             made = self._made.get(timeout=timeout_seconds or None)
         except queue.Empty:
-            raise LoaderError(f"nothing for {timeout_seconds:.0f} s: {self._in_words()}") from None
+            states = [f"{worker} {state}" for worker in self._workers if (state := worker.state())]
+            if not states:
+                pids = ", ".join(map(str, self.pids))
+                states.append(
+                    f"all workers run (processes {pids}): the disk is slow, or raise parallel.timeout_seconds"
+                )
+            raise LoaderError(f"nothing for {timeout_seconds:.0f} s: {'; '.join(states)}") from None
         if isinstance(made, Exception):
             raise made
         self._room.release()
@@ -259,15 +261,6 @@ class Prefetcher(Generic[T]):
         with contextlib.suppress(BrokenPipeError):  # it has read its last, or is dead, which the next read shows
             os.write(worker.wanted, b"+")
         return made
-
-    def _in_words(self) -> str:
-        """How each worker that does not simply run stands, with what to do about it."""
-        states = [f"{worker} {state}" for worker in self._workers if (state := worker.state())]
-        pids = ", ".join(map(str, self.pids))
-        return "; ".join(states) or (
-            f"all workers run (processes {pids}), so reading the data takes this long: look at its disk, or raise "
-            "parallel.timeout_seconds"
-        )
 
 
 class _Worker:
