@@ -322,7 +322,7 @@ class ProbedCall:
         raw_signal = _sums_of_squares(x) if rht and not large else None
         part = (sample_rows(seen) if large else seen).to(torch.float32)
         part = part * factor if rht and large else part
-        sums = operand_sums(part, *quantized_values(part, operand, call.draws(slot), amax))
+        sums = operand_sums(part, operand, call.draws(slot), amax)
         raw_signal = sums[:1] if raw_signal is None else raw_signal
         raw_count = torch.full_like(raw_signal, count * part.numel() / x.numel())
         sums = torch.cat((sums, raw_signal, raw_count))
@@ -359,19 +359,6 @@ class ProbedCall:
         return None
 
 
-def quantized_values(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """What `operand` makes of FP32 `rows` [rows, k]: real values FP32 [rows, k], and the largest magnitude that each
-    block's scale can express, FP32 [rows, k / block].
-
-    key: of stochastic rounding, None rounds to nearest. amax: FP32 0-dim, of the whole tensor.
-    """
-    encoded = encode_operand(rows, operand, key, amax=amax)
-    values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
-    if scale is not None:
-        values, limits = values.mul_(scale), limits * scale
-    return values, limits * format_of(operand.format).largest
-
-
 def sample_rows(x: Tensor) -> Tensor:
     """Bands of rows of `x` [rows, cols] that lie evenly over it, at least `SAMPLE` elements (of at least as many)."""
     band = math.gcd(x.shape[0], _BAND_ROWS)
@@ -403,12 +390,14 @@ def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
     return random_hadamard_transform(torch.eye(size), size, torch.ones(size)).sign().to(device)
 
 
-def operand_sums(x: Tensor, values: Tensor, limits: Tensor) -> Tensor:
-    """The first five of `OPERAND_SUMS`: FP64 [5]. (The other two are of the tensor before a transform.)
-
-    x: FP32 [rows, cols], what the quantizer saw. values: FP32 [rows, cols], what it made of it, dequantized.
-    limits: FP32 [rows, cols / block], the largest magnitude that each block's scale can express.
-    """
+def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> Tensor:
+    """The first five of `OPERAND_SUMS` of what `operand` makes of `x`, FP32 [rows, k]: FP64 [5]. (The other two are of
+    the tensor before a transform.) key: of stochastic rounding. amax: FP32 0-dim, of the whole tensor."""
+    encoded = encode_operand(x, operand, key, amax=amax)
+    values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
+    if scale is not None:
+        values, limits = values.mul_(scale), limits * scale
+    limits = limits * format_of(operand.format).largest  # [rows, k / block]: what each block's scale can express
     magnitude = x.abs().unflatten(-1, (limits.shape[-1], -1))
     reach = torch.where(limits > 0, limits * _ON_THE_LIMIT, math.inf)
     saturated = torch.count_nonzero(magnitude > reach[..., None])
