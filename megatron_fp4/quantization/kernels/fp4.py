@@ -8,15 +8,12 @@ rows (both sides of wgrad, whose dot product runs over tokens):
     quantize_rows      read x -> values, or packed codes, along the rows
     unpack             read packed codes -> values along the rows
 
-What limits the two in the middle is instructions, between hot GEMMs above all, when the clocks are low: for sm_90 some
-12 (18 with stochastic rounding) an element along the columns, and 19 (23, of which the transform is 7) along the rows.
-So blocks of one row have four pairs in a thread, which compute their scale in two threads and not in four; what can be
-done to both halves of a pair at once is (maxima, clamp, scale, sign, codes); and where the unit for logic and shifts
-has too much to do, which issues every other cycle, a multiplication stands in for a shift.
-
-One kernel for both operands was slower than two, although it reads x once: it has all their instructions, and the
-registers of the one leave too few warps for the other. Two also let the first GEMM free its operand before the second
-operand is made.
+What limits the two in the middle is instructions: for sm_90 some 12 (18 with stochastic rounding) an element along the
+columns, and 19 (23, of which the transform is 7) along the rows. So blocks of one row have four pairs in a thread,
+which compute their scale in two threads and not in four; what can be done to both halves of a pair at once is (maxima,
+clamp, scale, sign, codes); and a multiplication stands in for a shift, whose unit issues every other cycle. Two kernels
+are faster than one for both operands, whose registers leave too few warps, and let the first GEMM free its operand
+before the second is made.
 
 The kernels that go over all tiles have one axis of programs, tiles side by side first: CUDA allows 2^31 programs along
 the first axis and 65535 along the others. No load or store has a mask: a program that reaches beyond the last column
@@ -120,10 +117,7 @@ def measure_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """x [rows, columns] measured, and the transformed x; positions hashed for stochastic rounding.
-
-    Writes amax int32 [2] (by atomic maxima of bits) and, for stochastic rounding, the hashes of both operands.
-    """
+    """x [rows, columns] measured, and the transformed x; positions hashed for stochastic rounding."""
     if DEVICE_KEY_0:
         start_row_0 += tl.load(key_0_ptr)
         start_column_0 += tl.load(key_0_ptr + 1)
@@ -197,10 +191,7 @@ def quantize_columns_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """x [rows, columns] quantized along its columns, in blocks of 1 or BLOCK rows.
-
-    Writes BF16 values in the layout of x, or packed code bytes [rows, columns / 2] and scales [rows, columns / BLOCK].
-    """
+    """x [rows, columns] quantized along its columns, in blocks of 1 or BLOCK rows."""
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     # From the end backwards: the last rows that measure_kernel read are still in the cache.
@@ -266,10 +257,7 @@ def quantize_rows_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """x [rows, columns], perhaps transformed, quantized along its rows.
-
-    Writes BF16 values in the layout of x, or words of codes and pairs of scales (the order is at the top of the file).
-    """
+    """x [rows, columns], perhaps transformed, quantized along its rows."""
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
@@ -344,10 +332,7 @@ def unpack_kernel(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Words of codes and pairs of scales, as quantize_rows_kernel packs them, of one or several parts.
-
-    Writes BF16 values [rows, columns].
-    """
+    """Words of codes and pairs of scales, as quantize_rows_kernel packs them, of one or several parts."""
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
     group = tl.minimum((tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS), num_groups - 1)

@@ -30,10 +30,7 @@ def quantize_fp8_kernel(
     POWER_OF_TWO: tl.constexpr,
     OUT: tl.constexpr,  # "bytes", "codes" or "values"
 ):
-    """x [rows, columns] quantized to E4M3 in blocks of 1x128, 128x1 or 128x128.
-
-    Writes codes or values in the layout of x, and an FP32 decode scale for each block.
-    """
+    """x [rows, columns] quantized to E4M3 in blocks of 1x128, 128x1 or 128x128."""
     rows = tl.program_id(1) * 128 + tl.arange(0, 128)
     columns = tl.program_id(0) * 128 + tl.arange(0, 128)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -93,10 +90,7 @@ def matmul_fp8_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """a [m, k] times b [n, k] transposed, codes under FP32 block scales.
-
-    Writes out [m, n], accumulated in FP32.
-    """
+    """a [m, k] times b [n, k] transposed, codes under FP32 block scales."""
     # Programs in columns of 8 blocks of rows: neighbours share what they read.
     blocks_m, blocks_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     band = tl.program_id(0) // (8 * blocks_n)
@@ -140,10 +134,7 @@ def quantize_mxfp8_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     CODES: tl.constexpr,  # codes rather than values
 ):
-    """x [rows, columns] quantized to E4M3 in blocks of 1x32, 32x1 or 32x32.
-
-    Writes BF16 values in the layout of x, or code bytes and UE8M0 scales.
-    """
+    """x [rows, columns] quantized to E4M3 in blocks of 1x32, 32x1 or 32x32."""
     rows, columns = mxfp8_tile()
     mask = (rows < num_rows) & (columns < num_columns)
     offsets = rows.to(tl.int64) * num_columns + columns
@@ -183,10 +174,7 @@ def decode_mxfp8_kernel(
     num_rows,
     num_columns,
 ):
-    """Code bytes [rows, columns] under UE8M0 scales [rows / 32, columns].
-
-    Writes BF16 values [rows, columns].
-    """
+    """Code bytes [rows, columns] under UE8M0 scales [rows / 32, columns]."""
     rows, columns = mxfp8_tile()
     mask = (rows < num_rows) & (columns < num_columns)
     offsets = rows.to(tl.int64) * num_columns + columns

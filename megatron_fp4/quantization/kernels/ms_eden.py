@@ -62,10 +62,7 @@ def measure_kernel(
     FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """x [tiles * 128, columns], transformed along its rows.
-
-    Writes amax int32 [1], the bits of the largest magnitude, by atomic maxima.
-    """
+    """x [tiles * 128, columns], transformed along its rows."""
     column = tl.minimum(tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), num_columns - 1)
     largest = tl.zeros([COLUMNS], tl.float32)
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
@@ -97,10 +94,7 @@ def quantize_kernel(
     DEVICE_KEY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """x [tiles * 128, columns], transformed and quantized along its rows by MS-EDEN.
-
-    Writes BF16 values in the layout of x, or packed codes and scale bytes; and the decode scale.
-    """
+    """x [tiles * 128, columns], transformed and quantized along its rows by MS-EDEN."""
     if DEVICE_KEY:
         start_row += tl.load(key_ptr)
         start_column += tl.load(key_ptr + 1)

@@ -52,10 +52,7 @@ def maxima_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """A part's rows of x [rows, columns] and the blocks that they belong to.
-
-    Writes the largest magnitude of each block, FP32 [blocks, columns / BLOCK].
-    """
+    """A part's rows of x [rows, columns] and the blocks that they belong to."""
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
     group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
@@ -90,10 +87,7 @@ def quantize_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """A part's rows of x [rows, columns], quantized under the maxima of their blocks.
-
-    Writes code bytes [rows, columns / 2] and scale bytes [rows, columns / BLOCK].
-    """
+    """A part's rows of x [rows, columns], quantized under the maxima of their blocks."""
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
     group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
@@ -133,10 +127,7 @@ def unpack_kernel(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Codes and scales of groups of rows, each group in one piece.
-
-    Writes BF16 values of all groups, with zeros where rows are padding.
-    """
+    """Codes and scales of groups of rows, each group in one piece."""
     # Sizes in whole blocks: loads and stores are as wide as they can be.
     PAIRS: tl.constexpr = BLOCK // 2
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
