@@ -33,7 +33,7 @@ def entries(key: str, value: Any) -> list[str]:
     Raises ValueError, naming key and value, for what is no path, an empty list, a YAML file that is missing or says
     something else, and a URL that nothing here can open.
     """
-    found = list(_flattened(key, value, Path(), ()))
+    found = list(_flattened(key, value, ()))
     for url in filter(is_url, found):
         try:
             check_url(url)
@@ -42,49 +42,57 @@ def entries(key: str, value: Any) -> list[str]:
     return found
 
 
+def _flattened(key: str, value: Any, inside: tuple[Path, ...]) -> Iterator[str]:
+    """inside: the YAML files that this value stands in."""
+    place = f" (in {inside[-1]})" if inside else ""
+    if isinstance(value, list | tuple) and value:
+        for entry in value:
+            yield from _flattened(key, entry, inside)
+        return
+    if not isinstance(value, str | os.PathLike) or not str(value).strip():
+        raise ValueError(
+            f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of at least one; weights are given in "
+            "the blends of data.phases"
+        )
+    text = str(value)
+    path = (inside[-1].parent if inside else Path()) / text
+    if text.startswith("file://"):
+        yield text.removeprefix("file://")
+    elif is_url(text):
+        yield text
+    elif not text.endswith((".yaml", ".yml")):
+        yield str(path)
+    elif path in inside:
+        raise ValueError(f"{key}={value}{place}: this list is part of itself; take it out")
+    else:
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"{key}={path}: cannot be read ({why}); name a YAML file with a list of paths") from error
+        if not isinstance(found, list):
+            raise ValueError(f"{key}={path}: holds {found!r:.40}, not a list; write `- /data/web_00` on a line each")
+        yield from _flattened(key, found, (*inside, path))
+
+
 def prefixes(key: str, value: Any) -> list[str]:
     """The prefixes that the value of `key` names, in order, patterns expanded, without endings.
 
     Raises ValueError as `entries` does, and for a pattern that matches nothing; OSError for a store that cannot be
     reached.
     """
-    return [prefix for entry in entries(key, value) for prefix in _expanded(key, entry)]
-
-
-def _flattened(key: str, value: Any, folder: Path, inside: tuple[Path, ...]) -> Iterator[str]:
-    """inside: the YAML files that this value stands in; folder: the last one's."""
-    place = f" (in {inside[-1]})" if inside else ""
-    if isinstance(value, list | tuple):
-        if not value:
-            raise ValueError(f"{key}=[]{place}: the list is empty; name at least one pair of files")
-        for entry in value:
-            yield from _flattened(key, entry, folder, inside)
-    elif not isinstance(value, str | os.PathLike) or not str(value).strip():
-        raise ValueError(
-            f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of these; weights are given in the "
-            "blends of data.phases"
-        )
-    elif str(value).startswith("file://"):
-        yield str(value).removeprefix("file://")
-    elif is_url(str(value)):
-        yield str(value)
-    elif str(value).endswith((".yaml", ".yml")):
-        path = folder / value
-        if path in inside:
-            raise ValueError(f"{key}={value}{place}: this list is part of itself; take it out")
-        yield from _flattened(key, _read_list(key, path), path.parent, (*inside, path))
-    else:
-        yield str(folder / value)
-
-
-def _read_list(key: str, path: Path) -> list[Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        why = " ".join(str(error).split())
-        raise ValueError(f"{key}={path}: cannot be read ({why}); name a YAML file with a list of paths") from error
-    if not isinstance(found, list):
-        raise ValueError(f"{key}={path}: holds {found!r:.40}, not a list; write `- /data/web_00` on a line each")
+    found = []
+    for entry in entries(key, value):
+        if not _is_pattern(entry):
+            found.append(_without_ending(entry))
+            continue
+        pattern = f"{entry[:-4] if entry.endswith(_ENDINGS) else entry}.idx"
+        matching = list_objects(pattern) if is_url(entry) else sorted(glob.glob(pattern, recursive=True))
+        if not matching:
+            raise ValueError(
+                f"{key}={entry}: no file matches {pattern}; correct it or quote a plain name"
+            )
+        found += [name[:-4] for name in matching]
     return found
 
 
@@ -97,16 +105,6 @@ def _without_ending(path: str) -> str:
     if not is_url(path) and os.path.exists(f"{path}.idx"):  # of a pair that is called web.bin.idx and web.bin.bin
         return path
     return path[:-4] if path.endswith(_ENDINGS) else path
-
-
-def _expanded(key: str, entry: str) -> list[str]:
-    if not _is_pattern(entry):
-        return [_without_ending(entry)]
-    pattern = f"{entry[:-4] if entry.endswith(_ENDINGS) else entry}.idx"
-    found = list_objects(pattern) if is_url(entry) else sorted(glob.glob(pattern, recursive=True))
-    if not found:
-        raise ValueError(f"{key}={entry}: no file matches {pattern}; correct the pattern, or quote a name that is none")
-    return [name[:-4] for name in found]
 
 
 def check_indexed(data: Any) -> None:

@@ -1,8 +1,12 @@
-"""Streams for tests of orders: the token at place i is `first` + i, so that a token says where it lies."""
+"""Streams for tests: the token at place i is `first` + i, so that a token says where it lies. No torch, since loader
+workers import them."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -34,3 +38,43 @@ class CountingStream:
 
     def identity(self) -> str:
         return f"{self.name}:{self.num_tokens}"
+
+
+class SteeredStream(CountingStream):
+    """One document of 500 tokens.
+
+    log: a file that gets a byte for each reading. fails_at: that token cannot be read, by `error`, None for a
+    TwoArgumentsError; blocks: reading waits for ever, after the log.
+    """
+
+    def __init__(
+        self,
+        log: Path | None = None,
+        fails_at: int | None = None,
+        error: Exception | None = None,
+        blocks: bool = False,
+    ) -> None:
+        super().__init__([500])
+        self.log, self.fails_at, self.error, self.blocks = log, fails_at, error, blocks
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        if self.log is not None:
+            descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(descriptor, b"+")
+            os.close(descriptor)
+        while self.blocks:
+            time.sleep(60)
+        if self.fails_at is not None and start <= self.fails_at < start + length:
+            raise self.error or TwoArgumentsError("this", "that")
+        return super().tokens(start, length)
+
+    def readings(self) -> int:
+        """How many readings there were, by the log."""
+        return self.log.stat().st_size if self.log is not None and self.log.exists() else 0
+
+
+class TwoArgumentsError(Exception):
+    """Pickles, and does not unpickle."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} and {other}")

@@ -21,7 +21,7 @@ from data.loader import MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
 from data.workers import LoaderError
-from tests.data.sources import Counted
+from tests.data.streams import SteeredStream
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -94,7 +94,7 @@ def test_workers_ignore_signals_and_die_with_a_killed_rank(tmp_path: Path) -> No
     assert rank.communicate(timeout=30)[0] == ""
 
 
-def a_loader(stream: Counted, num_workers: int = 1, micro_batches: int = 2) -> MicroBatchLoader:
+def a_loader(stream: SteeredStream, num_workers: int = 1, micro_batches: int = 2) -> MicroBatchLoader:
     """Of 50 steps."""
     source = SampleSource("code", stream, seq_length=4, seed=0, vocab_size=1000)
     schedule = PhaseSchedule([Phase("main", 1.0, {"code": 1.0})], num_steps=50, global_batch_size=micro_batches)
@@ -103,7 +103,7 @@ def a_loader(stream: Counted, num_workers: int = 1, micro_batches: int = 2) -> M
 
 @pytest.mark.parametrize("when", ["while the rank waits", "with its pipe held by another"])
 def test_a_dead_worker_is_named_whenever_it_dies(tmp_path: Path, when: str) -> None:
-    stream = Counted(log=tmp_path / "log", blocks=True)
+    stream = SteeredStream(log=tmp_path / "log", blocks=True)
     loader = a_loader(stream, num_workers=2)
     steps = loader.steps(0, 50)
     held, pids = [], []
@@ -137,7 +137,7 @@ def test_a_dead_worker_is_named_whenever_it_dies(tmp_path: Path, when: str) -> N
 )
 def test_what_a_worker_meets_is_raised_in_its_rank(error: Exception | None, raised: str) -> None:
     """With where it was in the worker."""
-    steps = a_loader(Counted(fails_at=40, error=error)).steps(0, 50)
+    steps = a_loader(SteeredStream(fails_at=40, error=error)).steps(0, 50)
     with pytest.raises(Exception) as at:
         list(steps)
     assert f"{type(at.value).__name__}: {at.value}".startswith(raised)
@@ -147,7 +147,7 @@ def test_what_a_worker_meets_is_raised_in_its_rank(error: Exception | None, rais
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_are_whole_steps_ahead_and_no_further(tmp_path: Path, num_workers: int) -> None:
     """Two steps in shared memory, and one more that the rank has made tensors of."""
-    stream = Counted(log=tmp_path / "log")
+    stream = SteeredStream(log=tmp_path / "log")
     steps = a_loader(stream, num_workers, micro_batches=8).steps(0, 50)
     for taken in (1, 2, 3):
         next(steps)
@@ -166,13 +166,13 @@ def test_workers_do_without_torch() -> None:
 
 def test_nothing_is_left(tmp_path: Path) -> None:
     """No process, file, thread or open descriptor, when the steps were not read to their end."""
-    steps = a_loader(Counted(), num_workers=2).steps(0, 50)
+    steps = a_loader(SteeredStream(), num_workers=2).steps(0, 50)
     next(steps)
     steps.close()
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
-        loader = a_loader(Counted(), num_workers=2)
+        loader = a_loader(SteeredStream(), num_workers=2)
         steps = loader.steps(0, 50)
         next(steps)
         pids = loader.worker_pids
@@ -186,7 +186,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
 def test_a_worker_that_cannot_be_killed_does_not_hold_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a dead disk: the rank says so and ends."""
     monkeypatch.setattr("data.workers._SECONDS_TO_DIE", 0.2)
-    loader = a_loader(Counted(blocks=True))
+    loader = a_loader(SteeredStream(blocks=True))
     loader.timeout_seconds = 3
     steps = loader.steps(0, 1)
     with monkeypatch.context() as patch:
