@@ -51,7 +51,7 @@ def _flattened(key: str, value: Any, inside: tuple[Path, ...]) -> Iterator[str]:
         return
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
         raise ValueError(
-            f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of at least one; weights are given in "
+            f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of at least one; weights are in "
             "the blends of data.phases"
         )
     text = str(value)
@@ -89,9 +89,7 @@ def prefixes(key: str, value: Any) -> list[str]:
         pattern = f"{entry[:-4] if entry.endswith(_ENDINGS) else entry}.idx"
         matching = list_objects(pattern) if is_url(entry) else sorted(glob.glob(pattern, recursive=True))
         if not matching:
-            raise ValueError(
-                f"{key}={entry}: no file matches {pattern}; correct it or quote a plain name"
-            )
+            raise ValueError(f"{key}={entry}: no file matches {pattern}; correct it or quote a plain name")
         found += [name[:-4] for name in matching]
     return found
 
