@@ -1,4 +1,4 @@
-"""Texts on a GPU: as the whole computed again, whatever the execution, and with weights as they were trained."""
+"""Texts on a GPU: as the whole computed again."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from inference.generation import Request, Settings, generate, lower_weights, weights_as_trained
-from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
-from megatron_fp4.precision.plan import build_plan
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from models.pattern import linear_shapes
-from tests.distributed.hybrid import NVFP4
 from tests.models.builders import small_config
 
 DEVICE = "cuda"
@@ -58,22 +53,3 @@ def test_logits_are_those_of_the_whole(mesh: ParallelMesh, pieces: list[int]) ->
     torch.testing.assert_close(decoded(model_of(mesh), pieces), whole[:, ends], rtol=0, atol=1e-4)
     error = (decoded(model_of(mesh, torch.bfloat16), pieces) - whole[:, ends]).norm()
     assert error < 1.2 * (rounded - whole)[:, ends].norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_as_trained(mesh: ParallelMesh, dtype: torch.dtype) -> None:
-    """A linear with the weight that its codes decode to, in FP64."""
-    model = model_of(mesh, dtype)
-    plan = build_plan(linear_shapes(CONFIG), NVFP4, Bf16BlocksConfig(last=1), CONFIG.num_blocks)
-    linear = dict(model.linears())["blocks.1.mixer.up_proj"]
-    master = linear.weight.detach().to_local().to(torch.bfloat16).float().cpu()
-    weights_as_trained(model, plan, torch.bfloat16, shards=1)
-    lower_weights(model, dtype)
-    encoded = NVFP4.fprop.right.encode(master)
-    weight = encoded.block_values().double() * encoded.decode_scale().double()
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    with torch.no_grad():
-        y = linear(x).double().cpu()
-    expected = x.double().cpu() @ weight.t()
-    assert (y - expected).norm() < (1e-5 if dtype == torch.float32 else 3e-3) * expected.norm()
-    assert generate(model, [Request([1, 2])], Settings(5))[0].tokens

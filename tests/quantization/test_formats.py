@@ -154,23 +154,6 @@ def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
     cuda._compiled.cache_clear()
 
 
-def test_sides_of_one_format_are_measured_once() -> None:
-    row, square = FORMATS["nvfp4"].blocks
-    x_wanted, w_wanted = OperandRequest(Operand("nvfp4", row)), OperandRequest(Operand("nvfp4", square))
-    other = OperandRequest(Operand("mxfp8", (1, 32)))
-    with launches() as started:
-        x = torch.empty(64, 64, dtype=torch.bfloat16)
-        for columns, rows, measures in ((x_wanted, x_wanted, 1), (w_wanted, w_wanted, 2), (x_wanted, other, 1)):
-            started.clear()
-            EMULATED.operands(x, columns, rows)
-            assert [kernel.name for kernel, *_ in started] == ["fp4.measure_kernel"] * measures
-    # Four over six along the columns and anything along the rows are made by different kernels.
-    with launches() as started:
-        x = torch.empty(64, 64, dtype=torch.bfloat16)
-        EMULATED.operands(x, OperandRequest(Operand("nvfp4", row, four_over_six=True)), x_wanted)
-        assert [kernel.name for kernel, *_ in started] == ["fp4.measure_kernel"] * 2
-
-
 @pytest.mark.parametrize("shape", [(16, 16), (48, 80), (160, 32), (400, 272)])
 def test_the_transpose_in_bytes(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
