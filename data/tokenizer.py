@@ -51,7 +51,7 @@ QWEN2 = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
 # None of them has a word in which a space follows anything but white space, and none looks back: a text may be cut
 # there, and its parts have the words of the whole.
 _PLACE_TO_CUT = re.compile(r"(?<=\S) ")
-_CHARACTERS_AT_ONCE = 1024
+_CHARACTERS_AT_ONCE = 512
 # Forms that leave ASCII as it is.
 _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 # The plane that Python's `re` matches by tables: ranges beyond it would be searched one by one, ten times as slow.
