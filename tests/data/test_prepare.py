@@ -299,14 +299,17 @@ def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_end_with_the_command(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+def test_processes_end_with_the_command(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A command that is killed, then one that is interrupted while it works leave no process; the next one resumes."""
-    json_lines(tmp_path / "a.jsonl", TEXTS * 300)
+    json_lines(tmp_path / "a.jsonl", TEXTS * 100)
     tokenizer.save(tmp_path / "t.json")
     (tmp_path / "child.py").write_text(
-        "import signal, sys\nfrom data.prepare import prepare, readers\nfrom scripts import prepare_data\n"
+        "import signal, sys, time\nfrom data.prepare import prepare, readers\nfrom scripts import prepare_data\n"
         "if __name__ == '__main__':\n    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "    prepare.SAVE_SECONDS, readers.TASK_SIZE, readers.READ_BYTES = 0.0, 20_000, 20_000\n"
+        "    prepare_data._Progress = lambda: lambda *_: time.sleep(0.5)\n"  # so that it is not done before it ends
         "    sys.exit(prepare_data.main(sys.argv[1:]))\n"
     )
     given = ["--format", "json", "--files", f"{tmp_path}/a.jsonl", "--tokenizer", f"{tmp_path}/t.json"]
@@ -327,8 +330,9 @@ def test_processes_end_with_the_command(tokenizer: HuggingFaceTokenizer, tmp_pat
         wait_until(lambda session=child.pid: session not in map(session_of, Path("/proc").iterdir()))  # type: ignore[misc]
         assert os.listdir(tmp_path / "out") == ["web.parts"]
     assert child.returncode == 130 and "interrupted; what is done is kept" in error
-    arguments = [sys.executable, "child.py", *given, "--workers", "1", "--output", f"{tmp_path}/out/web"]
-    subprocess.run(arguments, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    monkeypatch.setattr(readers, "TASK_SIZE", 20_000)
+    monkeypatch.setattr(readers, "READ_BYTES", 20_000)
+    assert run(*given, "--workers", 1, "--output", f"{tmp_path}/out/web") == 0
     parts = open_files("json", [tmp_path / "a.jsonl"])
     prepare(parts, tmp_path / "undisturbed/web", tokenizer, Options(), source={"format": "json"})
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
