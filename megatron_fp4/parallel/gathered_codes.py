@@ -44,6 +44,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megatron_fp4.parallel.fsdp_private import (
+    ShardedParameter,
+    initialize_lazily,
+    is_last_backward,
+    parameters_of,
+)
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.precision.backend import CodesOfWeight
 from megatron_fp4.precision.emulated import attach_codes
@@ -56,21 +62,17 @@ from megatron_fp4.quantization.tensor import tensor_decode_scale
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-# FSDP2's own object for a parameter, which has no public name.
-FSDPParam = Any
-
 
 def gather_in_fp32(unit: FSDPModule, modules: Sequence[nn.Module]) -> None:
     """Let `unit` gather the parameters of `modules`, which belong to it, as they are."""
     held = {id(module) for module in modules}
-    mine = [InFP32(param) for param in fsdp_params(unit) if id(param._module_info.module) in held]
+    mine = [InFP32(parameter) for parameter in parameters_of(unit) if id(parameter.module) in held]
 
     def before_forward(*_: Any) -> None:
-        # Initialization and loading may put other tensors in the place of shards; FSDP's own does so once.
-        unit._get_fsdp_state()._lazy_init()
+        initialize_lazily(unit)  # which may put other tensors in the place of shards
         for one in mine:
-            if not hasattr(one.param._sharded_local_tensor, "fsdp_pre_all_gather"):
-                _hang(one.param, one)
+            if not one.parameter.has_hooks:
+                one.parameter.set_hooks(one)
 
     if mine:
         assert isinstance(unit, nn.Module)
@@ -100,9 +102,9 @@ def gather_codes(
     for unit in units:
         assert isinstance(unit, FSDPModule)
         mine = [
-            GatheredWeight(param, module, specs[module], shards, compute_dtype)
-            for param in fsdp_params(unit)
-            if isinstance(module := param._module_info.module, QuantizedLinear)
+            GatheredWeight(parameter, module, specs[module], shards, compute_dtype)
+            for parameter in parameters_of(unit)
+            if isinstance(module := parameter.module, QuantizedLinear)
         ]
         if mine:
             gathering.append((unit, mine))
@@ -112,29 +114,15 @@ def gather_codes(
         model.register_forward_pre_hook(together.before_forward, prepend=True)
 
 
-def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
-    """FSDP2's own objects for the parameters of `unit`."""
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else list(group.fsdp_params)
-
-
-def _hang(param: FSDPParam, hooks: InFP32 | GatheredWeight) -> None:
-    """Put the hooks where FSDP looks for them, which it then does."""
-    shard = param._sharded_local_tensor
-    shard.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather
-    shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather
-    param._init_extensions()
-
-
 class InFP32:
     """A parameter that is gathered as it is."""
 
-    def __init__(self, param: FSDPParam) -> None:
-        self.param = param
+    def __init__(self, parameter: ShardedParameter) -> None:
+        self.parameter = parameter
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         """The shard with FSDP's padding."""
-        return (self.param._sharded_param_data,), None
+        return (self.parameter.padded_shard,), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
@@ -151,14 +139,14 @@ class GatheredWeight:
 
     def __init__(
         self,
-        param: FSDPParam,
+        parameter: ShardedParameter,
         linear: QuantizedLinear,
         spec: DTensorSpec | None,
         shards: DeviceMesh,
         compute_dtype: torch.dtype,
     ) -> None:
-        self.param, self.spec, self.context, self.dtype = param, spec, linear.context, compute_dtype
-        self.num_rows, self.num_columns = param._orig_size
+        self.parameter, self.spec, self.context, self.dtype = parameter, spec, linear.context, compute_dtype
+        self.num_rows, self.num_columns = parameter.size
         self.shard = shards.get_local_rank()
         self.chunk = -(-self.num_rows // shards.size())  # FSDP2's rows of a rank, of which the last have fewer
         self.as_codes = False
@@ -172,8 +160,7 @@ class GatheredWeight:
     @property
     def rows(self) -> Tensor:
         """This rank's, of the FP32 master, [rows, in]."""
-        local: Tensor = self.param._sharded_local_tensor
-        return local.detach()
+        return self.parameter.shard.detach()
 
     def shared_blocks(self) -> list[int]:
         """The blocks whose rows several ranks hold, in order."""
@@ -191,37 +178,30 @@ class GatheredWeight:
             form = context.recipe[FPROP_WEIGHT].format
             if form != self.all_blocks.format:  # of other sizes
                 if self.as_codes:
-                    self.param.all_gather_outputs = []
+                    self.parameter.forget_messages()
                 else:
                     self._aside = self._aside[0], []
             self.all_blocks = RowBlocks(form, group_rows, padded, 0, self.num_rows)
             first, end = (min(self.chunk * i, self.num_rows) for i in (self.shard, self.shard + 1))
             self.blocks, self.maxima = replace(self.all_blocks, first=first, end=end), None
         if codes != self.as_codes:
-            # FSDP2 makes a parameter's gathered form once, and remembers the sizes of messages.
-            param, (gathered, outputs) = self.param, self._aside
-            self._aside = getattr(param, "_unsharded_param", None), param.all_gather_outputs
+            gathered, messages = self._aside
             if codes and gathered is None:
                 gathered = self._placeholder()
                 accept_fp32_gradient(gathered)
+            before, _ = self._aside = self.parameter.exchange(gathered, messages)
             if gathered is None:
-                assert getattr(self._aside[0], "grad", None) is None, "the first micro-batch of a step decides"
-                del param._unsharded_param
-            else:
-                param._unsharded_param = gathered
-                if self._aside[0] is not None:
-                    gathered.grad, self._aside[0].grad = self._aside[0].grad, None
-            param.all_gather_outputs = outputs
+                assert getattr(before, "grad", None) is None, "the first micro-batch of a step decides"
+            elif before is not None:
+                gathered.grad, before.grad = before.grad, None
             self.as_codes = codes
-        shard = self.param._sharded_local_tensor
-        if not codes and hasattr(shard, "fsdp_pre_all_gather"):
-            del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
-            self.param._init_extensions()
+        if not codes:
+            self.parameter.set_hooks(None)
 
     def hang(self) -> None:
         """See that FSDP finds the hooks: loading may have put another tensor in the shard's place."""
-        if self.as_codes and not hasattr(self.param._sharded_local_tensor, "fsdp_pre_all_gather"):
-            _hang(self.param, self)
+        if self.as_codes and not self.parameter.has_hooks:
+            self.parameter.set_hooks(self)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         """Codes and scales of this rank's rows, as many as FSDP2 wants of each rank."""
@@ -242,13 +222,13 @@ class GatheredWeight:
 
     def _placeholder(self) -> nn.Parameter:
         """Shape, dtype and place of the weight, and NaN wherever one looks."""
-        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.param._sharded_local_tensor.device)
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.parameter.shard.device)
         seen: Tensor = nan.expand(self.num_rows, self.num_columns)
         if (spec := self.spec) is not None:
             assert spec.tensor_meta is not None
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=self.dtype))
             seen = DTensor(seen, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
-        self._gathered = nn.Parameter(seen, requires_grad=self.param.sharded_param.requires_grad)
+        self._gathered = nn.Parameter(seen, requires_grad=self.parameter.sharded.requires_grad)
         return self._gathered
 
 
@@ -271,7 +251,7 @@ class GatheredCodes:
 
     def before_forward(self, *_: Any) -> None:
         """Decide, if anything changed, and measure, if the weights did. Collective then."""
-        self.model._get_fsdp_state()._lazy_init()
+        initialize_lazily(self.model)
         contexts = [weight.context for weight in self.weights]
         deciding = [(context.recipe, context.backend, context.probe, context.watcher) for context in contexts]
         version = contexts[0].step_state.weights_version
@@ -289,7 +269,7 @@ class GatheredCodes:
             self._version = version
         if self.reshard:
             # Codes stay until the optimizer wants shards.
-            is_last = self.model._get_fsdp_state()._state_ctx.is_last_backward
+            is_last = is_last_backward(self.model)
             for unit, weights in self.units:
                 if all(weight.as_codes for weight in weights):
                     unit.set_reshard_after_backward(is_last, recurse=False)

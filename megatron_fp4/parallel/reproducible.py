@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_fp4.parallel.gathered_codes import fsdp_params
+from megatron_fp4.parallel.fsdp_private import before_reduction, parameters_of, reduction_streams
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 
@@ -80,33 +80,25 @@ class GradientTree:
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
         self._groups: list[Callable[[], list[nn.Parameter]]] = []  # of parameters that hold gradients together
-        self._reduced_beside: Any = None  # where FSDP2 reduces after every micro-batch: has its streams
+        self._reduced_beside: FSDPModule | None = None  # the model, where FSDP2 reduces after every micro-batch
         if mesh.dp_size == 1:
             self._groups.append(lambda: [parameter for parameter in model.parameters() if parameter.requires_grad])
         else:
             assert isinstance(model, FSDPModule)
             if mesh.reduce_each and mesh.device.type == "cuda":
-                self._reduced_beside = model._get_fsdp_state()._comm_ctx
+                self._reduced_beside = model
             for module in model.modules():
-                if isinstance(module, FSDPModule) and fsdp_params(module):
+                if isinstance(module, FSDPModule) and parameters_of(module):
                     self._add_group(module, mesh.reduce_each)
         self.begin()
 
     def _add_group(self, module: FSDPModule, reduce_each: bool) -> None:
-        params, index = fsdp_params(module), len(self._groups)
+        parameters, index = parameters_of(module), len(self._groups)
         if reduce_each:
-            self._groups.append(lambda: [param.sharded_param for param in params])
-            return
-        self._groups.append(lambda: [param.unsharded_param for param in params])
-        group: Any = module._get_fsdp_state()._fsdp_param_group
-        reduce = group.post_backward
-
-        def post_backward(*unused: Any) -> None:
-            if group.reduce_grads:
-                self._finish(index)
-            reduce(*unused)
-
-        group.post_backward = post_backward
+            self._groups.append(lambda: [parameter.sharded for parameter in parameters])
+        else:
+            self._groups.append(lambda: [parameter.gathered for parameter in parameters])
+            before_reduction(module, lambda: self._finish(index))
 
     def begin(self) -> None:
         """Before the first micro-batch of a step."""
@@ -144,8 +136,8 @@ class GradientTree:
                 torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
 
     def _wait(self) -> None:
-        if (context := self._reduced_beside) is not None:
-            for stream in (context.reduce_scatter_stream, context.all_reduce_stream):
+        if self._reduced_beside is not None:
+            for stream in reduction_streams(self._reduced_beside):
                 torch.cuda.current_stream().wait_stream(stream)
 
 

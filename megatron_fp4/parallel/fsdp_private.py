@@ -1,0 +1,149 @@
+"""What this project uses of FSDP2 that has no public name, in one place; torch 2.11 to 2.13 have it.
+
+`NAMES` lists it by torch's file and class; a test looks each up in the installed torch, or in another one's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+NAMES = {
+    ("_fully_shard.py", "FSDPModule"): ["_get_fsdp_state"],
+    ("_fsdp_state.py", "FSDPState"): ["_fsdp_param_group", "_lazy_init", "_state_ctx", "_comm_ctx"],
+    ("_fsdp_state.py", "FSDPStateContext"): ["is_last_backward"],
+    ("_fsdp_param_group.py", "FSDPCommContext"): ["reduce_scatter_stream", "all_reduce_stream"],
+    ("_fsdp_param_group.py", "FSDPParamGroup"): ["fsdp_params", "post_backward", "reduce_grads"],
+    ("_fsdp_param.py", "ParamModuleInfo"): ["module"],
+    ("_fsdp_param.py", "FSDPParam"): [
+        "_module_info",
+        "_orig_size",
+        "_sharded_local_tensor",
+        "_sharded_param_data",
+        "_init_extensions",
+        "_unsharded_param",
+        "all_gather_outputs",
+        "sharded_param",
+        "unsharded_param",
+        "fsdp_pre_all_gather",
+        "fsdp_post_all_gather",
+    ],
+}
+
+
+class ShardedParameter:
+    """FSDP2's own object for a parameter: its shard, and what it is gathered into."""
+
+    def __init__(self, param: Any) -> None:
+        self._param = param
+
+    @property
+    def module(self) -> nn.Module:
+        """Which has the parameter."""
+        module: nn.Module = self._param._module_info.module
+        return module
+
+    @property
+    def size(self) -> torch.Size:
+        """Of the whole parameter (of its tensor-parallel part)."""
+        size: torch.Size = self._param._orig_size
+        return size
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part, without padding. Initialization and loading may put another tensor in its place."""
+        shard: Tensor = self._param._sharded_local_tensor
+        return shard
+
+    @property
+    def padded_shard(self) -> Tensor:
+        """The shard, flat, as large as every rank's."""
+        shard: Tensor = self._param._sharded_param_data
+        return shard
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """What the optimizer sees; its gradient is the reduced one."""
+        parameter: nn.Parameter = self._param.sharded_param
+        return parameter
+
+    @property
+    def gathered(self) -> nn.Parameter:
+        """What the forward pass sees; its gradient is the one before the reduction."""
+        parameter: nn.Parameter = self._param.unsharded_param
+        return parameter
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether `set_hooks` has put hooks on the present shard."""
+        return hasattr(self.shard, "fsdp_pre_all_gather")
+
+    def set_hooks(self, hooks: Any) -> None:
+        """From the next gathering on: what `hooks.fsdp_pre_all_gather` gives is sent, and
+        `hooks.fsdp_post_all_gather` makes the parameter of what came. None: the shard is sent, as ever."""
+        shard: Any = self.shard
+        if hooks is not None:
+            shard.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather
+            shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather
+        elif self.has_hooks:
+            del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
+        else:
+            return
+        self._param._init_extensions()
+
+    def forget_messages(self) -> None:
+        """The next gathering has messages of other sizes."""
+        self._param.all_gather_outputs = []
+
+    def exchange(
+        self, gathered: nn.Parameter | None, messages: list[Tensor]
+    ) -> tuple[nn.Parameter | None, list[Tensor]]:
+        """Gather into `gathered` from now on (None: into a new parameter) through the memory `messages`; returns those
+        of before. FSDP2 makes both once and remembers them."""
+        before = getattr(self._param, "_unsharded_param", None), self._param.all_gather_outputs
+        if gathered is None:
+            del self._param._unsharded_param
+        else:
+            self._param._unsharded_param = gathered
+        self._param.all_gather_outputs = messages
+        return before
+
+
+def parameters_of(unit: FSDPModule) -> list[ShardedParameter]:
+    """The parameters that `unit` gathers together."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else [ShardedParameter(param) for param in group.fsdp_params]
+
+
+def initialize_lazily(unit: FSDPModule) -> None:
+    """What FSDP2 does before the first forward pass, if that has not been."""
+    unit._get_fsdp_state()._lazy_init()
+
+
+def is_last_backward(model: FSDPModule) -> bool:
+    """What `set_is_last_backward` was told."""
+    last: bool = model._get_fsdp_state()._state_ctx.is_last_backward
+    return last
+
+
+def reduction_streams(model: FSDPModule) -> Sequence[torch.cuda.Stream]:
+    """The streams in which gradients are reduced, of a model that has run on a GPU."""
+    context: Any = model._get_fsdp_state()._comm_ctx
+    return context.reduce_scatter_stream, context.all_reduce_stream
+
+
+def before_reduction(unit: FSDPModule, function: Callable[[], None]) -> None:
+    """Call `function` whenever the gradients of `unit` are whole on this rank and are about to be reduced."""
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    reduce = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            function()
+        reduce(*unused)
+
+    group.post_backward = post_backward
