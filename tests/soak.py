@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -38,7 +37,7 @@ import numpy as np
 import torch
 
 from data.indexed import IndexedDatasetWriter
-from tests.programs import ROOT, environments_of_ranks
+from tests.programs import environments_of_ranks, fork_server
 
 STEPS, INTERVAL, KEEP, PER_ROUND = 24, 2, 2, 12
 RUN = [
@@ -53,9 +52,6 @@ RUN = [
 ]
 # A start that is left alone takes seconds; one that takes this long hangs.
 HANGS = 240.0
-# What every rank needs, imported once by the fork server. torch._dynamo because FSDP imports it when first used.
-PRELOAD = ["tests.soak", "pretrain", "numpy.random", "torch._dynamo", "torch.utils.tensorboard"]
-PRELOAD += ["megatron_fp4.logging.pictures", "torch.distributed.fsdp"]
 
 
 # Where a rank may be killed
@@ -357,15 +353,11 @@ class Soak:
     """The rounds, one after the other. counts: what happened. wrong: each difference, a line."""
 
     def __init__(self, kills: int, seed: int, mode: str, processes: int, folder: Path) -> None:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
         self.wanted, self.mode, self.processes, self.folder = kills, mode, processes, folder
         self.draw = random.Random(seed)
         self.kills: Counter[tuple[str, str]] = Counter()
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
         self._alone = folder / "alone"
         self._seconds = 3.0
         numbers = np.random.default_rng(seed)
@@ -376,7 +368,7 @@ class Soak:
 
     def go(self) -> None:
         """The run that is left alone, then rounds until there were enough kills."""
-        first = self._context.Process(target=int)  # the fork server's imports are no start's time
+        first = fork_server().Process(target=int)  # the fork server's imports are no start's time
         first.start()
         first.join()
         began = time.monotonic()
@@ -384,11 +376,11 @@ class Soak:
         self._seconds = time.monotonic() - began
         if code != 0:
             raise SystemExit(f"the run that is left alone failed:\n{(self._alone / 'output').read_text()[-3000:]}")
-        for index in range(100_000):
-            if self.kills.total() >= self.wanted or len(self.wrong) >= 10:
-                return
+        index = 0
+        while self.kills.total() < self.wanted and len(self.wrong) < 10:
             self.round(index)
             print(f"round {index}: {self.kills.total()} kills, {len(self.wrong)} differences", file=sys.stderr)
+            index += 1
 
     def round(self, index: int) -> None:
         """One run from its first start to its end, and the comparison."""
@@ -522,7 +514,7 @@ class Soak:
         ]
         slow = self.draw.choice([0.0, 0.1, 0.3]) if mode == "async" else 0.0
         processes = [
-            self._context.Process(target=rank_main, args=(environment, overrides, str(scratch), kill, slow))
+            fork_server().Process(target=rank_main, args=(environment, overrides, str(scratch), kill, slow))
             for environment in environments_of_ranks(self.processes)
         ]
         for process in processes:

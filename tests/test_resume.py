@@ -138,7 +138,7 @@ def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: S
     shutil.rmtree(copy / "checkpoints")
     before = (copy / "metrics.jsonl").read_bytes()
     output = start(copy, code=2)
-    for text in ("metrics.jsonl has 8 steps, and 4 checkpoints saved", "summary.json", "checkpoint.resume=never"):
+    for text in ("metrics.jsonl has 8 steps, and 4 checkpoints saved", "state.json", "checkpoint.resume=never"):
         assert text in output
     assert (copy / "metrics.jsonl").read_bytes() == before
     start(copy, "checkpoint.resume=never")  # what the message offers
@@ -168,6 +168,8 @@ def test_state_json_alone_tells_of_a_run(finished: Path, copy: Path, start: Star
             output = start(copy, override, code=2)
             assert ("a run of 8 steps was here" in output and "checkpoint.resume=never" in output) or "stepz" in output
             assert (copy / "state.json").read_bytes() == content
+    start(copy, "checkpoint.resume=never")  # what the message offers
+    assert losses(copy) == losses(finished)
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -242,7 +244,8 @@ def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Sta
         "resumed after step 8 of 16",
     ):
         assert text in output
-    # The first part to the last byte: its records, and the checkpoint behind it.
+    assert {"key": "train.steps", "before": 8, "now": 16} in events(copy, "configuration")[0]["changes"]
+    # The first part to the last byte: its records, and the checkpoint after it.
     assert (copy / "metrics.jsonl").read_bytes().startswith(before)
     for path in checkpoint(finished, STEPS).iterdir():
         assert (checkpoint(copy, STEPS) / path.name).read_bytes() == path.read_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -255,34 +254,22 @@ def test_a_refused_run_is_not_started(cluster: dict[str, str]) -> None:
 
 
 def test_what_a_container_is_given(cluster: dict[str, str]) -> None:
-    """Of pyxis, whose options srun lists where it is installed."""
+    """By pyxis, whose options srun lists where it is installed: the checkout's code, not the image's."""
     inside = {**cluster, "REFUSED": "2", "CONTAINER_IMAGE": "/images/a.sqsh", "CONTAINER_MOUNTS": "/corpus:/corpus"}
-    output, _ = submit(inside).communicate(timeout=60)
-    assert "this Slurm has no pyxis" in output
+    assert "this Slurm has no pyxis" in submit(inside).communicate(timeout=60)[0]
     srun = Path(cluster["FAKE"], "srun")
-    srun.write_text(
-        srun.read_text().replace("\n", '\n[ "$1" = --help ] && echo "  --container-image=..." && exit\n', 1)
-    )
-    output, _ = submit(inside).communicate(timeout=60)
-    assert re.search(rf"commit \S+ of {ROOT} in /images/a.sqsh", output)
+    listed = '\n[ "$1" = --help ] && echo "  --container-image=..." && exit\n'
+    srun.write_text(srun.read_text().replace("\n", listed, 1))
+    submit(inside).communicate(timeout=60)
     (step,) = (one for one in Path(cluster["FAKE"], "calls").read_text().splitlines() if one.startswith("srun --nodes"))
-    assert (
-        f"--container-image=/images/a.sqsh --container-workdir={ROOT} " in step
-    )  # the checkout's code, not the image's
+    assert f"--container-image=/images/a.sqsh --container-workdir={ROOT} " in step
     assert f"--container-mounts={ROOT}:{ROOT},{cluster['RUN']}:{cluster['RUN']},/corpus:/corpus " in step
 
 
-@pytest.mark.parametrize(
-    ("overrides", "cwd", "message"),
-    [
-        ([], ROOT, "give run.dir="),
-        (["run.dir=/tmp/a"], Path("/"), "submit it from the root of this project, not from /"),
-    ],
-)
-def test_what_cannot_be_submitted(cluster: dict[str, str], overrides: list[str], cwd: Path, message: str) -> None:
-    command = ["bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", *overrides]
-    done = subprocess.run(command, env=cluster, cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and message in done.stderr
+def test_a_submission_needs_a_run_dir(cluster: dict[str, str]) -> None:
+    command = ["bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch"]
+    done = subprocess.run(command, env=cluster, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "give run.dir=" in done.stderr
 
 
 def test_a_node_without_gpus_cannot_train(cluster: dict[str, str], tmp_path: Path) -> None:

@@ -65,8 +65,6 @@ class Checkpointer:
         max_failed_saves: int = 1,
         timeout: datetime.timedelta = dist.default_pg_timeout,
     ) -> None:
-        if keep < 0:
-            raise ValueError(f"checkpoint.keep is {keep}; give the number to keep, or 0 for all")
         self.root = root
         self._mesh = mesh
         self._identity = dict(identity)
@@ -100,8 +98,9 @@ class Checkpointer:
             self.sync.on_all("look for memory", look)
         except RefusedError as error:
             raise ConfigError(str(error)) from error
-        self.saves.staging = Staging(pieces, self._mesh.device)
-        optimizer.register_step_pre_hook(lambda *_: self.before_change())
+        staging = self.saves.staging = Staging(pieces, self._mesh.device)
+        # The device waits for a save's copies before it changes what they copy.
+        optimizer.register_step_pre_hook(lambda *_: staging.before_update())
 
     def save(
         self,
@@ -142,11 +141,6 @@ class Checkpointer:
         self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json, last), began)
         self._saved_step = step
         return self.folder(step)
-
-    def before_change(self) -> None:
-        """Let the device wait for a save's copies before weights change, in an update or outside of one."""
-        if self.saves.staging is not None:
-            self.saves.staging.before_update()
 
     @property
     def failed(self) -> bool:

@@ -113,10 +113,8 @@ class Origin:
         """The origin that a checkpoint's run had when it was saved. key: `origin`, or `initialized_from`."""
         return Origin(**trainer[key]) if trainer.get(key) else None
 
-    def is_in(self, folder: Path) -> bool | None:
-        """Whether the checkpoint in `folder` is this one or equals it in every bit; None if there is none."""
-        if not (folder / MANIFEST).is_file():
-            return None
+    def is_in(self, folder: Path) -> bool:
+        """Whether the checkpoint in `folder` is this one or equals it in every bit."""
         try:
             other = Origin.at(folder, read_manifest(folder))
         except DamagedCheckpointError:

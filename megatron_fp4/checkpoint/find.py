@@ -113,9 +113,7 @@ class Finder:
             if given is not None:
                 self._check_origin(newest, given)
             return self._settle(newest)
-        steps, found = self.sync.on_rank0(
-            "look for an earlier run", lambda: earlier_run(self.root, branch=given is not None)
-        )
+        steps, found = self.sync.on_rank0("look for an earlier run", lambda: earlier_run(self.root))
         if found:
             anew = "" if given else "start from step 0 with checkpoint.resume=never, which moves the records aside, or "
             raise RefusedError(
@@ -204,15 +202,11 @@ class Finder:
 
     def _check_origin(self, chosen: Resumed, given: Path) -> None:
         """Refuse to resume from checkpoints of a run that did not begin from `given`."""
-        origin = chosen.origin
-        if origin is not None:
-            same = self.sync.on_rank0("compare origins", lambda: origin.is_in(given))
-            if str(given) == origin.path:  # which may be gone by now
-                if same is False:
-                    self._log(logging.WARNING, f"{given} is not the checkpoint any more that this run began from")
-                return
-            if same:  # moved, or made again in the same bits
-                return
+        origin = chosen.origin  # which may be gone by now, moved, or made again in the same bits
+        if origin is not None and str(given) == origin.path:
+            return
+        if origin is not None and self.sync.on_rank0("compare origins", lambda: origin.is_in(given)):
+            return
         began = "at step 0" if origin is None else f"from {origin.path}"
         raise RefusedError(
             f"checkpoint.resume={given}, but {self.root} has checkpoints of a run that began {began} (the newest is "
@@ -296,36 +290,24 @@ def would_overwrite(resume: str, start: int, root: Path, last: int) -> str:
     )
 
 
-def earlier_run(root: Path, *, branch: bool) -> tuple[int, list[str]]:
+def earlier_run(root: Path) -> tuple[int, list[str]]:
     """Traces of a run whose checkpoints under `root` are gone: the last step in its records, and what says that there
     were checkpoints.
 
-    A run that was killed before its first checkpoint leaves none, and may begin again where it began. branch: that is
-    after step 0, so a start from a later step says nothing. Raises OSError.
+    A run that was killed before its first checkpoint leaves none, and may begin again where it began. Raises OSError.
     """
     run_dir, found = root.parent, []
-    steps = saved = resumed_from = 0
+    steps, saved = 0, 0
     anew = False  # told to begin at step 0, whatever there was before
     lines = (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).is_file() else []
     for line in lines:
-        record = None
-        with contextlib.suppress(ValueError):  # a damaged line must not hide the others
+        with contextlib.suppress(ValueError, AttributeError, TypeError):  # a damaged line must not hide the others
             record = json.loads(line)
-        if not isinstance(record, dict):
-            continue
-        kind, step = record.get("kind"), record.get("step")
-        step = step if isinstance(step, int) else 0
-        if kind == "step":
-            steps = max(steps, step)
-        elif kind == "event" and record.get("event") == "checkpoint":
-            saved += 1
-        elif kind == "run":
-            resumed_from = max(resumed_from, step)
-            anew = anew or record.get("resume") == "never"
+            steps = max(steps, int(record["step"])) if record.get("kind") == "step" else steps
+            saved += record.get("event") == "checkpoint"
+            anew |= record.get("resume") == "never"
     if saved:
         found.append(f"{METRICS} has {steps} steps, and {saved} checkpoints saved")
-    elif resumed_from and not branch:
-        found.append(f"{METRICS} has a start from step {resumed_from}")
     if last := checkpoint_in_state(run_dir):
         found.append(f"{STATE_FILE} says that a run of {last} steps was here")
     if not anew:  # otherwise the rest is of the run before, which was given up knowingly

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,33 +16,45 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from tests.training.harness import toy
 
+NONE: Mapping[str, Any] = MappingProxyType({})
+
 
 class Job:
-    """One start of a run: a model whose weights tell which step they are of, and its checkpointer."""
+    """One start of a run: a model whose weights tell which step they are of, and its checkpointer.
 
-    def __init__(self, root: Path, mesh: ParallelMesh, keep: int = 0, **identity: Any) -> None:
+    settings: of the checkpointer.
+    """
+
+    def __init__(
+        self, root: Path, mesh: ParallelMesh, keep: int = 0, settings: Mapping[str, Any] = NONE, **identity: Any
+    ) -> None:
         self.root = root
         self.model, self.optimizer = toy(mesh)
         self.step_state = StepState(0)
-        self.checkpointer = Checkpointer(root, mesh, keep=keep, identity={"hidden": 12, **identity})
+        self.checkpointer = Checkpointer(root, mesh, keep=keep, identity={"hidden": 12, **identity}, **settings)
+        self.checkpointer.prepare(self.model, self.optimizer)
 
-    def save(self, step: int, **trainer: Any) -> Path:
+    def fill(self, value: float) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.fill_(step)
+                parameter.fill_(value)
+
+    def save(self, step: int, last: bool = False, **trainer: Any) -> Path:
+        self.fill(step)
         state = {**trainer, "origin": origin_state(self.checkpointer.origin)}
         return self.checkpointer.save(
-            step, self.model, self.optimizer, state, consumed_samples=step, consumed_tokens=step
+            step, self.model, self.optimizer, state, consumed_samples=step, consumed_tokens=step, last=last
         )
 
     def resume(self, resume: str = "auto", allow_mismatch: bool = False) -> int | None:
+        self.fill(-1)
         resumed = self.checkpointer.resume(
             resume, self.model, self.optimizer, self.step_state, allow_mismatch=allow_mismatch
         )
         if resumed is None:
             return None
         weights = {local_part(parameter).unique().item() for parameter in self.model.parameters()}
-        assert weights == {resumed.step} and self.step_state.weights_version == 1
+        assert weights == {resumed.step} and self.step_state.weights_version >= 1
         return resumed.step
 
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_fp4.checkpoint import files as checkpoint_files
-from megatron_fp4.checkpoint import saves
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
 from megatron_fp4.checkpoint.saves import Staging
 from megatron_fp4.checkpoint.shards import _HashingFile
@@ -203,15 +202,6 @@ def _before(owner: Any, name: str, victim: int) -> Callable[[int], None]:
     return sabotage
 
 
-def _after(owner: Any, name: str, victim: int) -> Callable[[int], None]:
-    def sabotage(rank: int) -> None:
-        if rank == victim:
-            original = getattr(owner, name)
-            setattr(owner, name, lambda *args, **keywords: _kill(original(*args, **keywords)))
-
-    return sabotage
-
-
 def _in_the_middle(victim: int) -> Callable[[int], None]:
     """Of a file: some of it is on the disk."""
 
@@ -224,9 +214,7 @@ def _in_the_middle(victim: int) -> Callable[[int], None]:
 
 SABOTAGE: dict[str, Callable[[int], None]] = {
     "staging": _before(Staging, "copy", victim=1),
-    "folder": _after(saves, "_make_folder", victim=0),
     "half a shard": _in_the_middle(victim=1),
-    "generators": _before(saves, "pack", victim=0),
     "manifest": _before(checkpoint_files, "write_manifest", victim=0),
     "rename": _before(checkpoint_files, "publish", victim=0),
     "half pointer": _before(checkpoint_files.os, "replace", victim=0),

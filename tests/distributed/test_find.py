@@ -20,6 +20,7 @@ import torch
 from megatron_fp4.checkpoint import files, shards
 from megatron_fp4.checkpoint.checkpointer import CheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.runtime.run_state import write_state
 from tests.distributed.one_rank import Job, flip_a_bit, names
 from tests.training.harness import launch, toy_mesh
 
@@ -259,34 +260,33 @@ SAVED = {"kind": "event", "event": "checkpoint", "step": 7}
 
 
 @pytest.mark.parametrize(
-    ("lines", "found", "resume"),
+    ("trace", "found", "resume"),
     [
-        ([BEGUN, "garbage", "[1]", STEP, SAVED, SAVED, '{"kind": "st'], r"7 steps, and 2 checkpoints saved", "auto"),
-        ([{"kind": "run", "step": 4}, STEP], r"metrics\.jsonl has a start from step 4", "required"),
-        ([{"kind": "run", "step": 4}, STEP], "", "branch"),  # where every start of it begins
-        ("summary.json", r"summary\.json says that it was finished", "branch"),
-        ("checkpoints/latest", r"latest names step_00000007", "auto"),
-        ("checkpoints/step_00000003.damaged.1", r"moved aside: step_00000003\.damaged\.1", "required"),
+        ("metrics.jsonl", "7 steps, and 2 checkpoints saved", "required"),
+        ("state.json", "a run of 7 steps was here", "branch"),
+        ("summary.json", "says that it was finished", "auto"),
+        ("checkpoints/latest", "names step_00000007", "branch"),
+        ("checkpoints/step_00000003.damaged.1", "moved aside", "auto"),
     ],
 )
 def test_a_run_that_lost_its_checkpoints_is_refused(
-    root: Path, tmp_path: Path, mesh: ParallelMesh, lines: Any, found: str, resume: str
+    root: Path, tmp_path: Path, mesh: ParallelMesh, trace: str, found: str, resume: str
 ) -> None:
     run_dir = tmp_path / "lost"
-    if isinstance(lines, list):
-        records(run_dir, *lines)
+    (run_dir / trace).parent.mkdir(parents=True)
+    if trace == "metrics.jsonl":
+        records(run_dir, BEGUN, "garbage", "[1]", STEP, SAVED, SAVED, '{"kind": "st')
+    elif trace == "state.json":
+        write_state(run_dir, "running", 9, "", checkpoint=7)
+    elif "damaged" in trace:
+        (run_dir / trace).mkdir()
     else:
-        (run_dir / lines).parent.mkdir(parents=True)
-        (run_dir / lines).mkdir() if "damaged" in lines else (run_dir / lines).write_text("step_00000007\n")
+        (run_dir / trace).write_text("step_00000007\n")
     job = Job(run_dir / "checkpoints", mesh)
-    given = str(root / "step_00000003") if resume == "branch" else resume
-    if not found:
-        assert job.resume(given) == 3
-        return
     with pytest.raises(ValueError, match=found) as caught:
-        job.resume(given)
-    assert "choose another run.dir" in str(caught.value) and "\n" not in str(caught.value)
-    assert ("checkpoint.resume=never" in str(caught.value)) == (resume != "branch")
+        job.resume(str(root / "step_00000003") if resume == "branch" else resume)
+    assert Path(trace).name in str(caught.value) and "choose another run.dir" in str(caught.value)
+    assert ("checkpoint.resume=never" in str(caught.value)) == (resume != "branch") and "\n" not in str(caught.value)
     assert job.resume("never") is None
 
 
@@ -357,13 +357,12 @@ def test_a_branch_of_another_origin_is_refused(root: Path, branch: Job, mesh: Pa
 
 
 def test_a_branch_beside_a_parent_that_was_made_again(
-    root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path
 ) -> None:
     parent, again = root / "step_00000002", Job(tmp_path / "made_again", mesh)
     again.resume(str(parent))
     made_again = again.save(2, seconds=1.5)  # the same bits in another folder, with other times
     assert Job(branch.root, mesh).resume(str(made_again)) == 5
-    assert "any more" not in caplog.text
     (made_again / "manifest.json").write_text("not JSON")
     with pytest.raises(ValueError, match="of a run that began from"):
         Job(branch.root, mesh).resume(str(made_again))
@@ -371,4 +370,3 @@ def test_a_branch_beside_a_parent_that_was_made_again(
     torch.rand(1)  # so that the generators are others
     anew.save(2)
     assert Job(branch.root, mesh).resume(str(parent)) == 5
-    assert "step_00000002 is not the checkpoint any more that this run began from" in caplog.text

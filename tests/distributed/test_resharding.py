@@ -1,32 +1,51 @@
-"""A checkpoint of one mesh on another: the same weights, moments and logits."""
+"""A checkpoint of one mesh on another: weights, moments and logits of a resume; the weights alone of a new run."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exchange.weights_only import write_weights_only
+from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
-from megatron_fp4.config.schema import OptimizerConfig
+from megatron_fp4.checkpoint.config_diff import run_identity
+from megatron_fp4.config.schema import Config, OptimizerConfig
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, relative_error, sharded_model, whole
+from tests.distributed.one_rank import flip_a_bit
 from tests.training.harness import launch, train_step
 
 pytestmark = pytest.mark.slow
 
 ONE, TP2, DP2 = Layout(1), Layout(2, tensor=2), Layout(2, reshard=True)
+IDENTITY = run_identity(Config(model=MODEL), {"tokenizer": "one"})
 
 
-def run(rank: int, layout: Layout, source: str | None, target: str, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Load `source`, train `steps` steps, save to `target`; logits of a fixed batch, and weights and moments whole."""
+class Run(NamedTuple):
+    """A run's folder, the logits of a fixed batch, and weights and moments whole."""
+
+    folder: Path
+    logits: Tensor
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+
+    def checkpoint(self) -> str:
+        return str(self.folder / "checkpoints" / "step_00000002")
+
+
+def run(rank: int, layout: Layout, source: str | None, folder: str, steps: int) -> Run:
+    """Load `source`, train `steps` steps, save in `folder`."""
     mesh, step_state = layout.mesh(), StepState(seed=0)
     model = sharded_model(layout, mesh, RECIPES["fp32"], step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
-    checkpointer = Checkpointer(Path(target), mesh, keep=0, identity={})
+    checkpointer = Checkpointer(Path(folder, "checkpoints"), mesh, keep=0, identity=IDENTITY)
     done = 0
     if source is not None:
         with torch.no_grad():  # what is loaded must not be what was there before
@@ -38,51 +57,95 @@ def run(rank: int, layout: Layout, source: str | None, target: str, steps: int) 
     for step in range(done, done + steps):
         train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, step=step, lr=1e-3, clip_norm=1.0)
     checkpointer.save(done + steps, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
-    state = {n: whole(v) for n, v in {**model.state_dict(), **optimizer_state(model, optimizer)}.items()}
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    moments = {name: whole(value) for name, value in optimizer_state(model, optimizer).items()}
     tokens = torch.randint(MODEL.vocab_size, (2, 32), generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
         logits = model(tokens).contiguous()
     parts = [torch.empty_like(logits) for _ in range(mesh.tp_size)]
     dist.all_gather(parts, logits, group=mesh.tp_group)
-    return torch.cat(parts, -1), state
-
-
-def checkpoint(root: Path, step: int) -> str:
-    return str(root / f"step_{step:08d}")
+    return Run(Path(folder), torch.cat(parts, -1), weights, moments)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, dict[str, Tensor]]:
-    root = tmp_path_factory.mktemp("one")
-    return (root, *launch(run, 1, ONE, None, str(root), 2)[0])
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two steps on one rank."""
+    return launch(run, 1, ONE, None, str(tmp_path_factory.mktemp("one")), 2)[0]
 
 
-def assert_equal_state(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert state.keys() == expected.keys()
-    for name, value in state.items():
+@pytest.fixture(scope="module")
+def sharded(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """Its checkpoint, loaded and saved by two tensor-parallel ranks."""
+    return launch(run, 2, TP2, trained.checkpoint(), str(tmp_path_factory.mktemp("two")), 0)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys() and len(found) > 15
+    for name, value in found.items():
         assert torch.equal(value, expected[name]), name
 
 
-def test_one_rank_to_two_tensor_parallel_ranks_and_back(trained, tmp_path):
-    root, logits, state = trained
-    for sharded_logits, sharded_state in launch(run, 2, TP2, checkpoint(root, 2), str(tmp_path / "two"), 0):
-        assert_equal_state(sharded_state, state)
-        assert relative_error(sharded_logits, logits) < 1e-6
-    back_logits, back_state = launch(run, 1, ONE, checkpoint(tmp_path / "two", 2), str(tmp_path / "one"), 0)[0]
-    assert_equal_state(back_state, state)
-    assert torch.equal(back_logits, logits)
+def test_one_rank_to_two_and_back(trained: Run, sharded: list[Run], tmp_path: Path) -> None:
+    data_parallel = launch(run, 2, DP2, trained.checkpoint(), str(tmp_path / "two"), 0)
+    (back,) = launch(run, 1, ONE, sharded[0].checkpoint(), str(tmp_path / "one"), 0)
+    for one in (*sharded, *data_parallel, back):
+        assert_equal(one.weights, trained.weights)
+        assert_equal(one.moments, trained.moments)
+        assert relative_error(one.logits, trained.logits) < 1e-6
+    for one in (*data_parallel, back):
+        assert torch.equal(one.logits, trained.logits)
 
 
-def test_one_rank_to_two_data_parallel_ranks(trained, tmp_path):
-    root, logits, state = trained
-    for sharded_logits, sharded_state in launch(run, 2, DP2, checkpoint(root, 2), str(tmp_path), 0):
-        assert_equal_state(sharded_state, state)
-        assert torch.equal(sharded_logits, logits)
+def test_two_tensor_parallel_ranks_continue_as_one_would(trained: Run, tmp_path: Path) -> None:
+    (expected,) = launch(run, 1, ONE, trained.checkpoint(), str(tmp_path / "one"), 2)
+    found, _ = launch(run, 2, TP2, trained.checkpoint(), str(tmp_path / "two"), 2)
+    for name, value in expected.weights.items():
+        assert relative_error(found.weights[name], value) < 1e-5, name
 
 
-def test_two_tensor_parallel_ranks_go_on_as_one_would(trained, tmp_path):
-    root, *_ = trained
-    _, expected = launch(run, 1, ONE, checkpoint(root, 2), str(tmp_path / "one"), 2)[0]
-    _, state = launch(run, 2, TP2, checkpoint(root, 2), str(tmp_path / "two"), 2)[0]
-    for name in dict.fromkeys(n for n in expected if not n.endswith((".step", ".exp_avg", ".exp_avg_sq"))):
-        assert relative_error(state[name], expected[name]) < 1e-5, name
+def initialized(rank: int, layout: Layout, given: str, root: str, harm: str) -> tuple[str, dict[str, Tensor], bool]:
+    """A start from the weights of `given`: what was said, the weights after it, and whether everything else is as
+    before.
+
+    harm: a file of which rank 1 alone reads another byte.
+    """
+    mesh, step_state = layout.mesh(), StepState(seed=0)
+    model = sharded_model(layout, mesh, RECIPES["fp32"], step_state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    checkpointer = Checkpointer(Path(root), mesh, keep=0, identity=IDENTITY)
+    generator = torch.get_rng_state()
+    if harm and rank == 1:
+        private = Path(root).with_name("private")
+        shutil.copytree(given, private)
+        flip_a_bit(private / harm)
+        real = files.open_plain
+        files.open_plain = lambda path: real(private / path.name)  # type: ignore[assignment]
+    try:
+        begun = checkpointer.initialize(given, model, step_state, resumed=False, allow_mismatch=False)
+        said = f"{begun.path} {begun.step}" if begun else ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    fresh = not any(whole(value).any() for value in optimizer_state(model, optimizer).values())
+    fresh &= torch.equal(generator, torch.get_rng_state()) and not list(Path(root).glob("*"))
+    return said, {name: whole(value) for name, value in model.state_dict().items()}, fresh
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("run", TP2), ("import", ONE), ("import", DP2)])
+def test_weights_alone_have_the_bits_of_their_source(trained: Run, kind: str, layout: Layout, tmp_path: Path) -> None:
+    """Of a run's newest checkpoint, or of an import; moments and generators are those of a new run."""
+    given, expected = trained.folder, f"{trained.checkpoint()} 2"
+    if kind == "import":
+        given, expected = tmp_path / "model", f"{tmp_path / 'model'} 0"
+        write_weights_only(given, Config(model=MODEL), trained.weights.items(), imported={}, tokenizer="one")
+    for said, found, fresh in launch(initialized, layout.world, layout, str(given), str(tmp_path / "own"), ""):
+        assert said == expected and fresh
+        assert_equal(found, trained.weights)
+
+
+def test_what_one_rank_alone_finds_damaged_is_not_passed_over(sharded: list[Run], tmp_path: Path) -> None:
+    given = sharded[0].checkpoint()
+    for said, _, _ in launch(initialized, 2, TP2, given, str(tmp_path / "own"), "__1_0.distcp"):
+        assert said.startswith("CheckpointError: ") and "finds it whole" in said and "says rank 1: " in said

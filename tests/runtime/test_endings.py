@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch.distributed as dist
 
 import pretrain
 from megatron_fp4.runtime import signals
-from megatron_fp4.runtime.progress import state_of_process
 from megatron_fp4.training.callbacks import validation
 from megatron_fp4.training.trainer import Trainer
 from tests.programs import Program, environments_of_ranks, run_program
@@ -34,7 +31,7 @@ def state(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "state.json").read_text())
 
 
-def wait_until(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240.0) -> None:
+def wait_until(condition: Callable[[], object], process: Any, seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[0]
@@ -42,77 +39,27 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str], 
         time.sleep(0.05)
 
 
-def wait_for_steps(run_dir: Path, process: subprocess.Popen[str]) -> None:
+def two_ranks(run_dir: Path, overrides: list[str], *more: str) -> list[Program]:
+    """Of a run that is training."""
+    command = [ROOT / "pretrain.py", *overrides, *LONG, *more, f"run.dir={run_dir}"]
+    programs = [Program(command, environment) for environment in environments_of_ranks(2)]
     metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), process)
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                found.append(int(path.parent.name))
-        except (OSError, IndexError):
-            continue
-    return found
-
-
-def ranks(run_dir: Path) -> list[int]:
-    """Process ids."""
-    return [json.loads(path.read_text())["pid"] for path in sorted((run_dir / "ranks").glob("rank_*.json"))]
-
-
-@contextmanager
-def training(
-    run_dir: Path, processes: int, overrides: list[str], *more: str
-) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run that is training, and all its processes besides the launcher: ranks and loader workers. None outlives."""
-    process = start(processes, [*overrides, *LONG, *more, f"run.dir={run_dir}"])
-    everyone: list[int] = []
-    try:
-        wait_for_steps(run_dir, process)
-        everyone = ranks(run_dir)
-        everyone += [child for rank in everyone for child in children(rank)]
-        yield process, everyone
-        deadline = time.monotonic() + 120
-        while any(state_of_process(pid) != "gone" for pid in everyone):
-            assert time.monotonic() < deadline, "processes outlived the run"
-            time.sleep(0.05)
-    finally:
-        for pid in [process.pid, *everyone]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.communicate()
-
-
-def test_workers_save_and_leave_when_torchrun_dies(small: list[str], tmp_path: Path) -> None:
-    """SIGUSR1, which torchrun does not handle, kills it like SIGKILL does."""
-    with training(tmp_path / "run", 2, small) as (process, everyone):
-        process.send_signal(signal.SIGUSR1)
-        output, _ = process.communicate(timeout=240)  # until the workers have closed it, too
-        assert process.returncode == -signal.SIGUSR1
-        assert len(everyone) == 4 and "SIGHUP: stopping after this step" in output
-    saved = state(tmp_path / "run")
-    assert saved["state"] == "stopped" and "SIGHUP" in saved["reason"]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{saved['step']:08d}"]
+    wait_until(lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), programs[0])
+    return programs
 
 
 def test_a_stopped_rank_is_named(small: list[str], tmp_path: Path) -> None:
     # A save every few steps: also where ranks wait for one in the background, a stopped one must be found.
-    more = ("parallel.timeout_seconds=14", "checkpoint.interval=2")
-    with training(tmp_path / "run", 2, small, *more) as (process, _):
-        stopped = ranks(tmp_path / "run")[1]
-        os.kill(stopped, signal.SIGSTOP)
-        # torchrun would wait half a minute for the stopped one, and then kill it.
-        wait_until(lambda: state(tmp_path / "run")["state"] == "crashed", process)
-        os.kill(stopped, signal.SIGKILL)
-        output, _ = process.communicate(timeout=240)
-    assert process.returncode == 1
+    more = ("parallel.timeout_seconds=10", "checkpoint.interval=2", "data.num_workers=0")
+    first, second = two_ranks(tmp_path / "run", small, *more)
+    os.kill(second.pid, signal.SIGSTOP)
+    output, _ = first.communicate(timeout=240)
+    second.send_signal(signal.SIGKILL)
+    assert first.returncode == 1 and state(tmp_path / "run")["state"] == "crashed"
     at_half_time, _, at_the_end = output.partition("Traceback")
-    assert "rank 0 has been in step" in at_half_time and "collectives fail after 14 s" in at_half_time
-    named = f"rank 1 (process {stopped} on "
-    advice = f"its process is stopped (`kill -CONT {stopped}` resumes it)"
+    assert "rank 0 has been in step" in at_half_time and "collectives fail after 10 s" in at_half_time
+    named = f"rank 1 (process {second.pid} on "
+    advice = f"its process is stopped (`kill -CONT {second.pid}` resumes it)"
     for text in (at_half_time, at_the_end):
         assert named in text and advice in text and "waiting: rank 0 in step" in text
     assert "Timed out waiting" in at_the_end
@@ -121,15 +68,15 @@ def test_a_stopped_rank_is_named(small: list[str], tmp_path: Path) -> None:
 
 def test_an_exception_on_one_rank_ends_all_and_is_told(small: list[str], tmp_path: Path) -> None:
     """That of a rank whose loader worker was killed."""
-    with training(tmp_path / "run", 2, small) as (process, everyone):
-        rank = ranks(tmp_path / "run")[1]
-        (worker,) = children(rank)
-        os.kill(worker, signal.SIGKILL)
-        output, _ = process.communicate(timeout=240)
-        assert len(everyone) == 4
-    assert process.returncode == 1 and f"worker 0 (process {worker}) is dead: killed by signal 9" in output
-    assert "Root Cause (first observed failure)" in output and "error.json" in output  # of torchrun, which read it
-    assert state(tmp_path / "run")["state"] in ("crashed", "running")  # or was killed before it could say so
+    first, second = two_ranks(tmp_path / "run", small)
+    tasks = Path(f"/proc/{second.pid}/task").glob("*/children")
+    (worker,) = [int(child) for task in tasks for child in task.read_text().split()]
+    os.kill(worker, signal.SIGKILL)
+    output, _ = second.communicate(timeout=240)
+    assert second.returncode == 1 and f"worker 0 (process {worker}) is dead: killed by signal 9" in output
+    output, _ = first.communicate(timeout=240)
+    assert first.returncode == 1 and "LoaderError" in output  # which is the cause, and not its own
+    assert state(tmp_path / "run")["state"] == "crashed"
 
 
 def test_a_signal_while_starting_is_remembered(small: list[str], tmp_path: Path) -> None:
@@ -163,8 +110,6 @@ def test_divergence_has_an_exit_code_of_its_own(small: list[str], tmp_path: Path
 _PROGRAM = """
 import sys, time
 import pretrain
-from megatron_fp4.training.callbacks import validation
-from megatron_fp4.training.trainer import Trainer
 from megatron_fp4.runtime import errors
 from megatron_fp4.runtime.signals import StopRequest
 
@@ -181,18 +126,17 @@ errors.run_program(lambda: pretrain.main(sys.argv[2:], StopRequest().listen()))
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("wrong", 4), ("crash", 1), ("refused", 2)])
+@pytest.mark.parametrize(("how", "code"), [("wrong", 4), ("crash", 1)])
 def test_no_end_waits_for_its_group(small: list[str], tmp_path: Path, how: str, code: int) -> None:
-    (tmp_path / "run").mkdir()
-    overrides = [*small, f"run.dir={tmp_path / 'run'}", *(["train.stepz=7"] if how == "refused" else [])]
+    overrides = [*small, f"run.dir={tmp_path / 'run'}"]
     (tmp_path / "program.py").write_text(_PROGRAM)
     done = run_program([tmp_path / "program.py", how, *overrides], timeout=240)
     assert done.returncode == code, done.stderr
-    expected = {"wrong": "pretrain.py: fprop is off by one\n", "crash": "ZeroDivisionError", "refused": "stepz"}
+    expected = {"wrong": "pretrain.py: fprop is off by one\n", "crash": "ZeroDivisionError"}
     assert expected[how] in done.stderr and done.stderr.count("Traceback") == (how == "crash")
     # Who crashed does not even try.
     assert ("its process group has not ended after 0 s; leaving without it" in done.stderr) == (how != "crash")
-    states = {"wrong": "wrong_numbers", "crash": "crashed", "refused": "refused"}
+    states = {"wrong": "wrong_numbers", "crash": "crashed"}
     assert state(tmp_path / "run")["state"] == states[how]
 
 
