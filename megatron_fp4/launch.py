@@ -8,12 +8,11 @@ Takes torchrun's arguments and starts workers by torchrun's own code. Only the e
                 everything. With workers on several nodes each launcher tells that of its own.
     report      torchrun's of a crash, without the traceback of the launcher, which is the same whatever went wrong. Of
                 what the run itself has said in one line there is none.
-
-Where there is no /proc to find the workers in, signals stay torchrun's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -23,7 +22,6 @@ from types import FrameType
 
 from megatron_fp4.runtime.signals import SIGNALS
 
-_PROC = Path("/proc")
 # Of `ExitCode`, whose module imports torch; this one has to listen before that.
 _CRASHED, _HUNG, _STOPPED = 1, 5, 75
 # The signals that this process got while it had workers: handlers have nowhere else to leave them.
@@ -32,11 +30,9 @@ _handed_on: set[int] = set()
 
 def main(arguments: list[str]) -> int:
     """Run torchrun with its command line's `arguments`; returns the exit code."""
-    forwards = (_PROC / "self" / "stat").exists()
-    if forwards:
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
-                signal.signal(number, _hand_on)
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+            signal.signal(number, _hand_on)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -44,8 +40,7 @@ def main(arguments: list[str]) -> int:
     # What it says of failed workers on their way down is in its report too, if there is one.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     options = torchrun.parse_args(arguments)
-    if forwards:
-        options.signals_to_handle = "SIGVTALRM"  # none is no choice that it offers
+    options.signals_to_handle = "SIGVTALRM"  # none is no choice that it offers
     try:
         torchrun.run(options)
     except ChildFailedError as error:
@@ -80,24 +75,19 @@ def _hand_on(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
     _handed_on.add(number)
     for worker in workers:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(worker, number)
-        except ProcessLookupError:
-            continue
 
 
 def _workers() -> list[int]:
     """The children of this process that lead a session: torchrun's workers, and nothing that libraries start."""
     found, parent = [], str(os.getpid())
-    for folder in _PROC.iterdir():
-        if folder.name.isdigit():
-            try:
-                # The name in parentheses may hold spaces; behind it: state, parent, process group, session.
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
-                continue
-            if fields[1] == parent and fields[3] == folder.name and fields[0] != "Z":
-                found.append(int(folder.name))
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            # The name in parentheses may hold spaces; after it: state, parent, process group, session.
+            fields = path.read_text().rpartition(")")[2].split()
+            if fields[1] == parent and fields[3] == path.parent.name and fields[0] != "Z":
+                found.append(int(path.parent.name))
     return found
 
 

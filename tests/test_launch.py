@@ -52,9 +52,9 @@ def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(tmp_path: P
 
 
 def test_a_crash_is_reported_without_the_launchers_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "_PROC", tmp_path)  # so that it leaves this process's signals alone
+    monkeypatch.setattr(launch, "SIGNALS", ())  # this process keeps its own
     ends = {1: "Root Cause", 2: "", 75: ""}  # what has ended in one line of the run's own needs no second one
     for code, told in ends.items():
         failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="<N/A>")
