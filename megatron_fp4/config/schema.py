@@ -253,7 +253,8 @@ class TrainConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SpikesConfig:
-    """Steps whose loss or gradient norm lies far above what the steps before had (training/spikes.py has the rule).
+    """Steps whose loss or gradient norm lies far above what the steps before had (training/callbacks/bad_steps.py has
+    the rule).
 
     action: `none`; `skip` (no update with that batch); `rollback` (back to the last checkpoint's weights and moments,
         and on with the next batch: the data since then is skipped).
@@ -314,7 +315,7 @@ class CheckpointConfig:
     export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
         Face folder, by a process beside the run (exchange/exports.py).
     export_format: of these folders' weights, as scripts/convert.py export-hf has them; NVFP4 (of ModelOpt or
-        compressed-tensors) only of checkpoints whose forward pass has it, not behind a switch that ends it.
+        compressed-tensors) only of checkpoints whose forward pass has it, not after a switch that ends it.
     allow_mismatch: resume, or initialize, although data, tokenizer or model differ from what the checkpoint was made
         with. Tensors of other shapes cannot be loaded.
     """

@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -201,5 +203,7 @@ def test_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ["export-hf", "runs/with space", "exported/with space"],
         ["runs", "runs/beside", "runs/with space"],
     ]
+    done = subprocess.run([sys.executable, *commands[2][1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "| with space |" in done.stdout
     own = replace(config, data=replace(config.data, kind="indexed"))
     assert shlex.split(next_steps(own)[0])[3:] == ["--prompt", "1", "--raw"]
