@@ -24,6 +24,7 @@ from 0, in the order in which they come, one of which the sample holds only a pa
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import struct
 from array import array
@@ -61,6 +62,7 @@ CHECKED_BLOCKS = 256
 """Of an index, when it is opened."""
 _CHECKED_BLOCKS_REMOTE = 2
 _CHECKED_ENTRIES = 1024  # of each array, in a block
+_READ_AT_ONCE = 1 << 11  # documents among which one is looked for
 _READ_WHOLE = 1 << 16  # bytes of an index that is read in one piece, and checked whole
 INDEX_BLOCK = 1 << 20
 """Entries of an index that are computed, written or fully checked at once."""
@@ -156,9 +158,23 @@ def check_ids(what: str, stream: TokenSource, tokens: np.ndarray, vocab_size: in
 
 
 def document_at(source: TokenSource, token: int) -> int:
-    """The last document that begins at or before a token. Looks at O(log documents) of them."""
-    begins = range(source.num_documents + 1)
-    return bisect_right(begins, token, key=lambda document: int(source.document_offsets(document, document)[0])) - 1
+    """The last document that begins at or before a token, looked for where it would lie if all were equally long: in a
+    source of 10^8 a fourth of the reads of a bisection, which a file system far away answers one by one."""
+    low, high, start, end = 0, source.num_documents, 0, source.num_tokens
+    turn = 0
+    while high - low > _READ_AT_ONCE:
+        margin = _READ_AT_ONCE // 4 + 4 * math.isqrt(high - low)
+        guess = low + (token - start) * (high - low) // max(1, end - start)
+        turn += 1
+        # Where they are not, every third probe halves what is left.
+        for probe in (guess - margin, guess + margin) if turn % 3 else ((low + high) // 2,):
+            if low < probe < high:
+                offset = int(source.document_offsets(probe, probe)[0])
+                if offset <= token:
+                    low, start = probe, offset
+                else:
+                    high, end = probe, offset
+    return low + int(np.searchsorted(source.document_offsets(low, high), token, side="right")) - 1
 
 
 def document_numbers(source: TokenSource, start: int, length: int) -> np.ndarray:

@@ -22,7 +22,6 @@ keeps from which sample on there were how many files (`Growth`).
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from data.indexed import Concatenation, TokenSource, check_ids, document_numbers
+from data.indexed import Concatenation, TokenSource, check_ids, document_at, document_numbers
 from data.storage import side_by_side
 
 _NUM_ROUNDS = 6
@@ -231,7 +230,7 @@ def _documents_within(stream: TokenSource, first: int, end: int) -> np.ndarray:
     if (first, end) == (0, stream.num_tokens):
         return stream.document_offsets(0, documents)
     found = [np.array([first])]
-    document = bisect_right(range(documents), first, key=lambda d: int(stream.document_offsets(d, d)[0]))
+    document = document_at(stream, first) + 1  # that begins after `first`
     while document < documents:
         offsets = stream.document_offsets(document, min(document + block, documents))
         found.append(offsets[:-1][offsets[:-1] < end])
