@@ -23,7 +23,6 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -226,19 +225,25 @@ def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> N
 
     A wrong weight has changed the gradients of all ranks since, so that none may hold exactly the replayed numbers.
     """
+    mesh = trainer.mesh
+    if events and events[-1]["mesh"] != [mesh.dp_size, mesh.num_replicas, mesh.tp_size]:
+        if mesh.rank == 0:
+            print("on another mesh nothing can be said of the ranks that held different numbers", flush=True)
+        return
     for difference in events[-1]["differences"] if events else []:
-        name, rank = difference["names"][0], str(trainer.mesh.rank)
-        distance = -1.0  # not of that group
-        if rank in difference["values"]:
+        name, distance = difference["names"][0], -1.0  # of ranks that are not in the group
+        if values := difference["values"].get(str(mesh.rank)):
             tensor, _ = tensors_of(trainer)[name]
             replayed = tensor.flatten()[difference["places"]].tolist()
-            distance = max(map(abs, map(sub, difference["values"][rank], replayed)))
-        of_ranks = [distance] * trainer.mesh.world_size
+            apart = [abs((math.nan if was is None else was) - now) for was, now in zip(values, replayed, strict=True)]
+            distance = max(one if math.isfinite(one) else math.inf for one in apart)
+        of_ranks = [distance] * mesh.world_size
         dist.all_gather_object(of_ranks, distance)
-        if max(of_ranks) >= 0 and trainer.mesh.rank == 0:
+        farthest = [rank for rank, found in enumerate(of_ranks) if found == max(of_ranks) >= 0]
+        if farthest and mesh.rank == 0:
             told = ", ".join(f"on rank {rank} by {found:.3g}" for rank, found in enumerate(of_ranks) if found >= 0)
-            wrong = of_ranks.index(max(of_ranks))
-            print(f"{name} differs from these steps' {told}: rank {wrong} was wrong", flush=True)
+            verdict = f": rank {farthest[0]} was wrong" if len(farthest) == 1 else ""
+            print(f"{name} differs from these steps' {told}{verdict}", flush=True)
 
 
 if __name__ == "__main__":

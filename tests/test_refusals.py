@@ -179,6 +179,7 @@ ON_GPUS = [
     (["parallel.tensor=2", "model.ffn_dim=1152", "precision=fp8_block"], 2, "model.ffn_dim=1152 / parallel.tensor=2"),
     (["parallel.tensor=2", "train.micro_batch_size=1", "train.sequence_length=48"], 2, "use train.sequence_length=64"),
     (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "data-parallel sizes that work: 32, 46, 92,"),
+    (["parallel.reproducible=true", "run.deterministic=false"], 2, "set run.deterministic=true"),
     (["parallel.reproducible=true", "train.global_batch_size=12"], 3, "and there are 3; start 2 or 4"),
     ([*EACH, "parallel.reproducible=true", "train.global_batch_size=24"], 2, "a train.global_batch_size of 16 or 32"),
     (["parallel.reduce_gradients=each"], 1, "parallel.reduce_gradients=each has no effect with one shard"),

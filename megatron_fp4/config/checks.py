@@ -79,6 +79,11 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
                 f"{micros}{of_ranks}"
             )
     if parallel.reproducible:
+        if not config.run.deterministic:
+            yield (
+                "parallel.reproducible=true needs the same bits from every kernel, which run.deterministic=false does "
+                "not give; set run.deterministic=true"
+            )
         if ranks & (ranks - 1):
             yield (
                 f"parallel.reproducible=true sums over a power of two of data-parallel ranks, and there are {ranks}; "

@@ -105,18 +105,16 @@ class GradientTree:
         # Of each group: the number of leaves, falling powers of 2, and the sums of their gradients.
         self._sums: list[list[tuple[int, list[Tensor]]]] = [[] for _ in self._groups]
 
-    def keep(self, in_place: bool = False) -> None:
-        """After each leaf but this rank's last: take its gradients. in_place: leave zeros in `.grad`, to which a CUDA
-        graph adds."""
+    def keep(self, copied: bool = False) -> None:
+        """After each leaf but this rank's last: take its gradients. copied: out of the memory of a CUDA graph, which
+        the next leaf writes."""
         self._wait()
         for parameters, sums in zip(self._groups, self._sums, strict=True):
             gradients, leaves = _gradients(parameters()), 1
-            if in_place:
-                written, gradients = gradients, [gradient.clone() for gradient in gradients]
-                torch._foreach_zero_(written)  # type: ignore[attr-defined]
-            else:
-                for parameter in parameters():
-                    parameter.grad = None
+            if copied:
+                gradients = [gradient.clone() for gradient in gradients]
+            for parameter in parameters():
+                parameter.grad = None
             while sums and sums[-1][0] == leaves:
                 torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
                 leaves *= 2

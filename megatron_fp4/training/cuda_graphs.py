@@ -6,7 +6,8 @@ address: tokens, targets and the keys of stochastic rounding (precision/rng.py).
 so is every bit.
 
 Two graphs make a step: the `first` micro-batch quantizes the weights and writes gradients, a `later` one uses the
-weights' codes and adds to the gradients. The sum over ranks, norm, clipping and update stay as they are.
+weights' codes and adds to the gradients. The sum over ranks, norm, clipping and update stay as they are. With
+parallel.reproducible every leaf of the tree of sums begins with the first.
 
     steps            1, 2              3                                      4, 5, ...
     micro-batches    eagerly           the first two captured and replayed    replayed
@@ -159,6 +160,10 @@ class MicroBatchGraphs:
             self._hand_out(step_state)
         self._position += 1
         return graph.result
+
+    def write_gradients(self) -> None:
+        """Let the next micro-batch of the step write gradients, as its first did."""
+        self._position = 0
 
     def make_room(self) -> None:
         """Before a micro-batch runs eagerly: drop the graphs if there is not as much free memory as they have."""

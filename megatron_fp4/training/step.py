@@ -130,7 +130,7 @@ def accumulate(
                 progress.at(step_state.step + 1, where)
             is_last = position == len(micro_batches)
             passes = _prepare_fsdp(model, mesh, position == 1, is_last, reshard)
-            loss_sum = losses[micro_batch.index if mesh.reproducible else 0]
+            loss_sum = losses[micro_batch.index % len(losses)]
             if replays and graphs is not None and (replayed := graphs.run(micro_batch, step_state)) is not None:
                 loss_sum += replayed
             else:
@@ -147,7 +147,9 @@ def accumulate(
                         (loss * weight.to(loss.dtype)).backward()
                         loss_sum += loss.detach() * weight
             if tree is not None and position % leaf == 0 and not is_last:
-                tree.keep(in_place=replays)
+                tree.keep(copied=replays)
+                if replays and graphs is not None:
+                    graphs.write_gradients()
     if tree is not None:
         tree.finish()
     if whole.num_targets is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,15 @@ from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.parallel.reproducible import leaf_size, tree_all_reduce, tree_sum
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.numerics import Switch
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import exact_norm_share
+from megatron_fp4.training.step import ALONE, accumulate, exact_norm_share
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
 from tests.spiked_run import small_corpus
 from tests.test_pretrain import SMALL
-from tests.training.harness import alone, launch, whole
+from tests.training.harness import alone, launch, toy, toy_batches, whole
 
 pytestmark = pytest.mark.slow
 
@@ -151,6 +153,16 @@ def test_the_norm_does_not_depend_on_the_order_of_elements(scale: float) -> None
             shares.add(float(exact_norm_share(parameters, mesh)))
     (share,) = shares
     assert share == pytest.approx(math.fsum(x**2 for x in elements.tolist()), rel=2**-23, abs=0)
+
+
+def test_a_micro_batch_by_itself_is_no_part_of_a_global_batch() -> None:
+    """As measurements compute one, whatever its index."""
+    with alone() as mesh:
+        mesh = replace(mesh, reproducible=True)
+        model, _ = toy(mesh)
+        batch = replace(toy_batches(0, mesh)[0], index=3)
+        (loss,) = accumulate(model, [batch], mesh, StepState(seed=0), whole=ALONE)
+        assert math.isfinite(float(loss))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

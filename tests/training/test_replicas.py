@@ -39,9 +39,15 @@ def _tensor(trainer: Trainer, name: str, key: str = "") -> torch.Tensor:
     return local_part(trainer.optimizer.state[parameter][key] if key else parameter)
 
 
+def _exchange(tensor: torch.Tensor) -> None:
+    flat = tensor.view(-1)
+    flat[:2] = flat[:2].flip(0).clone()
+
+
 # What goes wrong on the last rank of four; what the message names, and the ranks that hold different numbers.
 FAULTS: dict[str, tuple[Callable[[Trainer], object], str, list[list[int]]]] = {
     "weight": (lambda t: _tensor(t, WEIGHT).mul_(1.5), WEIGHT, [[1, 3]]),
+    "exchanged": (lambda t: _exchange(_tensor(t, WEIGHT)), WEIGHT, [[1, 3]]),
     "moment": (lambda t: _tensor(t, WEIGHT, "exp_avg").add_(1e-9), f"{WEIGHT}.exp_avg", [[1, 3]]),
     "norm": (lambda t: _tensor(t, NORM)[:1].mul_(1.5), NORM, [[1, 3], [2, 3]]),
     "generator": (lambda t: torch.rand(1), "torch's generator", [[0, 1, 2, 3]]),
@@ -61,14 +67,15 @@ def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Dif
     state += [_tensor(trainer, NORM).clone(), torch.get_rng_state()]
     consumed, found = trainer.data.loader.consumed_samples, {}
     for name, (disturb, _, _) in FAULTS.items():
+        callback._compared = None
         callback.compare(2)
         if rank == 3:
             disturb(trainer)
-        callback._agreed = 1
+        callback._agreed, callback._compared = 1, None
         with pytest.raises(ReplicasError) as error:
             callback.compare(2)
         assert exit_code_of(error.value) is ExitCode.WRONG_NUMBERS
-        found[name] = str(error.value), replicas.compare(trainer)
+        found[name] = str(error.value), replicas.compare(trainer)[1]
         _tensor(trainer, WEIGHT).copy_(state[0])
         _tensor(trainer, WEIGHT, "exp_avg").copy_(state[1])
         _tensor(trainer, NORM).copy_(state[2])
@@ -93,6 +100,7 @@ def test_a_fault_on_one_rank_is_named_on_all(disturbed, fault: str) -> None:
     assert f"hold different {named}" in message and "agreed after step 1." in message
     # Four against one says who is wrong, one against one does not.
     assert ("against the majority: 3" in message) == (len(ranks[0]) == 4)
+    assert all(difference.values or fault in ("generator", "data") for difference in differences)
     assert ("scripts/replay.py" in message) == (len(ranks[0]) == 2)
 
 

@@ -31,8 +31,9 @@ from megatron_fp4.runtime.errors import WrongNumbersError
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
 
-_PART = 1 << 20  # elements of a tensor that are told at once when a difference is located
-_SHOWN = 8
+# Of differences: groups of ranks that are told with their numbers, elements of a tensor that are sent to find the first
+# numbers that differ, and how many of these are told.
+_LOCATED, _PART, _SHOWN = 4, 1 << 16, 8
 
 
 class ReplicasError(WrongNumbersError):
@@ -72,6 +73,7 @@ class Replicas(Callback):
     def start(self, done: int) -> None:
         """Ranks begin alike."""
         self._agreed: int | None = None
+        self._compared: int | None = None
         self.compare(done)
 
     def after_step(self, step: Step) -> None:
@@ -79,29 +81,35 @@ class Replicas(Callback):
         if is_due(self.trainer.config.run.replicas_interval, step.done):
             self.compare(step.done)
 
+    def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
+        """Other weights have come from the disk."""
+        self._compared = None
+
     def on_checkpoint(self, done: int) -> None:
         """What differs is not saved."""
         self.compare(done)
 
     def compare(self, done: int) -> None:
         """Raises ReplicasError on all ranks. A collective."""
-        if self._agreed == done or self.trainer.mesh.world_size == 1:
+        trainer, mesh = self.trainer, self.trainer.mesh
+        if self._compared == done or mesh.world_size == 1:
             return
-        self.trainer.progress.at(done, "compare replicas")
-        differences = compare(self.trainer)
-        if not differences:
-            self._agreed = done
+        trainer.progress.at(done, "compare replicas")
+        number, differences = compare(trainer)
+        if not number:
+            self._agreed = self._compared = done
             return
-        trainer, since = self.trainer, "at the start" if self._agreed is None else f"after step {self._agreed}"
-        found = [vars(difference) for difference in differences[:16]]
-        trainer.log.metrics.event(done, "replicas", agreed=self._agreed, differences=found)
+        found, sizes = [vars(difference) for difference in differences], [mesh.dp_size, mesh.num_replicas, mesh.tp_size]
+        trainer.log.metrics.event(done, "replicas", agreed=self._agreed, mesh=sizes, groups=number, differences=found)
+        since = "at the start" if self._agreed is None else f"after step {self._agreed}"
+        more = f". {number - len(differences)} more groups of ranks differ" if number > len(differences) else ""
         find = (
             f"scripts/replay.py {trainer.config.run.dir} --step {done} on as many ranks says which of them is wrong; "
         )
         raise ReplicasError(
-            f"after step {done} {'. '.join(map(str, differences[:4]))}. They agreed {since}. "
-            f"{'' if differences[0].wrong else find}continue from a checkpoint without that machine, or set "
-            "run.replicas_interval=0 to train on"
+            f"after step {done} {'. '.join(map(str, differences))}{more}. They agreed {since}. "
+            f"{'' if differences[0].wrong or not done else find}continue from a checkpoint without that machine, or "
+            "set run.replicas_interval=0 to train on"
         )
 
 
@@ -141,8 +149,8 @@ def held(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     return shared
 
 
-def compare(trainer: Trainer) -> list[Difference]:
-    """What ranks hold differently, the same on all ranks. A collective."""
+def compare(trainer: Trainer) -> tuple[int, list[Difference]]:
+    """How many groups of ranks hold something differently, and the first of them; alike on all ranks. A collective."""
     mesh, shared = trainer.mesh, held(trainer)
     summed = torch.stack([_sum_of(sums, mesh.device) for sums in shared.values()])
     of_ranks = [torch.empty_like(summed) for _ in range(mesh.world_size)]
@@ -159,7 +167,7 @@ def compare(trainer: Trainer) -> list[Difference]:
         for group in groups[kind]
         if not bool((found[group, index] == found[group[0], index]).all())
     ]
-    return [_difference(trainer, shared[kind], group) for kind, group in differing]
+    return len(differing), [_difference(trainer, shared[kind], group) for kind, group in differing[:_LOCATED]]
 
 
 def _sum_of(sums: Mapping[str, Tensor], device: torch.device) -> Tensor:
@@ -184,10 +192,12 @@ def _difference(trainer: Trainer, sums: Mapping[str, Tensor], group: list[int]) 
     tensor, _ = tensors_of(trainer).get(names[0], (None, []))
     if tensor is None:
         return difference
+    # Which part differs, then where in it: by their bits, of which zeros and NaN have several.
     parts = tensor.flatten().split(_PART)
-    of_parts = told([part.view(torch.int32).sum().item() for part in parts])
-    part = next(i for i, all_sums in enumerate(zip(*of_parts.values(), strict=True)) if len(set(all_sums)) > 1)
-    numbers = told(parts[part].tolist())
-    places = [i for i, values in enumerate(zip(*numbers.values(), strict=True)) if len(set(values)) > 1][:_SHOWN]
+    of_parts = told([checksum(part).tolist() for part in parts])
+    part = next(i for i, sums in enumerate(zip(*of_parts.values(), strict=True)) if any(s != sums[0] for s in sums))
+    mine = parts[part] if trainer.mesh.rank in group else tensor.new_zeros(0)
+    bits, numbers = told(mine.view(torch.int32).tolist()), told(mine.tolist())
+    places = [i for i, values in enumerate(zip(*bits.values(), strict=True)) if len(set(values)) > 1][:_SHOWN]
     values = {rank: [found[place] for place in places] for rank, found in numbers.items()}
     return replace(difference, places=[part * _PART + place for place in places], values=values)
