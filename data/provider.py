@@ -299,7 +299,7 @@ def agreed(
     try:
         data = open_data()
         facts = facts_of(data)
-    except Exception as error:
+    except Exception as error:  # of any kind: the other ranks must not wait for this one
         failure = error
     box: list[Any] = [facts]
     dist.broadcast_object_list(box, src=0)

@@ -159,7 +159,7 @@ class HuggingFaceTokenizer(TextTokenizer):
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """What `encode_batch` gives, as int32 each; faster where the words of a text tell its ids (`words.py`)."""
+        """What `encode_batch` gives, as int32 each; faster where the words of a text tell its ids (`WordMemo`)."""
         words = self._words
         found = [None if words is None else words.encode(text) for text in texts]
         others = [text for text, ids in zip(texts, found, strict=True) if ids is None]

@@ -288,7 +288,7 @@ class Exports(Callback):
     def _failed(self, step: int, error: str) -> None:
         self._wanted.discard(step)
         # In the folder of an installed package, its command is what a shell has.
-        is_installed = (SCRIPT.parents[2] / "command.py").is_file()
+        is_installed = (SCRIPT.parents[2] / "__main__.py").is_file()
         command = ["megatron-fp4", "convert"] if is_installed else ["python", str(SCRIPT)]
         self.trainer.log.export_failed(step, error, shlex.join([*command, *self._arguments(step)]))
 

@@ -121,7 +121,7 @@ class GradientTree:
             sums.append((leaves, gradients))
 
     def finish(self) -> None:
-        """After the last leaf: `.grad` becomes the sum. (With FSDP2 and `once` it was, before the reduction.)"""
+        """After the last leaf: `.grad` becomes the sum. With FSDP2 and `once` it was, before the reduction."""
         self._wait()
         for index in range(len(self._groups)):
             self._finish(index)

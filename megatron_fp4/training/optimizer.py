@@ -43,7 +43,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, reproducible: boo
     `set_lr` changes it. reproducible: elements are updated alike wherever ranks cut a parameter.
     """
     groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
-    # On a CPU torch's fused kernel rounds the last elements, which do not fill a vector, in another way.
+    # On a CPU torch's fused kernel, unlike its foreach one, rounds the last elements, which do not fill a vector, in
+    # another way.
     fused = not (reproducible and next(model.parameters()).device.type == "cpu")
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused, foreach=not fused)
     for parameter in optimizer_parameters(optimizer):  # as torch.optim.Adam._init_group does in the first step
@@ -154,7 +155,7 @@ class WSDSchedule:
         return cls(config.schedule, config.optimizer.lr, config.train.steps)
 
     def switch_step(self, when: str) -> int | None:
-        """The step before which a precision switch `when` happens, as `precision.switch.switch_step` has it.
+        """The step before which a precision switch `when` happens, as `switch_step` in precision/plan.py has it.
 
         Raises ValueError as that does, and for a switch before a decay that does not come.
         """

@@ -306,10 +306,11 @@ def exact_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> 
     """`squared_norm_share` rounded so that sums of it are exact, and so do not depend on how ranks share the elements.
     A collective.
 
-    A sum of FP64 integers below 2^53 is exact in any order: elements are scaled by the power of two that takes the
-    norm, which all ranks first compute roughly, below 2^25, and their squares are rounded to integers. (The rough norm
-    is another in its last bits on another mesh. Only if these lie on both sides of a power of two, once in some 10^13
-    steps, is the scale another too.)
+    As in reproducible summation (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013): a sum of
+    FP64 integers below 2^53 is exact in any order. All ranks first compute the norm roughly; elements are scaled by the
+    power of two that brings it below 2^25, and their squares are rounded to integers. The last bits of the rough norm
+    depend on the mesh; the scale does only if they lie on both sides of a power of two, estimated at once in 10^13
+    steps.
     """
     rough = squared_norm_share(parameters, mesh)
     dist.all_reduce(rough)

@@ -1,4 +1,4 @@
-"""The 4-bit quantizers as Triton kernels, bit for bit the PyTorch functions of `nvfp4.py`, `mxfp4.py`, `hadamard.py`.
+"""The 4-bit quantizers as Triton kernels, bit for bit the functions of `nvfp4.py`, `microscaling.py`, `hadamard.py`.
 
 A tensor [rows, columns] in memory is one operand of two GEMMs: along its columns (fprop's x, dgrad's dy) and along its
 rows (both sides of wgrad, whose dot product runs over tokens):

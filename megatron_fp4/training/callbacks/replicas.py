@@ -31,8 +31,8 @@ from megatron_fp4.runtime.errors import WrongNumbersError
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
 
-# Of differences: groups of ranks that are told with their numbers, elements of a tensor that are sent to find the first
-# numbers that differ, and how many of these are told.
+# Groups of ranks whose differences are located; elements of a tensor that are compared at once to find the first
+# numbers that differ; and how many of these numbers are recorded.
 _LOCATED, _PART, _SHOWN = 4, 1 << 16, 8
 
 
@@ -195,7 +195,9 @@ def _difference(trainer: Trainer, sums: Mapping[str, Tensor], group: list[int]) 
     # Which part differs, then where in it: by their bits, of which zeros and NaN have several.
     parts = tensor.flatten().split(_PART)
     of_parts = told([checksum(part).tolist() for part in parts])
-    part = next(i for i, sums in enumerate(zip(*of_parts.values(), strict=True)) if any(s != sums[0] for s in sums))
+    part = next(
+        i for i, found in enumerate(zip(*of_parts.values(), strict=True)) if any(one != found[0] for one in found)
+    )
     mine = parts[part] if trainer.mesh.rank in group else tensor.new_zeros(0)
     bits, numbers = told(mine.view(torch.int32).tolist()), told(mine.tolist())
     places = [i for i, values in enumerate(zip(*bits.values(), strict=True)) if len(set(values)) > 1][:_SHOWN]
