@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_fp4.precision.emulated as emulated
 import megatron_fp4.precision.gemm_cuda as gemm_cuda
 from megatron_fp4.precision.backend import RowGroups
+from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
@@ -84,13 +84,13 @@ def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tenso
 @contextmanager
 def recorded(gemms: list):
     """Keep the operands of every GEMM inside."""
-    original = emulated.gemm
+    original = EmulatedBackend.gemm
 
-    def recording(a, b, *others):
+    def recording(backend, a, b, *others):
         gemms.append([(of.unpacked().cpu(), None if of.scale is None else of.scale.cpu()) for of in (a, b)])
-        return original(a, b, *others)
+        return original(backend, a, b, *others)
 
-    with mock.patch.object(emulated, "gemm", recording):
+    with mock.patch.object(EmulatedBackend, "gemm", recording):
         yield
 
 
