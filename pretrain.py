@@ -174,7 +174,7 @@ def only_run(config: Config, signals: StopRequest) -> Iterator[tuple[Trainer, Ru
         progress.at(0, "build")
         trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress)
         trainer.log.times = ledger
-        trainer.checkpointer.saves.published = state.saved
+        trainer.checkpointer.published = state.saved
         yield trainer, state
 
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from exchange.architectures import architecture_of
 from exchange.nvfp4 import TrainedPlan, refusal
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.saves import SaveReport
+from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
@@ -125,7 +125,7 @@ class Exports(Callback):
 
     def start(self, done: int) -> None:
         """Make what is missing of the checkpoints up to `done` steps."""
-        self.trainer.checkpointer.saves.needed = self.protected
+        self.trainer.checkpointer.needed = self.protected
         self._waiting = self._missing(done)
         self._wanted.update(self._waiting)
         self._poll()

@@ -71,21 +71,21 @@ class Place:
     resumes: bool = False
 
 
-_SAVES, _FILES = "megatron_fp4.checkpoint.saves", "megatron_fp4.checkpoint.files"
+_SAVES, _FILES = "megatron_fp4.checkpoint.checkpointer", "megatron_fp4.checkpoint.files"
 _RECORDS = "megatron_fp4.logging.files:RecordFile"
 PLACES: dict[str, Place] = {
     # A save, in its order.
-    "save: begin": Place(f"{_SAVES}:Saves", "begin"),
-    "save: stage": Place(f"{_SAVES}:Staging", "copy", asynchronous=True),
+    "save: begin": Place(f"{_SAVES}:Checkpointer", "save"),
+    "save: stage": Place("megatron_fp4.checkpoint.staging:Staging", "copy", asynchronous=True),
     "save: folder": Place(_SAVES, "_make_folder", first=True),
-    "save: shard": Place(f"{_SAVES}:Saves", "_write_own"),
+    "save: shard": Place(f"{_SAVES}:Checkpointer", "_write_own"),
     "save: small files": Place(_FILES, "write_file", first=True, repeats=12),
     "save: manifest": Place(_FILES, "write_manifest", first=True),
     "save: sync records": Place(_RECORDS, "sync", first=True),
     "save: publish": Place(_FILES, "publish", first=True),
     "save: pointer": Place(_FILES, "write_pointer", first=True),
     "save: prune": Place(_FILES, "prune", first=True),
-    "save: end": Place(f"{_SAVES}:Saves", "end", repeats=6),
+    "save: end": Place(f"{_SAVES}:Checkpointer", "_end", repeats=6),
     # Whatever changes a disk.
     "any sync to the disk": Place("os", "fsync", first=True, repeats=40),
     "any rename": Place("os", "rename", first=True, repeats=6),
@@ -95,7 +95,7 @@ PLACES: dict[str, Place] = {
     "any file removed": Place("os", "unlink", first=True, repeats=8),
     # The rest of a run.
     "start: clean": Place(_FILES, "clean_stale", first=True, repeats=0),
-    "start: resume": Place("megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", repeats=0),
+    "start: resume": Place(f"{_SAVES}:Checkpointer", "resume", repeats=0),
     "start: load": Place("megatron_fp4.checkpoint.shards", "read_shards", repeats=0, resumes=True),
     "start: cut records": Place("megatron_fp4.logging.metrics", "cut_after", first=True, repeats=0, resumes=True),
     "record": Place(_RECORDS, "write", first=True, repeats=12),
@@ -136,8 +136,8 @@ def rank_main(environment: dict[str, str], overrides: list[str], folder: str, ki
     saves: Any = importlib.import_module(_SAVES)
     saves._PAUSES, saves._LAST_PAUSES = (0.05,), (0.05,)
     if slow:  # a model this small is written before the next step has begun
-        write_own = saves.Saves._write_own
-        saves.Saves._write_own = lambda *arguments: (time.sleep(slow), write_own(*arguments))[1]
+        write_own = saves.Checkpointer._write_own
+        saves.Checkpointer._write_own = lambda *arguments: (time.sleep(slow), write_own(*arguments))[1]
     import pretrain
     from megatron_fp4.runtime.errors import run_program
     from megatron_fp4.runtime.signals import StopRequest

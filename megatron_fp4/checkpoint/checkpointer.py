@@ -1,20 +1,36 @@
 """Save and resume, as all ranks together do it.
 
-saves.py says how a checkpoint is written, files.py how one tells that it is whole, find.py which one a start resumes
-from, shards.py how it is read. Tensors are stored by their global shape: a checkpoint loads at any world size and mesh,
-bit for bit. `run.dir` must be on a file system that all nodes share.
+A save is a sequence of stages. After each, every rank learns whether any rank failed; if so the attempt is removed, and
+earlier checkpoints are as they were. A process may be killed at any moment: the next start finds the newest checkpoint
+that is whole (files.py says how one tells).
+
+    1. rank 0 looks whether there is space, and makes step_XXXXXXXX.tmp
+    2. all write their shards of model and optimizer, hashing what they write
+    3. rank 0 writes generators, trainer state, .metadata and the manifest, renames the folder, replaces the pointer,
+       and removes old checkpoints
+
+In the background the tensors are copies of one instant (staging.py), and the stages run in a thread. One save is on its
+way at a time. An attempt that fails is made once more; then the save is given up, and the run continues, as the report
+says. Where `max_failed_saves` in a row came to nothing, the run ends.
+
+find.py says which checkpoint a start resumes from, shards.py how it is read. Tensors are stored by their global shape:
+a checkpoint loads at any world size and mesh, bit for bit. `run.dir` must be on a file system that all nodes share.
 """
 
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import logging
 import os
+import shutil
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,36 +38,85 @@ from torch import nn
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
-from megatron_fp4.checkpoint.files import Manifest, Origin
+from megatron_fp4.checkpoint.files import FileRecord, Manifest, Origin
 from megatron_fp4.checkpoint.find import Finder, Resumed, check_begun_from, initialize_weights, refuse_weights_only
-from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot, Staging, host_memory_error
 from megatron_fp4.checkpoint.shards import (
+    METADATA,
+    OwnPiece,
+    Piece,
+    Whole,
     capture_random_state,
     check_files,
     load_checkpoint,
+    metadata_of,
     own_pieces,
+    pack,
     state_of,
     wholes_of,
+    write_shards,
 )
+from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.sync import CheckpointError, RankSync, RefusedError
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 
 logger = logging.getLogger(__name__)
-_PATIENCE = datetime.timedelta(hours=6)
+_BACKGROUND_TIMEOUT = datetime.timedelta(hours=6)
+# Seconds between two attempts; the last save of a run is worth more of them.
+_PAUSES, _LAST_PAUSES = (2.0,), (2.0, 10.0, 30.0)
 
 
 class CheckpointGoneError(CheckpointError):
     """A checkpoint is not there or not whole; raised on all ranks, before anything was loaded."""
 
 
+@dataclass
+class SaveReport:
+    """A save, and once it has ended how it went. seconds: from its begin. stall: seconds in which training waited.
+
+    error: why there is no checkpoint, None if there is one.
+    """
+
+    step: int
+    folder: Path
+    seconds: float = 0.0
+    stall: float = 0.0
+    error: str | None = None
+
+
+class _Snapshot(NamedTuple):
+    """What a checkpoint will hold. pieces, generators: this rank's. manifest: without files and index. last: of this
+    start."""
+
+    manifest: Manifest
+    tensors: Sequence[Whole]
+    pieces: Sequence[OwnPiece]
+    generators: bytes
+    trainer: str
+    last: bool
+
+
+class _OfRank(NamedTuple):
+    """What rank 0 hears of a rank: its files, what lies where in them (nothing if that is as in the save before), its
+    generators."""
+
+    records: dict[str, FileRecord]
+    layouts: dict[str, list[Piece]]
+    generators: bytes
+
+
 class Checkpointer:
-    """Saves to and resumes from the checkpoints under one folder; every method is a collective.
+    """Saves to and resumes from the checkpoints under one folder; methods are collectives unless they say otherwise.
 
     root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see config_diff.py.
     asynchronous: saves are written in the background, after `prepare`. max_failed_saves: so many in a row that come to
     nothing end the run. timeout: after which ranks that wait for one give up, where training waits as well.
+
+    before_publish: called on rank 0, in whatever thread, before a checkpoint gets its name. published: called there
+    after that, with its step. needed: asked there for the names of checkpoints that must not be removed yet. alive:
+    called while training waits for a save. origin: the checkpoint of another run that this one began from;
+    initialized_from: the one whose weights, and nothing else, it began with. The trainer state keeps both.
     """
 
     def __init__(
@@ -65,20 +130,47 @@ class Checkpointer:
         max_failed_saves: int = 1,
         timeout: datetime.timedelta = dist.default_pg_timeout,
     ) -> None:
-        self.root = root
-        self._mesh = mesh
-        self._identity = dict(identity)
-        self._asynchronous = asynchronous
-        self._saved_step: int | None = None
-        self._last: tuple[Path, int] | None = None
+        self.root, self.keep = root, keep
+        self.before_publish: Callable[[], None] = lambda: None
+        self.published: Callable[[int], None] = lambda step: None
+        self.needed: Callable[[], Collection[str]] = tuple
+        self.alive: Callable[[], None] = lambda: None
         self.origin: Origin | None = None
-        """The checkpoint of another run that this one began from; its trainer state keeps it."""
         self.initialized_from: Origin | None = None
-        """The checkpoint whose weights, and nothing else, this run began with; its trainer state keeps it too."""
         self.sync = RankSync(root, timeout)
         # A shared disk may hang for hours while training runs; its recovery must find the group alive.
-        in_background = RankSync(root, max(timeout, _PATIENCE)) if asynchronous else self.sync
-        self.saves = Saves(root, in_background, mesh.device, keep, max_failed_saves)
+        self._background = RankSync(root, max(timeout, _BACKGROUND_TIMEOUT)) if asynchronous else self.sync
+        self._mesh, self._identity, self._asynchronous = mesh, dict(identity), asynchronous
+        self._staging: Staging | None = None
+        self._max_failed, self._failed_in_a_row = max_failed_saves, 0
+        self._saved_step: int | None = None  # last begun or resumed from
+        self._last: tuple[Path, int] | None = None  # made or loaded last
+        self._thread: threading.Thread | None = None
+        self._current: SaveReport | None = None
+        self._reports: list[SaveReport] = []
+        self._broken = False  # the background ended without an agreement of all ranks
+        self._abandoned = threading.Event()
+        # Where pieces lie: this rank's of the last save; on rank 0 everyone's, and the .metadata made of it.
+        self._own_layouts: dict[str, list[Piece]] = {}
+        self._layouts: dict[str, list[Piece]] = {}
+        self._metadata = b""
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:  # what is on its way must not become a checkpoint during the next try
+            self._abandoned.set()
+
+    def has(self, step: int) -> bool:
+        """Whether this run's checkpoint of `step` steps was loaded or saved last; the same on all ranks."""
+        return step == self._saved_step
+
+    def folder(self, step: int) -> Path:
+        """The folder of the checkpoint of `step` steps, there or not."""
+        return self.root / files.folder_name(step)
+
+    # Saving
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take the host memory that saves in the background need: this rank's share of weights and moments.
@@ -98,7 +190,7 @@ class Checkpointer:
             self.sync.on_all("look for memory", look)
         except RefusedError as error:
             raise ConfigError(str(error)) from error
-        staging = self.saves.staging = Staging(pieces, self._mesh.device)
+        staging = self._staging = Staging(pieces, self._mesh.device)
         # The device waits for a save's copies before it changes what they copy.
         optimizer.register_step_pre_hook(lambda *_: staging.before_update())
 
@@ -121,14 +213,13 @@ class Checkpointer:
 
         Raises CheckpointError on all ranks if so many saves in a row came to nothing that the run must end.
         """
-        if self.has(step) and not self.saves.failed_in_a_row:
+        if self.has(step) and not self._failed_in_a_row:
             return self.folder(step)
-        self.saves.end()
+        self._end()
         began = time.perf_counter()
-        trainer_json = json.dumps(dict(trainer), indent=1)
         state = state_of(model, optimizer)
         manifest = Manifest(
-            save_index=0,  # found out while it is written, as are the files
+            save_index=0,
             step=step,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_tokens,
@@ -138,36 +229,172 @@ class Checkpointer:
             torch_version=str(torch.__version__),
         )
         pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
-        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json, last), began)
+        snapshot = _Snapshot(manifest, wholes_of(state), pieces, generators, json.dumps(dict(trainer), indent=1), last)
+        report = self._current = SaveReport(step, self.folder(step))
+        if self._staging is None:
+            self._save(snapshot, report, began)
+            report.stall = report.seconds
+            self._end()
+        else:
+            snapshot = snapshot._replace(pieces=self._staging.copy(pieces))
+            # A daemon: a process that dies of something else must not wait for a disk.
+            self._thread = threading.Thread(
+                target=self._save, args=(snapshot, report, began), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+            report.stall = time.perf_counter() - began
         self._saved_step = step
         return self.folder(step)
 
     @property
     def failed(self) -> bool:
         """Whether this rank knows of a save in the background that came to nothing. For the step's all-reduce."""
-        return self.saves.failed
+        return self._current is not None and not self._writing and self._current.error is not None
 
     def reports(self, save_failed: bool = False) -> list[SaveReport]:
-        """Saves that have ended since the last call. save_failed: `failed` of any rank, by the step's all-reduce.
+        """Saves that have ended since the last call; ranks may notice at different times. save_failed: `failed` of any
+        rank, by the step's all-reduce.
 
         Raises CheckpointError on all ranks if so many in a row came to nothing that the run must end.
         """
         if save_failed:
-            self.saves.end()
-        return self.saves.collect()
-
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:  # what is on its way must not become a checkpoint during the next try
-            self.saves.abandon()
+            self._end()
+        elif self._thread is not None and not self._writing and not self.failed:
+            self._take_note()
+        reports, self._reports = self._reports, []
+        return reports
 
     def finish(self) -> None:
         """Wait for the save that is on its way. Raises CheckpointError on all ranks if the last one came to nothing."""
-        self.saves.end()
-        if self.saves.failed_in_a_row:
+        self._end()
+        if self._failed_in_a_row:
             raise CheckpointError("the last save came to nothing; what was trained since the one before is lost")
+
+    def last_step(self) -> int | None:
+        """The step of the checkpoint that was written or loaded last, if any.
+
+        Waits for the save that is on its way. Raises CheckpointError on all ranks as `save` does.
+        """
+        self._end()
+        return None if self._last is None else self._last[1]
+
+    @property
+    def _writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _end(self) -> None:
+        """Wait until no rank writes in the background, and take note of how it went.
+
+        By collectives of training's own group, so that a rank that is stopped or gone is found as soon as it is in a
+        step: the background's own has more patience.
+        """
+        if self._staging is not None:
+            began, pause = time.perf_counter(), 0.001
+            while True:
+                flags = torch.tensor([float(self._writing), float(self._broken)], device=self._mesh.device)
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+                writing, broken = flags.tolist()
+                if broken:
+                    error = self._current.error if self._current is not None else None
+                    raise CheckpointError(f"saving in the background broke off: {error or 'on another rank'}")
+                if not writing:
+                    break
+                self.alive()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.2)
+            if self._current is not None:
+                self._current.stall += time.perf_counter() - began
+        self._take_note()
+
+    def _take_note(self) -> None:
+        if (report := self._current) is None:
+            return
+        if self._thread is not None and self._staging is not None:
+            self._thread.join()
+            report.stall += self._staging.waited()
+        self._thread = self._current = None
+        self._reports.append(report)
+        if report.error is None:
+            self._failed_in_a_row, self._last = 0, (report.folder, report.step)
+            return
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self._max_failed:
+            raise CheckpointError(f"{self._failed_in_a_row} saves in a row came to nothing; the last: {report.error}")
+
+    # What follows runs in the thread of a save in the background.
+
+    def _save(self, snapshot: _Snapshot, report: SaveReport, began: float) -> None:
+        pauses = list(_LAST_PAUSES if snapshot.last else _PAUSES)
+        try:
+            if self._staging is not None:
+                self._background.on_all("copy model and optimizer", self._staging.wait)
+            while True:
+                try:
+                    self._attempt(snapshot)
+                    break
+                except CheckpointError as error:
+                    if self._abandoned.is_set() or not pauses:
+                        raise
+                    if self._mesh.rank == 0:
+                        logger.warning("%s; trying again in %.0f s", error, pauses[0])
+                    time.sleep(pauses.pop(0))
+        except CheckpointError as error:
+            report.error = str(error)
+        except Exception as error:  # not agreed upon: another rank is gone, or waits for this one
+            self._broken = True
+            report.error = f"checkpoint under {self.root}: {type(error).__name__}: {error}"
+        report.seconds = time.perf_counter() - began
+
+    def _attempt(self, snapshot: _Snapshot) -> None:
+        sync, final = self._background, self.folder(snapshot.manifest.step)
+        unfinished = final.with_name(final.name + ".tmp")
+        try:
+            sync.on_rank0("make a folder", lambda: _make_folder(unfinished, snapshot.tensors))
+            written = sync.gather("write model and optimizer", lambda: self._write_own(unfinished, snapshot))
+            sync.on_rank0("finish", lambda: self._finish(unfinished, final, snapshot, written))
+        except CheckpointError:
+            self._own_layouts = {}  # rank 0 may not have got them
+            if sync.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _write_own(self, folder: Path, snapshot: _Snapshot) -> _OfRank:
+        written = write_shards(folder, self._mesh.rank, snapshot.pieces, self._abandoned.is_set)
+        layouts = {name: file.layout for name, file in written.items()}
+        changed, self._own_layouts = layouts != self._own_layouts, layouts
+        records = {name: file.record for name, file in written.items()}
+        return _OfRank(records, layouts if changed else {}, snapshot.generators)
+
+    def _finish(self, folder: Path, final: Path, snapshot: _Snapshot, of_ranks: list[_OfRank]) -> None:
+        records = {name: record for of_rank in of_ranks for name, record in of_rank.records.items()}
+        for name, record in records.items():
+            # Another node's file is missing here if the folder is not shared; better to know now than on resume.
+            if not (folder / name).is_file() or (folder / name).stat().st_size != record.size:
+                raise OSError(f"{folder / name} is not as it was written; run.dir must be shared by all nodes")
+        if any(of_rank.layouts for of_rank in of_ranks):
+            for of_rank in of_ranks:
+                self._layouts |= of_rank.layouts
+            # Of a save that had more tensors there may be files that this one has not.
+            self._layouts = {name: layout for name, layout in self._layouts.items() if name in records}
+            self._metadata = metadata_of(snapshot.tensors, self._layouts)
+        generators = pack([of_rank.generators for of_rank in of_ranks])
+        small = {METADATA: self._metadata, files.RANDOM_STATE: generators, files.TRAINER: snapshot.trainer}
+        for name, content in small.items():
+            records[name] = files.write_file(folder / name, content)
+        index = files.next_save_index(self.root)
+        files.write_manifest(folder, replace(snapshot.manifest, save_index=index, files=records))
+        self.before_publish()
+        if self._abandoned.is_set():
+            raise InterruptedError("the run ended while it was being written")
+        files.publish(folder, final)
+        self.published(snapshot.manifest.step)
+        try:
+            if removed := files.prune(self.root, self.keep, just_made=final, needed=self.needed()):
+                logger.info("removed old checkpoints: %s", ", ".join(each.name for each in removed))
+        except OSError as error:  # the new checkpoint is safe, and that is what matters
+            logger.warning("could not clear up after a save: %s", error)
+
+    # Loading
 
     def resume(
         self,
@@ -202,7 +429,7 @@ class Checkpointer:
         if resumed.folder.absolute().parent == self.root.absolute():
             self._saved_step = resumed.step
             if self._mesh.rank == 0:
-                self.saves.published(resumed.step)
+                self.published(resumed.step)
         self._last = resumed.folder, resumed.step
         step_state.weights_version += 1
         return resumed
@@ -225,23 +452,6 @@ class Checkpointer:
         step_state.weights_version += 1
         return self.initialized_from
 
-    def has(self, step: int) -> bool:
-        """Whether this run's checkpoint of `step` steps was loaded or saved last; the same on all ranks."""
-        return step == self._saved_step
-
-    def folder(self, step: int) -> Path:
-        """The folder of the checkpoint of `step` steps, there or not."""
-        return self.root / files.folder_name(step)
-
-    def last_step(self) -> int | None:
-        """The step of the checkpoint that was written or loaded last, if any.
-
-        Waits for the save that is on its way. Raises CheckpointError on all ranks as `save` does.
-        """
-        self.saves.end()
-        last = self.saves.last or self._last
-        return None if last is None else last[1]
-
     def load(
         self,
         folder: Path | None,
@@ -259,10 +469,9 @@ class Checkpointer:
         ValueError if the run's identity differs, unless `allow_mismatch`.
         """
         if folder is None:
-            self.saves.end()
-            last = self.saves.last or self._last
-            assert last is not None, "there is no checkpoint to go back to: ask last_step first"
-            folder = last[0]
+            self._end()
+            assert self._last is not None, "there is no checkpoint to go back to: ask last_step first"
+            folder = self._last[0]
         try:
             manifest = self.sync.on_rank0("read its manifest", lambda: files.read_manifest(folder))
             check_files(folder, manifest, self.sync)
@@ -295,3 +504,12 @@ class Checkpointer:
     def _warn(self, message: str) -> None:
         if self._mesh.rank == 0:
             logger.warning(message)
+
+
+def _make_folder(folder: Path, tensors: Sequence[Whole]) -> None:
+    files.remove(folder)
+    folder.mkdir(parents=True)
+    needed, free = sum(tensor.num_bytes for tensor in tensors), shutil.disk_usage(folder).free
+    if needed > free:
+        text = f"a checkpoint needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free; make room, or lower"
+        raise OSError(errno.ENOSPC, f"{text} checkpoint.keep", str(folder))

@@ -75,12 +75,11 @@ def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Chan
     its contents changed: another target says it all.
     """
     now = json.loads(json.dumps(as_saved(config)))
-    renamed = renewed(saved)
-    changes = [change for change in _differences("", config, renamed, now) if not change.key.startswith(_OF_A_START)]
-    changes += [Change(*value) for value in removed_values(saved)]
+    changes = [*_differences("", config, renewed(saved), now), *(Change(*value) for value in removed_values(saved))]
+    hidden = _OF_A_START
     if any(change.key == "precision.switch.target" for change in changes) or not saved.get("after_switch"):
-        changes = [change for change in changes if not change.key.startswith("after_switch")]
-    return changes
+        hidden += ("after_switch",)
+    return [change for change in changes if not change.key.startswith(hidden)]
 
 
 def change_lines(changes: list[Change]) -> list[str]:
@@ -120,9 +119,8 @@ def untrained_recipe(changes: Sequence[Change], config: Config, switch: Precisio
     settings = config.precision.switch
     if switch.switched_at is not None or switch.at_step is None or settings.scope != "both":
         return []
-    if not switch.at_step <= start < config.train.steps:
-        return []
-    if not any(key.startswith("precision.") and not key.startswith(_NO_RECIPE) for key, *_ in changes):
+    another = any(key.startswith("precision.") and not key.startswith(_NO_RECIPE) for key, *_ in changes)
+    if not another or not switch.at_step <= start < config.train.steps:
         return []
     return [
         f"WARNING: no step is trained in the recipe {config.precision.name}, which is not the checkpoint's: "

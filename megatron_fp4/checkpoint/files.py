@@ -144,16 +144,12 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
 
 
-Problem = DamagedCheckpointError | OSError
-
-
-def scan(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, Problem]]]:
+def scan(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, DamagedCheckpointError | OSError]]]:
     """The checkpoints under `root` with their manifests, the newest first; and those whose manifest cannot be read.
 
     A manifest that the disk does not hand out is a problem of its checkpoint alone: others are saved all the same.
     """
-    readable: list[tuple[Path, Manifest]] = []
-    broken: list[tuple[Path, Problem]] = []
+    readable, broken = [], []
     for folder in list_checkpoints(root):
         try:
             readable.append((folder, read_manifest(folder)))
@@ -247,10 +243,9 @@ def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> 
     return content
 
 
-def read_trainer(folder: Path) -> dict[str, Any]:
+def read_trainer(folder: Path) -> Any:
     """The trainer state of the checkpoint in `folder`, unchecked. Raises OSError, and ValueError for no JSON."""
-    trainer: dict[str, Any] = json.loads((folder / TRAINER).read_text())
-    return trainer
+    return json.loads((folder / TRAINER).read_text())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -355,9 +350,9 @@ def move_aside(folder: Path) -> Path:
 
 def clean_stale(root: Path) -> list[str]:
     """Clear what interrupted saves and removals left behind; returns what was done, a line each."""
-    done: list[str] = []
     if not root.is_dir():
-        return done
+        return []
+    done = []
     remove(root / f"{POINTER}.tmp")
     for path in sorted(root.iterdir()):
         if path.suffix not in (".tmp", ".old") or not _FOLDER.fullmatch(path.stem):
@@ -382,8 +377,7 @@ def remove(path: Path) -> None:
 
 def write_file(path: Path, content: str | bytes) -> FileRecord:
     """Write a file down to the disk, text as UTF-8; returns what it is."""
-    if isinstance(content, str):
-        content = content.encode()
+    content = content.encode() if isinstance(content, str) else content
     with open(path, "wb") as file:
         file.write(content)
         file.flush()

@@ -82,19 +82,18 @@ class Resumed:
         return self.manifest.step
 
 
-@dataclass(frozen=True)
 class Finder:
     """Finds the checkpoint to resume from among those under `root`; its methods are collectives.
 
     load: loads a checkpoint and returns its trainer state. A collective, which raises DamageError on all ranks if any
     found the checkpoint not to be what its manifest says; what else it raises, on all ranks too, ends the search.
-    only_look: change nothing on disk.
+    only_look: change nothing on disk, and log nothing.
     """
 
-    root: Path
-    sync: RankSync
-    load: Callable[[Path, Manifest], dict[str, Any]]
-    only_look: bool = False
+    def __init__(
+        self, root: Path, sync: RankSync, load: Callable[[Path, Manifest], dict[str, Any]], only_look: bool = False
+    ) -> None:
+        self.root, self.sync, self.load, self.only_look = root, sync, load, only_look
 
     def choose(self, resume: str) -> Resumed | None:
         """Load what `resume` (see the table above) means; None if the run begins at step 0.
@@ -107,8 +106,7 @@ class Finder:
             return None
         given = None if resume in KEYWORDS else Path(os.path.realpath(resume))
         if given is not None and is_own(self.root, given):
-            chosen = self._given(given)
-            return self._settle(replace(chosen, origin=Origin.of(chosen.trainer)))
+            return self._settle(self._given(given))
         if (newest := self._newest_intact()) is not None:
             if given is not None:
                 self._check_origin(newest, given)
@@ -143,18 +141,17 @@ class Finder:
         def scan() -> list[Damage]:
             readable, broken = files.scan(self.root)
             candidates.extend(readable)
+            found = []
             for folder, error in broken:
                 if isinstance(error, OtherFormatError):
                     raise RefusedError(f"{folder}: {error}; resume with the version that wrote it") from error
                 if isinstance(error, OSError):
                     raise error
+                found.append(Damage(folder.name, str(error), unreadable=error.unreadable))
             pointer = files.read_pointer(self.root)
             if candidates and pointer is not None and not (self.root / pointer).is_dir():
                 logger.warning("%s names %s, which is not there", self.root / files.POINTER, pointer)
-            return [
-                Damage(folder.name, str(error), unreadable=getattr(error, "unreadable", False))
-                for folder, error in broken
-            ]
+            return found
 
         damaged = self.sync.on_rank0("scan", scan)
         for broken in damaged:
@@ -196,16 +193,17 @@ class Finder:
 
         try:
             manifest, origin = self.sync.on_rank0("read a manifest", look)
-            return Resumed(folder, manifest, self.load(folder, manifest), origin=origin)
+            trainer = self.load(folder, manifest)
         except DamageError as error:
             refuse_damaged(key, folder, error, self.sync)
+        return Resumed(folder, manifest, trainer, origin=Origin.of(trainer) if is_own(self.root, folder) else origin)
 
     def _check_origin(self, chosen: Resumed, given: Path) -> None:
         """Refuse to resume from checkpoints of a run that did not begin from `given`."""
         origin = chosen.origin  # which may be gone by now, moved, or made again in the same bits
-        if origin is not None and str(given) == origin.path:
-            return
-        if origin is not None and self.sync.on_rank0("compare origins", lambda: origin.is_in(given)):
+        if origin is not None and (
+            str(given) == origin.path or self.sync.on_rank0("compare origins", lambda: origin.is_in(given))
+        ):
             return
         began = "at step 0" if origin is None else f"from {origin.path}"
         raise RefusedError(
@@ -269,7 +267,7 @@ def refuse_damaged(key: str, folder: Path, error: DamageError, sync: RankSync) -
 
 
 def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
-    """Raise ValueError for a checkpoint that no run can resume from, because it has no optimizer state."""
+    """Raise ValueError for a checkpoint without optimizer state, from which no run can resume."""
     if manifest.weights_only:
         raise ValueError(
             f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it "
@@ -296,11 +294,9 @@ def earlier_run(root: Path) -> tuple[int, list[str]]:
 
     A run that was killed before its first checkpoint leaves none, and may begin again where it began. Raises OSError.
     """
-    run_dir, found = root.parent, []
-    steps, saved = 0, 0
+    run_dir, found, steps, saved = root.parent, [], 0, 0
     anew = False  # told to begin at step 0, whatever there was before
-    lines = (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).is_file() else []
-    for line in lines:
+    for line in (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).is_file() else []:
         with contextlib.suppress(ValueError, AttributeError, TypeError):  # a damaged line must not hide the others
             record = json.loads(line)
             steps = max(steps, int(record["step"])) if record.get("kind") == "step" else steps

@@ -80,7 +80,6 @@ class Whole(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -121,14 +120,12 @@ def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
         assert data is not None
         if not _is_writer(whole, number, rank) or data.chunk.sizes.numel() == 0:
             continue
-        values = planner.resolve_data(item)
-        assert isinstance(values, Tensor)
         if isinstance(whole, DTensor):  # ranks with other shards hold the same: those of a tensor-parallel group
             common = whole.placements[-1].is_replicate() and whole.device_mesh.size(-1) > 1
         else:
             common = dist.get_world_size() > 1
-        place = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-        pieces.append(OwnPiece(number, *place, values.detach(), common))
+        values = planner.resolve_data(item).detach()  # type: ignore[union-attr]
+        pieces.append(OwnPiece(number, tuple(data.chunk.offsets), tuple(data.chunk.sizes), values, common))
     return pieces
 
 
@@ -247,10 +244,9 @@ def read_shards(folder: Path, metadata: Metadata, records: dict[str, FileRecord]
     """
     check_tensors(metadata, state)
     reader, planner = CheckedReader(folder, records, metadata), DefaultLoadPlanner()
-    with torch.no_grad():
-        planner.set_up_planner(state, metadata, is_coordinator=False)
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+    planner.set_up_planner(state, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
     return reader.read
 
 
@@ -269,7 +265,7 @@ class CheckedReader(FileSystemReader):
     """Reads a checkpoint for torch.distributed.checkpoint's `load`, without unpickling what it does not know.
 
     A file in which anything is wanted is read whole and compared with its record. records, metadata: None: those in the
-    folder. read: names of the files that were compared. Its methods raise OSError and DamagedCheckpointError.
+    folder. read: names of the files that were compared. Raises OSError and DamagedCheckpointError.
     """
 
     def __init__(
@@ -281,13 +277,11 @@ class CheckedReader(FileSystemReader):
         self._records = files.read_manifest(folder).files if records is None else records
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds."""
         if self._metadata is None:
             self._metadata = read_metadata(files.read_checked(self._folder, METADATA, self._records))
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what `plan` asks for to where `planner` has it."""
         wanted: dict[str, dict[int, list[tuple[int, ReadItem]]]] = {}
         for item in plan.items:
             place = self.storage_data.get(item.storage_index)
@@ -450,10 +444,12 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+_CLASSES = (
+    *(Metadata, MetadataIndex, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, torch.Size),
+    *(metadata.BytesStorageMetadata, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo),
+)
 _NAMES = (
-    *map(_name, (Metadata, MetadataIndex, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata)),
-    *map(_name, (metadata.BytesStorageMetadata, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING)),
-    *map(_name, (filesystem._StorageInfo, torch.Size)),
+    *map(_name, _CLASSES),
     "torch.serialization._get_layout",
     *("pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PurePosixPath"),
 )
@@ -466,14 +462,14 @@ class _Thing:
     """
 
     state: Any = None
+    arguments: tuple[Any, ...]
 
     def __new__(cls, *arguments: Any) -> _Thing:
         made = object.__new__(cls)
         made.arguments = arguments
         return made
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, *_: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -530,16 +526,14 @@ class _StandIns(pickle.Unpickler):
     def _size(self, size: Any) -> torch.Size:
         return torch.Size(map(_count, self._made(size, torch.Size).arguments[0]))
 
-    def _made(self, thing: Any, cls: type) -> _Thing:
+    def _made(self, thing: Any, cls: type) -> Any:
         _expect(isinstance(thing, self._classes[_name(cls)]))
-        made: _Thing = thing
-        return made
+        return thing
 
 
 def _count(value: Any) -> int:
     _expect(type(value) is int and value >= 0)
-    count: int = value
-    return count
+    return int(value)
 
 
 def _expect(condition: bool) -> None:
@@ -553,7 +547,7 @@ def _expect(condition: bool) -> None:
 
 def capture_random_state(device: torch.device) -> bytes:
     """This process's generator states."""
-    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))  # type: ignore[arg-type]
+    numpy_state: Any = np.random.get_state(legacy=False)
     # Tensors and plain types only, so that loading never runs code from the file.
     state = {
         "python": random.getstate(),

@@ -64,7 +64,7 @@ class RankSync:
     def gather(self, what: str, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; returns the results of all on rank 0, an empty list elsewhere."""
         result, error = _attempt(action)
-        results = self._to_rank0(None if error else result)
+        results = self._to_rank0(result)
         self._agree(what, error)
         return results  # type: ignore[return-value]
 

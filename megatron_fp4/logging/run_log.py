@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from megatron_fp4.checkpoint.saves import SaveReport
+from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.compose import as_saved, to_yaml
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import RunConsole, short_time

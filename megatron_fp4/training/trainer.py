@@ -23,11 +23,10 @@ import torch
 
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import config_diff
-from megatron_fp4.checkpoint.checkpointer import Checkpointer
+from megatron_fp4.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.files import origin_state
 from megatron_fp4.checkpoint.find import Resumed, would_overwrite
-from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError
@@ -429,8 +428,8 @@ class Trainer:
         if self.missing is not None:
             what = ", ".join(self.missing.names)
             log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing that now")
-        self.checkpointer.saves.before_publish = log.sync
-        self.checkpointer.saves.alive = self.progress.alive
+        self.checkpointer.before_publish = log.sync
+        self.checkpointer.alive = self.progress.alive
         log.settings(plan)
         with log, ExitStack() as stack:
             for callback in self.callbacks:

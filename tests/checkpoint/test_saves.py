@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.checkpoint import files, saves, shards
+from megatron_fp4.checkpoint import checkpointer, files, shards
 from megatron_fp4.checkpoint.checkpointer import CheckpointError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from tests.distributed.one_rank import Job, names
@@ -28,8 +28,8 @@ FIRST = "step_00000001"
 
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
-    monkeypatch.setattr(saves, "_PAUSES", (0.0,))
-    monkeypatch.setattr(saves, "_LAST_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(checkpointer, "_PAUSES", (0.0,))
+    monkeypatch.setattr(checkpointer, "_LAST_PAUSES", (0.0, 0.0, 0.0))
     with alone() as mesh:
         yield lambda **settings: Job(tmp_path / "checkpoints", mesh, settings=settings)
 
@@ -37,7 +37,7 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Let writing shards fail so often; returns a list that grows with every try."""
     tries: list[int] = []
-    write = saves.write_shards
+    write = checkpointer.write_shards
 
     def sometimes(*arguments: Any) -> Any:
         tries.append(1)
@@ -45,7 +45,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
             raise FULL
         return write(*arguments)
 
-    monkeypatch.setattr(saves, "write_shards", sometimes)
+    monkeypatch.setattr(checkpointer, "write_shards", sometimes)
     return tries
 
 
@@ -97,8 +97,8 @@ def test_what_is_saved_is_of_one_instant(trial: Callable[..., Job], monkeypatch:
     """Training changes weights while they are written."""
     one = trial(asynchronous=True)
     go = threading.Event()
-    write = saves.write_shards
-    monkeypatch.setattr(saves, "write_shards", lambda *arguments: (go.wait(60), write(*arguments))[1])
+    write = checkpointer.write_shards
+    monkeypatch.setattr(checkpointer, "write_shards", lambda *arguments: (go.wait(60), write(*arguments))[1])
     one.save(1)
     one.fill(2.0)
     assert one.checkpointer.reports() == [] and not list(one.root.glob(FIRST))
@@ -127,7 +127,7 @@ def test_an_abandoned_save_is_not_published(trial: Callable[..., Job], monkeypat
 def test_a_description_of_files_is_made_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """And again after an attempt in which shards were written and rank 0 failed before it had taken note of them."""
     one, made, packed = trial(max_failed_saves=2), [], []
-    metadata_of, pack = saves.metadata_of, saves.pack
+    metadata_of, pack = checkpointer.metadata_of, checkpointer.pack
 
     def once(states: Any) -> bytes:
         packed.append(1)
@@ -135,8 +135,8 @@ def test_a_description_of_files_is_made_once(trial: Callable[..., Job], monkeypa
             raise FULL
         return pack(states)
 
-    monkeypatch.setattr(saves, "metadata_of", lambda *arguments: made.append(1) or metadata_of(*arguments))
-    monkeypatch.setattr(saves, "pack", once)
+    monkeypatch.setattr(checkpointer, "metadata_of", lambda *arguments: made.append(1) or metadata_of(*arguments))
+    monkeypatch.setattr(checkpointer, "pack", once)
     for step in (1, 2, 3):
         one.save(step)
     assert len(made) == 2 and len(packed) == 4 and one.resume() == 3

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_fp4.checkpoint import files as checkpoint_files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
-from megatron_fp4.checkpoint.saves import Staging
 from megatron_fp4.checkpoint.shards import _HashingFile
+from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.signals import StopRequest

@@ -78,7 +78,7 @@ def test_damaged_ones_are_kept_and_the_step_is_saved_again(root: Path, mesh: Par
         (root / "step_00000002" / ".metadata").unlink(missing_ok=True)
         job = Job(root, mesh, keep=1)
         assert job.resume() == 1
-        job.checkpointer.saves.keep = 0 if again < 2 else 1
+        job.checkpointer.keep = 0 if again < 2 else 1
         job.save(2)
         job.save(3)
         assert Job(root, mesh).checkpointer.steps_after(3) == []

@@ -21,8 +21,8 @@ import torch
 from exchange import exports
 from exchange.exports import OPTIONS, Exports, last_exportable
 from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.checkpoint.files import FileRecord, Manifest
-from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, RunConfig, TrainConfig
 from megatron_fp4.runtime.progress import Progress
 from scripts import convert
@@ -88,10 +88,7 @@ class Log:
 
 def trainer_of(config: Config, log: Log, progress: Progress, rank: int) -> Any:
     """What the callback asks of a trainer."""
-    mesh, checkpointer = (
-        SimpleNamespace(rank=rank, device=torch.device("cpu")),
-        SimpleNamespace(saves=SimpleNamespace()),
-    )
+    mesh, checkpointer = SimpleNamespace(rank=rank, device=torch.device("cpu")), SimpleNamespace()
     return SimpleNamespace(config=config, log=log, progress=progress, mesh=mesh, checkpointer=checkpointer)
 
 
