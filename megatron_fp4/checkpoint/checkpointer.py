@@ -378,7 +378,7 @@ class Checkpointer:
             self._layouts = {name: layout for name, layout in self._layouts.items() if name in records}
             self._metadata = metadata_of(snapshot.tensors, self._layouts)
         generators = pack([of_rank.generators for of_rank in of_ranks])
-        small = {METADATA: self._metadata, files.RANDOM_STATE: generators, files.TRAINER: snapshot.trainer}
+        small = {METADATA: self._metadata, files.RANDOM_STATE: generators, files.TRAINER: snapshot.trainer.encode()}
         for name, content in small.items():
             records[name] = files.write_file(folder / name, content)
         index = files.next_save_index(self.root)

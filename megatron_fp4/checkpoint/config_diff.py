@@ -76,7 +76,7 @@ def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Chan
     """
     now = json.loads(json.dumps(as_saved(config)))
     changes = [*_differences("", config, renewed(saved), now), *(Change(*value) for value in removed_values(saved))]
-    hidden = _OF_A_START
+    hidden: tuple[str, ...] = _OF_A_START
     if any(change.key == "precision.switch.target" for change in changes) or not saved.get("after_switch"):
         hidden += ("after_switch",)
     return [change for change in changes if not change.key.startswith(hidden)]

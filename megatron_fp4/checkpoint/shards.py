@@ -124,8 +124,9 @@ def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
             common = whole.placements[-1].is_replicate() and whole.device_mesh.size(-1) > 1
         else:
             common = dist.get_world_size() > 1
-        values = planner.resolve_data(item).detach()  # type: ignore[union-attr]
-        pieces.append(OwnPiece(number, tuple(data.chunk.offsets), tuple(data.chunk.sizes), values, common))
+        values = planner.resolve_data(item)
+        assert isinstance(values, Tensor)
+        pieces.append(OwnPiece(number, tuple(data.chunk.offsets), tuple(data.chunk.sizes), values.detach(), common))
     return pieces
 
 

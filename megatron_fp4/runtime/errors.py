@@ -121,7 +121,7 @@ def run_program(body: Callable[[], int]) -> NoReturn:
     except ReaderLeftError:  # of what --check or a dry run prints
         end_process(CLOSED_PIPE)
     except BaseException as error:
-        print_traceback(error)
+        _print_traceback(error)
         if notes := getattr(error, "__notes__", None):
             print("\n".join(notes), file=sys.stderr, flush=True)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:  # for torchrun's report of failed workers
@@ -155,16 +155,15 @@ def printed_at_once() -> Iterator[None]:
         yield
     except BaseException as error:
         if exit_code_of(error) is ExitCode.CRASHED:
-            print_traceback(error)
+            _print_traceback(error)
         raise
 
 
-def print_traceback(error: BaseException) -> None:
-    """Print the traceback of `error` on stderr, once."""
+def _print_traceback(error: BaseException) -> None:
     if not getattr(error, "_printed", False):
         traceback.print_exception(error)
         sys.stderr.flush()
-        error._printed = True  # type: ignore[attr-defined]
+        error._printed = True  # type: ignore[attr-defined] # once
 
 
 # torchrun ends all workers of a machine as soon as one has left with a failure, so a line that only rank 0 prints is
@@ -181,41 +180,29 @@ def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None or not (folder := Path(path).parent.parent).is_dir():
-        if mine := _is_first_without_torchrun():  # one process, or one of Slurm's, which do not end each other
-            print(line, file=sys.stderr, flush=True)
-        return mine
-    name = f"said_{hashlib.sha256(line.encode()).hexdigest()[:16]}"
-    _make(folder / f"{name}.{os.environ.get('LOCAL_RANK', 0)}")
-    if not _make(folder / name):
-        if _wait(ended, _END):
-            os._exit(0)
-        return False
+        # One process, or one of Slurm's, which do not end each other. Of a wrong place in the run each rank says so.
+        with contextlib.suppress(ConfigError):
+            place = place_in_run()
+            if place.rank if place.local_rank is None else place.local_rank:
+                return False
+        print(line, file=sys.stderr, flush=True)
+        return True
+    said = folder / f"said_{hashlib.sha256(line.encode()).hexdigest()[:16]}"
+    with contextlib.suppress(OSError):  # a full disk: each prints it
+        said.with_suffix(f".{os.environ.get('LOCAL_RANK', 0)}").touch()
+        try:
+            said.touch(exist_ok=False)
+        except FileExistsError:
+            if _wait(ended, _END):
+                os._exit(0)
+            return False
     print(line, file=sys.stderr, flush=True)
     everyone = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    _wait(lambda: len(list(folder.glob(f"{name}.[0-9]*"))) >= everyone, _ARRIVE)
+    _wait(lambda: len(list(folder.glob(f"{said.name}.[0-9]*"))) >= everyone, _ARRIVE)
     # torchrun's report of failed workers then ends with the line instead of a traceback.
     details = {"py_callstack": line, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
-    return True
-
-
-def _is_first_without_torchrun() -> bool:
-    try:
-        place = place_in_run()
-    except ConfigError:  # of a wrong place in the run, of which each rank says so
-        return True
-    return not (place.rank if place.local_rank is None else place.local_rank)
-
-
-def _make(path: Path) -> bool:
-    """Make a file; False if it is there already."""
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # a full disk: each prints it
-        return True
     return True
 
 

@@ -88,8 +88,7 @@ class Progress:
 
     def loading(self, batches: Iterable[T], first_step: int) -> Iterator[T]:
         """`batches`, one a step from `first_step` on, with the phase `data` while each is waited for."""
-        iterator = iter(batches)
-        step = first_step
+        iterator, step = iter(batches), first_step
         while True:
             self.at(step, "data")
             try:
@@ -115,14 +114,11 @@ def record_collectives(run_dir: Path) -> None:
 
 class _Watch:
     def __init__(self, progress: Progress, folder: Path, timeout_seconds: float) -> None:
-        self._progress = progress
-        self._folder = folder
-        self._timeout = timeout_seconds
+        self._progress, self._folder, self._timeout = progress, folder, timeout_seconds
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         # Often enough to be told from a stopped one in time, seldom enough for a shared disk.
         self.interval = min(max(5.0, self._world_size / 50), timeout_seconds / 20)
-        self._start = ""
-        self._error = ""
+        self._start = self._error = ""
         self._diagnosed: Place | None = None
         self._end = threading.Event()
         # Two: writing the place may hang with the disk, and what sees that must not.
@@ -156,10 +152,8 @@ class _Watch:
             error.add_note(found)
 
     def diagnosis(self) -> str:
-        """Who is behind, stopped, gone or failed, and where the others are, in a few lines; "" if nothing stands out.
-
-        Waits for some intervals if that is what it takes to tell a waiting rank from one that is gone.
-        """
+        """`diagnose`; waits for some intervals if that is what it takes to tell a waiting rank from one that is
+        gone."""
         return diagnose(self._folder, self._report(), self._world_size, wait=lambda: time.sleep(2.5 * self.interval))
 
     def _progress_loop(self) -> None:
@@ -168,35 +162,33 @@ class _Watch:
             place = self._progress.place
             if time.time() - place.since >= _SPEAK * self._timeout and place != self._diagnosed:
                 self._diagnosed = place
-                self._print_diagnosis(place)
+                try:
+                    self._print_diagnosis(place)
+                except OSError as error:  # a dying disk must not end the run from here
+                    print(f"pretrain.py: no diagnosis of a hang: {error}", file=sys.stderr, flush=True)
 
     def _print_diagnosis(self, place: Place) -> None:
+        with (self._folder / f"rank_{self._rank:05d}.stack").open("a") as file:
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            print(f"{now} process {os.getpid()}: step {place.step}, {place.phase}", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+            print(file=file)
+        self._write()
+        self._end.wait(2.5 * self.interval)  # the others come to the same point, and a stopped one shows
+        if self._progress.place != place or self._end.is_set():
+            return  # it has moved
         try:
-            stack = self._folder / f"rank_{self._rank:05d}.stack"
-            with stack.open("a") as file:
-                now = time.strftime("%Y-%m-%d %H:%M:%S")
-                file.write(f"{now} process {os.getpid()}: step {place.step}, {place.phase}\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-                file.write("\n")
-            self._write()
-            self._end.wait(2.5 * self.interval)  # the others come to the same point, and a stopped one shows
-            if self._progress.place != place or self._end.is_set():
-                return  # it has moved
-            (self._folder / f"diagnosis_{place.step:08d}").touch(exist_ok=False)  # the first rank speaks for all
-            text = self.diagnosis() or "all ranks are there and alive: slow work, or a collective that never ends"
-            seconds = time.time() - place.since
-            print(
-                f"pretrain.py: rank {self._rank} has been in step {place.step}, {place.phase}, for {seconds:.0f} s "
-                f"(collectives fail after {self._timeout:.0f} s).\n{text}\n"
-                f"Where threads stand: {stack.parent}/*.stack",
-                file=sys.stderr,
-                flush=True,
-            )
-        except FileExistsError:
+            (self._folder / f"diagnosis_{place.step:08d}").touch(exist_ok=False)
+        except FileExistsError:  # another rank was the first, which speaks for all
             return
-        except OSError as error:  # a dying disk must not end the run from here
-            print(f"pretrain.py: no diagnosis of a hang: {error}", file=sys.stderr, flush=True)
+        text = self.diagnosis() or "all ranks are there and alive: slow work, or a collective that never ends"
+        print(
+            f"pretrain.py: rank {self._rank} has been in step {place.step}, {place.phase}, for "
+            f"{time.time() - place.since:.0f} s (collectives fail after {self._timeout:.0f} s).\n{text}\n"
+            f"Where threads stand: {self._folder}/*.stack",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _limits_loop(self) -> None:
         blocked, main = BlockedThreads(), os.getpid()
@@ -221,15 +213,9 @@ class _Watch:
         os._exit(ExitCode.HUNG)
 
     def _report(self) -> Report:
-        return Report(
-            start=self._start,
-            rank=self._rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            time=time.time(),
-            error=self._error,
-            **self._progress.place._asdict(),
-        )
+        step, phase, order, since = self._progress.place
+        host, pid = socket.gethostname(), os.getpid()
+        return Report(self._start, self._rank, host, pid, step, phase, order, since, time.time(), self._error)
 
     def _write(self) -> None:
         content = json.dumps(self._report()._asdict()).ljust(_RECORD_BYTES).encode()
@@ -287,7 +273,7 @@ def read_report(folder: Path, rank: int, start: str) -> Report | None:
 
 
 def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], None]) -> str:
-    """The suspects and where the others are, in a few lines; "" if none is suspected.
+    """Who is behind, stopped, gone or failed, and where the others are, in a few lines; "" if none is suspected.
 
     wait: lets so much time pass that every rank that is alive writes again; called only if none failed or stopped
     visibly on this host.
@@ -308,19 +294,20 @@ def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], Non
                 suspects[rank] = "its process writes nothing any more: stopped, gone, or its host is"
     present = [report for report in reports.values() if report is not None]
     furthest = max((report.step, report.order) for report in present)
+    waiting = defaultdict(list)
     for report in present:
-        if report.rank not in suspects and not report.error and (report.step, report.order) < furthest:
+        if report.rank in suspects:
+            continue
+        if not report.error and (report.step, report.order) < furthest:
             suspects[report.rank] = "behind the others"
+        else:
+            waiting[report.where].append(report.rank)
     if not suspects:
         return ""
     described, more = sorted(suspects)[:_NAMED], sorted(suspects)[_NAMED:]
     lines = ["The run is held up by", *(_described(reports[rank], rank, suspects[rank]) for rank in described)]
     if more:
         lines.append(f"  and {len(more)} more: {_ranks(more)}")
-    waiting = defaultdict(list)
-    for report in present:
-        if report.rank not in suspects:
-            waiting[report.where].append(report.rank)
     lines += [f"  waiting: {_ranks(ranks)} in {where}" for where, ranks in sorted(waiting.items())]
     return "\n".join(lines)
 
@@ -343,22 +330,18 @@ def _visible(reports: dict[int, Report | None]) -> dict[int, str]:
 def _described(report: Report | None, rank: int, fault: str) -> str:
     if report is None:
         return f"  rank {rank}: nothing is known of it: it never came as far as this, or its host is gone"
-    heard, there = time.time() - report.time, report.time - report.since
+    heard, there = max(0.0, time.time() - report.time), max(0.0, report.time - report.since)
     return (
-        f"  rank {rank} (process {report.pid} on {report.host}): {fault}; last heard of {max(0.0, heard):.0f} s ago in "
-        f"{report.where}, {max(0.0, there):.0f} s after it came there"
+        f"  rank {rank} (process {report.pid} on {report.host}): {fault}; last heard of {heard:.0f} s ago in "
+        f"{report.where}, {there:.0f} s after it came there"
     )
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _ranks(ranks: list[int]) -> str:
     """`ranks 0-2, 5`: ascending numbers, neighbours together."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    known = {*ranks}
+    firsts, lasts = ([rank for rank in ranks if rank + step not in known] for step in (-1, 1))
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
     return f"rank{'' if words.isdigit() else 's'} {words}"
 
 
@@ -385,9 +368,7 @@ _CALLS = {
     | {56: "openat", 34: "mkdirat", 35: "unlinkat", 38: "renameat", 276: "renameat2", 79: "newfstatat", 80: "fstat"},
 }
 # Of those, the ones whose first argument is a file descriptor.
-_OF_DESCRIPTORS = {
-    *("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ftruncate", "flock"),
-}
+_OF_DESCRIPTORS = re.compile(r"p?(read|write)(64|v)?|f(data)?sync|ftruncate|flock")
 
 
 class BlockedThreads:
@@ -420,7 +401,7 @@ def _file_call(task: Path) -> tuple[str, list[str]]:
         waits = (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"
         return "a page fault" if waits else "", switches
     name = _CALLS.get(os.uname().machine, {}).get(int(call[0]), "") if call[0] != "running" else ""
-    if name in _OF_DESCRIPTORS:
+    if _OF_DESCRIPTORS.fullmatch(name):
         path = os.readlink(f"/proc/self/fd/{int(call[1], 16)}")
         name = f"{name} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
     return name, [*call, *switches]

@@ -59,10 +59,8 @@ def sole_run(run_dir: Path) -> Iterator[None]:
                 descriptor = _open_lock(run_dir)
                 _acquire(descriptor, run_dir)
             except OSError as error:
-                if is_users_to_mend(error):
-                    failed[0] = ConfigError(f"run.dir={run_dir} cannot be written to ({error}); choose another")
-                else:
-                    failed[0] = RuntimeError(f"run.dir={run_dir} cannot be written to now: {error}")
+                text = f"run.dir={run_dir} cannot be written to ({error})"
+                failed[0] = ConfigError(f"{text}; choose another") if is_users_to_mend(error) else RuntimeError(text)
             except ConfigError as error:
                 failed[0] = error
         dist.broadcast_object_list(failed)
@@ -80,30 +78,28 @@ def _open_lock(run_dir: Path) -> int:
 
 def _acquire(descriptor: int, run_dir: Path) -> None:
     """Lock the open file and write down who holds it. Raises ConfigError if another process keeps it."""
-    began, waiting = time.monotonic(), False
+    began = None
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         except (BlockingIOError, PermissionError) as error:  # both mean that another process holds it
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
+            if began is None:
+                began = time.monotonic()
+                log.warning("run.dir=%s: waiting up to %.0f s for %s to leave", run_dir, PATIENCE, holder)
             if time.monotonic() - began >= PATIENCE:
                 raise ConfigError(
                     f"run.dir={run_dir}: {holder} is still writing there; stop it or wait for its end, or choose "
                     "another run.dir"
                 ) from error
-            if not waiting:
-                log.warning("run.dir=%s: waiting up to %.0f s for %s to leave", run_dir, PATIENCE, holder)
-            waiting = True
             time.sleep(0.2)
         except OSError as error:
-            return log.warning(
-                "run.dir=%s: its file system has no locks (%s); start no second run there", run_dir, error
-            )
-        else:
-            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            return None
+            log.warning("run.dir=%s: its file system has no locks (%s); start no second run there", run_dir, error)
+            return
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 class RunState:
@@ -115,9 +111,8 @@ class RunState:
 
     def __init__(self, run_dir: Path, active: bool, progress: Progress, anew: bool = False) -> None:
         lost = has_lost_checkpoints(run_dir)
-        self._run_dir = run_dir
+        self._run_dir, self._progress = run_dir, progress
         self._active = active and (anew or not lost)
-        self._progress = progress
         self._checkpoint = 0 if lost else checkpoint_in_state(run_dir)
         self._now = "running", 0, ""
 
@@ -190,9 +185,9 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 def checkpoint_in_state(run_dir: Path) -> int:
     """The step of the newest checkpoint that the run in `run_dir` has, by `state.json`; 0 if there is none."""
     record = read_state(run_dir)
-    saved = record.get("checkpoint")
-    if saved is None and record.get("state") in (ExitCode.FINISHED.state, ExitCode.STOPPED.state):
-        saved = record.get("step")  # of version 0.2, which has no such key: these two ends save
+    # Version 0.2 has no such key; these two ends save.
+    saves = record.get("state") in (ExitCode.FINISHED.state, ExitCode.STOPPED.state)
+    saved = record.get("checkpoint", record.get("step") if saves else 0)
     return saved if isinstance(saved, int) else 0
 
 

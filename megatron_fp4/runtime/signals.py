@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
@@ -106,9 +106,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         return self.listen()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -172,10 +170,7 @@ class StopConditions:
     """
 
     def __init__(self, run_dir: Path, max_minutes: float, signals: StopRequest, active: bool) -> None:
-        self._run_dir = run_dir
-        self._max_minutes = max_minutes
-        self._signals = signals
-        self._active = active
+        self._run_dir, self._max_minutes, self._signals, self._active = run_dir, max_minutes, signals, active
         self._looked = -LOOK_EVERY
         self._files: set[str] = set()
         if active and (run_dir / STOP_FILE).exists():
