@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import TextTokenizer, load_tokenizer
-from exchange.architectures import from_hf, sections_of, to_hf
+from exchange.architectures import sections_of, to_hf
 from exchange.checkpoint import Checkpoint
-from exchange.hf_export import CONFIG, QUANTIZATION, excluded_modules
+from exchange.hf_export import CONFIG, QUANTIZATION
 from exchange.hf_import import Folder
 from exchange.nvfp4 import (
     MODELOPT,
     Layout,
     TrainedPlan,
     decoded,
-    excludes,
+    excluded_modules,
     hf_quant_config,
     multiplied_weight,
     quantization_config,
@@ -40,18 +39,6 @@ class Finding(NamedTuple):
     problems: list[str]
 
 
-def is_calibrated(folder: Folder) -> bool:
-    """Whether activations are quantized too. Raises ValueError for NVFP4 whose configuration exports do not write."""
-    if folder.layout is None:
-        return False
-    try:
-        quantization = folder.config["quantization_config"]
-        excludes(folder.layout, quantization, "")
-        return quantization["config_groups"]["group_0"].get("input_activations") is not None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder.path / CONFIG}: its quantization_config is not one of exports from here") from error
-
-
 class FolderCheck:
     """Compares a folder with the checkpoint that it was made from.
 
@@ -62,49 +49,34 @@ class FolderCheck:
         self, folder: Folder, checkpoint: Checkpoint, trained: TrainedPlan | None, tokenizer: TextTokenizer | None
     ) -> None:
         self.folder, self.checkpoint, self.trained, self.tokenizer = folder, checkpoint, trained, tokenizer
-        self.sections, self.calibrated = sections_of(checkpoint.config.model), is_calibrated(folder)
+        self.sections = sections_of(checkpoint.config.model)
         self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.fp4().items()}
 
     def findings(self) -> Iterator[Finding]:
         """One kind of thing after the other. Raises DamagedCheckpointError and ValueError for what cannot be read."""
-        yield self._configuration()
+        expected = to_hf(self.checkpoint.config.model)
+        yield Finding(CONFIG, f"{len(expected)} keys", _other_keys("", self.folder.config, expected))
         yield self._presence()
         yield self._plain_tensors()
         if self.trained is not None and (layout := self.folder.layout) is not None:
             yield self._codes(layout, self.trained.compute_dtype)
-            yield self._shared_scales(layout)
             yield self._exclusions(layout)
         if self.tokenizer is not None:
             yield self._tokenizer(self.tokenizer)
-
-    def _configuration(self) -> Finding:
-        """Every key that an export writes of the model."""
-        model, config = self.checkpoint.config.model, self.folder.config
-        try:
-            read = from_hf(config)
-        except (ValueError, KeyError, TypeError) as error:
-            return Finding(CONFIG, "", [f"it is not a configuration of such a model: {error}"])
-        have, expected = asdict(model), to_hf(model)
-        problems = [f"{k} is {v!r} there and {have[k]!r} in the checkpoint" for k, v in read.items() if have[k] != v]
-        problems += _other_keys("", config, expected)
-        return Finding(CONFIG, f"{len(expected)} keys", problems)
 
     def _presence(self) -> Finding:
         """Every tensor is there, and none that belongs to nothing."""
         expected, layout = set[str](), self.folder.layout
         for name, parts in self.sections.items():
-            if name not in self.rows:
-                expected |= {part.name for part in parts}
-                continue
-            assert layout is not None
-            kinds = [layout.codes, layout.scales, layout.weight_scale, *[layout.input_scale] * self.calibrated]
-            expected |= {f"{part.module}.{kind}" for part in parts for kind in kinds}
+            for part in parts:
+                expected |= {*layout.names(part.module)} if layout and name in self.rows else {part.name}
         problems = [f"{name} is missing" for name in sorted(expected - self.folder.names)]
         problems += [f"{name} belongs to nothing" for name in sorted(self.folder.names - expected)]
         return Finding("tensors, by name", f"{len(expected)}", problems)
 
     def _plain_tensors(self) -> Finding:
         problems, count = list[str](), 0
+        declared = torch.bfloat16 if self.folder.config.get("dtype") == "bfloat16" else torch.float32
         for name, parts in self.sections.items():
             if name in self.rows:
                 continue
@@ -112,15 +84,12 @@ class FolderCheck:
             count += len(parts)
             for part in (part for part in parts if part.name in self.folder.names):
                 found = self.folder.tensor(part.name)
-                declared = "float32" if part.fp32 else self.folder.config.get("dtype")
-                if str(found.dtype) != f"torch.{declared}":
-                    problems.append(f"{part.name} is {found.dtype} and should be {declared}")
-                else:
-                    expected = part.published(ours).to(found.dtype)
-                    problems += _differences(part.name, found, expected, bits=True)
+                expected = part.published(ours).to(torch.float32 if part.fp32 else declared)
+                problems += _differences(part.name, found, expected, bits=True)
         return Finding("tensors in plain types", f"{count}", problems)
 
     def _codes(self, layout: Layout, compute_dtype: torch.dtype) -> Finding:
+        """Also that modules which engines fuse (q, k and v) have one tensor scale."""
         problems, modules = list[str](), 0
         for name, row in self.rows.items():
             master = self.checkpoint.tensor(name)
@@ -131,7 +100,7 @@ class FolderCheck:
                 scale = torch.tensor([largest]) / amax if amax > 0 else torch.ones(1)
             for part in self.sections[name]:
                 modules += 1
-                stored = [f"{part.module}.{kind}" for kind in (layout.codes, layout.scales, layout.weight_scale)]
+                stored = layout.names(part.module)
                 if not self.folder.names.issuperset(stored):
                     continue  # reported with the names
                 codes, block, tensor = map(self.folder.tensor, stored)
@@ -144,37 +113,16 @@ class FolderCheck:
                 problems += _differences(stored[-1], tensor, scale)
         return Finding("NVFP4 weights, decoded", f"{len(self.rows)} linears, {modules} modules", problems)
 
-    def _shared_scales(self, layout: Layout) -> Finding:
-        """Modules that engines fuse have one tensor scale, of weights and of inputs; and scales are numbers above 0."""
-        problems, fused = list[str](), 0
-        for name in self.rows:
-            modules = [part.module for part in self.sections[name]]
-            fused += len(modules) > 1
-            for kind in (layout.weight_scale, layout.input_scale):
-                names = [f"{module}.{kind}" for module in modules if f"{module}.{kind}" in self.folder.names]
-                found = [self.folder.tensor(each) for each in names]
-                if any(not torch.equal(each, found[0]) for each in found):
-                    problems.append(f"{', '.join(names)} differ, and engines take the largest for all of them")
-                if any(each.dtype != torch.float32 or not (each.isfinite() & (each > 0)).all() for each in found):
-                    problems.append(f"{names[0]} is {found[0].tolist()}, no scale")
-        return Finding("scales of fused modules", f"{fused} of q, k and v", problems)
-
     def _exclusions(self, layout: Layout) -> Finding:
-        """A module is excluded if and only if it has no codes: by its name in files, and by that in programs."""
-        quantization, problems = self.folder.config["quantization_config"], list[str]()
-        plain = excluded_modules(self.sections, self.rows)
-        quantized = [part.module for name in self.rows for part in self.sections[name]]
-        for module in (*quantized, *plain):
-            names = {module}
-            if layout is not MODELOPT:  # read by transformers under its own names
-                names.add(module.replace("backbone.", "model."))
-            for name in sorted(names):
-                if excludes(layout, quantization, name) != (module in plain):
-                    what = "not excluded, though it is in BF16" if module in plain else "excluded, though it has codes"
-                    problems.append(f"{name} is {what}")
-        expected = quantization_config(layout, plain, self.calibrated)
+        """Exactly the modules without codes are excluded, by the names that an export gives them."""
+        quantized = {name.removesuffix(".weight") for name in self.rows}
+        expected = quantization_config(layout, excluded_modules(self.sections, quantized))
+        found = {"ignore": [], **self.folder.config.get("quantization_config", {})}
+        listed, wanted = ({*map(str, config["ignore"])} for config in (found, expected))
+        problems = [f"{name} is not excluded, though it is in BF16" for name in sorted(wanted - listed)]
+        problems += [f"{name} is excluded, though no such module is in BF16" for name in sorted(listed - wanted)]
         same = {key: value for key, value in expected.items() if key not in ("ignore", "producer")}
-        problems += _other_keys("quantization_config.", quantization, same)
+        problems += _other_keys("quantization_config.", found, same)
         if layout is MODELOPT:
             try:
                 said = json.loads((self.folder.path / QUANTIZATION).read_text())["quantization"]
@@ -182,23 +130,22 @@ class FolderCheck:
                 said = None
             if said != hf_quant_config(expected)["quantization"]:
                 problems.append(f"{QUANTIZATION} is missing or does not say what is quantized here")
-        return Finding("what is quantized", f"{len(plain)} excluded, {len(quantized)} not", problems)
+        return Finding("what is quantized", f"{len(expected['ignore'])} modules excluded", problems)
 
     def _tokenizer(self, tokenizer: TextTokenizer) -> Finding:
-        path, problems = self.folder.path / "tokenizer.json", list[str]()
+        path = self.folder.path / "tokenizer.json"
         if not path.is_file():
             return Finding("tokenizer", "", ["tokenizer.json is missing"])
         found = load_tokenizer(path, tokenizer.eod_token)
         probe = ["Tokens, 1234 of them:\n\tdef f(x): return  x**2  # naïve 你好"]
-        if found.eod_id != tokenizer.eod_id:
-            problems.append(f"{tokenizer.eod_token} is {found.eod_id} there and {tokenizer.eod_id} in the run")
-        same = list(found.encode_batch(probe)[0]) == list(tokenizer.encode_batch(probe)[0])
-        if not same or (found.kind == tokenizer.kind and found.fingerprint() != tokenizer.fingerprint()):
-            problems.append(f"tokenizer.json is not {tokenizer.name}, which made the data of the run")
+        same = found.eod_id == tokenizer.eod_id
+        same = same and list(found.encode_batch(probe)[0]) == list(tokenizer.encode_batch(probe)[0])
+        same = same and (found.kind != tokenizer.kind or found.fingerprint() == tokenizer.fingerprint())
+        problems = [] if same else [f"tokenizer.json is not {tokenizer.name}, which made the data of the run"]
         return Finding("tokenizer", f"{found.vocab_size} tokens", problems)
 
 
-def _other_keys(prefix: str, found: dict, expected: dict) -> list[str]:
+def _other_keys(prefix: str, found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [
         f"{prefix}{key} is {found.get(key)!r} and should be {value!r}"
         for key, value in expected.items()

@@ -44,6 +44,7 @@ from megatron_fp4.checkpoint.checkpointer import SaveReport
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import move_aside
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.training.callbacks.reporting import as_typed
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step
 
@@ -59,9 +60,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """`checkpoint.export_format` -> what scripts/convert.py is told."""
 # What a launcher tells a rank, which the export is not.
-_OF_RANKS = re.compile(
-    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+)"
-)
+_OF_RANKS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(ROLE|MASTER|TORCHELASTIC)_\w+")
 
 
 def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | None:
@@ -82,14 +81,11 @@ def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | No
         raise ConfigError(f"{key}: {error}") from error
     if not chosen.startswith("nvfp4"):
         return None
-    dtype, tensor = getattr(torch, config.precision.compute_dtype), config.parallel.tensor
-    before, after = plans
+    dtype, tensor, (before, after) = getattr(torch, config.precision.compute_dtype), config.parallel.tensor, plans
     if problem := refusal(TrainedPlan(before, dtype, tensor)):
         raise ConfigError(f"checkpoint.export_format={chosen}: {problem}; give checkpoint.export_format=bf16")
-    if after is None or TrainedPlan(after, dtype, tensor).fp4():
-        return None
     last = WSDSchedule.of(config).switch_step(config.precision.switch.when)
-    if last is None or last >= steps:
+    if after is None or TrainedPlan(after, dtype).fp4() or last is None or last >= steps:
         return None
     if interval > last:
         raise ConfigError(
@@ -136,7 +132,7 @@ class Exports(Callback):
 
     def on_checkpoint(self, done: int) -> None:
         """Keep it until it is exported, if that is due."""
-        if self._is_first_rank and self.due(done):
+        if self.trainer.mesh.rank == 0 and self.due(done):
             self._wanted.add(done)
 
     def saved(self, reports: Sequence[SaveReport]) -> None:
@@ -205,10 +201,6 @@ class Exports(Callback):
         return {files.folder_name(step) for step in self._wanted.copy()}
 
     @property
-    def _is_first_rank(self) -> bool:
-        return self.trainer.mesh.rank == 0
-
-    @property
     def _checkpoints(self) -> Path:
         return Path(self.trainer.config.run.dir).absolute() / "checkpoints"
 
@@ -218,7 +210,7 @@ class Exports(Callback):
     def _missing(self, start: int) -> list[int]:
         """Steps whose checkpoint is there and has no export made of it. A folder without a record of what it was made
         of was made by hand, and counts."""
-        steps = map(files.step_of, files.list_checkpoints(self._checkpoints)) if self._is_first_rank else ()
+        steps = map(files.step_of, files.list_checkpoints(self._checkpoints)) if self.trainer.mesh.rank == 0 else ()
         found = []
         for step in sorted(step for step in steps if step <= start and self.due(step)):
             record, made = self._record(step), self._folder(step)
@@ -246,16 +238,12 @@ class Exports(Callback):
             with output:
                 output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
                 lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-            error = None
-            if process.returncode != 0:
-                error = lines[-1] if lines else f"it ended with code {process.returncode} and said nothing"
-            else:
-                try:
-                    files.write_file(self._folder(step) / RECORD, json.dumps(self._record(step), indent=1) + "\n")
-                except OSError as failure:
-                    error = str(failure)
-            if error is not None:
-                self._failed(step, error)
+            try:
+                if process.returncode != 0:
+                    raise OSError([f"it ended with code {process.returncode}", *lines][-1])
+                files.write_file(self._folder(step) / RECORD, json.dumps(self._record(step), indent=1) + "\n")
+            except OSError as error:
+                self._failed(step, str(error))
             else:
                 self._wanted.discard(step)
                 form = self.trainer.config.checkpoint.export_format
@@ -287,10 +275,7 @@ class Exports(Callback):
 
     def _failed(self, step: int, error: str) -> None:
         self._wanted.discard(step)
-        # In the folder of an installed package, its command is what a shell has.
-        is_installed = (SCRIPT.parents[2] / "__main__.py").is_file()
-        command = ["megatron-fp4", "convert"] if is_installed else ["python", str(SCRIPT)]
-        self.trainer.log.export_failed(step, error, shlex.join([*command, *self._arguments(step)]))
+        self.trainer.log.export_failed(step, error, as_typed("convert", shlex.join(self._arguments(step))))
 
     def _arguments(self, step: int) -> list[str]:
         how = OPTIONS[self.trainer.config.checkpoint.export_format]
@@ -300,7 +285,7 @@ class Exports(Callback):
     def _prune(self) -> None:
         """Remove the checkpoints that were kept for their exports alone; no save is on its way."""
         self._wanted.clear()
-        if self._is_first_rank:
+        if self.trainer.mesh.rank == 0:
             try:
                 newest = self._checkpoints / (files.read_pointer(self._checkpoints) or "")
                 files.prune(self._checkpoints, self.trainer.config.checkpoint.keep, just_made=newest)

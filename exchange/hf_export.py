@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from exchange.nvfp4 import (
     MODELOPT,
     Layout,
     TrainedPlan,
+    excluded_modules,
     hf_quant_config,
     quantization_config,
     reordered,
@@ -32,7 +32,6 @@ from exchange.tokenizer import tokenizer_files
 from exchange.weights_only import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.logging.metrics import last_validation
-from megatron_fp4.precision.plan import PlannedLinear
 from megatron_fp4.runtime.revision import revision
 from models.pattern import parameter_count
 
@@ -40,42 +39,10 @@ CONFIG, GENERATION, CARD, QUANTIZATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHARD_BYTES = 2 << 30
+NVFP4Weights = tuple[Layout, TrainedPlan]
+"""How the linears that were trained in NVFP4 are written."""
 Progress = Callable[[int, int], None]
 """Is told how many of how many elements of weights are written."""
-
-
-@dataclass(frozen=True)
-class NVFP4Weights:
-    """How the linears that were trained in NVFP4 are written.
-
-    input_amax: linear -> FP32 0-dim, the largest magnitude of its input, of every linear in `trained.fp4()`; None
-    leaves activations in BF16.
-    """
-
-    layout: Layout
-    trained: TrainedPlan
-    input_amax: Mapping[str, Tensor] | None = None
-
-    def rows(self) -> dict[str, PlannedLinear]:
-        """By the names of parameters."""
-        return {f"{name}.weight": row for name, row in self.trained.fp4().items()}
-
-    def config(self, sections: Sections) -> dict[str, Any]:
-        """config.json's `quantization_config`."""
-        excluded = excluded_modules(sections, self.rows())
-        return quantization_config(self.layout, excluded, self.input_amax is not None)
-
-
-def excluded_modules(sections: Sections, quantized: Collection[str]) -> list[str]:
-    """The modules with weights of more than one dimension that are not in `quantized` (by our names), which engines
-    could otherwise take for quantized ones: linears in BF16, the head, and convolutions, which some engines compute by
-    a class for linears. Not the embedding."""
-    return [
-        section.module
-        for name, parts in sections.items()
-        for section in parts
-        if name not in quantized and name != "embedding.weight" and len(section.shape) > 1
-    ]
 
 
 def export_hf(
@@ -89,8 +56,8 @@ def export_hf(
 ) -> None:
     """Write `output`, which must not exist.
 
-    dtype: of all weights that are not NVFP4 codes; A_log, D and dt_bias stay FP32. tokenizer: of the run, None to leave
-    it out.
+    dtype: of all weights that are not NVFP4 codes; A_log, D and dt_bias stay FP32. nvfp4: None writes no codes.
+    tokenizer: of the run, None to leave it out.
     Raises ValueError for a model that no architecture of transformers computes, a tokenizer that cannot be written, NaN
     or inf in a weight to be quantized, or an output that exists or lies inside the checkpoint; DamagedCheckpointError
     for a checkpoint that is not whole; and OSError. Then nothing is left.
@@ -106,8 +73,9 @@ def export_hf(
     if not described["use_cache"]:  # of config.json, `generate` does not take it
         generation["use_cache"] = False
     if nvfp4 is not None:
-        described["quantization_config"] = nvfp4.config(sections)
-        if nvfp4.layout is MODELOPT:
+        layout, trained = nvfp4
+        described["quantization_config"] = quantization_config(layout, excluded_modules(sections, trained.fp4()))
+        if layout is MODELOPT:
             content[QUANTIZATION] = _json(hf_quant_config(described["quantization_config"])).encode()
     content |= {CONFIG: _json(described).encode(), GENERATION: _json(generation).encode()}
     content[CARD] = model_card(checkpoint, dtype, nvfp4).encode()
@@ -123,15 +91,15 @@ def _encoded(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the folder by name, one parameter after the other."""
     written, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
-    rows = {} if nvfp4 is None else nvfp4.rows()
+    rows = {} if nvfp4 is None else nvfp4[1].fp4()
     for name, parts in sections.items():
-        ours = checkpoint.tensor(name)
-        if nvfp4 is not None and name in rows:
-            made = trained_weight(ours, rows[name], nvfp4.trained.compute_dtype)
-            amax = None if nvfp4.input_amax is None else nvfp4.input_amax[name.removesuffix(".weight")]
+        ours, row = checkpoint.tensor(name), rows.get(name.removesuffix(".weight"))
+        if nvfp4 is not None and row is not None:
+            layout, trained = nvfp4
+            made = trained_weight(ours, row, trained.compute_dtype)
             for part in parts:
                 codes = made if part.rows is None else reordered(made, part.rows)
-                yield from nvfp4.layout.tensors(part.module, codes, amax).items()
+                yield from layout.tensors(part.module, codes).items()
         else:
             for part in parts:
                 values = part.published(ours)
@@ -219,26 +187,20 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
     config, trainer, model = checkpoint.config, checkpoint.trainer, checkpoint.config.model
     code = f"megatron_fp4 {trainer['version']} ({trainer.get('commit', 'commit unknown')})"
     if checkpoint.weights_only:
-        source = trainer["imported"].get("from", "elsewhere")
-        origin, made = f"imported by {code} from {source}.", "made for"
+        origin = f"imported by {code} from {trainer['imported'].get('from', 'elsewhere')}"
     else:
         begun = trainer.get("initialized_from")
         weights = f", from the weights of {Path(begun['path']).name}" if begun else ""
         steps = f"{checkpoint.step:,} steps of {config.train.steps:,}{weights}"
-        origin, made = f"trained by {code} on {checkpoint.tokens:,} tokens in {steps}.", "trained on"
+        origin = f"trained by {code} on {checkpoint.tokens:,} tokens in {steps}"
     lines = [
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- megatron_fp4",
         f"- {architecture_of(model)}\n---\n",
         f"# {model.name}\n",
-        f"A base language model of {parameter_count(model).total:,} parameters, {origin}\n",
-        "| | |\n|---|---|",
-        f"| blocks (`M` Mamba-2, `-` FFN, `*` attention) | `{model.pattern}` |",
-        f"| hidden, FFN | {model.hidden_dim}, {model.ffn_dim} |",
-        f"| vocabulary | {model.vocab_size:,} |",
-        f"| sequences it was {made} | {sequence_length(checkpoint):,} tokens |",
-        f"| weights in this folder | {_weights(dtype, nvfp4)} |",
-        f"| exported by | megatron_fp4 {__version__} ({revision()}) |",
-        "\n## Precision in training\n",
+        f"A base language model of {parameter_count(model).total:,} parameters, {origin}; sequences of "
+        f"{sequence_length(checkpoint):,} tokens. Blocks (`M` Mamba-2, `-` FFN, `*` attention): `{model.pattern}`.\n",
+        f"Exported by megatron_fp4 {__version__} ({revision()}). {_weights(dtype, nvfp4)}\n",
+        "## Precision in training\n",
     ]
     if "plan" in trainer:
         plan, switch = trainer["plan"], config.precision.switch
@@ -253,13 +215,15 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
             lines.append(f"| {recipe} | {count} | {cells} |")
     else:
         lines.append("These are imported weights, which no run of this framework has trained.")
-    lines += _losses(checkpoint)
+    # The records of a run lie beside its checkpoints.
+    run_dir = checkpoint.folder.absolute().parent.parent
+    if not checkpoint.weights_only and (last := last_validation(run_dir, checkpoint.step)) is not None:
+        lines.append(f"\n## Held-out loss\n\nAfter step {last['step']:,}, in nats per token:\n")
+        lines += [f"- {name}: {loss:.4f}" for name, loss in last["losses"].items() if loss is not None]
     lines.append("\n## Use\n")
     if nvfp4 is not None:
         lines.append("```\nvllm serve .\n```")
-        if nvfp4.layout is not MODELOPT:
-            lines.append("or, decompressed to BF16 (with compressed-tensors installed):\n")
-    if nvfp4 is None or nvfp4.layout is not MODELOPT:
+    if nvfp4 is None or nvfp4[0] is not MODELOPT:
         lines.append(_IN_TRANSFORMERS)
     return "\n".join(lines) + "\n"
 
@@ -267,36 +231,10 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
 def _weights(dtype: torch.dtype, nvfp4: NVFP4Weights | None) -> str:
     """What the weights are written as, for the model card."""
     if nvfp4 is None:
-        rounded = "" if dtype == torch.float32 else f", in {_name(dtype)}; A_log, D and dt_bias in float32"
-        return f"The FP32 master weights{rounded}."
-    trained, made = nvfp4.trained, "that training multiplied with"
-    if trained.before_switch:
-        made = "of the master weights, by the plan before the run's precision switch"
-    text = (
-        f"{len(trained.fp4())} of {len(trained.plan.rows)} linears as the NVFP4 codes and scales {made} "
-        f"({nvfp4.layout.name} layout); everything else in bfloat16, A_log, D and dt_bias in float32."
+        return f"Weights are the FP32 masters in {_name(dtype)}; A_log, D and dt_bias are in float32."
+    layout, trained = nvfp4
+    made = "of the masters by the plan before the precision switch" if trained.before_switch else "as trained"
+    return (
+        f"Weights of {len(trained.fp4())} of {len(trained.plan.rows)} linears are NVFP4 codes and scales {made} "
+        f"({layout.name} layout); all else is in bfloat16, A_log, D and dt_bias in float32."
     )
-    if others := trained.others():
-        text += f" Linears trained in {', '.join(sorted(set(others.values())))} are in bfloat16: {len(others)}."
-    return text if nvfp4.input_amax is None else f"{text} Input scales are from calibration on held-out text."
-
-
-def _losses(checkpoint: Checkpoint) -> list[str]:
-    """The last validation up to the checkpoint, if the run's records lie beside it."""
-    last = None
-    if not checkpoint.weights_only:
-        last = last_validation(checkpoint.folder.absolute().parent.parent, checkpoint.step)
-    if last is None:
-        return []
-
-    def shown(value: float | None) -> str:
-        """None: it was not finite, for which JSON has no number."""
-        return "not finite" if value is None else f"{value:.4f}"
-
-    bits = {name: shown(value) for name, value in (last.get("bits_per_byte") or {}).items()}
-    return [
-        "\n## Held-out loss\n",
-        f"Step {last['step']:,}, in the precision of training.\n",
-        "| set | nats per token | bits per byte |\n|---|---|---|",
-        *(f"| {name} | {shown(loss)} | {bits.get(name, '')} |" for name, loss in last["losses"].items()),
-    ]

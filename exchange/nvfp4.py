@@ -17,11 +17,10 @@ magnitude (a / 2688 is for recipes that map the largest block scale to 448; with
     m.weight          uint8 [out, in / 2]    m.weight_packed        the same bytes; low nibble = even column
     m.weight_scale    E4M3 [out, in / 16]    m.weight_scale         the same bytes; one row after the other
     m.weight_scale_2  FP32 [], a / 2688      m.weight_global_scale  FP32 [1], 2688 / a
-    m.input_scale     FP32 [], x / 2688      m.input_global_scale   FP32 [1], 2688 / x
 
-x is the largest magnitude of the module's input, measured by calibration (exchange/calibration.py); without it the last
-row is absent and activations stay in BF16 (W4A16). Scales are neither swizzled nor padded: engines do that when they
-load. Each tensor scale is one division of its maximum; the inverse of the other layout's may be an ulp off.
+Activations stay in BF16 (W4A16): W4A4 asks for scales of inputs, which training takes anew from every tensor. Scales
+are neither swizzled nor padded: engines do that when they load. Each tensor scale is one division of its maximum; the
+inverse of the other layout's may be an ulp off.
 
 Read: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.py`,
 `modelopt/torch/export/{quant_utils,convert_hf_config}.py`); compressed-tensors 0.20.0 (`compressors/nvfp4/`,
@@ -32,20 +31,20 @@ Read: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from exchange.architectures import Sections
 from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.linear import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
-from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
 
 _BLOCK = 16
@@ -85,10 +84,7 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
     one that was saved with the checkpoint (a plan file has changed since).
     """
     if checkpoint.weights_only:
-        raise ValueError(
-            f"{checkpoint.folder} has imported weights, which no run has trained in NVFP4; export BF16 weights "
-            "(--format hf), or train them"
-        )
+        raise ValueError(f"{checkpoint.folder} has imported weights, which no run has trained; use --format hf")
     config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
     in_effect = plan_in_effect(plans, switched_at)
     saved, now = checkpoint.trainer["plan"], in_effect.as_dict()
@@ -99,21 +95,17 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
                 f"{name} was trained otherwise than the configuration of {checkpoint.folder} says now; restore its "
                 f"precision.bf16_blocks.file, or use the version that trained it"
             )
-    before, after = plans
+    if which == "before" and switched_at is None:
+        raise ValueError("--plan before: this checkpoint is not after a precision switch; leave it out")
     dtype, tensor = getattr(torch, config.precision.compute_dtype), config.parallel.tensor
-    if which == "before":
-        if switched_at is None or after is None:
-            raise ValueError("--plan before: this checkpoint is not after a precision switch; leave it out")
-        chosen = TrainedPlan(before, dtype, tensor, before_switch=True)
-    else:
-        chosen = TrainedPlan(in_effect, dtype, tensor)
-        if in_effect is after and not chosen.fp4() and TrainedPlan(before, dtype).fp4():
-            raise ValueError(
-                f"this checkpoint is after the precision switch (before step {switched_at + 1}), and its forward pass "
-                "has no NVFP4 weights any more; give an earlier checkpoint, quantize these weights by the plan before "
-                "the switch (--plan before; not what the last steps multiplied with), or export BF16 weights (--format "
-                "hf)"
-            )
+    before = TrainedPlan(plans[0], dtype, tensor, before_switch=switched_at is not None)
+    chosen = before if which == "before" else TrainedPlan(in_effect, dtype, tensor)
+    if switched_at is not None and not chosen.fp4() and before.fp4():
+        raise ValueError(
+            f"this checkpoint is after the precision switch (before step {switched_at + 1}), and its forward pass has "
+            "no NVFP4 weights any more; give an earlier checkpoint, --format hf, or --plan before (the plan before the "
+            "switch; not what the last steps multiplied with)"
+        )
     if problem := refusal(chosen):
         raise ValueError(f"{problem}; export BF16 weights (--format hf)")
     return chosen
@@ -121,19 +113,16 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
 
 def refusal(trained: TrainedPlan) -> str | None:
     """Why the weights cannot be written as they were multiplied; None if they can."""
-    rows = trained.fp4()
-    if not rows:
-        formats = sorted(set(trained.others().values()))
-        what = f"its weights are in {' and '.join(formats)}" if formats else "all its linears are in BF16"
-        return f"no linear was trained with NVFP4 weights ({what})"
-    for name, row in rows.items():
+    if not trained.fp4():
+        formats = sorted(set(trained.others().values())) or ["bf16"]
+        return f"no linear was trained with NVFP4 weights (they are in {' and '.join(formats)})"
+    for name, row in trained.fp4().items():
         recipe = row.recipe
         if recipe[FPROP_WEIGHT].rounding == "stochastic":
             return f"{name}: {row.key}.fprop.weight.rounding=stochastic draws other codes in every step"
         if recipe.fprop.rht:
             return (
-                f"{name}: {row.key}.fprop.rht={recipe.fprop.rht} multiplies transformed weights by transformed "
-                "activations, which no serving engine does"
+                f"{name}: {row.key}.fprop.rht={recipe.fprop.rht} transforms the weights, which no serving engine does"
             )
         if recipe.amax != "global" and trained.tensor > 1:
             return (
@@ -187,18 +176,18 @@ def reordered(tensor: NVFP4Tensor, rows: Tensor) -> NVFP4Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a layout calls its tensors in a module. name: as in `--format nvfp4-<name>`. inverse: whether tensor scales
-    are stored as what divides the codes."""
+    """What a layout calls its tensors in a module. name: as in `--format nvfp4-<name>`. inverse: whether the tensor
+    scale is stored as what divides the codes."""
 
     name: str
     codes: str
     weight_scale: str
-    input_scale: str
     inverse: bool
     scales: str = "weight_scale"
 
     def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
-        """A tensor scale as it is stored, from the largest magnitude and what the largest block scale is mapped to."""
+        """The tensor scale as it is stored, from the largest magnitude and what the largest block scale is mapped
+        to."""
         if self.inverse:  # one element, not zero dimensions: compressed-tensors divides by a scalar in BF16
             return encode_tensor_scale(amax, scale_max).reshape(1)
         return tensor_decode_scale(amax, scale_max).clone()
@@ -207,57 +196,59 @@ class Layout:
         """FP32 weights, from `code * block scale` and the tensor scale as it is stored."""
         return decoded / stored if self.inverse else decoded * stored
 
-    def tensors(self, module: str, weight: NVFP4Tensor, input_amax: Tensor | None) -> dict[str, Tensor]:
-        """All tensors of `module`, by their full names.
+    def names(self, module: str) -> list[str]:
+        """Of the codes, block scales and tensor scale of `module`."""
+        return [f"{module}.{kind}" for kind in (self.codes, self.scales, self.weight_scale)]
 
-        input_amax: FP32 0-dim, the largest magnitude of its input; None where activations are not quantized.
-        """
-        found = {
-            self.codes: weight.codes,
-            self.scales: weight.scales,
-            self.weight_scale: self.stored_scale(weight.amax, weight.scale_max),
-        }
-        if input_amax is not None:
-            found[self.input_scale] = self.stored_scale(input_amax.to(torch.float32), E4M3_MAX)
-        return {f"{module}.{name}": tensor for name, tensor in found.items()}
+    def tensors(self, module: str, weight: NVFP4Tensor) -> dict[str, Tensor]:
+        """All tensors of `module`, by their full names."""
+        tensors = (weight.codes, weight.scales, self.stored_scale(weight.amax, weight.scale_max))
+        return dict(zip(self.names(module), tensors, strict=True))
 
 
-MODELOPT = Layout("modelopt", "weight", "weight_scale_2", "input_scale", inverse=False)
-"""As NVIDIA's ModelOpt exports: read by vLLM, TensorRT-LLM and, with input scales, SGLang."""
-COMPRESSED_TENSORS = Layout(
-    "compressed-tensors", "weight_packed", "weight_global_scale", "input_global_scale", inverse=True
-)
-"""As llm-compressor exports (`nvfp4-pack-quantized`): read by vLLM and by transformers."""
+MODELOPT = Layout("modelopt", "weight", "weight_scale_2", inverse=False)
+"""As NVIDIA's ModelOpt exports: read by vLLM and TensorRT-LLM."""
+COMPRESSED_TENSORS = Layout("compressed-tensors", "weight_packed", "weight_global_scale", inverse=True)
+"""As llm-compressor exports (`nvfp4-pack-quantized`): read by vLLM, SGLang and transformers."""
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
-# Of the exporter whose layout it is; readers switch on it to know how old a folder is.
-_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
-def quantization_config(layout: Layout, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
-    """config.json's `quantization_config`. excluded: full names of the linears in BF16, listed one by one, because
-    engines match them as wildcards, substrings or regular expressions, and `layers.1` would also take `layers.10`.
-    calibrated: whether there are input scales."""
-    names = sorted(excluded, key=_natural)
+def excluded_modules(sections: Sections, quantized: Collection[str]) -> list[str]:
+    """The modules with weights of more than one dimension that are not in `quantized` (linears, by our names), which
+    engines could otherwise take for quantized ones: linears in BF16, the head, and convolutions, which some engines
+    compute by a class for linears. Not the embedding."""
+    left_out = {"embedding", *quantized}
+    plain = [parts for name, parts in sections.items() if name.removesuffix(".weight") not in left_out]
+    return [part.module for parts in plain for part in parts if len(part.shape) > 1]
+
+
+def quantization_config(layout: Layout, excluded: Collection[str]) -> dict[str, Any]:
+    """config.json's `quantization_config`. excluded: full names of modules in BF16, listed one by one, because engines
+    match them as wildcards, substrings or regular expressions, and `layers.1` would also take `layers.10`."""
     operand: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": _BLOCK, "dynamic": False}
     if layout is MODELOPT:
-        group = {"weights": operand, "targets": ["Linear"]} | ({"input_activations": operand} if calibrated else {})
         return {
-            "config_groups": {"group_0": group},
-            "ignore": names,
-            "quant_algo": "NVFP4" if calibrated else "W4A16_NVFP4",
-            "producer": _PRODUCER,
+            "config_groups": {"group_0": {"weights": operand, "targets": ["Linear"]}},
+            "ignore": [*excluded],
+            "quant_algo": "W4A16_NVFP4",
+            # The exporter whose layout it is; readers switch on it to know how old a folder is.
+            "producer": {"name": "modelopt", "version": "0.47.0"},
             "quant_method": layout.name,
         }
     operand |= {"strategy": "tensor_group", "symmetric": True}
-    # `local`: a tensor scale that was measured, block scales that are computed.
-    inputs = {**operand, "dynamic": "local"} if calibrated else None
     return {
         "quant_method": layout.name,
         "format": "nvfp4-pack-quantized",
         "quantization_status": "compressed",
-        "ignore": [_expression(name) for name in names],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": operand, "input_activations": inputs}},
+        "ignore": [_expression(name) for name in excluded],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": operand, "input_activations": None}},
     }
+
+
+def _expression(module: str) -> str:
+    """For one module, whatever stands before its layers: files have `backbone.layers`, programs `model.layers`."""
+    _, found, rest = module.partition("layers.")
+    return rf"re:.*layers\.{re.escape(rest)}$" if found else module
 
 
 def hf_quant_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -271,17 +262,6 @@ def hf_quant_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"producer": config["producer"], "quantization": quantization}
 
 
-def excludes(layout: Layout, config: dict[str, Any], module: str) -> bool:
-    """Whether readers of the layout leave `module` unquantized. config: its `quantization_config`."""
-    if layout is MODELOPT:  # vLLM: `exclude_module in prefix` after an exact comparison, then as a wildcard
-        patterns = (".*".join(map(re.escape, entry.split("*"))) for entry in config["ignore"])
-        return any(re.search(pattern, module) for pattern in patterns)
-    return any(
-        re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module
-        for entry in config["ignore"]
-    )
-
-
 def layout_of(config: dict[str, Any]) -> Layout | None:
     """The layout of a folder by its config.json; None for one that is not quantized. Raises ValueError for others."""
     quantization = config.get("quantization_config")
@@ -291,17 +271,6 @@ def layout_of(config: dict[str, Any]) -> Layout | None:
     if method not in LAYOUTS:
         raise ValueError(f"its quantization_config.quant_method is {method!r}, not one of {', '.join(LAYOUTS)}")
     return LAYOUTS[method]
-
-
-def _expression(module: str) -> str:
-    """For one module, whatever stands before its layers: files have `backbone.layers`, programs `model.layers`."""
-    _, found, rest = module.partition("layers.")
-    return rf"re:.*layers\.{re.escape(rest)}$" if found else module
-
-
-def _natural(module: str) -> list[Any]:
-    """Sorts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:

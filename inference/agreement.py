@@ -19,7 +19,7 @@ from data.provider import open_held_out
 from data.validation import ValidationSet, Yardstick
 from exchange.checkpoint import Checkpoint, load_model
 from inference.generation import lower_weights
-from inference.models import OpenedFolder, Progress, Row, Scorer, markdown
+from inference.models import OpenedFolder, ProgressLine, Row, Scorer, markdown
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.precision.plan import Plan, PrecisionController
@@ -28,6 +28,8 @@ from megatron_fp4.precision.rng import StepState
 TOLERANCE = 1e-5
 # Windows whose pieces transformers scores together, in batches by length.
 _WINDOWS = 64
+Losses = Mapping[str, float]
+"""Mean loss per target that counts, in nats, by set."""
 
 
 class Windows(NamedTuple):
@@ -37,34 +39,20 @@ class Windows(NamedTuple):
     yardsticks: Mapping[str, Yardstick]
     micro_batch_size: int
 
-    def losses(
-        self, rows: int, score: Callable[[Any], tuple[float, int]], progress: Progress | None
-    ) -> dict[str, float]:
-        """Mean loss by set, in nats, from `score` of each batch of `rows` windows: (sum of losses, number of
-        targets)."""
-        total = sum(held_out.num_samples for held_out in self.sets)
+    def losses(self, rows: int, score: Callable[[Any], tuple[float, int]], title: str) -> Losses:
+        """From `score` of each batch of `rows` windows: (sum of losses, number of targets)."""
+        progress, total = ProgressLine(title), sum(held_out.num_samples for held_out in self.sets)
         done, losses = 0, {}
         for held_out in self.sets:
             loss, count = 0.0, 0
             for batch in held_out.batches(rows, 0, 1):
                 more = score(batch)
-                loss, count = loss + more[0], count + more[1]
-                done += len(batch.tokens)
-                if progress is not None:
-                    progress(done, total)
+                loss, count, done = loss + more[0], count + more[1], done + len(batch.tokens)
+                progress(done, total)
             if not count:
                 raise ValueError(f"validation source {held_out.name!r} has no tokens that count; give it data")
             losses[held_out.name] = loss / count
         return losses
-
-
-class Losses(NamedTuple):
-    """Mean loss per target that counts, in nats, by set. exact: whether it has to agree with the framework's in FP32;
-    None for that itself, and for what is only shown."""
-
-    title: str
-    nats: Mapping[str, float]
-    exact: bool | None = None
 
 
 def open_windows(config: Config) -> Windows:
@@ -77,9 +65,7 @@ def open_windows(config: Config) -> Windows:
     return Windows(sets, yardsticks, config.train.micro_batch_size)
 
 
-def framework_losses(
-    checkpoint: Checkpoint, windows: Windows, device: str, plan: Plan | None = None, progress: Progress | None = None
-) -> dict[str, float]:
+def framework_losses(checkpoint: Checkpoint, windows: Windows, device: str, plan: Plan | None = None) -> Losses:
     """By the framework, in micro-batches as the run has them.
 
     plan: which recipe each linear has, computed in the run's dtype, with weights as the run has them in its forward
@@ -101,10 +87,10 @@ def framework_losses(
             loss: Tensor = model(batch.tokens.to(device), batch.targets.to(device), documents, **options)
         return float(loss.double()) * count, count
 
-    return windows.losses(windows.micro_batch_size, score, progress)
+    return windows.losses(windows.micro_batch_size, score, "framework")
 
 
-def folder_losses(opened: OpenedFolder, windows: Windows, progress: Progress | None = None) -> dict[str, float]:
+def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
     """By transformers. Raises ValueError for a model of fewer tokens than the run's."""
     vocab_size, ours = opened.model.config.vocab_size, max(held_out.vocab_size for held_out in windows.sets)
     if vocab_size < ours:
@@ -117,7 +103,7 @@ def folder_losses(opened: OpenedFolder, windows: Windows, progress: Progress | N
         scored = scorer.score(list(rows_of(batch.tokens, batch.targets, batch.documents)))
         return -sum(float(row.log_probs.sum()) for row in scored), sum(len(row.log_probs) for row in scored)
 
-    return windows.losses(_WINDOWS, score, progress)
+    return windows.losses(_WINDOWS, score, "transformers")
 
 
 def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterator[Row]:
@@ -136,30 +122,23 @@ def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterat
             start = end
 
 
-def recorded_losses(checkpoint: Checkpoint) -> dict[str, float] | None:
+def recorded_losses(checkpoint: Checkpoint) -> Losses | None:
     """What the run's own metrics.jsonl says for the checkpoint's step; None if there is no such record."""
     record = last_validation(checkpoint.folder.absolute().parent.parent, checkpoint.step)
     losses = record["losses"] if record is not None and record["step"] == checkpoint.step else {}
     return losses if losses and None not in losses.values() else None
 
 
-def agreement_table(windows: Windows, reference: Losses, others: Sequence[Losses]) -> str:
-    """Losses in nats and in bits per byte, and how far each is from the reference."""
-    columns = [
-        f"{held_out.name}{what}" for held_out in windows.sets for what in (", nats", ", bits/byte", " less FP32")
-    ]
+def agreement_table(windows: Windows, found: Mapping[str, Losses], reference: str) -> str:
+    """By title, losses in nats and in bits per byte, and how far each is from those of the title `reference`."""
+    names = [held_out.name for held_out in windows.sets]
+    header = [f"{name}{what}" for name in names for what in (", nats", ", bits/byte", " less FP32")]
     rows = []
-    for losses in (*others, reference):
-        cells = [losses.title]
-        for held_out in windows.sets:
-            loss, name = losses.nats[held_out.name], held_out.name
-            bits = windows.yardsticks[name].bits_per_byte(loss)
-            apart = "" if losses is reference else f"{loss - reference.nats[name]:+.1e}"
-            cells += [f"{loss:.6f}", "-" if bits is None else f"{bits:.6f}", apart]
+    for title, nats in found.items():
+        cells = [title]
+        for name in names:
+            bits = windows.yardsticks[name].bits_per_byte(nats[name])
+            apart = "" if title == reference else f"{nats[name] - found[reference][name]:+.1e}"
+            cells += [f"{nats[name]:.6f}", "-" if bits is None else f"{bits:.6f}", apart]
         rows.append(cells)
-    return markdown(["validation loss", *columns], rows, left=1)
-
-
-def furthest(reference: Losses, losses: Losses) -> float:
-    """The largest difference of any set, in nats."""
-    return max(abs(losses.nats[name] - loss) for name, loss in reference.nats.items())
+    return markdown(["validation loss", *header], rows, left=1)

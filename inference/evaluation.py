@@ -43,7 +43,7 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import t as student
 from tqdm import tqdm
 
-from inference.models import OpenedFolder, Progress, Row, Scorer, first_line, markdown
+from inference.models import Model, OpenedFolder, ProgressLine, Row, Scorer, first_line, markdown
 
 
 def _no_bar(*arguments: Any, **options: Any) -> Any:
@@ -68,16 +68,12 @@ Document = tuple[int, str]
 class FolderModel(HFLM):
     """A Hugging Face folder as lm-eval sees it. Generation is lm-eval's: contexts padded at the left, masked.
 
-    batch_rows: rows of a batch; None: by their length. max_length: tokens of a window; None: as the folder says.
+    title: for the line of progress. batch_rows: rows of a batch; None: by their length. max_length: tokens of a window;
+    None: as the folder says.
     """
 
     def __init__(
-        self,
-        opened: OpenedFolder,
-        *,
-        batch_rows: int | None = None,
-        max_length: int | None = None,
-        progress: Progress | None = None,
+        self, opened: OpenedFolder, title: str = "", batch_rows: int | None = None, max_length: int | None = None
     ) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         super().__init__(
@@ -87,7 +83,7 @@ class FolderModel(HFLM):
             batch_size=batch_rows or _GENERATING_ROWS,
             max_length=max_length,
         )
-        self._scorer, self._progress = Scorer(opened.model, batch_rows), progress
+        self._scorer, self._progress = Scorer(opened.model, batch_rows), ProgressLine(title)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True, override_bs: Any = None
@@ -230,31 +226,23 @@ class Examined(NamedTuple):
 
 
 def examine(
-    name: str,
-    opened: OpenedFolder,
-    tasks: Any,
-    *,
-    facts: Mapping[str, Any],
-    limit: int | None = None,
-    batch_rows: int | None = None,
-    max_length: int | None = None,
-    progress: Progress | None = None,
+    named: Model, opened: OpenedFolder, tasks: Any, *, limit: int | None, batch_rows: int | None, max_length: int | None
 ) -> Examined:
-    """Run loaded tasks (`tasks.load_tasks`) on an opened folder.
+    """Run loaded tasks (`tasks.load_tasks`) on a model's opened folder.
 
-    name: the model's in tables. facts: about it, for records. limit: documents of each task, from the first.
+    limit: documents of each task, from the first; None: all. batch_rows, max_length: as of `FolderModel`.
     Raises ValueError for what lm-eval refuses.
     """
     # As lm-eval's own command: of what examples and answers are drawn.
     random.seed(0)
     np.random.seed(1234)
     torch.manual_seed(1234)
-    model = FolderModel(opened, batch_rows=batch_rows, max_length=max_length, progress=progress)
+    model = FolderModel(opened, named.name, batch_rows, max_length)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the table
             results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True)
     except AssertionError as error:  # such as more to generate than a window has room for
-        raise ValueError(f"lm-eval refuses {name}: {first_line(error)}") from error
+        raise ValueError(f"lm-eval refuses {named.name}: {first_line(error)}") from error
     scores: dict[Metric, Score] = {}
     for task, metrics in results["results"].items():
         members = _members(task, results["group_subtasks"])
@@ -276,7 +264,7 @@ def examine(
             row = (task, metric if filtered == "none" else f"{metric} ({filtered})")
             scores[row] = score(float(metrics[key]), stderr, documents, higher)
     facts = {
-        **facts,
+        **named.facts,
         "dtype": str(opened.model.dtype).removeprefix("torch."),
         "stored_dtype": opened.stored,
         "parameters": sum(parameter.numel() for parameter in opened.model.parameters()),
@@ -291,7 +279,7 @@ def examine(
             "documents": len(hashes),
             "sha256": hashlib.sha256("\n".join(of for _, of in hashes).encode()).hexdigest(),
         }
-    return Examined(name, facts, scores, done)
+    return Examined(named.name, facts, scores, done)
 
 
 def _members(task: str, groups: Mapping[str, Sequence[str]]) -> list[str]:

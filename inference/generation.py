@@ -166,11 +166,12 @@ def generate(model: HybridModel, requests: Sequence[Request], settings: Settings
 def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) -> Iterator[list[int | None]]:
     """The next token of every request, again and again; None for one that has ended.
 
-    Raises ValueError as `check_prompts`, and NotFiniteError.
+    Raises NotFiniteError.
     """
     mesh, sampling, max_tokens, piece = model.mesh, settings.sampling, settings.max_tokens, settings.piece
     prompts = [list(request.tokens) for request in requests]
-    check_prompts(prompts, model.head.weight.shape[0])
+    vocab_size = model.head.weight.shape[0]
+    assert all(prompt and all(0 <= token < vocab_size for token in prompt) for prompt in prompts)
     pairs = zip(requests, prompts, strict=True)
     draws = [TokenDraws(sampling.seed, request.sample, prompt) for request, prompt in pairs]
     # The last new token is not looked at by anything.
@@ -204,15 +205,6 @@ def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) 
         yield [token if on else None for token, on in zip(tokens, going, strict=True)]
         if place + 1 < max_tokens:
             logits = forward([[token] if on else [] for token, on in zip(tokens, going, strict=True)])
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise ValueError for a prompt without tokens, or with one that a model of `vocab_size` ids does not have."""
-    for number, prompt in enumerate(prompts, start=1):
-        if not prompt:
-            raise ValueError(f"prompt {number} has no tokens; give at least one")
-        if wrong := [token for token in prompt if not 0 <= token < vocab_size]:
-            raise ValueError(f"prompt {number} has the token {wrong[0]}; the model has ids from 0 to {vocab_size - 1}")
 
 
 def logits_of_all_ids(logits: Tensor, mesh: ParallelMesh) -> Tensor:

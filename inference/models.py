@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf_export import CONFIG, export_hf
+from exchange.hf_export import CONFIG, Progress, export_hf
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import MANIFEST, step_of
 
@@ -27,8 +27,6 @@ MISSING = 'lm-eval and transformers are not installed: pip install "megatron_fp4
 BATCH_TOKENS = 8192
 # FP32 elements of logits at a time: 256 MB.
 _LOGITS = 1 << 26
-Progress = Callable[[int, int], None]
-"""Is told how many of how many pieces of work are done."""
 
 
 class Model(NamedTuple):

@@ -25,8 +25,7 @@ if __name__ == "__main__" and "--beside" in sys.argv[1:-1]:
     at = sys.argv.index("--beside")
     parent = sys.argv[at + 1]
     del sys.argv[at : at + 2]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
     if str(os.getppid()) != parent:  # it was gone before the line above
         os._exit(1)
     os.nice(19)
@@ -41,10 +40,10 @@ from typing import Any
 import torch
 import yaml
 
-from exchange.calibration import calibrated_inputs
+from data.tokenizer import TextTokenizer
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf_export import NVFP4Weights, export_hf
+from exchange.hf_export import export_hf
 from exchange.hf_import import Folder, import_hf
 from exchange.megatron import export_megatron, import_megatron, start_command
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, trained_plan
@@ -52,7 +51,6 @@ from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
 from inference.models import ProgressLine
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
 from megatron_fp4.training.build import plans_of
@@ -60,7 +58,7 @@ from models import provider as models
 from pretrain import CONFIGS
 
 FORMATS = {"nvfp4": MODELOPT, "nvfp4-compressed-tensors": COMPRESSED_TENSORS}
-_DTYPES, _PLANS, _SAMPLES = ("bfloat16", "float32"), ("now", "before"), 64
+_DTYPES, _PLANS = ("bfloat16", "float32"), ("now", "before")
 
 
 def main(arguments: list[str]) -> int:
@@ -76,7 +74,8 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     with_tokenizer = argparse.ArgumentParser(add_help=False)
     group = with_tokenizer.add_mutually_exclusive_group()
@@ -85,10 +84,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     def command(name: str, run: Callable[[Any], int], *parents: argparse.ArgumentParser) -> Callable[..., Any]:
         text = inspect.getdoc(run) or ""
-        style = argparse.RawDescriptionHelpFormatter
-        added = commands.add_parser(
-            name, help=text.splitlines()[0], description=text, formatter_class=style, parents=parents
-        )
+        title = text.splitlines()[0]
+        added = commands.add_parser(name, help=title, description=text, formatter_class=style, parents=parents)
         added.set_defaults(run=run)
         return added.add_argument
 
@@ -100,9 +97,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--dtype", choices=_DTYPES, help="of the weights (default bfloat16)")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--plan", choices=_PLANS, help="of NVFP4 after a precision switch; before: by the plan before it")
-    add("--activations", choices=("bf16", "calibrated"), help="of NVFP4; calibrated: with measured scales of inputs")
-    add("--calibrate-samples", type=int, metavar="N", help=f"held-out sequences to measure with (default {_SAMPLES})")
-    add("--data-override", action="append", metavar="KEY=VALUE", help="where the data to measure with is now")
 
     add = command("export-megatron", export_megatron_command, with_tokenizer)
     add("checkpoint", type=Path, help=run)
@@ -130,56 +124,23 @@ def export_hf_command(options: argparse.Namespace) -> int:
     Hybrids become `nemotron_h`, Transformers with RoPE `arcee`. The checkpoint may be of any mesh; one process reads it
     tensor by tensor, after every file has been compared with its SHA-256.
     """
-    _check_export_options(options)
-    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
-    check_output(options.output, checkpoint.folder)
-    tokenizer = _tokenizer(options, checkpoint)
-    export_hf(
-        checkpoint,
-        options.output,
-        dtype=getattr(torch, options.dtype or "bfloat16"),
-        nvfp4=None if options.format == "hf" else _nvfp4_weights(options, checkpoint),
-        tokenizer=tokenizer,
-        progress=ProgressLine("elements written"),
-    )
-    _say_written(options.output, checkpoint, began)
-    return 0
-
-
-def _check_export_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for an option that would do nothing."""
-    measuring = {"--calibrate-samples": options.calibrate_samples, "--data-override": options.data_override}
-    of_nvfp4 = {"--plan": options.plan, "--activations": options.activations, **measuring}
-    used = [name for name, value in of_nvfp4.items() if value is not None]
-    if options.format == "hf" and used:
-        raise ValueError(f"{used[0]} is for NVFP4; add --format nvfp4, or leave it out")
+    if options.format == "hf" and options.plan is not None:
+        raise ValueError("--plan is for NVFP4; add --format nvfp4, or leave it out")
     if options.format != "hf" and options.dtype is not None:
         raise ValueError(f"--dtype {options.dtype}: with --format {options.format} all else is bfloat16; leave it out")
-    if options.activations != "calibrated" and (measured := [name for name in used if name in measuring]):
-        raise ValueError(f"{measured[0]} is for --activations calibrated; add that, or leave it out")
-    for override in options.data_override or ():
-        if not override.lstrip("+~").startswith("data."):
-            raise ValueError(f"--data-override {override} is not of the data; give data.KEY=VALUE")
-
-
-def _nvfp4_weights(options: argparse.Namespace, checkpoint: Checkpoint) -> NVFP4Weights:
-    """Measures the activations if it is to. Raises ValueError."""
-    trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now")
-    amax = None
-    if options.activations == "calibrated":
-        samples = _SAMPLES if options.calibrate_samples is None else options.calibrate_samples
-        saved, changes = checkpoint.trainer["config"], options.data_override or []
-        config = config_from_saved(saved, changes, CONFIGS, trusted=options.trust_config)
-        measured = calibrated_inputs(checkpoint, trained, config, samples)
-        amax = measured.input_amax
-        print(
-            f"calibrated on {measured.sequences} held-out sequences, {measured.tokens:,} tokens (loss "
-            f"{measured.loss:.4f}): inputs reach {min(amax.values()):.3g} to {max(amax.values()):.3g}"
-        )
-    others = list(trained.others().values())
-    for form in sorted(set(others)):
-        print(f"linears trained in {form}, which this format does not have: {others.count(form)}, written in bfloat16")
-    return NVFP4Weights(FORMATS[options.format], trained, amax)
+    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
+    check_output(options.output, checkpoint.folder)
+    tokenizer, nvfp4 = _tokenizer(options, checkpoint), None
+    if options.format != "hf":
+        trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now")
+        nvfp4 = FORMATS[options.format], trained
+        for form in sorted({*trained.others().values()}):
+            count = [*trained.others().values()].count(form)
+            print(f"linears trained in {form}, which this format does not have: {count}, written in bfloat16")
+    dtype, progress = getattr(torch, options.dtype or "bfloat16"), ProgressLine("elements written")
+    export_hf(checkpoint, options.output, dtype=dtype, nvfp4=nvfp4, tokenizer=tokenizer, progress=progress)
+    _say_written(options.output, checkpoint, began)
+    return 0
 
 
 def export_megatron_command(options: argparse.Namespace) -> int:
@@ -193,8 +154,7 @@ def export_megatron_command(options: argparse.Namespace) -> int:
     check_output(options.output, checkpoint.folder)
     tokenizer = _tokenizer(options, checkpoint)
     checkpoint.verify()
-    dtype = getattr(torch, options.dtype)
-    progress = ProgressLine("elements written")
+    dtype, progress = getattr(torch, options.dtype), ProgressLine("elements written")
     export_megatron(checkpoint, options.output, dtype=dtype, tokenizer=tokenizer, progress=progress)
     _say_written(options.output, checkpoint, began)
     if dtype != torch.float32:
@@ -224,8 +184,7 @@ def import_megatron_command(options: argparse.Namespace) -> int:
     `--set model.vocab_size=N` cuts the rows that Megatron padded with. Weights become FP32 masters, exactly. The
     model's settings are printed, and written as CHECKPOINT.yaml, to be a file of configs/model.
     """
-    more = {"overrides": options.set, "tokenizer": options.tokenizer}
-    return _import(options, import_megatron, **more)
+    return _import(options, import_megatron, overrides=options.set, tokenizer=options.tokenizer)
 
 
 def _import(options: argparse.Namespace, read: Callable[..., dict[str, Any]], **more: Any) -> int:
@@ -243,41 +202,34 @@ def check_command(options: argparse.Namespace) -> int:
     """Compare an exported folder with the checkpoint that it was made from, bit for bit.
 
     Of a folder in plain types: every tensor, and the fields of config.json. Of one in NVFP4: also that codes and scales
-    decode to what the GEMMs of training multiplied with, that exactly the linears without codes are excluded, and that
-    q, k and v have one tensor scale. And the tokenizer, if the run has one. If something differs, the files of the
-    checkpoint are compared with their SHA-256 last. Exit code 4 if something differs.
+    decode to what the GEMMs of training multiplied with, and that exactly the linears without codes are excluded. And
+    the tokenizer, if the run has one. If something differs, the files of the checkpoint are compared with their SHA-256
+    last. Exit code 4 if something differs.
     """
     folder, checkpoint = Folder(options.folder), open_checkpoint(options.checkpoint, CONFIGS)
-    if folder.layout is None and options.plan != "now":
-        raise ValueError(f"--plan {options.plan}: {folder.path} has no NVFP4 weights; leave it out")
-    is_nvfp4 = folder.layout is not None
-    trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan) if is_nvfp4 else None
-    tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
-    check = FolderCheck(folder, checkpoint, trained, tokenizer)
-    weights = f"{folder.config.get('dtype')}"
+    trained, weights = None, f"{folder.config.get('dtype')}"
     if folder.layout is not None:
-        activations = "4-bit" if check.calibrated else "BF16"
-        weights = f"NVFP4 weights in the {folder.layout.name} layout, {activations} activations"
+        trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan)
+        weights = f"NVFP4 weights in the {folder.layout.name} layout"
+    elif options.plan != "now":
+        raise ValueError(f"--plan {options.plan}: {folder.path} has no NVFP4 weights; leave it out")
+    tokenizer = _tokenizer(options, checkpoint)
     print(f"{folder.path}: {folder.config.get('model_type')}, {weights}, against {checkpoint.folder}", flush=True)
     differing = 0
-    for finding in check.findings():
+    for finding in FolderCheck(folder, checkpoint, trained, tokenizer).findings():
         first, *more = finding.problems or [""]
         verdict = f"DIFFERS: {first}{f' (and {len(more)} more)' if more else ''}" if first else "equal"
         differing += bool(first)
         print(f"  {finding.what:<24}{finding.extent:<28}{verdict}", flush=True)
     if differing:
         checkpoint.verify()  # that it is not its files that are damaged
-    if tokenizer is None:
-        print(f"  {'tokenizer':<24}{'':<28}not compared")
     return 4 if differing else 0
 
 
-def _tokenizer(options: argparse.Namespace, checkpoint: Checkpoint) -> Any:
-    if options.no_tokenizer:
-        return None
-    tokenizer = tokenizer_of(checkpoint, options.tokenizer)
+def _tokenizer(options: argparse.Namespace, checkpoint: Checkpoint) -> TextTokenizer | None:
+    tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
     if tokenizer is None:
-        print("no tokenizer: the run knew of none; --tokenizer PATH adds one")
+        print("no tokenizer" + ("" if options.no_tokenizer else ": the run knew of none; --tokenizer PATH adds one"))
     return tokenizer
 
 

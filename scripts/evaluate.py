@@ -26,6 +26,7 @@ import argparse
 import gc
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,12 @@ from inference.agreement import (
     agreement_table,
     folder_losses,
     framework_losses,
-    furthest,
     open_windows,
     recorded_losses,
 )
 from inference.models import (
     DTYPES,
     Model,
-    ProgressLine,
     as_folder,
     device_named,
     first_line,
@@ -108,7 +107,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--validation", type=Path, metavar="CHECKPOINT", help="score the validation windows of its run")
     add("--as-trained", action="store_true", help="with --validation: also under the plan in effect at that step")
-    add("--set", action="append", metavar="KEY=VALUE", help="with --validation: changes of data.* and validation.*")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="with --validation: changes of data.*")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     options = parser.parse_args(arguments)
@@ -119,12 +118,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not options.models and without and options.tasks != "list":
         parser.error("name a MODEL: an exported folder, a checkpoint or a run")
     if (path := options.json) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        problem = "is a folder; name a file" if path.is_dir() else "is in no folder that is there; make it first"
-        parser.error(f"--json {path} {problem}")
+        parser.error(f"--json {path} is no file in a folder that is there")
     return options
 
 
-def at_least(minimum: int) -> Any:
+def at_least(minimum: int) -> Callable[[str], int]:
     """The type of an option that is a whole number."""
 
     def number(text: str) -> int:
@@ -156,15 +154,13 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
             stored = "float32" if dtype == "auto" else dtype
             with as_folder(model, stored, tokenizers.get(model.name)) as folder:
                 found = examine(
-                    model.name,
+                    model,
                     open_folder(folder, device, dtype),
                     # Anew, so that every model is shown the same examples: drawing them continues where it was.
                     load_tasks(*chosen),
-                    facts=model.facts,
                     limit=options.limit,
                     batch_rows=options.batch_size,
                     max_length=options.max_length,
-                    progress=ProgressLine(model.name),
                 )
             examined.append(found)
             _free()
@@ -178,61 +174,60 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
 def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     """The run's windows, by the framework and by transformers; the table."""
     checkpoint, device = open_checkpoint(options.validation, CONFIGS), device_named(options.device)
-    if wrong := [text for text in options.set or () if not text.startswith(("data.", "validation."))]:
-        raise ValueError(f"--set {wrong[0]} is not about the validation data; it takes data.* and validation.*")
-    models = models_of(options.models, CONFIGS)
+    models = models_of(options.models, CONFIGS) or [Model("FP32 export", checkpoint.folder, checkpoint)]
     prepare_environment([])
     torch.backends.cudnn.allow_tf32 = False  # FP32 is to be FP32, in convolutions too
-    saved, changes = checkpoint.trainer["config"], options.set or []
-    windows = open_windows(config_from_saved(saved, changes, CONFIGS, trusted=options.trust_config))
-    shown = []
+    if wrong := [text for text in options.set if not text.startswith("data.")]:
+        raise ValueError(f"--set {wrong[0]} is not about data; it takes data.KEY=VALUE")
+    saved, trusted = checkpoint.trainer["config"], options.trust_config
+    windows = open_windows(config_from_saved(saved, options.set, CONFIGS, trusted=trusted))
+    nats: dict[str, Losses] = {}
     if not options.set and (recorded := recorded_losses(checkpoint)):
-        shown.append(Losses("recorded by the run", recorded))
+        nats["recorded by the run"] = recorded
     if options.as_trained:
         if checkpoint.weights_only:
             raise ValueError(f"--as-trained: {checkpoint.folder} has weights only, which no run of ours trained")
         plan = plan_in_effect(plans_of(checkpoint.config, model_provider), checkpoint.trainer["switch"]["switched_at"])
         quantized = f"{plan.num_quantized} of {len(plan.rows)} linears quantized"
         title = f"framework as trained: {checkpoint.config.precision.compute_dtype}, {quantized}"
-        shown.append(Losses(title, framework_losses(checkpoint, windows, device, plan, ProgressLine("as trained"))))
+        nats[title] = framework_losses(checkpoint, windows, device, plan)
         _free()
-    reference = Losses(
-        "framework, FP32", framework_losses(checkpoint, windows, device, None, ProgressLine("framework"))
-    )
+    reference = "framework, FP32"
+    nats[reference] = framework_losses(checkpoint, windows, device)
     _free()
-    for model in models or [Model("FP32 export", checkpoint.folder, checkpoint)]:
+    apart: dict[str, float] = {}  # of folders with the checkpoint's weights to the last bit, which have to agree
+    for model in models:
         with as_folder(model, "float32") as folder:
             opened = open_folder(folder, device, "float32", with_tokenizer=False)
-            found = folder_losses(opened, windows, ProgressLine(model.name))
-            exact = opened.stored == "float32"  # it has the checkpoint's weights to the last bit, and has to agree
-            stored = "" if exact else f" (stored in {opened.stored})"
-            shown.append(Losses(f"transformers, FP32: {model.name}{stored}", found, exact))
+            exact = opened.stored == "float32"
+            title = f"transformers, FP32: {model.name}{'' if exact else f' (stored in {opened.stored})'}"
+            nats[title] = folder_losses(opened, windows)
+            if exact:
+                apart[title] = max(abs(nats[title][name] - loss) for name, loss in nats[reference].items())
             del opened
         _free()
-    apart = [losses for losses in shown if losses.exact and furthest(reference, losses) > TOLERANCE]
     targets = sum(yardstick.targets for yardstick in windows.yardsticks.values())
     print(f"step {checkpoint.step} of {checkpoint.folder}: {targets:,} targets")
-    print(f"\n{agreement_table(windows, reference, shown)}")
-    for losses in apart:
-        distance = f"{furthest(reference, losses):.1e} nats from the framework, not {TOLERANCE}"
-        print(f"\nDIFFERS: {losses.title} is {distance}")
-    if not apart and any(losses.exact for losses in shown):
+    print(f"\n{agreement_table(windows, nats, reference)}")
+    agrees = all(distance <= TOLERANCE for distance in apart.values())
+    for title, distance in apart.items():
+        if not distance <= TOLERANCE:  # it may be NaN
+            print(f"\nDIFFERS: {title} is {distance:.1e} nats from the framework, not {TOLERANCE}")
+    if agrees and apart:
         print(f"\nframework and transformers agree to {TOLERANCE:.0e} nats")
-    nats = {losses.title: losses.nats for losses in (*shown, reference)}
-    yardsticks = windows.yardsticks
     content = {
         "command": ["evaluate.py", *arguments],
         "step": checkpoint.step,
         "checkpoint": str(checkpoint.folder),
         "nats": nats,
         "bits_per_byte": {
-            title: {name: yardsticks[name].bits_per_byte(loss) for name, loss in by_set.items()}
+            title: {name: windows.yardsticks[name].bits_per_byte(loss) for name, loss in by_set.items()}
             for title, by_set in nats.items()
         },
-        "agrees": not apart,
+        "agrees": agrees,
     }
     write(options.json, content)
-    return 4 if apart else 0
+    return 0 if agrees else 4
 
 
 def write(path: Path | None, content: dict[str, Any]) -> None:

@@ -15,8 +15,6 @@ weights were quantized in the forward pass at the end of training, with these co
 quantized in either: their maximum would tie a token to the texts beside it. Attention, scan and convolution run in
 plain PyTorch on any device, in one process.
 
---raw takes and prints token ids, needs no tokenizer, and no token ends a text.
-
 Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the model's numbers are; 130 Ctrl-C; 141 its
 output was closed.
 """
@@ -32,8 +30,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: Ctr
 
 import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,7 +44,6 @@ from inference.generation import (
     Sampling,
     Settings,
     TextStream,
-    check_prompts,
     generate,
     lower_weights,
     prompt_tokens,
@@ -68,14 +64,15 @@ from pretrain import CONFIGS
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     try:
-        return run(parse(arguments))
+        run(parse(arguments))
+        return 0
     except (ValueError, OSError, DamagedCheckpointError, NotFiniteError, torch.OutOfMemoryError) as error:
-        print(f"generate.py: {error_line(error)}", file=sys.stderr, flush=True)
+        say(f"generate.py: {error_line(error)}")
         return 2
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # a CPU that has too little has no type of its own
             raise
-        print("generate.py: not enough memory; give less --max-tokens, --batch or prompt", file=sys.stderr, flush=True)
+        say("generate.py: not enough memory; give less --max-tokens, --batch or prompt")
         return 2
     finally:
         leave_distributed()
@@ -97,51 +94,43 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is any")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: BF16 on CUDA, else FP32")
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
-    add("--raw", action="store_true", help="prompts and texts are token ids")
     add("--batch", type=int, default=16, metavar="N", help="texts made side by side (default: 16)")
     add("--no-verify", action="store_true", help="do not compare the files with their SHA-256 first")
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Open, load, write."""
     for name in ("samples", "batch"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)} is less than 1")
-    if options.raw and options.tokenizer is not None:
-        raise ValueError("--raw needs no tokenizer; leave one of --raw and --tokenizer out")
-    settings = Settings(options.max_tokens, Sampling(options.temperature, options.top_p, options.seed))
+    sampling = Sampling(options.temperature, options.top_p, options.seed)
     if options.temperature == 0 and options.samples > 1:
         raise ValueError(f"--samples {options.samples} with --temperature 0 would all be the same; leave one out")
     given = given_prompts(options)
     checkpoint = open_checkpoint(options.checkpoint, CONFIGS)
-    tokenizer = None if options.raw else tokenizer_of(checkpoint, options.tokenizer)
-    if tokenizer is None and not options.raw:
-        raise ValueError(
-            f"the run of {checkpoint.folder} knew of no tokenizer; give the one that made its data as --tokenizer "
-            "PATH, or token ids with --raw"
-        )
-    prompts = [tokens_of(tokenizer, prompt) for prompt in given]
-    check_prompts(prompts, checkpoint.config.model.vocab_size)
+    tokenizer = tokenizer_of(checkpoint, options.tokenizer)
+    if tokenizer is None:
+        problem = f"the run of {checkpoint.folder} knew of no tokenizer"
+        raise ValueError(f"{problem}; give the one that made its data as --tokenizer PATH")
+    settings = Settings(options.max_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
+    prompts = [prompt_tokens(tokenizer, prompt) for prompt in given]
     if not options.no_verify:
         checkpoint.verify()
     model, weights = load(checkpoint, options)
     where = f"{str(model.embedding.dtype).removeprefix('torch.')} on {model.mesh.device.type}"
     say(f"{checkpoint.folder}: step {checkpoint.step:,}, {checkpoint.tokens:,} tokens; {weights}, {where}")
-    if tokenizer is not None:
-        settings = replace(settings, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
     writer = Writer(model, tokenizer, settings, options.samples, options.batch)
     if not prompts:
         writer.converse()
-        return 0
+        return
     longest, trained_on = max(map(len, prompts)) + settings.max_tokens, checkpoint.config.train.sequence_length
     if longest > trained_on:
         say(f"texts of up to {longest} tokens, of a model trained on sequences of {trained_on}")
     began = time.monotonic()
     count = writer.write(prompts)
     seconds = time.monotonic() - began
-    say(f"{count} token{'' if count == 1 else 's'} in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second)")
-    return 0
+    say(f"{count} new tokens in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second)")
 
 
 def given_prompts(options: argparse.Namespace) -> list[str]:
@@ -149,16 +138,15 @@ def given_prompts(options: argparse.Namespace) -> list[str]:
     prompts = list(options.prompt)
     if options.file is not None:
         try:
-            text = options.file.read_text(encoding="utf-8")
+            prompts += [line for line in options.file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except UnicodeDecodeError as error:
             raise ValueError(f"{options.file} is not UTF-8 ({error}); write it in that encoding") from error
-        prompts += [line for line in text.splitlines() if line.strip()]
-        if not prompts:
-            raise ValueError(f"{options.file} has no prompt in it; write one on each line")
     elif not prompts and not sys.stdin.isatty():
-        prompts = [sys.stdin.read().removesuffix("\n")]
-        if not prompts[0]:
-            raise ValueError("there is no prompt: give --prompt or --file, pipe one in, or start it on a terminal")
+        prompts = list(filter(None, [sys.stdin.read().removesuffix("\n")]))
+    elif not prompts:
+        return []
+    if not prompts:
+        raise ValueError("there is no prompt: give --prompt, a --file with lines, or a text on standard input")
     return prompts
 
 
@@ -187,45 +175,42 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
     return model, weights
 
 
+@dataclass(frozen=True)
 class Writer:
-    """Prints texts. tokenizer: None where prompts and texts are ids. samples: of each prompt. batch: texts made side by
-    side."""
+    """Prints texts. samples: of each prompt. batch: texts made side by side."""
 
-    def __init__(
-        self, model: HybridModel, tokenizer: TextTokenizer | None, settings: Settings, samples: int, batch: int
-    ) -> None:
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
-        self.samples, self.batch = samples, batch
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Decoded, or as ids."""
-        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
+    model: HybridModel
+    tokenizer: TextTokenizer
+    settings: Settings
+    samples: int
+    batch: int
 
     def write(self, prompts: list[list[int]]) -> int:
         """Every prompt with its continuations, under a header each if there are several; returns how many tokens are
         new."""
         requests = [Request(prompt, sample) for prompt in prompts for sample in range(self.samples)]
         if len(requests) == 1:
-            write(self.text(requests[0].tokens))
-            return self.follow(requests[0], " ")
+            write(self.tokenizer.decode(requests[0].tokens))
+            return self.follow(requests[0])
         count = 0
         for first in range(0, len(requests), self.batch):
             part = requests[first : first + self.batch]
             found = generate(self.model, part, self.settings)
             for number, (request, new) in enumerate(zip(part, found, strict=True), start=first):
                 sample = f", sample {request.sample + 1}" if self.samples > 1 else ""
-                write(f"--- prompt {number // self.samples + 1}{sample}\n{self.text([*request.tokens, *new.tokens])}\n")
+                text = self.tokenizer.decode([*request.tokens, *new.tokens])
+                write(f"--- prompt {number // self.samples + 1}{sample}\n{text}\n")
                 count += len(new.tokens)
         return count
 
-    def follow(self, request: Request, between: str = "") -> int:
-        """Print a continuation while it is made; returns how many tokens are new. between: prompt and ids."""
-        count, text = 0, None if self.tokenizer is None else TextStream(self.tokenizer, request.tokens)
+    def follow(self, request: Request) -> int:
+        """Print a continuation while it is made; returns how many tokens are new."""
+        count, text = 0, TextStream(self.tokenizer, request.tokens)
         for (token,) in stream(self.model, [request], self.settings):
             if token is not None:
-                write(f"{between}{token}" if text is None else text.add(token))
-                count, between = count + 1, " "
-        write("\n" if text is None else text.end() + "\n")
+                write(text.add(token))
+                count += 1
+        write(text.end() + "\n")
         return count
 
     def converse(self) -> None:
@@ -241,24 +226,11 @@ class Writer:
                 return
             try:
                 if line.strip() and self.samples > 1:
-                    self.write([tokens_of(self.tokenizer, line)])
+                    self.write([prompt_tokens(self.tokenizer, line)])
                 elif line.strip():
-                    self.follow(Request(tokens_of(self.tokenizer, line)))
+                    self.follow(Request(prompt_tokens(self.tokenizer, line)))
             except ValueError as error:
                 say(str(error))
-
-
-def tokens_of(tokenizer: TextTokenizer | None, prompt: str) -> list[int]:
-    """Of a text, or of ids (without a tokenizer)."""
-    if tokenizer is not None:
-        return prompt_tokens(tokenizer, prompt)
-    try:
-        tokens = [int(word) for word in prompt.replace(",", " ").split()]
-    except ValueError:
-        tokens = []
-    if not tokens:
-        raise ValueError(f"the prompt {prompt!r} is no list of token ids; give such as '17 4 256'")
-    return tokens
 
 
 def write(text: str) -> None:

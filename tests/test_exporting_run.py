@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import pretrain
 from exchange import exports
@@ -20,23 +21,18 @@ from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, losses, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
-
-FEW = [
-    *SMALL, *FAST, "train.global_batch_size=2", "train.steps=4", "checkpoint.interval=0", "precision=bf16",
-    "precision.switch.when=never",
-]  # fmt: skip
-END = "checkpoint.export_interval=4"
+FEW = [*SMALL, *FAST, "train.global_batch_size=2", "train.steps=4", "checkpoint.interval=0", "precision=bf16"]
 Start = Callable[..., str]
 
 
 @pytest.fixture
 def start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Start:
     """Start pretrain.py with overrides; what it printed, if it ended with `code`."""
-    data = small_corpus(tmp_path)
+    data = [*small_corpus(tmp_path), "precision.switch.when=never", f"run.dir={tmp_path / 'run'}"]
 
     def start(*overrides: str, code: int = 0) -> str:
         capsys.readouterr()
-        ended = pretrain.main([*FEW, *data, f"run.dir={tmp_path / 'run'}", *overrides])
+        ended = pretrain.main([*FEW, *data, *overrides])
         printed = capsys.readouterr()
         assert ended == code, printed
         return printed.out + printed.err
@@ -57,15 +53,12 @@ def test_every_export_has_its_checkpoint_and_its_record(
 ) -> None:
     monkeypatch.setattr(exports, "SCRIPT", stand_in(tmp_path))
     run_dir, overrides = tmp_path / "run", ["checkpoint.export_interval=2", "checkpoint.keep=1"]
-    printed = start(*overrides)
+    start(*overrides)
     assert names(run_dir / "exports") == ["step_00000002", "step_00000004"]
     assert names(run_dir / "checkpoints") == ["latest", "step_00000004"]
     assert [event["step"] for event in events(run_dir, "checkpoint")] == [2, 4]  # the export made the first one
-    found = events(run_dir, "export")
-    assert [(event["step"], event["path"], event["format"]) for event in found] == [
-        (step, str(run_dir / "exports" / f"step_0000000{step}"), "bf16") for step in (2, 4)
-    ]
-    assert not events(run_dir, "export_failed") and "exported" in printed
+    found = [(event["step"], event["path"], event["format"]) for event in events(run_dir, "export")]
+    assert found == [(step, str(run_dir / "exports" / f"step_0000000{step}"), "bf16") for step in (2, 4)]
     assert json.loads((run_dir / "summary.json").read_text())["exported as"] == "exports/step_00000004"
 
     assert "is finished" in (printed := start(*overrides)) and "lacks" not in printed
@@ -77,34 +70,23 @@ def test_every_export_has_its_checkpoint_and_its_record(
 def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, script = tmp_path / "run", stand_in(tmp_path)
-    stopping = tmp_path / "stopping.py"
+    """The latter by the real command; what the folder is in transformers has tests of its own."""
+    run_dir, stopping = tmp_path / "run", tmp_path / "stopping.py"
+    end = ["checkpoint.export_interval=4", "checkpoint.export_format=fp32"]
     stop = f"from pathlib import Path\nPath({str(run_dir / 'STOP')!r}).touch()\nPath(sys.argv[2], 'hang').touch()\n"
-    stopping.write_text(script.read_text().replace("import json", f"{stop}import json", 1))
-    monkeypatch.setattr(exports, "SCRIPT", stopping)
-    printed = start(END, code=75)
+    stopping.write_text(stand_in(tmp_path).read_text().replace("import json", f"{stop}import json", 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(exports, "SCRIPT", stopping)
+        printed = start(*end, code=75)
     assert "broken off by the end of this start" in printed and not (run_dir / "STOP").exists()
-    assert (
-        not list(run_dir.glob("exports/*")) and not (run_dir / "summary.json").exists()
-    )  # perhaps not even the folder
+    assert not [*run_dir.glob("exports/*"), *run_dir.glob("summary.json")]  # perhaps not even the folder
     assert json.loads((run_dir / "state.json").read_text())["state"] == "stopped"
     assert [event["step"] for event in events(run_dir, "export_failed")] == [4]
 
     (run_dir / "checkpoints" / "step_00000004" / "hang").unlink()
-    monkeypatch.setattr(exports, "SCRIPT", script)
-    assert "lacks its export of step 4" in start(END)
-    assert names(run_dir / "exports") == ["step_00000004"] and (run_dir / "summary.json").exists()
-
-
-def test_the_folder_has_the_weights_of_the_checkpoint(start: Start, tmp_path: Path) -> None:
-    """By the real command; what the folder is in transformers has tests of its own."""
-    from safetensors.torch import load_file
-
-    start(END, "checkpoint.export_format=fp32")
-    folder = tmp_path / "run" / "exports" / "step_00000004"
-    exported = load_file(folder / "model.safetensors")
-    source = open_checkpoint(tmp_path / "run", CONFIGS)
+    assert "lacks its export of step 4" in start(*end)
+    folder = run_dir / "exports" / "step_00000004"
+    exported, source = load_file(folder / "model.safetensors"), open_checkpoint(run_dir, CONFIGS)
     assert torch.equal(exported["backbone.embeddings.weight"], source.tensor("embedding.weight"))
     assert sum(value.numel() for value in exported.values()) == sum(shape.numel() for shape in source.tensors.values())
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "nemotron_h"
-    assert json.loads((folder / "made_from.json").read_text())["step"] == 4
+    assert json.loads((folder / "made_from.json").read_text())["step"] == 4 and (run_dir / "summary.json").exists()

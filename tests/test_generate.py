@@ -10,22 +10,22 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pretrain
+from data.indexed import IndexedDatasetWriter
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
-from inference.generation import Request, Sampling, Settings, generate, lower_weights, prompt_tokens
+from inference.generation import Request, Sampling, Settings, generate, lower_weights
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
 from pretrain import CONFIGS
 from scripts.generate import load, main, parse
-from tests.exchange.models import checkpoint_of, strong_model, tensors_of
-from tests.models.builders import small_config
+from tests.inference.folders import TEXT, checkpoint_of, tokenizer
 from tests.test_pretrain import ROOT, SMALL, records
-from tests.training.harness import alone
 
 pytestmark = pytest.mark.slow
 PROMPT = "def naïve("
@@ -33,11 +33,18 @@ PROMPT = "def naïve("
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("generate") / "run"
+    folder = tmp_path_factory.mktemp("generate")
+    made = tokenizer()
+    made.save(folder / "tokenizer.json")
+    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
+        for _ in range(30):
+            writer.add_document([*made.encode_batch([TEXT * 8])[0], made.eod_id])
+    data = ["data=indexed", f"data.sources={{text: {folder}/text}}", f"data.tokenizer={folder}/tokenizer.json"]
+    data += ["data.phases=[{name: all, blend: {text: 1}}]", "data.num_workers=0"]
     own = ["train.steps=4", "validation.interval=2", "validation.num_samples=2", "precision.switch.when=never"]
-    texts = [f'validation.prompts=["{PROMPT}",""]', "validation.prompt_tokens=7"]
-    assert pretrain.main([*SMALL, *own, *texts, "data.num_workers=0", f"run.dir={folder}"]) == 0
-    return folder
+    texts = [f'validation.prompts=["{PROMPT}",""]', "validation.prompt_tokens=7", "optimizer.lr=0.02"]
+    assert pretrain.main([*SMALL, *data, *own, *texts, f"run.dir={folder / 'run'}"]) == 0
+    return folder / "run"
 
 
 @pytest.fixture
@@ -54,72 +61,52 @@ def said(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
     leave_distributed()
 
 
-def expected(run: Path, prompt: str, sampling: Sampling, new: int, sample: int = 0) -> str:
-    """By the library, all at once."""
-    checkpoint = open_checkpoint(run, CONFIGS)
-    tokenizer = tokenizer_of(checkpoint)
-    assert tokenizer is not None
-    settings = Settings(new, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
-    (tokens,) = tokenizer.encode_batch([prompt])
-    (found,) = generate(load_model(checkpoint), [Request(tokens, sample)], settings)
+def expected(run: Path, prompt: str, sampling: Sampling, new: int, sample: int = 0, dtype: str = "float32") -> str:
+    """By the library, one text at a time."""
+    checkpoint, compute_dtype = open_checkpoint(run, CONFIGS), getattr(torch, dtype)
+    of_run = tokenizer_of(checkpoint)
+    assert of_run is not None
+    settings = Settings(new, sampling, stop=of_run.eod_id, num_ids=of_run.vocab_size)
+    tokens = of_run.encode_batch([prompt])[0] or [of_run.eod_id]
+    model = load_model(checkpoint, compute_dtype=compute_dtype)
+    lower_weights(model, compute_dtype)
+    (found,) = generate(model, [Request(tokens, sample)], settings)
     leave_distributed()
-    return tokenizer.decode([*tokens, *found.tokens])
+    return of_run.decode([*tokens, *found.tokens])
 
 
 def test_a_run_records_what_its_model_says(run: Path) -> None:
-    events = [event for event in records(run, "event") if event["event"] == "text"]
-    assert [event["step"] for event in events] == [2, 4]
-    for event in events:
-        assert [sample["prompt"] for sample in event["samples"]] == [PROMPT, ""]
-        assert all(sample["text"] or sample["ended"] for sample in event["samples"])
-    assert events[0]["samples"] != events[1]["samples"]
+    """Of weights that are not quantized, in the compute dtype, at the documented temperature and the run's seed."""
+    first, last = (event for event in records(run, "event") if event["event"] == "text")
+    assert (first["step"], last["step"]) == (2, 4) and first["samples"] != last["samples"]
+    assert [sample["prompt"] for sample in last["samples"]] == [PROMPT, ""]
+    config = open_checkpoint(run, CONFIGS).config
+    sampling, dtype = Sampling(0.8, seed=config.run.seed), config.precision.compute_dtype
+    whole, after_nothing = (expected(run, prompt, sampling, 7, dtype=dtype) for prompt in (PROMPT, ""))
+    assert PROMPT + last["samples"][0]["text"] == whole and after_nothing.endswith(last["samples"][1]["text"])
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     assert {"text/1/text_summary", "text/2/text_summary"} <= {*board.Tags()["tensors"]}
 
 
-def test_these_texts_are_of_weights_that_are_not_quantized(run: Path) -> None:
-    """In the compute dtype, at the temperature and with the seed that the documentation says."""
-    checkpoint = open_checkpoint(run, CONFIGS)
-    tokenizer, config = tokenizer_of(checkpoint), checkpoint.config
-    assert tokenizer is not None
-    dtype = getattr(torch, config.precision.compute_dtype)
-    model = load_model(checkpoint, compute_dtype=dtype)
-    lower_weights(model, dtype)
-    settings = Settings(7, Sampling(0.8, seed=config.run.seed), stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
-    prompts = [prompt_tokens(tokenizer, prompt) for prompt in (PROMPT, "")]
-    found = generate(model, [Request(prompt) for prompt in prompts], settings)
-    leave_distributed()
-    whole = [tokenizer.decode([*prompt, *texts.tokens]) for prompt, texts in zip(prompts, found, strict=True)]
-    (said,) = [e["samples"] for e in records(run, "event") if e["event"] == "text" and e["step"] == checkpoint.step]
-    assert [sample["prompt"] + sample["text"] for sample in said] == whole
-
-
 def test_a_prompt_and_its_continuation(run: Path, said) -> None:
-    code, out, err = said(run, "--prompt", PROMPT, "--max-tokens", 20, "--seed", 3, "--device", "cpu")
-    assert code == 0
-    assert out == expected(run, PROMPT, Sampling(0.8, 0.95, 3), 20) + "\n"
+    once = ["--prompt", PROMPT, "--max-tokens", 20, "--seed"]
+    code, out, err = said(run, *once, 3, "--device", "cpu")
+    assert (code, out) == (0, expected(run, PROMPT, Sampling(0.8, 0.95, 3), 20) + "\n")
     assert err[0].startswith(f"{run}/checkpoints/step_00000004: step 4, 2,048 tokens; master weights, float32 on cpu")
-    assert err[-1].endswith("a second)")
-    again = said(run / "checkpoints" / "step_00000004", "--prompt", PROMPT, "--max-tokens", 20, "--seed", 3)
-    assert again[1] == out
-    assert said(run, "--prompt", PROMPT, "--max-tokens", 20, "--seed", 4)[1] != out
-    # Another step's checkpoint is another model.
-    assert said(run / "checkpoints" / "step_00000001", "--prompt", PROMPT, "--max-tokens", 20, "--seed", 3)[1] != out
+    assert said(run / "checkpoints" / "step_00000004", *once, 3)[1] == out
+    assert said(run, *once, 4)[1] != out != said(run / "checkpoints" / "step_00000001", *once, 3)[1]
 
 
 def test_several_prompts_from_a_file_and_several_samples(run: Path, said, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("return\n\n  if é\n", encoding="utf-8")
-    many = [run, "--prompt", PROMPT, "--file", tmp_path / "prompts", "--samples", 2, "--max-tokens", 9]
+    many = [run, "--prompt", PROMPT, "--file", tmp_path / "prompts", "--samples", 2, "--max-tokens", 9, "--batch", 4]
     code, out, _ = said(*many)
-    assert code == 0
-    wanted = [
+    assert code == 0 and out == "".join(
         f"--- prompt {number}, sample {sample + 1}\n{expected(run, prompt, Sampling(0.8, 0.95), 9, sample)}\n"
         for number, prompt in enumerate((PROMPT, "return", "  if é"), start=1)
         for sample in range(2)
-    ]
-    assert out == "".join(wanted)
-    assert said(*many, "--batch", 4)[1] == out
+    )
 
 
 def test_what_is_piped_in_is_a_prompt(run: Path, said, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +119,10 @@ def test_what_is_piped_in_is_a_prompt(run: Path, said, monkeypatch: pytest.Monke
 
 
 def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
-    """Behind a switch to BF16 nothing is quantized any more."""
+    """After a switch to BF16 nothing is quantized any more."""
     checkpoint = open_checkpoint(run, CONFIGS)
     overrides = ["precision.switch.when=2", "precision.switch.target=bf16"]
-    checkpoint.config = config_from_saved(checkpoint.trainer["config"], overrides, CONFIGS)
+    checkpoint.config = config_from_saved(checkpoint.trainer["config"], overrides, CONFIGS, opens_data=False)
     options = parse([str(run), "--weights", "trained"])
     try:
         assert load(checkpoint, options)[1] == "weights of 6 of 8 linears as they were trained"
@@ -146,48 +133,33 @@ def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
         leave_distributed()
 
 
-REFUSED = {
-    "no folder": (["nowhere", "--prompt", "a"], "nowhere is not a folder"),
-    "batch": (["RUN", "--prompt", "a", "--batch", "0"], "--batch 0 is less than 1"),
-    "equal samples": (["RUN", "--prompt", "a", "--samples", "2", "--temperature", "0"], "would all be the same"),
-    "no ids": (["RUN", "--prompt", "a", "--raw"], "the prompt 'a' is no list of token ids"),
-    "unknown ids": (["RUN", "--prompt", "512", "--raw"], "has the token 512; the model has ids from 0 to 511"),
-    "memory": (["RUN", "--prompt", "a", "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_one_line(run: Path, said, name: str) -> None:
-    arguments, wrong = REFUSED[name]
-    code, out, err = said(*[run if argument == "RUN" else argument for argument in arguments])
-    assert (code, out) == (2, "")
-    assert err[-1].startswith("generate.py: ") and wrong in err[-1]
-    assert len([line for line in err if line.startswith("generate.py")]) == 1
-
-
-def test_weights_alone(said, tmp_path: Path) -> None:
-    """Of an import without a tokenizer: ids only, and nothing was trained here."""
-    config = small_config(pattern="M*")
-    with alone() as mesh:
-        checkpoint_of(tmp_path / "c", config, tensors_of(strong_model(config, mesh)))
-    code, _, err = said(tmp_path / "c", "--prompt", "a")
-    assert code == 2 and "knew of no tokenizer; give the one that made its data as --tokenizer PATH" in err[-1]
-    code, out, _ = said(tmp_path / "c", "--raw", "--prompt", "1", "--max-tokens", 5)
-    assert code == 0 and len(out.split()) == 6
-    code, _, err = said(tmp_path / "c", "--raw", "--prompt", "1", "--weights", "trained")
-    assert code == 2 and "has no linear whose weights were quantized in the forward pass" in err[-1]
+def test_what_is_wrong_is_one_line(run: Path, said, tmp_path: Path) -> None:
+    bare = checkpoint_of(tmp_path / "bare", "hybrid").folder
+    tokenizer().save(tmp_path / "tokenizer.json")
+    trained = [bare, "--tokenizer", tmp_path / "tokenizer.json", "--weights", "trained"]
+    for arguments, wrong in (
+        (["nowhere"], "nowhere is not a folder"),
+        ([run, "--batch", "0"], "--batch 0 is less than 1"),
+        ([run, "--samples", "2", "--temperature", "0"], "would all be the same"),
+        ([run, "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory"),
+        ([bare], "knew of no tokenizer; give the one that made its data as --tokenizer PATH"),
+        (trained, "has no linear whose weights were quantized in the forward pass"),
+    ):
+        code, out, err = said(*arguments, "--prompt", "a")
+        assert (code, out) == (2, "") and wrong in err[-1]
+        assert [line.startswith("generate.py: ") for line in err].count(True) == 1
 
 
 def test_ctrl_c_ends_without_a_traceback(run: Path) -> None:
     """Before torch is imported, too; here while it writes."""
-    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), "--raw", "--prompt", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), "--prompt", "the quick"]
     process = subprocess.Popen(
-        [*command, "--max-tokens", "1000000", "--temperature", "0"],
-        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [*command, "--max-tokens", "100000", "--temperature", "2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        assert process.stdout is not None and process.stdout.read(4).startswith("1 ")
+        assert process.stdout is not None and process.stdout.read(9) == "the quick"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     finally:

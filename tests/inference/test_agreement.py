@@ -105,25 +105,18 @@ def test_folders_are_judged_if_they_have_the_same_weights(
     rounded = folder_of(tmp_path / "rounded", checkpoint, torch.bfloat16)
     other = folder_of(tmp_path / "other", checkpoint_of(tmp_path / "another", "hybrid", seed=1))
     given = ["--validation", str(checkpoint.folder)]
-    found = validated([*given, str(rounded)], tmp_path)
-    ours, theirs = found["nats"].values() if len(found["nats"]) == 2 else ({}, {})
-    apart = max(abs(theirs[name] - loss) for name, loss in ours.items())
-    assert TOLERANCE < apart < 0.05 and "(stored in bfloat16)" in capsys.readouterr().out
+    ours, theirs = validated([*given, str(rounded)], tmp_path)["nats"].values()
+    assert TOLERANCE < max(abs(theirs[name] - loss) for name, loss in ours.items()) < 0.05
+    assert "(stored in bfloat16)" in capsys.readouterr().out
     found = validated([*given, f"wrong={other}"], tmp_path, code=4)
     assert found["agrees"] is False and "DIFFERS: transformers, FP32: wrong is " in capsys.readouterr().out
-
-
-def test_what_cannot_be_compared_is_one_line(
-    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = checkpoint_of(tmp_path / "checkpoint", "hybrid", data)
-    given = ["--validation", str(checkpoint.folder)]
     for arguments, message in (
-        (["--as-trained"], "has weights only, which no run of ours trained"),
-        (["--set", "train.sequence_length=32"], "--set train.sequence_length=32 is not about the validation data"),
-        (["--set", "data.validation={web: /nowhere/web}"], "/nowhere/web"),
+        (["--trust-config", "--as-trained"], "has weights only, which no run of ours trained"),
+        (["--set", "train.sequence_length=32"], "--set train.sequence_length=32 is not about data"),
+        (["--trust-config", "--set", "data.validation={web: /nowhere/web}"], "/nowhere/web"),
+        ([], "which is not used unasked; give --trust-config if the run is yours"),
         ([str(tmp_path)], "is neither a checkpoint nor a run with checkpoints"),
     ):
-        assert evaluate.main([*given, "--trust-config", *arguments]) == 2
+        assert evaluate.main([*given, *arguments]) == 2
         refusal = capsys.readouterr().err
         assert message in refusal and refusal.count("\n") == 1

@@ -15,12 +15,6 @@ def documents(values: list) -> dict:
     return {(number, f"hash {number}"): value for number, value in enumerate(values)}
 
 
-def test_a_mean_has_the_usual_standard_error() -> None:
-    values = [0.0, 1.0, 1.0, 0.0, 1.0]
-    found = score(0.6, 99.0, documents(values))
-    assert found.stderr == pytest.approx(statistics.stdev(values) / math.sqrt(5))
-
-
 STATISTICS = {
     "bits": lambda pairs: -sum(a for a, _ in pairs) / sum(b for _, b in pairs) / math.log(2),
     "perplexity": lambda pairs: math.exp(-sum(a for a, _ in pairs) / sum(b for _, b in pairs)),
@@ -79,9 +73,3 @@ def test_what_is_no_mean_and_no_quotient_stands_alone() -> None:
     assert difference(found, Score(0.5, None)).margin is None
     a, b = score(0.5, None, documents([0.0, 1.0])), score(1.0, None, {(0, "other"): 1.0, (1, "hash 1"): 1.0})
     assert not difference(a, b).paired and difference(a, a).paired
-
-
-def test_differences_are_shown_with_their_interval() -> None:
-    assert str(Difference(-0.025, 0.022, True)) == "-0.0250 [-0.0470, -0.0030] *"
-    assert str(Difference(0.01, 0.022, False)) == "+0.0100 [-0.0120, +0.0320] ~"
-    assert str(Difference(0.01, None, True)) == "+0.0100"

@@ -110,19 +110,6 @@ def test_ids_without_a_token_are_not_chosen(hybrid: HybridModel) -> None:
     assert found[4] == recomputed(hybrid, prompts()[4], settings)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "wrong"),
-    [
-        ([], "prompt 2 has no tokens"),
-        ([3, 96], "prompt 2 has the token 96; the model has ids from 0 to 95"),
-        ([-1], "prompt 2 has the token -1"),
-    ],
-)
-def test_prompts_that_are_none_are_refused(hybrid: HybridModel, tokens: list[int], wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong):
-        generate(hybrid, [Request([1]), Request(tokens)], Settings(1))
-
-
 def test_a_model_without_finite_numbers_says_so(hybrid: HybridModel) -> None:
     hybrid.final_norm.weight.data.to_local().fill_(torch.nan)
     with pytest.raises(NotFiniteError, match="not finite"):

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from scipy.stats import chi2
 
 from inference.generation import NOT_FINITE, Sampling, TokenDraws, choose
 
@@ -37,9 +38,7 @@ def test_frequencies_are_the_probabilities(temperature: float, top_p: float) -> 
     possible = [(found[token], 1500 * share) for token, share in enumerate(expected) if share > 0]
     statistic = sum((seen - want) ** 2 / want for seen, want in possible)
     degrees = len(possible) - 1
-    # Beyond which one test in 10^5 lies, about, by Wilson and Hilferty's cube root.
-    limit = degrees * (1 - 2 / (9 * max(degrees, 1)) + 4.27 * math.sqrt(2 / (9 * max(degrees, 1)))) ** 3
-    assert statistic <= limit if degrees else statistic == 0
+    assert statistic <= chi2.isf(1e-5, degrees) if degrees else statistic == 0
 
 
 def test_zero_takes_the_likeliest_and_small_temperatures_come_to_the_same() -> None:

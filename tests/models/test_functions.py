@@ -20,14 +20,8 @@ def inputs(length, *, heads=4, groups=2, dt_max=0.1, dtype=torch.float64, batch=
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
     dt = torch.rand(batch, length, heads, generator=generator, dtype=dtype) * dt_max + 1e-3
     a = -(torch.rand(heads, generator=generator, dtype=dtype) * 15 + 1)
-    tensors = [
-        draw(batch, length, heads, head_dim),
-        dt,
-        a,
-        draw(batch, length, groups, state),
-        draw(batch, length, groups, state),
-    ]
-    return [t.requires_grad_() for t in tensors]
+    x, b, c = draw(batch, length, heads, head_dim), *(draw(batch, length, groups, state) for _ in "bc")
+    return [t.requires_grad_() for t in (x, dt, a, b, c)]
 
 
 def value_and_gradients(function, tensors):
@@ -57,7 +51,7 @@ def fp32_errors(tensors, chunk_size):
 
 
 # At dt 0.01 states live for many chunks; at 1.0 the decay within one chunk passes e^-1000.
-@pytest.mark.parametrize(("dt_max", "tolerance"), [(0.01, 1e-6), (0.1, 4e-6), (1.0, 6e-5)])
+@pytest.mark.parametrize(("dt_max", "tolerance"), [(0.01, 1e-6), (1.0, 6e-5)])
 def test_fp32_is_close_to_the_fp64_recurrence(dt_max, tolerance):
     for name, error in fp32_errors(inputs(300, dt_max=dt_max, batch=1), 128).items():
         assert error < tolerance, name
@@ -67,7 +61,7 @@ def test_fp32_is_close_to_the_fp64_recurrence(dt_max, tolerance):
 # decays are exact only if that own part takes no part in them. What is left is the rounding of the running sum of dt a.
 @pytest.mark.parametrize(
     ("lowest", "highest", "chunk_size", "tolerance"),
-    [(0.5, 1, 64, 7e-6), (1, 5, 16, 5e-6), (1, 5, 64, 2e-5), (5, 10, 64, 5e-5), (10, 12, 16, 3e-6), (10, 12, 64, 3e-5)],
+    [(0.5, 1, 64, 7e-6), (1, 5, 16, 5e-6), (10, 12, 64, 3e-5)],
 )
 def test_gradients_of_fast_decays_keep_their_digits(lowest, highest, chunk_size, tolerance):
     x, dt, _, b, c = inputs(200, batch=1, head_dim=16, state=16)
@@ -88,21 +82,12 @@ def test_extreme_decay_gives_no_infinities():
     torch.testing.assert_close(results[0], own, rtol=1e-4, atol=1e-2)
 
 
-def conv_inputs(length=9, channels=6, width=4, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((2, length, channels), (channels, width), (channels,))
-    return [torch.randn(*s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
-
-
-def conv_reference(x, weight, bias):
-    padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
-    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=x.shape[2])).transpose(1, 2)
-
-
 def test_the_convolution_equals_conv1d():
     for length, width in ((9, 4), (2, 4), (5, 1)):
-        tensors = conv_inputs(length=length, width=width)
-        y, expected = causal_conv_silu(*tensors), conv_reference(*tensors)
+        x, weight, bias = tensors = draws((2, length, 6), (6, width), (6,))
+        padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+        expected = F.silu(F.conv1d(padded, weight[:, None], bias, groups=6)).transpose(1, 2)
+        y = causal_conv_silu(*tensors)
         torch.testing.assert_close(y, expected)
         actual_gradients = torch.autograd.grad(y.sin().sum(), tensors)
         for a, e in zip(actual_gradients, torch.autograd.grad(expected.sin().sum(), tensors), strict=True):
@@ -136,18 +121,11 @@ def test_modules_compute_in_fp32_and_return_the_compute_dtype(mesh):
     assert torch.equal(gated(y_bshp, z_bsgc), gated_rms_norm(y_bshp, z_bsgc.float(), weight, 1e-5).bfloat16())
 
 
-def rotate(x, position, base=10000.0):
-    cos, sin = rope_tables(64, x.shape[-1], base, "cpu")
-    return apply_rope(x[None, None, None], cos[position : position + 1], sin[position : position + 1])[0, 0, 0]
-
-
 def test_pairs_are_halves_and_turn_by_their_angle():
-    x = torch.zeros(8)
-    x[1] = 1.0
-    angle = torch.tensor(5 * 100.0 ** (-2 / 8))
-    expected = torch.zeros(8)
-    expected[1], expected[5] = angle.cos(), angle.sin()
-    torch.testing.assert_close(rotate(x, 5, base=100.0), expected)
+    x, expected, angle = torch.zeros(8), torch.zeros(8), torch.tensor(5 * 100.0 ** (-2 / 8))
+    x[1], expected[1], expected[5] = 1.0, angle.cos(), angle.sin()
+    cos, sin = (table[5:6] for table in rope_tables(64, 8, 100.0, "cpu"))
+    torch.testing.assert_close(apply_rope(x[None, None, None], cos, sin)[0, 0, 0], expected)
 
 
 def test_tiles_of_attention_are_such_as_the_kernels_demand():

@@ -60,14 +60,8 @@ def test_gradients_under_fsdp_in_bf16_are_those_of_fp32_masters(mesh, reshard):
             local(parameter.data).copy_(local(parameter.data).bfloat16())
     sharded = build_model(config, mesh, torch.bfloat16)
     sharded.load_state_dict(copy.deepcopy(plain.state_dict()))
-    apply_data_parallel(
-        sharded,
-        mesh,
-        units=list(sharded.blocks),
-        fp32_units=sharded.fp32_units(),
-        compute_dtype=torch.bfloat16,
-        reshard=reshard,
-    )
+    blocks, own, dtype = list(sharded.blocks), sharded.fp32_units(), torch.bfloat16
+    apply_data_parallel(sharded, mesh, units=blocks, fp32_units=own, compute_dtype=dtype, reshard=reshard)
     losses = [model(*tokens_and_targets(config)) for model in (plain, sharded)]
     for loss in losses:
         loss.backward()

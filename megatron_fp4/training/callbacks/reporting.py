@@ -181,11 +181,12 @@ def _draw(run_dir: Path, baseline: str | None) -> None:
 
 def next_steps(config: Config) -> list[str]:
     """Commands for a run that has finished, as one types them in the current folder."""
-    run_dir, known = Path(config.run.dir), config.data.kind == "builtin" or config.data.tokenizer is not None
-    run, scripts = shlex.quote(str(run_dir)), Path(__file__).resolve().parents[3] / "scripts"
-    prompt = shlex.quote((config.validation.prompts or ["Once"])[0]) if known else "1 --raw"
-    exported = shlex.quote(os.path.join("exported", run_dir.resolve().name))
-    commands = [("generate", f"{run} --prompt {prompt}"), ("convert", f"export-hf {run} {exported}")]
+    run_dir = Path(config.run.dir)
+    run, exported = (shlex.quote(text) for text in (str(run_dir), os.path.join("exported", run_dir.resolve().name)))
+    commands = [("convert", f"export-hf {run} {exported}")]
+    if config.data.kind == "builtin" or config.data.tokenizer is not None:
+        prompt = shlex.quote((config.validation.prompts or ["Once"])[0])
+        commands.insert(0, ("generate", f"{run} --prompt {prompt}"))
     others = [
         path.parent
         for path in sorted(run_dir.resolve().parent.glob(f"*/{SUMMARY_FILE}"), key=lambda path: -path.stat().st_mtime)
@@ -193,9 +194,15 @@ def next_steps(config: Config) -> list[str]:
     ]
     if others:
         commands.append(("compare", f"runs {shlex.quote(os.path.relpath(others[0]))} {run}"))
-    if not scripts.is_dir():
-        return [f"megatron-fp4 {name} {rest}" for name, rest in commands]
-    return [f"python {shlex.quote(os.path.relpath(scripts / f'{name}.py'))} {rest}" for name, rest in commands]
+    return [as_typed(name, arguments) for name, arguments in commands]
+
+
+def as_typed(name: str, arguments: str) -> str:
+    """A command of scripts/ as one types it in the current folder: the checkout's, or that of an installed package."""
+    package = Path(__file__).resolve().parents[2]
+    if (package / "rooms").is_dir():
+        return f"megatron-fp4 {name} {arguments}"
+    return f"python {shlex.quote(os.path.relpath(package.parent / 'scripts' / f'{name}.py'))} {arguments}"
 
 
 def report(trainer: Trainer, configs: Path) -> None:
