@@ -147,10 +147,12 @@ def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtyp
     codes, scales = [], []
     for part in padded.split(max(_BLOCK, _CHUNK_ELEMENTS // padded.shape[1] // _BLOCK * _BLOCK)):
         encoded = encode_operand(part.to(torch.float32), row.recipe[FPROP_WEIGHT], None, amax=amax)
-        codes.append(encoded.codes())
+        codes.append(encoded.codes)
         scales.append(encoded.scales.view(torch.uint8))
     own, stored = (call.unpad_rows(torch.cat(parts)).contiguous() for parts in (codes, scales))
-    return NVFP4Tensor(own, stored.view(torch.float8_e4m3fn), (1, _BLOCK), amax, encoded.scale_max)
+    assert isinstance(encoded, NVFP4Tensor)
+    stored, scale_max = stored.view(torch.float8_e4m3fn), encoded.scale_max
+    return NVFP4Tensor(own, stored, (1, _BLOCK), amax=amax, scale_max=scale_max)
 
 
 def multiplied_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -171,7 +173,7 @@ def _call(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> Lin
 def reordered(tensor: NVFP4Tensor, rows: Tensor) -> NVFP4Tensor:
     """Its rows `rows` (int64), under the amax of the whole."""
     scales = tensor.scales.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
-    return NVFP4Tensor(tensor.codes[rows], scales, tensor.block, tensor.amax, tensor.scale_max)
+    return NVFP4Tensor(tensor.codes[rows], scales, tensor.block, amax=tensor.amax, scale_max=tensor.scale_max)
 
 
 @dataclass(frozen=True)

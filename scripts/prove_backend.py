@@ -38,7 +38,7 @@ from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, pad
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import E2M1_VALUES, e2m1_values, unpack_codes
-from megatron_fp4.quantization.tensor import NVFP4Tensor, scale_values
+from megatron_fp4.quantization.tensor import scale_values
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.build import check as check_config
 from megatron_fp4.training.build import plans_of
@@ -213,8 +213,8 @@ def definitions(device: torch.device) -> Iterator[tuple[str, bool]]:
     e2m1 = torch.tensor([*(-value for value in E2M1_VALUES[1:]), *E2M1_VALUES], dtype=torch.float64, device=device)
     e4m3 = torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float64)
     for name, form in FORMATS.items():
-        made = Operand(name, form.blocks[0]).encode(x).packed(x.shape[:-1])
-        scales = scale_values(made.scales).double() * (made.decode_scale() if isinstance(made, NVFP4Tensor) else 1.0)
+        made = Operand(name, form.blocks[0]).encode(x)
+        scales = scale_values(made.scales).double() * (1.0 if (scale := made.decode_scale()) is None else scale)
         exact = (x.double().unflatten(-1, (-1, form.tile)) / scales[..., None]).flatten(-2)
         packed = made.codes.dtype == torch.uint8
         codes = e2m1_values(unpack_codes(made.codes)) if packed else made.codes

@@ -44,7 +44,7 @@ from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
-from megatron_fp4.quantization.tensor import Encoded, tensor_decode_scale
+from megatron_fp4.quantization.tensor import QuantizedTensor, tensor_decode_scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -367,7 +367,7 @@ def encode_operand(
     *,
     amax: Tensor | None = None,
     amax_group: ProcessGroup | None = None,
-) -> Encoded:
+) -> QuantizedTensor:
     """FP32 `rows` [rows, k] in a quantized operand's format.
 
     key: of the draws, None rounds to nearest. amax: FP32 0-dim, of the tensor that `rows` are part of (None: of `rows`,

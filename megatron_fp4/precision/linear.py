@@ -4,14 +4,10 @@
     dgrad  dx = dy W       dy [tokens, out]   W^T [in, out]    -> dx [tokens, in]
     wgrad  dW = dy^T x     dy^T [out, tokens] x^T [in, tokens] -> dW [out, in], always FP32
 
-`reference.py` specifies what it computes. Every operand is laid out with its dot product along the last dimension and
-quantized there. x and dy are quantized twice, once per GEMM that uses them, each time with its own tensor scale and
-(where rounding is stochastic) its own draws; 16x16-scaled weights once, since their transposed codes are those of the
-transposed weight.
-
-Tokens are padded with zeros to what the kernels demand (`backend.Alignment`), and so are output features, which come in
-`num_groups` equal groups (the heads of a packed projection): each group is padded by itself, so that block boundaries
-depend on the model alone, not on how many ranks share the weight.
+`reference.py` specifies what it computes. Tokens are padded with zeros to what the kernels demand
+(`backend.Alignment`), and so are output features, which come in `num_groups` equal groups (the heads of a packed
+projection): each group is padded by itself, so that block boundaries depend on the model alone, not on how many ranks
+share the weight.
 
 The function takes the weight as a DTensor and returns its gradient as an FP32 one (fp32_gradients.py). Where a
 backend's GEMM can add to a gradient, that of the second and later micro-batches goes into the weight's `.grad` from
@@ -28,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
@@ -101,10 +98,10 @@ class LinearContext:
     @property
     def gathers_codes(self) -> bool:
         """Whether the linear needs nothing of its weight but codes that FSDP can gather."""
+        weight = self.recipe[FPROP_WEIGHT]
         reads = self.watcher is not None or (self.probe is not None and getattr(self.probe, "reads_weights", True))
-        if reads or not same_weight_codes(self.recipe) or not self.recipe[FPROP_WEIGHT].quantized:
-            return False
-        return self.backend.packs(OperandRequest(self.recipe[FPROP_WEIGHT]))
+        codes = weight.quantized and same_weight_codes(self.recipe) and self.backend.packs(OperandRequest(weight))
+        return codes and not reads
 
     def amax_group(self, tensor: str) -> ProcessGroup | None:
         """Ranks that share the maximum of a tensor (`activation`, `weight` or `gradient`); None: local amax."""
@@ -217,13 +214,9 @@ class LinearCall:
         """What makes x [tokens, in] fprop's operand, and what makes the operand that the backward pass keeps of it;
         None for the second: it keeps nothing, or x itself. To be called in this order."""
         source, keeps = self.recipe[WGRAD_ACTIVATION].source, needs_wgrad and not self.context.keeps_input
-        make_fprop, make_wgrad = self.prepare(
-            FPROP_ACTIVATION,
-            WGRAD_ACTIVATION if keeps and source == "tensor" else None,
-            self.pad_tokens(self.tokens(x, "activation")),
-            keep_columns=keeps and source == "forward",
-            keep_rows=True,
-        )
+        wgrad = WGRAD_ACTIVATION if keeps and source == "tensor" else None
+        x = self.pad_tokens(self.tokens(x, "activation"))
+        make_fprop, make_wgrad = self.prepare(FPROP_ACTIVATION, wgrad, x, keeps and source == "forward", True)
         assert make_fprop is not None
         if keeps and source != "tensor":
             make_fprop = make_wgrad = functools.cache(make_fprop)
@@ -247,18 +240,14 @@ class LinearCall:
         self, dy: Tensor, needs_dgrad: bool, needs_wgrad: bool
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes dy [tokens, out] dgrad's operand and wgrad's; None for what is not needed."""
-        return self.prepare(
-            DGRAD_GRADIENT if needs_dgrad else None,
-            WGRAD_GRADIENT if needs_wgrad else None,
-            self.pad(self.tokens(dy, "gradient")),
-        )
+        slots = DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None
+        return self.prepare(*slots, self.pad(self.tokens(dy, "gradient")))
 
     def prepare(
         self,
         columns: OperandSlot | None,
         rows: OperandSlot | None,
         x: Tensor,
-        *,
         keep_columns: bool = False,
         keep_rows: bool = False,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
@@ -267,12 +256,14 @@ class LinearCall:
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
         keep_columns, keep_rows: the first, the second is for the backward pass.
         """
-        requests = (
-            None if columns is None else self.request(columns, keep_columns),
-            None if rows is None else self.request(rows, keep_rows),
-        )
-        makers, watcher = self.backend.operands(x, *requests), self.context.watcher
-        return makers if watcher is None else watcher.operands(x, requests, makers)  # type: ignore[no-any-return]
+        of_columns = None if columns is None else self.request(columns, keep_columns)
+        of_rows = None if rows is None else self.request(rows, keep_rows)
+        first, second = self.backend.operands(x, of_columns, of_rows)
+        return self._watched(first, x, of_columns), self._watched(second, x.t(), of_rows)
+
+    def _watched(self, make: MakeOperand | None, x: Tensor, request: OperandRequest | None) -> MakeOperand | None:
+        watcher = self.context.watcher
+        return make if watcher is None or make is None else functools.partial(watcher.operand, make, x, request)
 
     def request(self, slot: OperandSlot, keep: bool = False) -> OperandRequest:
         """What the backend is asked to make for `slot`. keep: for the backward pass."""
@@ -349,17 +340,16 @@ class LinearCall:
         request = self.request(FPROP_WEIGHT)
         if same and emulated.keeps_codes(self.device) and self.dtype == torch.bfloat16 and self.backend.packs(request):
             # As codes, without padding, which comes in when they are unpacked.
-            sizes, watcher = (self.group_rows, self.padded_group_rows), self.context.watcher
-            make = functools.partial(emulated.packed_weight, self.master, request, *sizes)
-            if watcher is not None:
-                make, _ = watcher.operands(self.pad_rows(self.master), (request, None), (make, None))
-            fprop = make()
+            sizes = self.group_rows, self.padded_group_rows
+            packed: MakeOperand = functools.partial(emulated.packed_weight, self.master, request, *sizes)
+            if self.context.watcher is not None:
+                packed = functools.partial(self.context.watcher.operand, packed, self.pad_rows(self.master), request)
+            fprop = packed()
             return fprop, fprop.transposed(), True
         late = self._requantizes_late
         of_fprop = same or self.recipe[DGRAD_WEIGHT].source != "tensor"
-        make_fprop, make_dgrad = self.prepare(
-            FPROP_WEIGHT, None if of_fprop else DGRAD_WEIGHT, self.pad_rows(self.master), keep_columns=late
-        )
+        slots = FPROP_WEIGHT, None if of_fprop else DGRAD_WEIGHT
+        make_fprop, make_dgrad = self.prepare(*slots, self.pad_rows(self.master), keep_columns=late)
         assert make_fprop is not None
         dgrad = fprop = make_fprop()
         if not late:
@@ -410,8 +400,7 @@ class LinearCall:
         w_dgrad, *kept = (
             self.backend.operand_from_saved(tensors[3 * i : 3 * i + 3], layout) for i, layout in enumerate(ctx.layouts)
         )
-        rest = tensors[3 * len(ctx.layouts) :]
-        return w_dgrad, kept[0] if kept else rest[0] if rest else None
+        return w_dgrad, next(iter((*kept, *tensors[3 * len(ctx.layouts) :])), None)
 
     def observe(self, x: Tensor, y: Tensor) -> Any:
         """Show the forward pass to the probe; returns who is to see the backward pass."""
@@ -452,7 +441,7 @@ class LinearCall:
     def pad_tokens(self, x: Tensor) -> Tensor:
         """[tokens, features] with tokens padded."""
         extra = self.padded_tokens - self.num_tokens
-        return torch.nn.functional.pad(x, (0, 0, 0, extra)) if extra else x
+        return pad(x, (0, 0, 0, extra)) if extra else x
 
     def unpad_tokens(self, x: Tensor) -> Tensor:
         """The inverse of `pad_tokens`."""
@@ -468,9 +457,7 @@ class LinearCall:
 
     def _pad_groups(self, y: Tensor) -> Tensor:
         extra = self.padded_group_rows - self.group_rows
-        if extra == 0:
-            return y
-        return torch.nn.functional.pad(y.unflatten(-1, (-1, self.group_rows)), (0, extra)).flatten(-2)
+        return pad(y.unflatten(-1, (-1, self.group_rows)), (0, extra)).flatten(-2) if extra else y
 
     def _seen(self, y: Tensor) -> Tensor:
         """[tokens, out] of what the caller gets or gives back, which may be padded."""

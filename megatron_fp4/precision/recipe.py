@@ -31,7 +31,7 @@ from megatron_fp4.config.precision_schema import (
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import Encoded
+from megatron_fp4.quantization.tensor import QuantizedTensor
 
 # The tensors that each GEMM multiplies: left, right.
 GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
@@ -102,7 +102,7 @@ class Operand:
         """Elements that are quantized together, (rows, columns): a block, or the group that MS-EDEN corrects."""
         return (1, MS_EDEN_GROUP) if self.rounding == "ms_eden" else self.block
 
-    def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> Encoded:
+    def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> QuantizedTensor:
         """FP32 `rows` [rows, k] in the operand's format.
 
         key: of the draws, if it is `drawn`; None rounds to nearest. amax: FP32, of the tensor that `rows` are part of

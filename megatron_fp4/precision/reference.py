@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_fp4.precision.backend import block_alignment
-from megatron_fp4.precision.recipe import SLOTS, SLOTS_OF, Operand, OperandSlot, Recipe
+from megatron_fp4.precision.recipe import SLOTS, SLOTS_OF, OperandSlot, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import QuantizedTensor
 
 Keys = Callable[[str], RoundingKey]
 
@@ -90,11 +89,3 @@ def _operand(rows: Tensor, slot: OperandSlot, recipe: Recipe, keys: Keys) -> tup
     encoded = operand.encode(rows.to(torch.float32), keys(slot.name))
     scale = encoded.decode_scale()
     return encoded.block_values(), one if scale is None else scale
-
-
-def quantized(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor | None = None) -> QuantizedTensor:
-    """`rows` [n, k] in the operand's format, with its block scales along k. key: of the draws; None: to nearest.
-
-    amax: FP32 0-dim, of the whole tensor where `rows` are a part of it (NVFP4).
-    """
-    return operand.encode(rows.to(torch.float32), key, amax).packed(rows.shape[:-1])

@@ -5,23 +5,13 @@
     choose_backend            the backend of a run on this machine
 
 Whoever sets an option believes that it does something. Of options without effect only values that are not the default
-are refused, and not what an override naturally leaves behind:
-
-    refused                                                         accepted
-    `rounding`, `block`, `rht` or BF16 blocks of a recipe that      of a BF16 operand or GEMM in another recipe: they
-      quantizes nothing                                               went with the format that was replaced
-    `rht_signs` without a transform, `amax` without nvfp4           `amax=shard` without tensor parallelism
-    `diagnostics` of a run that never quantizes
-    settings of `gradient_noise` with a switch at a fixed step      any of `switch` with `when=never`: a switch that is
-    `gradient_noise` where no backward pass has any                   off stays as it was set
+are refused, and not what an override naturally leaves behind: blocks of a BF16 operand, whose format was replaced;
+`amax=shard` without tensor parallelism; any of `switch` with `when=never`.
 
 `emulated` computes everything, on any device. `transformer_engine` and `torch` are refused, with the reason, where they
 cannot run. `auto` is transformer_engine where the run's recipes, the GPU and the installation all allow it, and else
 emulated; the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, which no
 chip has run yet: it has to be named, and the self-test says whether it computes what it should.
-
-What releases of Transformer Engine lack was read from its sources (2.9 to 2.20): one that lacks something computes
-other numbers than the reference, or none, and is refused by name before the self-test would find it.
 """
 
 from __future__ import annotations
@@ -101,9 +91,7 @@ def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterato
         for slot in SLOTS:
             operand: OperandConfig = attrgetter(slot.key)(part)
             if operand.format != "bf16":
-                yield from _operand(operand, f"{where}.{slot.key}")
-                if operand.rounding == "ms_eden":
-                    yield from _ms_eden(part, slot, where)
+                yield from _operand(operand, part, slot, where)
         yield from _source(part, where)
     recipes = recipes_by_key(precision, key)
     if precision.backend not in ("auto", "emulated"):
@@ -115,13 +103,28 @@ def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterato
                 f"{key}.backend={precision.backend} needs a CUDA device and this run is on {device_type}; use "
                 f"{key}.backend=emulated"
             )
-    yield from _switch(precision, list(recipes.values()), key)
+    switch = precision.switch
+    if switch.when != "never" and switch.target == precision.name:
+        yield (
+            f"{key}.switch.when={switch.when} would switch from {precision.name} to itself; set "
+            f"{key}.switch.when=never or another target"
+        )
+    noisy = any(of.dgrad.quantized or of.wgrad.quantized for of in recipes.values())
+    if switch.when == "gradient_noise" and not noisy:
+        yield (
+            f"{key}.switch.when=gradient_noise never switches: dgrad and wgrad are not quantized and make no "
+            "noise; give a step, a fraction, before_decay or never"
+        )
     yield from _without_effect(precision, list(recipes.values()), key)
 
 
-def _operand(operand: OperandConfig, key: str) -> Iterator[str]:
+def _operand(operand: OperandConfig, config: PrecisionConfig, slot: OperandSlot, key: str) -> Iterator[str]:
+    """Options that its format does not have. MS-EDEN chooses the scales of groups that a transform with random signs
+    mixed, and keeps the mean right, which the backward pass needs; in the forward pass rounding to nearest errs less.
+    """
+    given = f"{key}.{slot.key}"
     if operand.format not in FORMATS:
-        yield f"{key}.format={operand.format} is not known; choose one of bf16, {', '.join(FORMATS)}"
+        yield f"{given}.format={operand.format} is not known; choose one of bf16, {', '.join(FORMATS)}"
         return
     form = FORMATS[operand.format]
     possible = {
@@ -131,15 +134,11 @@ def _operand(operand: OperandConfig, key: str) -> Iterator[str]:
     }
     for option, values in possible.items():
         if (value := getattr(operand, option)) not in values:
-            yield f"{key}.{option}={value} does not go with format={operand.format}; use {' or '.join(values)}"
-
-
-def _ms_eden(config: PrecisionConfig, slot: OperandSlot, key: str) -> Iterator[str]:
-    """MS-EDEN chooses the scales of groups that a transform with random signs mixed, and keeps the mean right, which
-    the backward pass needs; in the forward pass rounding to nearest errs less."""
-    given = f"{key}.{slot.key}.rounding=ms_eden"
+            yield f"{given}.{option}={value} does not go with format={operand.format}; use {' or '.join(values)}"
+    if operand.rounding != "ms_eden":
+        return
     if slot.gemm == "fprop":
-        yield f"{given} is for dgrad and wgrad; use nearest"
+        yield f"{given}.rounding=ms_eden is for dgrad and wgrad; use nearest"
     needed = {
         f"{slot.key}.format": "nvfp4",
         f"{slot.key}.block": "1x16",
@@ -149,7 +148,7 @@ def _ms_eden(config: PrecisionConfig, slot: OperandSlot, key: str) -> Iterator[s
     }
     for option, value in needed.items():
         if (other := attrgetter(option)(config)) != value:
-            yield f"{given} does not go with {key}.{option}={other}; set {key}.{option}={value}"
+            yield f"{given}.rounding=ms_eden does not go with {key}.{option}={other}; set {key}.{option}={value}"
 
 
 def _source(config: PrecisionConfig, key: str) -> Iterator[str]:
@@ -173,21 +172,6 @@ def _source(config: PrecisionConfig, key: str) -> Iterator[str]:
                     f"{given} takes the codes of fprop, but {option}={mine} differs from "
                     f"{key}.fprop.{tensor}.{option}={theirs}; make them equal, or set source to tensor"
                 )
-
-
-def _switch(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> Iterator[str]:
-    """recipes: its own and those of its exceptions."""
-    switch = precision.switch
-    if switch.when != "never" and switch.target == precision.name:
-        yield (
-            f"{key}.switch.when={switch.when} would switch from {precision.name} to itself; set "
-            f"{key}.switch.when=never or another target"
-        )
-    if switch.when == "gradient_noise" and not any(of.dgrad.quantized or of.wgrad.quantized for of in recipes):
-        yield (
-            f"{key}.switch.when=gradient_noise never switches: dgrad and wgrad are not quantized and make no "
-            "noise; give a step, a fraction, before_decay or never"
-        )
 
 
 def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> Iterator[str]:
@@ -236,12 +220,8 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
                 f"multiple of {multiple}, which {row.key}.dgrad.rht={row.recipe.dgrad.rht} mixes; use one, fewer "
                 "ranks, or a smaller transform"
             )
-    if problem := _misfit_of_gemms(plan, tensor, backend):
+    if backend == "transformer_engine" and (problem := _misfit(plan, tensor, te.alignment)):
         raise ConfigError(f"{problem}, as precision.backend={backend} needs; use one, or precision.backend=emulated")
-
-
-def _misfit_of_gemms(plan: Plan, tensor: int, backend: str) -> str:
-    return _misfit(plan, tensor, te.alignment) if backend == "transformer_engine" else ""
 
 
 def _misfit(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignment]) -> str:
@@ -275,7 +255,6 @@ TAKES: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
 }
 # The first CUDA whose cuBLAS multiplies block-scaled codes.
 _TORCH_CUDA = (12, 8)
-_EMULATED = "or precision.backend=emulated"
 
 
 def first_refusal(backend: str, recipes: Mapping[str, Recipe], compute_dtype: str) -> tuple[str, str] | None:
@@ -295,36 +274,28 @@ def _untaken(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Iter
         (native and recipe.rht_signs == "fresh", "rht_signs=fresh", "fixed"),
     ]
     for slot, operand in recipe.operands.items():
-        if not operand.quantized:
-            continue
         rht, drawn = recipe.gemms[slot.gemm].rht, operand.rounding == "stochastic"
         draws = operand.format == "nvfp4" and slot.tensor == "gradient"
         square = operand.block[0] > 1 and (slot.tensor != "weight" or operand.format == "mxfp8")
-        block = f"{operand.block[0]}x{operand.block[1]}"
+        row = f"1x{operand.block[1]}"
         of_slot = [
             (operand.format not in formats, f"format={operand.format}", f"{' or '.join(formats)} or bf16"),
             (operand.source == "codes", "source=codes", "tensor: tensor cores want scales along the dot product"),
             (native and operand.rounding == "ms_eden", "rounding=ms_eden", "stochastic or nearest"),
             (native and operand.source == "forward", "source=forward", "tensor"),
             (native and drawn and not draws, "rounding=stochastic", "nearest: it draws for nvfp4 gradients alone"),
-            (
-                native and square,
-                f"block={block}",
-                f"1x{operand.block[1]}: square blocks are for weights in nvfp4 and fp8",
-            ),
-            (
-                native and operand.four_over_six and (rht > 0 or drawn),
-                "four_over_six=true",
-                "false, or no rht or draws",
-            ),
+            (native and square, "block={}x{}".format(*operand.block), f"{row}: squares are for nvfp4 and fp8 weights"),
+            (native and operand.four_over_six and (rht > 0 or drawn), "four_over_six=true", "false"),
         ]
-        rows += [(refused, f"{slot.key}.{what}", use) for refused, what, use in of_slot]
+        rows += [(refused, f"{slot.key}.{what}", use) for refused, what, use in of_slot if operand.quantized]
     for name, gemm in recipe.gemms.items():
         left, right = gemm.left.format, gemm.right.format
         sizes = (0, 16) if name == "wgrad" and left == "nvfp4" else (0,)
         rows.append((left != right, f"{name} of {left} and {right}", "equal formats in one GEMM"))
         rows.append((native and gemm.rht not in sizes, f"{name}.rht={gemm.rht}", " or ".join(map(str, sizes))))
-    yield from ((f"{key}.{what}", f"use {use}, {_EMULATED}") for refused, what, use in rows if refused)
+    yield from (
+        (f"{key}.{what}", f"use {use}, or precision.backend=emulated") for refused, what, use in rows if refused
+    )
 
 
 def unsupported(backend: str, recipe: Recipe, capability: tuple[int, int]) -> str | None:
@@ -358,30 +329,25 @@ def _unsupported_here(backend: str, recipes: Iterable[Recipe]) -> str | None:
 
 
 def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why the installed Transformer Engine is too old for `recipe` on this GPU; None if it is not, or not there."""
-    operands, of_12 = recipe.operands.values(), capability[0] == 12
-    drawn = any(operand.rounding == "stochastic" for operand in operands)
+    """Why the installed Transformer Engine is too old for `recipe` on this GPU; None if it is not, or not there. What
+    releases lack was read from their sources (2.9 to 2.20); they compute other numbers than the reference, or none."""
+    four_over_six = any(operand.four_over_six for operand in recipe.operands.values())
     # Whether the recipe needs it, the first release that has it, and what earlier ones do.
     rows = [
-        (recipe.quantized, (2, 10), "GEMMs want a workspace from their caller"),
-        (drawn and recipe.wgrad.rht, (2, 12), "dgrad's and wgrad's copies of a gradient have the same draws"),
-        ("nvfp4" in recipe.formats, (2, 14), "NVFP4 block scales are rounded in another order"),
-        (of_12 and recipe.wgrad.rht, (2, 16), "the Hadamard transform takes a kernel that 12.x cannot run"),
-        (any(operand.four_over_six for operand in operands), (2, 17), "there is no four-over-six"),
-        (of_12 and drawn, (2, 19), "stochastic rounding makes every gradient zero on 12.x"),
+        (True, (2, 14), "draws are shared and NVFP4 block scales are rounded in another order"),
+        (four_over_six, (2, 17), "there is no four-over-six"),
+        (capability[0] == 12, (2, 19), "stochastic rounding makes every gradient zero on 12.x"),
     ]
     installed = installed_version()
-    numbers = None if installed is None else re.match(r"(\d+)\.(\d+)", installed)
+    numbers = re.match(r"(\d+)\.(\d+)", installed or "")
     if numbers is None:
         return None
     release = (int(numbers[1]), int(numbers[2]))
-    lacking = [(needed, why) for needs, needed, why in rows if needs and release < needed]
-    if not lacking:
-        return None
-    (major, minor), why = lacking[-1]
-    return (
-        f"Transformer Engine {installed} is installed and {recipe.name} needs {major}.{minor} or newer: before, {why}"
-    )
+    for needs, (major, minor), why in reversed(rows):
+        if needs and release < (major, minor):
+            needed = f"{recipe.name} needs {major}.{minor} or newer: before, {why}"
+            return f"Transformer Engine {installed} is installed and {needed}"
+    return None
 
 
 def installed_version() -> str | None:
@@ -430,13 +396,13 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
     reason: str | None = f"the run is on {device_type}"
     if device_type == "cuda":
         refusal = first_refusal(native, recipes, config.precision.compute_dtype)
-        misfits = (_misfit_of_gemms(plan, config.parallel.tensor, native) for plan in plans if plan is not None)
-        misfit = next(filter(None, misfits), None)
-        untaken = f"it cannot do {refusal[0]}" if refusal else misfit
-        reason = untaken or _unsupported_here(native, recipes.values())
-    if reason is not None and wanted == "auto":
-        return BackendChoice("emulated", f"not {native}: {reason}")
+        of_plans = [plan for plan in plans if plan is not None and native == "transformer_engine"]
+        misfits = (_misfit(plan, config.parallel.tensor, te.alignment) for plan in of_plans)
+        reason = f"it cannot do {refusal[0]}" if refusal else next(filter(None, misfits), None)
+        reason = reason or _unsupported_here(native, recipes.values())
     if reason is not None:
+        if wanted == "auto":
+            return BackendChoice("emulated", f"not {native}: {reason}")
         raise ConfigError(f"precision.backend={native}: {reason}; use precision.backend=emulated")
     if native == "transformer_engine" and (variable := te.fast_math_variable()):
         raise ConfigError(

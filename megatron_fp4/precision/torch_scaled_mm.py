@@ -249,7 +249,7 @@ def _makers(
             return quantize_operand(x, request, transposed)
         values = operand_rows(x, request, transposed).to(torch.float32)
         encoded = encode_operand(values, operand, request.key, amax_group=request.amax_group)
-        return PackedOperand.of(encoded.codes().view(torch.uint8), encoded.scales, encoded.decode_scale(), operand)
+        return PackedOperand.of(encoded.codes.view(torch.uint8), encoded.scales, encoded.decode_scale(), operand)
 
     of_columns, of_rows = fused_kernels(x, columns, rows)
     return (

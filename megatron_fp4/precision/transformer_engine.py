@@ -181,7 +181,9 @@ class NativeOperand:
             scales = unswizzle_scales(self.scales.flatten(), *self.scales.shape) if swizzled else self.scales
             scales = scales[:rows, : self.data.shape[1] // 8].view(torch.float8_e4m3fn)
             scale_max = FOUR_OVER_SIX_SCALE_MAX if operand.four_over_six else E4M3_MAX
-            return NVFP4Tensor(self.data.view(torch.uint8), scales, operand.block, self.amax[0], scale_max)
+            return NVFP4Tensor(
+                self.data.view(torch.uint8), scales, operand.block, amax=self.amax[0], scale_max=scale_max
+            )
         num_blocks = self.data.shape[1] // 128
         if operand.block[0] == 1:
             scales = self.scales[:num_blocks, :rows].t()

@@ -12,22 +12,9 @@ that returned zeros on one GPU generation, scales blocked along the wrong dimens
                added to the gradient of earlier micro-batches
     poison     NaN and inf in x, W or dy reach the products
 
-The tensors are random, with outlier columns, one block of zeros and rows that are a hundred times smaller. Their values
-are multiples of one power of two, so that a Hadamard transform is exact in FP32 in any order of summation: on other
-values two correct transforms may differ in the last bit of BF16, and then in a code.
-
-Stochastic rounding is fair if a value between two neighbours on the E2M1 grid goes up with a probability that is its
-position between them. Its excess is whether it went up (0 or 1) less that probability. Over some draws of an operand:
-
-    bias           the mean excess: of all values, and of those at positions in each of eight bins
-    spread         the variance of one element's excess, as a share of a fair draw's
-    sums           the variance of sums over a row, a column and a block of 16: draws that elements share, or that
-                   repeat, make it larger than that of independent ones, and draws that balance each other smaller
-    dependence     of two operands of one tensor: the excess of elements that might have the same draw is uncorrelated
-
-The recheck (`Recheck`) meets the run's own tensors, on a machine that may have begun to compute wrongly. Every N steps
-one linear is watched: in the step's first micro-batch every operand as the linear really used it is compared with the
-reference quantizer's, and rows of the products with FP64; in the next one wgrad's product that is added to the
+The recheck (`Recheck`) compares the run's own tensors, on a machine that may have begun to compute wrongly. Every N
+steps one linear is watched: in the step's first micro-batch every operand as the linear really used it is compared with
+the reference quantizer's, and rows of the products with FP64; in the next one wgrad's product that is added to the
 gradient. It draws from no generator and writes no tensor of the run, so losses and weights keep their bits.
 """
 
@@ -48,19 +35,10 @@ from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand,
 from megatron_fp4.precision.emulated import operand_rows, shared_amax
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.recipe import (
-    GEMMS,
-    SLOTS,
-    SLOTS_OF,
-    Operand,
-    OperandSlot,
-    Recipe,
-    rounded_to_nearest,
-)
-from megatron_fp4.precision.reference import quantized
+from megatron_fp4.precision.recipe import GEMMS, SLOTS, SLOTS_OF, Operand, OperandSlot, Recipe, rounded_to_nearest
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.nvfp4 import encode_tensor_scale, quantize_nvfp4
+from megatron_fp4.quantization.formats import format_of, quantize_nvfp4
+from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E2M1_VALUES,
@@ -99,34 +77,33 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
     chunks = [slice(start, start + size) for start in range(0, x.shape[0], size)]
     amax = functools.reduce(torch.maximum, (operand_rows(x[chunk], request).abs().amax() for chunk in chunks))
     amax = amax.to(torch.float32)
-    amax = shared_amax(amax, request.amax_group) if format_of(request.operand.format).tensor_scale else amax
+    if format_of(request.operand.format).tensor_scale:
+        amax = shared_amax(amax, request.amax_group)
     values, scale = made.unpacked(), made.scale
     if not amax.isfinite():
         poisoned = any(part is not None and not part.isfinite().all() for part in (scale, values))
         return "" if poisoned else "is finite although it was made of NaN or inf"
-    decoded = None if made.decoded is None else made.decoded()
+    decoded, moves = None if made.decoded is None else made.decoded(), bool(request.rht) and not exact
     for chunk in chunks:
         rows = operand_rows(x[chunk], request)
-        if isinstance(decoded, NVFP4Tensor) and (request.key is not None or (request.rht and not exact)):
-            fault = _own_draws_fault(decoded, chunk, rows, request, amax, bool(request.rht) and not exact)
+        if isinstance(decoded, NVFP4Tensor) and (request.key is not None or moves):
+            fault = _own_draws_fault(decoded, chunk, rows, request, amax, moves)
         else:
             key = request.key and replace(request.key, row_offset=request.key.row_offset + chunk.start)
-            right = quantized(rows, request.operand, key, amax)
-            fault = difference(values[chunk].to(torch.float32) + 0.0, right.block_values() + 0.0, chunk.start)
-            fault = fault and f"values {fault}"
+            right = request.operand.encode(rows.to(torch.float32), key, amax)
+            fault = difference("values", values[chunk].to(torch.float32) + 0.0, right.block_values() + 0.0, chunk.start)
             if isinstance(right, NVFP4Tensor) and not fault:
                 assert scale is not None, "NVFP4 without a tensor scale"
-                fault = difference(scale, right.decode_scale())
-                fault = fault and f"tensor scale {fault}"
+                fault = difference("tensor scale", scale, right.decode_scale())
         if fault:
             return fault
     return ""
 
 
-def difference(actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
-    """Where two tensors differ in any bit, in words; empty if nowhere."""
+def difference(what: str, actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
+    """Where two tensors differ in any bit, in words that begin with `what`; empty if nowhere."""
     if actual.shape != expected.shape:
-        return f"have shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        return f"{what} have shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     unequal = torch.ne(*(t.contiguous().view(sizes[t.element_size()]) for t in (actual, expected)))
     if not unequal.any():
@@ -134,25 +111,26 @@ def difference(actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
     at = unequal.nonzero()[0].tolist()
     found, right = (t[tuple(at)].to(torch.float32).item() for t in (actual, expected))
     where = [at[0] + first_row, *at[1:]] if at else "the tensor"
-    return f"differ in {int(unequal.sum())} of {unequal.numel()}, first at {where}: {found:g} instead of {right:g}"
+    count = f"{int(unequal.sum())} of {unequal.numel()}"
+    return f"{what} differ in {count}, first at {where}: {found:g} instead of {right:g}"
 
 
 def _own_draws_fault(
-    decoded: NVFP4Tensor, chunk: slice, rows: Tensor, request: OperandRequest, amax: Tensor, off_by_a_step: bool
+    decoded: NVFP4Tensor, chunk: slice, rows: Tensor, request: OperandRequest, amax: Tensor, moves: bool
 ) -> str:
-    """Codes with Transformer Engine's draws or after its transform, which exist in NVFP4 alone. off_by_a_step: `rows`
-    may be the neighbouring BF16 numbers."""
-    step = _BF16_STEP if off_by_a_step else 0.0
+    """Codes with Transformer Engine's draws or after its transform, which exist in NVFP4 alone. moves: `rows` may be
+    the neighbouring BF16 numbers."""
+    step = _BF16_STEP if moves else 0.0
     if not (decoded.amax - amax).abs() <= step * amax:
         return f"amax is {decoded.amax.item():g} instead of {amax.item():g}"
-    right = quantized(rows, request.operand, None, decoded.amax)
+    right = request.operand.encode(rows.to(torch.float32), None, decoded.amax)
     scales = decoded.scales[chunk]
     apart = (scales.view(torch.uint8).to(torch.int16) - right.scales.view(torch.uint8).to(torch.int16)).abs()
-    if (apart > int(off_by_a_step)).any():
-        return f"scales {difference(scales, right.scales, chunk.start)}"
+    if (apart > int(moves)).any():
+        return difference("scales", scales, right.scales, chunk.start)
     scales = scales.to(torch.float32)
     codes, positions = e2m1_values(unpack_codes(decoded.codes[chunk])), grid_positions(rows, scales, decoded.amax)
-    slack = positions.abs() * step + (_NEAR_ZERO if off_by_a_step else 0.0)
+    slack = positions.abs() * step + (_NEAR_ZERO if moves else 0.0)
     least, most = (_code(positions + (slack if up else -slack), request.key is None, up) for up in (False, True))
     # Under a scale of zero the codes do not show.
     strangers = ((codes < least) | (codes > most)) & (scales > 0).repeat_interleave(16, dim=1)
@@ -186,7 +164,7 @@ def grid_positions(rows: Tensor, scales: Tensor, amax: Tensor) -> Tensor:
 # rounds by 2^-9; Hopper's FP8 tensor cores add 128 products with 14 bits.
 PRODUCT_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
 ELEMENT_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
-_ROWS = 256
+_SELFTEST_ROWS, _RECHECK_ROWS = 256, 64
 _PRODUCT_ELEMENTS = 2**24
 
 
@@ -219,29 +197,31 @@ def product_fault(
     error, root = found - expected, max(expected.square().mean().sqrt().item(), 1e-300)
     total = (error.square().mean().sqrt() / root).item()
     worst, peak = (t.abs().amax().item() / root for t in (error, expected))
-    condition, dtype = 1.0, product.dtype
 
-    def within() -> bool:  # NaN passes no comparison
-        most = condition * ELEMENT_ERROR[dtype] + 2**-8 * peak
-        return total <= condition * PRODUCT_ERROR[dtype] and worst <= most
+    def within(condition: float) -> bool:  # NaN passes no comparison
+        most = condition * ELEMENT_ERROR[product.dtype] + 2**-8 * peak
+        return total <= condition * PRODUCT_ERROR[product.dtype] and worst <= most
 
-    if cancelling and not within():
+    if within(1.0):
+        return "", total
+    if cancelling:
         # How much larger sums of magnitudes are than sums of random signs would have them.
         magnitudes = (_in_fp64(left.abs(), right.abs()) * scale).square().mean().sqrt().item()
-        condition = max(1.0, magnitudes / root / left.shape[1] ** 0.5)
-    fault = f"relative error {total:.2e}, worst element {worst:.2e} of the root mean square"
-    return "" if within() else fault, total
-
-
-def product_rows(product: Tensor) -> Tensor:
-    """Evenly spaced rows of a product, `_ROWS` at most."""
-    return torch.linspace(0, product.shape[0] - 1, min(_ROWS, product.shape[0]), device=product.device).long()
+        if within(max(1.0, magnitudes / root / left.shape[1] ** 0.5)):
+            return "", total
+    return f"relative error {total:.2e}, worst element {worst:.2e} of the root mean square", total
 
 
 def _in_fp64(left: Tensor, right: Tensor) -> Tensor:
     """left right^T for FP64 [m, k] and [n, k] of any type, converted piece by piece."""
     size = max(1, _PRODUCT_ELEMENTS // right.shape[1])
     return torch.cat([left @ part.to(torch.float64).t() for part in right.split(size)], dim=1)
+
+
+def _spaced_rows(product: Tensor, most: int, turn: int = 0) -> Tensor:
+    """Evenly spaced rows of a product, other ones in each turn."""
+    size, count = product.shape[0], min(most, product.shape[0])
+    return (torch.arange(count, device=product.device) * size // count + turn) % size
 
 
 # ----------------------------------------------------------------------------------------------------------- self-test
@@ -328,40 +308,37 @@ def check(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
 
 def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator[tuple[Any, ...]]:
     """What was compared, what differs, and of products the relative error."""
-    recipe, samples = case.recipe, sample_tensors(case, device)
+    recipe, tensors = case.recipe, padded_tensors(backend, case, device)
     nearest = replace(case, recipe=rounded_to_nearest(recipe)).context(backend)
-    unpadded = LinearCall(nearest, samples[1], samples[0])
-    tensors = padded_tensors(unpadded, *samples)
     shared = replace(nearest, in_shards=case.in_shards, out_shards=case.out_shards)
-    of_all = [s for s in SLOTS if recipe[s].format == "nvfp4" and shared.amax_group(s.tensor) is not None]
-    drawn = [slot for slot in SLOTS if recipe[slot].quantized and recipe[slot].drawn]
-    every = [slot for slot in SLOTS if recipe[slot].quantized]
+    quantized = [slot for slot in SLOTS if recipe[slot].quantized]
+    of_all = [s for s in quantized if recipe[s].format == "nvfp4" and shared.amax_group(s.tensor) is not None]
     made: dict[OperandSlot, Any] = {}
     for what, context, slots in (
         ("maximum of all ranks", shared, of_all),
-        ("draws", case.context(backend), drawn),
-        ("codes", nearest, every),
+        ("draws", case.context(backend), [slot for slot in quantized if recipe[slot].drawn]),
+        ("codes", nearest, quantized),
     ):
-        call = LinearCall(context, tensors["weight"], tensors["activation"])
         for name, tensor in tensors.items() if slots else ():
             group = context.amax_group(name)
             # Each rank's is half as large as that of the one before.
             tensor = tensor if group is None else tensor * 2.0 ** -dist.get_rank(group)
+            call = LinearCall(context, tensors["weight"], tensors["activation"])
             for slot, make, rows in _makers(call, name, tensor):
                 made[slot] = make()
                 if slot in slots:
                     yield f"{slot.name} {what}", operand_fault(made[slot], rows, call.request(slot), exact=True)
     if not backend.draws_ours:
-        yield from ((f"{label} rounding", fault) for label, fault in fairness_of(backend, case, tensors))
+        yield from fairness_of(backend, case, tensors)
     for name, gemm in recipe.gemms.items():
         if gemm.quantized:
             left, right = (made[slot] for slot in SLOTS if slot.gemm == name)
             product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
-            yield f"{name} product", *product_fault(product, left, right, product_rows(product))
+            yield f"{name} product", *product_fault(product, left, right, _spaced_rows(product, _SELFTEST_ROWS))
             if name == "wgrad" and backend.accumulates:
-                groups = unpadded.row_groups
+                groups = LinearCall(nearest, *sample_tensors(case, device)[1::-1]).row_groups
                 total = backend.gemm(left, right, torch.float32, None, groups).flip(0) * 0.75
-                rows = product_rows(total)
+                rows = _spaced_rows(total, _SELFTEST_ROWS)
                 before, summed = total[rows], backend.gemm(left, right, torch.float32, total, groups)
                 found = product_fault(summed, left, right, rows, groups=groups, before=before)
                 yield "wgrad product added to a gradient", *found
@@ -377,7 +354,12 @@ def _makers(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[Opera
 
 
 def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """x [tokens, inputs], W [outputs, inputs] and dy [tokens, outputs] in BF16, the same every time."""
+    """x [tokens, inputs], W [outputs, inputs] and dy [tokens, outputs] in BF16, the same every time.
+
+    Random, with outlier columns, one block of zeros and rows that are a hundred times smaller. Values are multiples of
+    one power of two, so that a Hadamard transform is exact in FP32 in any order of summation: on other values two
+    correct transforms may differ in the last bit of BF16, and then in a code.
+    """
     generator = torch.Generator(device).manual_seed(case.tokens + 3 * case.inputs + 7 * case.outputs)
 
     def draw(rows: int, columns: int, exponent: int) -> Tensor:
@@ -391,8 +373,10 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
     return draw(case.tokens, case.inputs, 0), draw(case.outputs, case.inputs, -5), draw(case.tokens, case.outputs, -13)
 
 
-def padded_tensors(call: LinearCall, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """The tensors as a linear pads them, by their names in `SLOTS_OF`."""
+def padded_tensors(backend: Backend, case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Samples as a linear pads them, by their names in `SLOTS_OF`."""
+    x, w, dy = sample_tensors(case, device)
+    call = LinearCall(case.context(backend), w, x)
     return {"activation": call.pad_tokens(x), "weight": call.pad_rows(w), "gradient": call.pad(dy)}
 
 
@@ -414,6 +398,14 @@ def _poison_fault(backend: Backend, case: Case, device: torch.device) -> str:
 
 # ------------------------------------------------------------------------------------------- fairness of its rounding
 
+# A value between two neighbours on the E2M1 grid is to go up with a probability that is its position between them. Its
+# excess is whether it went up (0 or 1) less that probability. Over some draws of an operand are compared:
+#
+#     bias           the mean excess: of all values, and of those at positions in each of eight bins
+#     spread         the variance of one element's excess, as a share of a fair draw's
+#     sums           the variance of sums over a row, a column and a block of 16: draws that elements share, or that
+#                    repeat, make it larger than that of independent ones, and draws that balance each other smaller
+#     dependence     of two operands of one tensor: the excess of elements that might have the same draw is uncorrelated
 _DRAWS = 16
 # Largest deviations beyond six standard errors; eight random bits alone may have a bias of 1/512.
 _BIAS, _BIN_BIAS, _SPREAD, _SUMS, _CORRELATION = 0.004, 0.01, 0.03, 0.1, 0.02
@@ -422,23 +414,23 @@ _NUM_BINS = 8
 _CORNER = 128
 
 _SUMS_OVER: dict[str, Callable[[Tensor], Tensor]] = {
-    "rows": lambda excess: excess.sum(1),
-    "columns": lambda excess: excess.sum(0),
-    "blocks": lambda excess: excess.unflatten(1, (-1, 16)).sum(2),
+    "rows": lambda excess: excess.sum(-1),
+    "columns": lambda excess: excess.sum(-2),
+    "blocks": lambda excess: excess.unflatten(-1, (-1, 16)).sum(-1),
 }
 
 
 def _corners(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = (min(*sizes, _CORNER) for sizes in zip(one.shape, other.shape, strict=True))
-    return one[:rows, :columns], other[:rows, :columns]
+    rows, columns = (min(*sizes, _CORNER) for sizes in zip(one.shape[-2:], other.shape[-2:], strict=True))
+    return one[..., :rows, :columns], other[..., :rows, :columns]
 
 
 # What two operands [n, k] and [k, n] of one tensor might share: one generator's state in two launches, which count by
 # place or by index, or one draw for both copies of an element.
 _PAIRED_BY: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "place": _corners,
-    "index": lambda one, other: (one.flatten(), other.flatten()),
-    "element": lambda one, other: (one, other.t()),
+    "index": lambda one, other: (one.flatten(-2), other.flatten(-2)),
+    "element": lambda one, other: (one, other.mT),
 }
 
 
@@ -457,7 +449,7 @@ def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> 
         if drawn:
             call = LinearCall(case.context(backend), tensors["weight"], tensor)
             rows = {slot: operand_rows(tensor, call.request(slot), slot.transposed).contiguous() for slot in drawn}
-            yield from fairness(rows, draw, case.recipe).items()
+            yield from ((f"{label} rounding", fault) for label, fault in fairness(rows, draw, case.recipe).items())
 
 
 def fairness(
@@ -468,30 +460,21 @@ def fairness(
     rows: what each is made from: [n, k], and of the transposed tensor [k, n]. draw: makes them by the draws of a
     number, the same again for the same number.
     """
-    operands = {slot: _Excess(x, recipe[slot]) for slot, x in rows.items()}
-    together, first = dict.fromkeys(_PAIRED_BY, 0.0), dict[OperandSlot, Tensor]()
-    for number in range(_DRAWS):
+    drawn = {slot: _Drawn(x, recipe[slot]) for slot, x in rows.items()}
+    excess: dict[OperandSlot, list[Tensor]] = {slot: [] for slot in rows}
+    for number in (*range(_DRAWS), 0):
         made = draw(number)
-        latest = {slot: of.add(made[slot]) for slot, of in operands.items()}
-        first = first or latest
-        if len(rows) == 2:
-            for what, paired in _PAIRED_BY.items():
-                one, other = paired(*latest.values())
-                together[what] += float((one * other).sum())
-    again, found = draw(0), {}
-    for slot, of in operands.items():
-        found[slot.name] = of.fault()
-        if torch.equal(first[slot], latest[slot]):
-            found[slot.name] = "two draws are the same"
-        elif not torch.equal(first[slot], of.excess(again[slot])):
-            found[slot.name] = "the same key gives other draws"
+        for slot, of in drawn.items():
+            excess[slot].append(of.excess(made[slot]))
+    found = {slot.name: of.fault(torch.stack(excess[slot][:-1]), excess[slot][-1]) for slot, of in drawn.items()}
     if len(rows) == 2:
-        found[" and ".join(found)] = _dependence(together, *(of.variance for of in operands.values()))
+        one, other = (torch.stack(of[:-1]) for of in excess.values())
+        found[" and ".join(found)] = _dependence(one, other, *(of.variance for of in drawn.values()))
     return found
 
 
-class _Excess:
-    """The excess of an operand's draws, added up. high: FP32 [n, k], the neighbour above each value in magnitude;
+class _Drawn:
+    """An operand that is rounded stochastically. high: FP32 [n, k], the neighbour above each value in magnitude;
     position: FP64 [n, k], from below (0) to above (1); variance: FP64 [n, k], of the excess of a fair draw."""
 
     def __init__(self, rows: Tensor, operand: Operand) -> None:
@@ -504,7 +487,6 @@ class _Excess:
         self.between = gap > 0
         self.position = torch.where(self.between, (scaled - low).abs() / gap.clamp(min=0.5), 0.0).to(torch.float64)
         self.variance = self.position * (1 - self.position)
-        self.total, self.sums = torch.zeros_like(self.position), dict.fromkeys(_SUMS_OVER, 0.0)
 
     def excess(self, made: BackendOperand) -> Tensor:
         """FP64 [n, k] of one draw; 0 where there is nothing to round."""
@@ -512,54 +494,50 @@ class _Excess:
         ups = (values.flatten(-2) == self.high).to(torch.float64)
         return torch.where(self.between, ups - self.position, 0.0)
 
-    def add(self, made: BackendOperand) -> Tensor:
-        """The excess of the next of `_DRAWS` draws, taken in."""
-        excess = self.excess(made)
-        self.total += excess
-        for what, add in _SUMS_OVER.items():
-            self.sums[what] += float(add(excess).square().sum())
-        return excess
-
-    def fault(self) -> str:
-        """What is beyond its limit, or an empty string."""
-        excess, variance = (t[self.between] for t in (self.total / _DRAWS, self.variance))
+    def fault(self, excess: Tensor, again: Tensor) -> str:
+        """What is beyond its limit in the excess of `_DRAWS` draws, [draws, n, k], or an empty string. again: of the
+        first once more."""
+        if torch.equal(excess[0], excess[-1]):
+            return "two draws are the same"
+        if not torch.equal(excess[0], again):
+            return "the same key gives other draws"
+        total = excess.sum(0)
+        mean, variance = (t[self.between] for t in (total / _DRAWS, self.variance))
         bins = (self.position[self.between] * _NUM_BINS).long()
         limits = {"": (_BIAS, bins >= 0)}
         limits |= {f" at positions {i / 8:g} to {(i + 1) / 8:g}": (_BIN_BIAS, bins == i) for i in range(_NUM_BINS)}
         for where, (limit, inside) in limits.items():
             if inside.any():
-                bias = float(excess[inside].mean())
+                bias = float(mean[inside].mean())
                 noise = 6 * float(variance[inside].sum() / _DRAWS) ** 0.5 / int(inside.sum())
                 if not abs(bias) <= limit + noise:
                     return f"goes up too often by {bias:+.4f} of a spacing{where}"
         # Over independent draws the squared sum has their number times the fair variance.
-        spread = float(self.total.square().sum() / (_DRAWS * self.variance.sum()))
-        if not abs(spread - 1) <= _SPREAD + 6 * (2 / excess.numel()) ** 0.5:
+        spread = float(total.square().sum() / (_DRAWS * self.variance.sum()))
+        if not abs(spread - 1) <= _SPREAD + 6 * (2 / mean.numel()) ** 0.5:
             return f"its spread is {spread:.3f} of a fair draw's"
-        fair, everywhere = float(variance.sum()), torch.full_like(self.total, float(self.total.mean()) / _DRAWS)
+        fair, everywhere = float(variance.sum()), torch.full_like(total, float(total.mean()) / _DRAWS)
         for what, add in _SUMS_OVER.items():
             common = float(add(everywhere).square().sum())  # what a bias adds
-            share = (self.sums[what] / _DRAWS - common) / fair
+            share = (float(add(excess).square().sum()) / _DRAWS - common) / fair
             noise = 6 * (2 * float(add(self.variance).square().sum()) / _DRAWS) ** 0.5 / fair
             if not abs(share - 1) <= _SUMS + noise:
                 return f"sums over {what} have {share:.3f} of the variance of independent draws"
         return ""
 
 
-def _dependence(together: Mapping[str, float], one: Tensor, other: Tensor) -> str:
-    """together: sums of products of both operands' excess, by how they are paired. one, other: their variances."""
+def _dependence(one: Tensor, other: Tensor, *variances: Tensor) -> str:
+    """one, other: the excess of two operands, [draws, n, k] and [draws, k, n]. variances: of each fair draw."""
     for what, paired in _PAIRED_BY.items():
-        a, b = paired(one, other)
+        together = sum(float((x * y).sum()) for x, y in zip(*paired(one, other), strict=True))
+        a, b = paired(*variances)
         scale, noise = _DRAWS * float((a * b).sqrt().sum()), 6 * (_DRAWS * float((a * b).sum())) ** 0.5
-        if not abs(together[what]) <= _CORRELATION * scale + noise:
-            return f"go together at the same {what}: correlation {together[what] / scale:+.3f}"
+        if not abs(together) <= _CORRELATION * scale + noise:
+            return f"go together at the same {what}: correlation {together / scale:+.3f}"
     return ""
 
 
 # ------------------------------------------------------------------------------------------------------------- recheck
-
-# Of each product, other ones at each of a linear's turns.
-_PRODUCT_ROWS = 64
 
 
 class RecheckError(SelfTestError):
@@ -592,7 +570,7 @@ class Recheck:
     def __init__(self, interval: int, linears: Mapping[str, LinearContext]) -> None:
         self.interval, self._linears = interval, dict(linears)
         self._watched: tuple[str, int] | None = None
-        self._turn, self._seen, self._faults = 0, set[str](), list[str]()
+        self._turn, self._faults = 0, dict[str, str]()  # what was compared, and what differs
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -602,7 +580,7 @@ class Recheck:
             yield
             return
         self._turn, index = divmod(step // self.interval, len(names))
-        self._watched, self._seen, self._faults = (names[index], step), set(), []
+        self._watched, self._faults = (names[index], step), {}
         context = self._linears[names[index]]
         # Codes that were kept from before would not be seen being made; made again they are the same.
         context.weight_cache = None
@@ -617,31 +595,19 @@ class Recheck:
         watched, self._watched = self._watched, None
         if watched is None:
             return None
-        assert self._seen, f"nothing of {watched[0]} was seen"
+        assert self._faults, f"nothing of {watched[0]} was seen"
         of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, [f"rank {dist.get_rank()}: {fault}" for fault in self._faults])
-        return Rechecked(*watched, len(self._seen), [fault for faults in of_ranks for fault in faults])
+        mine = [f"rank {dist.get_rank()}: {what}: {fault}" for what, fault in self._faults.items() if fault]
+        dist.all_gather_object(of_ranks, mine)
+        return Rechecked(*watched, len(self._faults), [fault for faults in of_ranks for fault in faults])
 
-    def operands(
-        self,
-        x: Tensor,
-        requests: tuple[OperandRequest | None, OperandRequest | None],
-        makers: tuple[MakeOperand | None, MakeOperand | None],
-    ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """Operands that are compared when they are made."""
-
-        def watched(make: MakeOperand, request: OperandRequest, rows: Tensor) -> Any:
-            made, slot = make(), request.slot
-            assert slot is not None
-            if made.quantized and slot.name not in self._seen:
-                self._note(slot.name, operand_fault(made, rows, request))
-            return made
-
-        (columns, rows), (first, second) = requests, makers
-        return (
-            None if first is None or columns is None else functools.partial(watched, first, columns, x),
-            None if second is None or rows is None else functools.partial(watched, second, rows, x.t()),
-        )
+    def operand(self, make: MakeOperand, x: Tensor, request: OperandRequest) -> Any:
+        """The operand that `make` makes of x [n, k], compared."""
+        made, slot = make(), request.slot
+        assert slot is not None
+        if made.quantized and slot.name not in self._faults:
+            self._faults[slot.name] = operand_fault(made, x, request)
+        return made
 
     def product(
         self,
@@ -649,23 +615,14 @@ class Recheck:
         multiply: Callable[[], Tensor],
         sides: tuple[Any, Any],
         total: Tensor | None,
-        rows: RowGroups | None,
+        groups: RowGroups | None,
     ) -> Tensor:
         """The backend's product, compared."""
         what = f"{gemm} product" if total is None else f"{gemm} product added to a gradient"
-        if what in self._seen or not any(side.quantized for side in sides):
+        if what in self._faults or not any(side.quantized for side in sides):
             return multiply()
-        before = None if total is None else total[self._rows(total)]
+        before = None if total is None else total[_spaced_rows(total, _RECHECK_ROWS, self._turn)]
         product = multiply()
-        fault, _ = product_fault(product, *sides, self._rows(product), groups=rows, before=before, cancelling=True)
-        self._note(what, fault)
+        rows = _spaced_rows(product, _RECHECK_ROWS, self._turn)
+        self._faults[what], _ = product_fault(product, *sides, rows, groups=groups, before=before, cancelling=True)
         return product
-
-    def _rows(self, product: Tensor) -> Tensor:
-        size, count = product.shape[0], min(_PRODUCT_ROWS, product.shape[0])
-        return (torch.arange(count, device=product.device) * size // count + self._turn) % size
-
-    def _note(self, what: str, fault: str) -> None:
-        self._seen.add(what)
-        if fault:
-            self._faults.append(f"{what}: {fault}")

@@ -3,9 +3,8 @@
 `quantize_nvfp4`, `NVFP4Tensor` and `random_hadamard_transform` are the stable public calls.
 """
 
-from megatron_fp4.quantization.formats import quantize
+from megatron_fp4.quantization.formats import quantize, quantize_nvfp4
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from megatron_fp4.quantization.fp8 import FP8_BLOCKS, FusedFP8, encode_fp8
 from megatron_fp4.quantization.microscaling import MX_BLOCKS, FusedMXFP8, encode_mxfp4, encode_mxfp8
 from megatron_fp4.quantization.ms_eden import FusedMSEden, encode_ms_eden
 from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS, encode_nvfp4
-from megatron_fp4.quantization.rounding import E2M1_MAX, E4M3_MAX, RoundingKey
-from megatron_fp4.quantization.tensor import Encoded, QuantizedTensor, checked
+from megatron_fp4.quantization.rounding import E2M1_MAX, E4M3_MAX, RoundingKey, fresh_rounding_key
+from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Format:
     encode_ms_eden: as `encode`, of rotated rows by MS-EDEN, which has no block and no options; None: it has none.
     """
 
-    encode: Callable[..., Encoded]
+    encode: Callable[..., QuantizedTensor]
     blocks: tuple[tuple[int, int], ...]
     largest: float
     scales: torch.dtype
@@ -47,7 +47,7 @@ class Format:
     tensor_scale: bool = False
     stochastic: bool = True
     options: tuple[str, ...] = ()
-    encode_ms_eden: Callable[..., Encoded] | None = None
+    encode_ms_eden: Callable[..., QuantizedTensor] | None = None
 
     def kernels(self, side: Side, along: str) -> type[Fused] | None:
         """Those that make an operand along `columns` or `rows`; None: PyTorch does."""
@@ -95,11 +95,44 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize `x` ([..., cols], floating point) along its last dimension to the format `name`.
 
-    block: None: that of one row. rounding, key: as in `quantize_nvfp4`. options: the format's.
+    block: elements that share a scale, (rows, columns); None: that of one row.
+    rounding: `nearest` (ties to the even code) or `stochastic`, whose draws come from `key` and the element's
+        position; without a key, one is drawn from torch's default generator.
+    options: the format's, as its `encode_...` has them.
+
     Raises TypeError unless `x` is floating point, ValueError for an unknown format, another block or rounding or if the
-    block does not tile `x`.
+    block does not tile `x`. Non-finite input does not raise (that would stall a GPU): it poisons what it is decoded to.
     """
     form = format_of(name)
-    block = form.blocks[0] if block is None else block
-    rows, key = checked(x, block, form.blocks, rounding, key, name)
-    return form.encode(rows, block, key, **options).packed(x.shape[:-1])
+    block = form.blocks[0] if block is None else tuple(block)
+    if block not in form.blocks:
+        raise ValueError(f"{name}: block {block} is not one of {form.blocks}")
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"{name}: rounding {rounding!r} is not 'nearest' or 'stochastic'")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: a floating-point tensor is needed, got {x.dtype}")
+    if x.dim() < 1 or x.numel() == 0:
+        raise ValueError(f"{name}: shape {tuple(x.shape)} is a scalar or has no elements; skip empty tensors")
+    rows = x.reshape(-1, x.shape[-1])
+    for what, size, divisor in zip(("rows", "columns"), rows.shape, block, strict=True):
+        if size % divisor:
+            raise ValueError(
+                f"{name}: {size} {what} (shape {tuple(x.shape)}) are not a multiple of the block's {divisor}; "
+                f"pad to {-(-size // divisor) * divisor} with zeros"
+            )
+    if rounding == "nearest":
+        key = None
+    elif key is None:
+        key = fresh_rounding_key()
+    return form.encode(rows.to(torch.float32), block, key, **options).reshaped(x.shape[:-1])
+
+
+def quantize_nvfp4(
+    x: Tensor, block: tuple[int, int] = (1, 16), rounding: str = "nearest", **options: Any
+) -> NVFP4Tensor:
+    """`quantize` to NVFP4.
+
+    options: `key`; `amax`, FP32 0-dim largest magnitude to scale by, where it is that of a larger tensor of which `x`
+    is a shard; `four_over_six` and `four_over_six_error`, as `encode_nvfp4` has them.
+    """
+    return cast(NVFP4Tensor, quantize(x, "nvfp4", block, rounding, **options))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_fp4.quantization.cuda import Fused, Kernel, launch
 from megatron_fp4.quantization.rounding import E4M3_MAX, FP32_MAX, RoundingKey, random_bits, to_e4m3
-from megatron_fp4.quantization.tensor import Encoded, block_amax, scale_blocks
+from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_blocks
 
 FP8_BLOCKS = ((1, 128), (128, 128))
 
@@ -33,7 +33,7 @@ _MATMUL = Kernel("fp8.matmul_fp8_kernel", num_stages=4, enable_fp_fusion=True)
 
 def encode_fp8(
     rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, power_of_two_scales: bool = False
-) -> Encoded:
+) -> QuantizedTensor:
     """Checked FP32 [rows, cols] in FP8 blocks. key: of the draws, None rounds to nearest.
 
     power_of_two_scales: round the encode scale down to a power of two.
@@ -49,7 +49,7 @@ def encode_fp8(
         scaled = _stochastic_e4m3(scaled, random_bits(key, rows.shape[0], rows.shape[1], rows.device))
     # E4M3 times a power of two has four significant bits.
     exact = torch.bfloat16 if power_of_two_scales else torch.float32
-    return Encoded(to_e4m3(scaled), decode, block, exact=exact)
+    return QuantizedTensor(to_e4m3(scaled), decode, block, exact=exact)
 
 
 def _stochastic_e4m3(scaled: Tensor, bits: Tensor) -> Tensor:

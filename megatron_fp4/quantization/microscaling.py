@@ -41,7 +41,7 @@ from megatron_fp4.quantization.rounding import (
     to_ue8m0_up,
     ue8m0_values,
 )
-from megatron_fp4.quantization.tensor import Encoded, block_amax, scale_blocks
+from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_blocks
 
 MX_BLOCKS = ((1, 32), (32, 32))
 
@@ -50,7 +50,7 @@ _QUANTIZE, _DECODE = Kernel("fp8.quantize_mxfp8_kernel"), Kernel("fp8.decode_mxf
 
 def encode_mxfp4(
     rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, maxima: Tensor | None = None
-) -> Encoded:
+) -> QuantizedTensor:
     """Checked FP32 [rows, cols] in MXFP4. key: of the draws, None rounds to nearest.
 
     maxima: FP32 [rows, cols / 32], the largest magnitude of each row's blocks, where other rows of these are elsewhere;
@@ -59,16 +59,16 @@ def encode_mxfp4(
     amax = block_amax(rows, block) if maxima is None else maxima
     scales = to_ue8m0_up(amax / torch.full_like(amax, E2M1_MAX))
     scaled = scale_blocks(rows, ue8m0_values(scales).reciprocal()).clamp_(-E2M1_MAX, E2M1_MAX)
-    return Encoded(round_e2m1(scaled, key), scales, block, rows < 0)
+    return QuantizedTensor(round_e2m1(scaled, key), scales, block, rows < 0)
 
 
-def encode_mxfp8(rows: Tensor, block: tuple[int, int], key: None = None) -> Encoded:
+def encode_mxfp8(rows: Tensor, block: tuple[int, int], key: None = None) -> QuantizedTensor:
     """Checked FP32 [rows, cols] in MXFP8. key: None, there is no stochastic rounding."""
     assert key is None, "mxfp8 rounds to nearest"
     amax = block_amax(rows, block)
     scales = to_ue8m0_up(amax * torch.full_like(amax, 1 / E4M3_MAX))
     codes = to_e4m3(scale_blocks(rows, ue8m0_values(scales).reciprocal()))
-    return Encoded(codes, scales, block)
+    return QuantizedTensor(codes, scales, block)
 
 
 @dataclass(frozen=True)

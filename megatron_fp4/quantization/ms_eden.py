@@ -53,7 +53,7 @@ from megatron_fp4.quantization.rounding import (
     rounding_draws,
     to_e4m3,
 )
-from megatron_fp4.quantization.tensor import Encoded, block_amax, scale_blocks
+from megatron_fp4.quantization.tensor import NVFP4Tensor, block_amax, scale_blocks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +72,7 @@ _DRAW_SIGNS, _MEASURE = Kernel("ms_eden.signs_kernel"), Kernel("ms_eden.measure_
 _QUANTIZE = Kernel("ms_eden.quantize_kernel")
 
 
-def encode_ms_eden(rows: Tensor, key: RoundingKey | None, *, amax: Tensor | None = None) -> Encoded:
+def encode_ms_eden(rows: Tensor, key: RoundingKey | None, *, amax: Tensor | None = None) -> NVFP4Tensor:
     """FP32 [rows, cols], rotated, cols a multiple of 128, by MS-EDEN.
 
     key: of the draws, a row's blocks being its columns; None rounds the corrected scales to nearest. amax: 0-dim, or
@@ -86,7 +86,8 @@ def encode_ms_eden(rows: Tensor, key: RoundingKey | None, *, amax: Tensor | None
     scaled = scale_blocks(rows, torch.where(scales == 0, torch.zeros_like(encode), encode))
     codes = round_e2m1_nearest(scaled.clamp(-E2M1_MAX, E2M1_MAX))
     corrected = scales * _correction(scaled, codes).repeat_interleave(GROUP // BLOCK, dim=1)
-    return Encoded(codes, _rounded(corrected, key), (1, BLOCK), rows < 0, amax, SCALE_MAX)
+    scales = _rounded(corrected, key)
+    return NVFP4Tensor(codes, scales, (1, BLOCK), rows < 0, amax=amax, scale_max=SCALE_MAX)
 
 
 def _correction(scaled: Tensor, codes: Tensor) -> Tensor:

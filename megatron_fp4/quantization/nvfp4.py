@@ -19,8 +19,6 @@ Divisions are by tensors: on CUDA PyTorch divides by a Python number by multiply
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -33,42 +31,10 @@ from megatron_fp4.quantization.rounding import (
     round_e2m1_nearest,
     to_e4m3,
 )
-from megatron_fp4.quantization.tensor import Encoded, NVFP4Tensor, block_amax, checked, headroom, scale_blocks
+from megatron_fp4.quantization.tensor import NVFP4Tensor, block_amax, headroom, scale_blocks
 
 NVFP4_BLOCKS = ((1, 16), (16, 16))
 FOUR_OVER_SIX_SCALE_MAX = 256.0
-
-
-def quantize_nvfp4(
-    x: Tensor,
-    block: tuple[int, int] = (1, 16),
-    rounding: str = "nearest",
-    *,
-    key: RoundingKey | None = None,
-    amax: Tensor | None = None,
-    four_over_six: bool = False,
-    four_over_six_error: str = "absolute",
-) -> NVFP4Tensor:
-    """Quantize `x` ([..., cols], floating point) along its last dimension.
-
-    block: (1, 16), or (16, 16) for one scale per 16 rows x 16 columns.
-    rounding: `nearest` (ties to the even code) or `stochastic`, whose draws come from `key` and the element's
-        position; without a key, one is drawn from torch's default generator.
-    amax: FP32 0-dim largest magnitude to scale by, where it is that of a larger tensor of which `x` is a shard.
-    four_over_six: per block also try to map the largest value to 4 (scale x 1.5) and keep the choice with the smaller
-        error, ties keeping 6 (arXiv 2512.02010); the largest block scale is then mapped to 256.
-    four_over_six_error: what is summed over a block: `absolute` errors or `squared` ones.
-
-    Raises TypeError unless `x` is floating point, ValueError for another block or rounding or if the block does not
-    tile `x`. Non-finite input does not raise (that would stall a GPU): it poisons, see the top of this file.
-    """
-    rows, key = checked(x, block, NVFP4_BLOCKS, rounding, key, "nvfp4")
-    if four_over_six_error not in ("absolute", "squared"):
-        raise ValueError(f"nvfp4: four_over_six_error {four_over_six_error!r} is not 'absolute' or 'squared'")
-    encoded = encode_nvfp4(
-        rows, block, key, amax=amax, four_over_six=four_over_six, four_over_six_error=four_over_six_error
-    )
-    return cast(NVFP4Tensor, encoded.packed(x.shape[:-1]))
 
 
 def encode_nvfp4(
@@ -80,13 +46,17 @@ def encode_nvfp4(
     four_over_six: bool = False,
     four_over_six_error: str = "absolute",
     maxima: Tensor | None = None,
-) -> Encoded:
-    """The numbers of `quantize_nvfp4` for checked FP32 [rows, cols], unpacked.
+) -> NVFP4Tensor:
+    """FP32 [rows, cols] in NVFP4. key: of the draws, None rounds to nearest.
 
-    key: of the draws, None rounds to nearest. amax: 0-dim, or [rows, 1] where rows are of several tensors (not with
-    four_over_six). maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, where other rows of
-    these are elsewhere (not with four_over_six); None: of `rows`.
+    amax: 0-dim, or [rows, 1] where rows are of several tensors (not with four_over_six); None: of `rows`.
+    four_over_six: per block also try to map the largest value to 4 (scale x 1.5) and keep the choice with the smaller
+        error, ties keeping 6 (arXiv 2512.02010); the largest block scale is then mapped to 256.
+    four_over_six_error: what is summed over a block: `absolute` errors or `squared` ones.
+    maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, where other rows of these are
+        elsewhere (not with four_over_six); None: of `rows`.
     """
+    assert four_over_six_error in ("absolute", "squared")
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)
@@ -105,7 +75,7 @@ def encode_nvfp4(
         take_4 = error_4 < error_6
         scales = torch.where(take_4, scales_4.view(torch.uint8), scales_6.view(torch.uint8)).view(torch.float8_e4m3fn)
         scaled = torch.where(take_4.repeat_interleave(16, dim=1), scaled_4, scaled_6)
-    return Encoded(round_e2m1(scaled, key), scales, block, rows < 0, amax, scale_max)
+    return NVFP4Tensor(round_e2m1(scaled, key), scales, block, rows < 0, amax=amax, scale_max=scale_max)
 
 
 def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:

@@ -148,7 +148,7 @@ def quantize_rows(
         encoded = encode_nvfp4(values, (16, 16), None, amax=amax, maxima=of_rows)
     else:
         encoded = encode_mxfp4(values, (32, 32), None, maxima=of_rows)
-    for made, whole in zip((encoded.codes(), encoded.scales.view(torch.uint8)), out, strict=True):
+    for made, whole in zip((encoded.codes, encoded.scales.view(torch.uint8)), out, strict=True):
         whole[: len(made)].copy_(made)
     return out
 

@@ -13,7 +13,10 @@ scales (k / 32 columns) alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,10 +24,8 @@ from torch import Tensor
 from megatron_fp4.quantization.rounding import (
     E2M1_MAX,
     E4M3_MAX,
-    RoundingKey,
     e2m1_codes,
     e2m1_values,
-    fresh_rounding_key,
     pack_codes,
     ue8m0_values,
     unpack_codes,
@@ -37,38 +38,59 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 class QuantizedTensor:
     """Codes under block scales, without a tensor scale: MXFP4, MXFP8, FP8.
 
-    codes: E2M1 codes as uint8 [..., cols / 2], low nibble = even column, or E4M3 as float8_e4m3fn [..., cols].
+    elements: codes, E2M1 as uint8 [..., cols / 2], low nibble = even column, or E4M3 as float8_e4m3fn [..., cols]; or
+        FP32 values on the E2M1 grid [..., cols] that are not packed before `codes` is asked for.
     scales: [..., cols / columns of a block], replicated over the rows of a block: FP32, E4M3 as float8_e4m3fn, or UE8M0
         as uint8, biased exponents of which 255 is NaN.
     block: elements that share a scale, (rows, columns).
+    negative: of FP32 elements, where a code's sign bit is set (a value that is zero does not show it).
+    exact: a dtype that holds every `code * block scale` exactly.
     """
 
-    codes: Tensor
+    elements: Tensor
     scales: Tensor
     block: tuple[int, int]
+    negative: Tensor | None = None
+    exact: torch.dtype = torch.bfloat16
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """E2M1 or E4M3, as `elements` may have them."""
+        return self.elements if self.negative is None else pack_codes(e2m1_codes(self.elements, self.negative))
 
     @property
     def shape(self) -> torch.Size:
         """Of the tensor that the codes stand for."""
-        per_byte = 2 if self.codes.dtype == torch.uint8 else 1
-        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * per_byte))
+        per_byte = 2 if self.elements.dtype == torch.uint8 else 1
+        return torch.Size((*self.elements.shape[:-1], self.elements.shape[-1] * per_byte))
+
+    def reshaped(self, lead: Sequence[int]) -> Self:
+        """With rows that have these dimensions."""
+        negative = None if self.negative is None else self.negative.reshape(*lead, -1)
+        elements, scales = (part.reshape(*lead, -1) for part in (self.elements, self.scales))
+        return replace(self, elements=elements, scales=scales, negative=negative)
 
     def block_values(self) -> Tensor:
         """FP32 `code * block scale`."""
-        packed = self.codes.dtype == torch.uint8
-        elements = e2m1_values(unpack_codes(self.codes)) if packed else self.codes.to(torch.float32)
+        packed = self.elements.dtype == torch.uint8
+        elements = e2m1_values(unpack_codes(self.elements)) if packed else self.elements.to(torch.float32)
         return scale_blocks(elements, scale_values(self.scales))
+
+    def decode_scale(self) -> Tensor | None:
+        """FP32 factor from `block_values` to real values; None for 1."""
+        return None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Real values."""
         return self.block_values().to(dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NVFP4Tensor(QuantizedTensor):
     """E2M1 codes under E4M3 block scales under one FP32 tensor scale.
 
-    amax: FP32, 0-dim, the largest magnitude of the whole tensor. NaN or inf poisons everything that is decoded.
+    amax: FP32, 0-dim, the largest magnitude of the whole tensor; [rows, 1] where rows are of several tensors. NaN or
+        inf poisons everything that is decoded.
     scale_max: what the largest block scale was mapped to: 448, or 256 for four-over-six.
     """
 
@@ -76,7 +98,7 @@ class NVFP4Tensor(QuantizedTensor):
     scale_max: float = E4M3_MAX
 
     def decode_scale(self) -> Tensor:
-        """FP32 0-dim factor from `block_values` to real values: amax / (6 * scale_max).
+        """FP32 factor of the shape of `amax` from `block_values` to real values: amax / (6 * scale_max).
 
         Below an amax of some 3e-35 it is subnormal and has fewer digits, below 2e-42 it is 0.
         """
@@ -87,44 +109,6 @@ class NVFP4Tensor(QuantizedTensor):
         room = headroom(self.amax)
         divisor = torch.full_like(self.amax, E2M1_MAX * self.scale_max) * room
         return (self.block_values() * (self.amax * room) / divisor).to(dtype)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """FP32 rows [rows, cols] quantized, before their codes are packed.
-
-    elements: FP32 values on the E2M1 grid, or E4M3 codes, [rows, cols].
-    scales, block: as in `QuantizedTensor`. amax, scale_max: as in `NVFP4Tensor`; amax is None for formats without a
-        tensor scale, and may be [rows, 1] where rows are of several tensors.
-    negative: of E2M1, where a code's sign bit is set (a value that is zero does not show it).
-    exact: a dtype that holds every `code * block scale` exactly.
-    """
-
-    elements: Tensor
-    scales: Tensor
-    block: tuple[int, int]
-    negative: Tensor | None = None
-    amax: Tensor | None = None
-    scale_max: float = E4M3_MAX
-    exact: torch.dtype = torch.bfloat16
-
-    def block_values(self) -> Tensor:
-        return scale_blocks(self.elements.to(torch.float32), scale_values(self.scales))
-
-    def decode_scale(self) -> Tensor | None:
-        """FP32 factor from `block_values` to real values, of the shape of `amax`; None for 1."""
-        return None if self.amax is None else tensor_decode_scale(self.amax, self.scale_max)
-
-    def codes(self) -> Tensor:
-        """E2M1 codes uint8 [rows, cols / 2], or E4M3 codes float8_e4m3fn [rows, cols]."""
-        return self.elements if self.negative is None else pack_codes(e2m1_codes(self.elements, self.negative))
-
-    def packed(self, lead: tuple[int, ...]) -> QuantizedTensor:
-        """Codes and scales; lead: the dimensions that were flattened into rows."""
-        codes, scales = (part.reshape(*lead, -1) for part in (self.codes(), self.scales))
-        if self.amax is None:
-            return QuantizedTensor(codes, scales, self.block)
-        return NVFP4Tensor(codes, scales, self.block, self.amax, self.scale_max)
 
 
 def scale_values(scales: Tensor) -> Tensor:
@@ -151,42 +135,6 @@ def headroom(amax: Tensor) -> Tensor:
     On both sides of the division by 2688 < 2^12 it moves no bit of what does not overflow: no factor becomes subnormal.
     """
     return torch.where(amax > 2.0**100, torch.full_like(amax, 2.0**-12), torch.ones_like(amax))
-
-
-def checked(
-    x: Tensor,
-    block: tuple[int, int],
-    blocks: tuple[tuple[int, int], ...],
-    rounding: str,
-    key: RoundingKey | None,
-    name: str,
-) -> tuple[Tensor, RoundingKey | None]:
-    """What the format `name` quantizes for a caller's arguments: FP32 rows [rows, cols], all leading dimensions
-    flattened, and the key of the draws (None rounds to nearest).
-
-    Raises TypeError unless `x` is floating point, ValueError for a block that is not one of `blocks` or does not tile
-    `x`, for an unknown rounding, and without elements.
-    """
-    if tuple(block) not in blocks:
-        raise ValueError(f"{name}: block {tuple(block)} is not one of {blocks}")
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"{name}: rounding {rounding!r} is not 'nearest' or 'stochastic'")
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: a floating-point tensor is needed, got {x.dtype}")
-    if x.dim() < 1 or x.numel() == 0:
-        raise ValueError(f"{name}: shape {tuple(x.shape)} is a scalar or has no elements; skip empty tensors")
-    rows = x.reshape(-1, x.shape[-1])
-    for what, size, divisor in zip(("rows", "columns"), rows.shape, block, strict=True):
-        if size % divisor:
-            raise ValueError(
-                f"{name}: {size} {what} (shape {tuple(x.shape)}) are not a multiple of the block's {divisor}; "
-                f"pad to {-(-size // divisor) * divisor} with zeros"
-            )
-    if rounding == "nearest":
-        key = None
-    elif key is None:
-        key = fresh_rounding_key()
-    return rows.to(torch.float32), key
 
 
 def block_amax(rows: Tensor, block: tuple[int, int]) -> Tensor:

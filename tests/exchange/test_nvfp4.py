@@ -33,7 +33,7 @@ from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan, PrecisionController
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.formats import quantize_nvfp4
 from models.attention import qkv_order
 from models.hybrid import build_model
 from models.initialization import initialize

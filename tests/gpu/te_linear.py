@@ -30,8 +30,8 @@ from megatron_fp4.precision.recipe import SLOTS_OF, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import difference, operand_fault
+from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 
 _X, _W = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 NVFP4 = Recipe("nvfp4, to nearest", Gemm(_X, _W), Gemm(_X, _W), Gemm(_X, _X, 16))

@@ -69,7 +69,7 @@ def reference(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor | N
             x = random_hadamard_transform(x, side.hadamard)
         six = {"four_over_six": True, "four_over_six_error": side.four_over_six_error} if side.four_over_six else {}
         encoded = FORMATS[side.format].encode(x.float(), side.block, side.key, **six)
-    codes, scales = unpack_codes(encoded.codes()), encoded.scales.view(torch.uint8)
+    codes, scales = unpack_codes(encoded.codes), encoded.scales.view(torch.uint8)
     return encoded.block_values().bfloat16(), codes, scales, encoded.decode_scale()
 
 

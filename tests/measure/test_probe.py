@@ -19,7 +19,7 @@ from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_l
 from megatron_fp4.precision.recipe import SLOTS, Gemm, Operand, OperandSlot, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.tensor import Encoded
+from megatron_fp4.quantization.tensor import QuantizedTensor
 from tests.recipes import changed
 from tests.training.harness import alone, launch, toy_mesh
 
@@ -133,12 +133,12 @@ class _Records(EmulatedBackend):
 
 
 @contextmanager
-def _measured() -> Iterator[dict[tuple[str, OperandSlot], tuple[Encoded, Tensor | None]]]:
+def _measured() -> Iterator[dict[tuple[str, OperandSlot], tuple[QuantizedTensor, Tensor | None]]]:
     """What probes made of each linear's operands inside a `with`, and in which units."""
     measured, encode, one = {}, samples.encode_operand, ProbedCall._operand
 
     def operand(call: ProbedCall, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
-        def encoded(*arguments: Any, **settings: Any) -> Encoded:
+        def encoded(*arguments: Any, **settings: Any) -> QuantizedTensor:
             made = encode(*arguments, **settings)
             measured[call.call.context.name, slot] = made, unit
             return made
@@ -152,7 +152,7 @@ def _measured() -> Iterator[dict[tuple[str, OperandSlot], tuple[Encoded, Tensor 
         yield measured
 
 
-def _same(measured: tuple[Encoded, Tensor | None], multiplied: tuple[Tensor, Tensor | None]) -> bool:
+def _same(measured: tuple[QuantizedTensor, Tensor | None], multiplied: tuple[Tensor, Tensor | None]) -> bool:
     """Whether values and tensor scales are the same bit for bit."""
     (encoded, unit), (values, scale) = measured, multiplied
     own = encoded.decode_scale()

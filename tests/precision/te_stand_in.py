@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.quantization import nvfp4
-from megatron_fp4.quantization.formats import quantize
+from megatron_fp4.quantization.formats import quantize, quantize_nvfp4
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.rounding import (
     e2m1_codes,
@@ -130,7 +130,7 @@ class NVFP4Quantizer:
         block = (16, 16) if self.with_2d_quantization else (1, 16)
         error = {"MAE": "absolute", "MSE": "squared"}[self.nvfp4_4over6_err_mode]
         six = {"four_over_six": self.nvfp4_use_4over6, "four_over_six_error": error}
-        made = nvfp4.quantize_nvfp4(known, block, amax=amax, **six)
+        made = quantize_nvfp4(known, block, amax=amax, **six)
         scaled = nvfp4._encode(known, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
         values = round_e2m1_nearest(scaled)
         if self.stochastic_rounding:

@@ -32,8 +32,8 @@ from megatron_fp4.precision.verify import (
     grid_positions,
     operand_fault,
 )
+from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import round_e2m1_stochastic, rounding_key
 from tests.precision import reference as ref
 from tests.recipes import changed

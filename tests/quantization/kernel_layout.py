@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import Kernel, NvidiaGPU, Side
-from megatron_fp4.quantization.formats import quantize
+from megatron_fp4.quantization.formats import quantize, quantize_nvfp4
 from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns, PackedRows
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import unpack_codes
 from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 

@@ -22,9 +22,8 @@ from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel
-from megatron_fp4.quantization.formats import FORMATS
+from megatron_fp4.quantization.formats import FORMATS, quantize_nvfp4
 from megatron_fp4.quantization.fp4 import scale_and_cast
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key, unpack_codes
 from tests.planning.gpu_path import without_launches
 from tests.quantization import kernel_layout
@@ -60,7 +59,7 @@ def test_a_row_says_what_its_encoder_does(operand: Operand) -> None:
     values = encoded.block_values()
     assert torch.equal(values.to(encoded.exact).float(), values)
     # What is packed stands for the same, and is the operand of a GEMM.
-    packed = encoded.packed((2, 128))
+    packed = encoded.reshaped((2, 128))
     assert packed.shape == (2, 128, 256) and torch.equal(packed.block_values().flatten(0, 1), values)
     made = quantize_operand(x, OperandRequest(operand, key=KEY, dtype=torch.float32))
     assert torch.equal(made.unpacked().float(), values) and made.unpacked().dtype == encoded.exact

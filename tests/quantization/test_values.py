@@ -251,5 +251,3 @@ def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
             quantize_nvfp4(*arguments)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"floating-point.*int64"):
         quantize_nvfp4(torch.ones(16, 16, dtype=torch.int64))
-    with pytest.raises(ValueError, match="four_over_six_error 'mean' is not 'absolute' or 'squared'"):
-        quantize_nvfp4(x, four_over_six=True, four_over_six_error="mean")
