@@ -95,7 +95,7 @@ def analyze(options: argparse.Namespace) -> int:
             raise ConfigError(f"checkpoint {checkpoint} is damaged: {problem}")
     config = analysis_config(checkpoint, options.overrides, options.trust_config)
     shapes = [row.linear for row in plans_of(config, models)[0].rows]
-    allowance(shapes, options.budget, options.by)  # refused before anything is measured
+    select_bf16([RankedLinear(shape, {}, 0.0) for shape in shapes], options.budget, options.by)  # refused at once
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     check(config, models, data, int(os.environ.get("WORLD_SIZE", 1)), device_type)
     device_type = device_type if config.run.device == "auto" else config.run.device
@@ -176,9 +176,7 @@ def rank_linears(
 
     errors: linear -> GEMM -> relative error of its result. gemm: the one whose error is the score, or `all` for the
     root mean square over the three (a GEMM without an error counts as exact). An error that is not a number is the
-    worst there is.
-
-    Raises ValueError for a linear without measurements, or one GEMM that no linear was measured at.
+    worst there is. Raises ValueError for a linear without measurements, or one GEMM that no linear was measured at.
     """
     shapes = list(linears)
     if missing := [shape.name for shape in shapes if shape.name not in errors]:
@@ -194,31 +192,22 @@ def rank_linears(
     return sorted(ranked, key=lambda row: row.score, reverse=True)
 
 
-def allowance(linears: Sequence[LinearShape], budget: float, by: str) -> tuple[list[int], int]:
-    """What each of `linears` costs of a `budget` as `select_bf16` takes it, and how much there is to spend.
-
-    Raises ValueError for another budget, or if it allows none.
-    """
-    if not 0 < budget < 1:
-        raise ValueError(f"--budget {budget} is not a share of them; give a number above 0 and below 1, such as 0.15")
-    costs = [1 if by == "linears" else linear.flops_per_token for linear in linears]
-    # A product such as 0.15 * 20 may come out a hair under the whole number that it stands for.
-    left = math.floor(budget * sum(costs) * (1 + 1e-12))
-    if min(costs, default=0) > left:
-        smallest = math.ceil(min(costs) / sum(costs) * 1e4) / 1e4
-        raise ValueError(f"--budget {budget} of {len(linears)} linears keeps none in BF16; the smallest is {smallest}")
-    return costs, left
-
-
 def select_bf16(ranked: Sequence[RankedLinear], budget: float, by: str) -> list[RankedLinear]:
     """The linears to keep in BF16, worst first: as many of the worst as `budget` allows, never more.
 
     budget: share of all `ranked`, in (0, 1). by: `linears` (their number) or `flops` (of their GEMMs); with `flops` a
     linear that no longer fits is passed over for a less bad one that does.
 
-    Raises ValueError as `allowance` does.
+    Raises ValueError for another budget, or if it allows none.
     """
-    costs, left = allowance([row.linear for row in ranked], budget, by)
+    if not 0 < budget < 1:
+        raise ValueError(f"--budget {budget} is not a share of them; give a number above 0 and below 1, such as 0.15")
+    costs = [1 if by == "linears" else row.linear.flops_per_token for row in ranked]
+    # A product such as 0.15 * 20 may come out a hair under the whole number that it stands for.
+    left = math.floor(budget * sum(costs) * (1 + 1e-12))
+    if min(costs, default=0) > left:
+        smallest = math.ceil(min(costs) / sum(costs) * 1e4) / 1e4
+        raise ValueError(f"--budget {budget} of {len(ranked)} linears keeps none in BF16; the smallest is {smallest}")
     chosen = []
     for row, cost in zip(ranked, costs, strict=True):
         if cost <= left:

@@ -3,19 +3,14 @@
     python scripts/benchmark.py linear     one linear, forward and backward, by recipe
     torchrun --nproc-per-node 4 scripts/benchmark.py parallel [--against one.json] [--profile] model=... ...
                                            whole steps on a mesh, how well it scales from another, and with --profile
-                                           a step's kernels by kind, messages that nothing hides, gaps
+                                           a step's kernels
     torchrun --nproc-per-node 2 scripts/benchmark.py memory model=hybrid_60m ...
                                            peak memory of a step beside what a dry run says
 
 `parallel` and `memory` have the overrides of pretrain.py and take steps as pretrain.py does, on random tokens.
 
 Times are medians after warming up. Ratios compare times of one run: single figures differ between machines, cards and
-days. A linear's time is that of the GPU with its queue full, as in the middle of a model; `eager` is alone, with the
-time that Python takes to launch its kernels.
-
-In a profile, `hidden` is the part of a kind of kernel in which kernels of other kinds ran too (of messages: what costs
-nothing), `idle` the time in which nothing ran, and `late` the part of it that ended with a kernel that the host had not
-asked for before: the GPU waited for Python.
+days. A linear's time is that of the GPU with its queue full, as in the middle of a model.
 
 Exit code: 0; 1 if the dry run of `memory` failed; 2 with a line on stderr for what the user got wrong.
 """
@@ -23,24 +18,25 @@ Exit code: 0; 1 if the dry run of `memory` failed; 2 with a line on stderr for w
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, profile
 
 from data.storage import default_cache_dir
 from megatron_fp4.config.compose import ConfigError, compose_config
@@ -99,7 +95,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--warmup", type=int, default=5, help="steps before the timed ones")
     add("--steps", type=int, default=10, help="timed steps")
     add("--against", type=Path, help="the JSON of another mesh, to compare with")
-    add("--profile", action="store_true", help="the kernels of one more step (GPU)")
+    add("--profile", action="store_true", help="the longest kernels of one more step (GPU)")
     commands["memory"].add_argument("--plan-only", action="store_true", help="the dry run alone: needs no GPU")
     return parser.parse_args(arguments)
 
@@ -123,89 +119,71 @@ def machine(device: torch.device) -> str:
 
 
 def linear(options: argparse.Namespace) -> int:
-    """One linear, forward and backward, all three GEMMs, by recipe."""
+    """One linear, forward and backward, all three GEMMs, by recipe; weights are quantized anew each time, or kept."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipes = {
-        name: recipe_from_config(compose_config([f"precision={name}"], CONFIGS).precision)
-        for name in options.precisions.split(",")
-    }
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    rows = [row for shape in shapes for row in linear_rows(shape, recipes, device, options.iterations)]
-    lines = [
-        machine(device),
-        f"{'tokens x inputs x outputs':<26}{'recipe':<14}{'weights':<9}{'ms':>9}{'ratio':>8}{'TFLOP/s':>9}{'eager':>9}",
-    ]
+    names = options.precisions.split(",")
+    recipes = [recipe_from_config(compose_config([f"precision={name}"], CONFIGS).precision) for name in names]
+    rows = []
+    for shape in (tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")):
+        calls = []
+        for name, recipe in zip(names, recipes, strict=True):
+            for kept in (False, True) if recipe.quantized else (True,):
+                rows.append({"shape": shape, "recipe": name, "weights_kept": kept})
+                calls.append(linear_call(shape, recipe, kept, device))
+        for call in calls:
+            median_milliseconds(call, device, 5)  # compiles
+        # In turns, so that a change of clocks meets all of them.
+        rounds = [[median_milliseconds(call, device, 8) for call in calls] for _ in range(options.iterations)]
+        times = [statistics.median(of_call) for of_call in zip(*rounds, strict=True)]
+        for row, milliseconds in zip(rows[-len(calls) :], times, strict=True):
+            tflops = 6 * math.prod(shape) / milliseconds / 1e9
+            row |= {"milliseconds": milliseconds, "ratio": milliseconds / times[0], "tflops": tflops}
+    lines = [f"{machine(device)}; tokens x inputs x outputs, recipe, weights, ms, ratio to the first, TFLOP/s"]
     for row in rows:
         weights = "kept" if row["weights_kept"] else "new"
         lines.append(
             f"{'x'.join(map(str, row['shape'])):<26}{row['recipe']:<14}{weights:<9}{row['milliseconds']:>9.3f}"
-            f"{row['ratio']:>8.2f}{row['tflops']:>9.0f}{row['eager_milliseconds']:>9.3f}"
+            f"{row['ratio']:>8.2f}{row['tflops']:>9.0f}"
         )
     return written({"machine": machine(device), "linears": rows}, options.output, lines)
 
 
-def linear_rows(
-    shape: tuple[int, ...], recipes: dict[str, Recipe], device: torch.device, iterations: int
-) -> list[dict[str, Any]]:
-    """For every recipe with weights quantized anew each time, and kept. The first row is 1x."""
+def linear_call(shape: tuple[int, ...], recipe: Recipe, kept: bool, device: torch.device) -> Callable[[], None]:
+    """What runs one linear of tokens x inputs x outputs forward and backward."""
     tokens, in_features, out_features = shape
     x = torch.randn(tokens, in_features, device=device, dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn(tokens, out_features, device=device, dtype=torch.bfloat16)
     weight = nn.Parameter(torch.randn(out_features, in_features, device=device, dtype=torch.bfloat16) * 0.02)
-    rows: list[dict[str, Any]] = []
-    calls: list[Callable[[], None]] = []
-    for name, recipe in recipes.items():
-        context = LinearContext(name="linear", recipe=recipe, step_state=StepState(seed=0))
-        for kept in (False, True) if recipe.quantized else (True,):
+    context = LinearContext(name="linear", recipe=recipe, step_state=StepState(seed=0))
 
-            def iteration(context: LinearContext = context, kept: bool = kept) -> None:
-                x.grad = weight.grad = None
-                context.step_state.weights_version += not kept
-                quantized_linear(x, weight, context).backward(dy)
+    def call() -> None:
+        x.grad = weight.grad = None
+        context.step_state.weights_version += not kept
+        quantized_linear(x, weight, context).backward(dy)
 
-            calls.append(iteration)
-            eager = median_milliseconds(iteration, device, iterations, 5)
-            rows.append({"shape": shape, "recipe": name, "weights_kept": kept, "eager_milliseconds": eager})
-    # In turns, so that a change of clocks meets all of them.
-    rounds = [[median_milliseconds(call, device, 8, 1, busy=True) for call in calls] for _ in range(iterations)]
-    for row, times in zip(rows, zip(*rounds, strict=True), strict=True):
-        row["milliseconds"] = statistics.median(times)
-        row["ratio"] = row["milliseconds"] / rows[0]["milliseconds"]
-        row["tflops"] = 6 * tokens * in_features * out_features / row["milliseconds"] / 1e9
-    return rows
+    return call
 
 
-def median_milliseconds(
-    function: Callable[[], Any], device: torch.device, iterations: int, warmup: int, busy: bool = False
-) -> float:
-    """Median time of `function`, after `warmup` calls.
-
-    busy: give the GPU other work first, so that it never waits for Python (a few hundred kernels at most).
-    """
-    for _ in range(warmup):
-        function()
+def median_milliseconds(function: Callable[[], Any], device: torch.device, iterations: int) -> float:
+    """Median time of `function`. The GPU gets other work first, so that it never waits for Python (a few hundred
+    kernels at most)."""
+    times: list[float] = []
     if device.type == "cpu":
-        seconds = []
         for _ in range(iterations):
             began = time.perf_counter()
             function()
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds) * 1e3
-    if busy:
-        work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-        for _ in range(25):
-            torch.mm(work, work)
-    else:
-        torch.cuda.synchronize(device)
-    times = []
-    for _ in range(iterations):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+            times.append((time.perf_counter() - began) * 1e3)
+        return statistics.median(times)
+    work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    for _ in range(25):
+        torch.mm(work, work)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
+    events[0].record()
+    for event in events[1:]:
         function()
-        end.record()
-        times.append((start, end))
+        event.record()
     torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in times)
+    return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(events))
 
 
 # Steps on random tokens, as pretrain.py takes them.
@@ -317,96 +295,13 @@ def parallel(options: argparse.Namespace) -> int:
     if baseline is not None:
         ratio, ideal = run.tokens / median / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]
         line += f"; {ratio:.2f}x of {baseline['ranks']} ranks, {ratio / ideal:.1%} of ideal"
-    lines = [line, *(profiled(run, len(seconds)) if options.profile else [])]
+    lines = [line]
+    if options.profile:
+        with profile(activities=[ProfilerActivity.CUDA]) as window:
+            _, taken = run.step(len(seconds))
+        table = window.key_averages().table(sort_by="self_cuda_time_total", row_limit=20, max_name_column_width=80)
+        lines += [f"one step, profiled: {taken * 1e3:.1f} ms", table]
     return written(found, options.output, lines)
-
-
-# The first that is found in a kernel's name.
-KINDS = {
-    "messages": r"nccl|symm_mem|all_gather|reduce_scatter",
-    "quantizers": r"quantize_|measure_kernel|unpack_kernel|scale_cast",
-    "attention": r"flash|cudnn|fmha|sdpa|flex|attention",
-    "scan": r"_chunk_|_state_passing|_bmm_chunk|chunk_cumsum",
-    "convolution": r"causal_conv1d",
-    "GEMMs": r"gemm|nvjet|cutlass|xmma|splitK|cublas",
-    "optimizer": r"adam|multi_tensor|lpnorm|LpNorm",
-    "loss": r"cross_entropy|_loss|softmax",
-    "compiled": r"^triton_",
-    "copies": r"memcpy|memset|copy|fill|cat|split_with_sizes",
-}
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A kernel that ran on the GPU, `start` to `end` in nanoseconds; asked: when the host asked for it, if known."""
-
-    name: str
-    start: int
-    end: int
-    asked: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """A key of KINDS, or `other`."""
-        found = (kind for kind, names in KINDS.items() if re.search(names, self.name, re.IGNORECASE))
-        return next(found, "other")
-
-
-def profiled(run: RandomRun, step: int) -> list[str]:
-    """The table of a step's kernels on this rank, and the twelve longest by name."""
-    window = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
-    window.start()
-    _, seconds = run.step(step)
-    window.stop()
-    events = window.profiler.kineto_results.events()  # type: ignore[union-attr]
-    cuda = torch.autograd.DeviceType.CUDA
-    asked = {event.correlation_id(): event.start_ns() for event in events if event.device_type() != cuda}
-    kernels = [
-        Ran(event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), asked.get(event.correlation_id()))
-        for event in events
-        if event.device_type() == cuda and event.duration_ns() > 0
-    ]
-    by_name: dict[str, list[int]] = {}
-    for kernel in kernels:
-        by_name.setdefault(kernel.name, []).append(kernel.end - kernel.start)
-    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:12]
-    names = [f"{sum(times) / 1e6:9.1f} ms {len(times):6} x  {name[:100]}" for name, times in longest]
-    return [f"one step, profiled: {seconds * 1e3:.1f} ms", *profile_table(kernels, seconds), *names]
-
-
-def profile_table(kernels: Sequence[Ran], step_seconds: float) -> list[str]:
-    """The kernels of a step by kind, as lines. Times of kinds that run side by side add up to more than the step."""
-    spans = {kind: [(k.start, k.end) for k in kernels if k.kind == kind] for kind in {k.kind for k in kernels}}
-    everything = length(span for kind in spans.values() for span in kind)
-    rows = []
-    for kind, mine in spans.items():
-        others = length(span for other, theirs in spans.items() if other != kind for span in theirs)
-        rows.append((length(mine), kind, len(mine), length(mine) + others - everything))
-    lines = [f"{'':14}{'ms':>9}{'of step':>9}{'kernels':>9}{'hidden ms':>11}"]
-    for busy, kind, count, hidden in sorted(rows, reverse=True):
-        lines.append(f"{kind:14}{busy / 1e6:9.1f}{busy / 1e9 / step_seconds:9.1%}{count:9}{hidden / 1e6:11.1f}")
-    for name, idle in (("idle", step_seconds - everything / 1e9), ("late", late(kernels) / 1e9)):
-        lines.append(f"{name:14}{idle * 1e3:9.1f}{idle / step_seconds:9.1%}")
-    return lines
-
-
-def length(intervals: Iterable[tuple[int, int]]) -> int:
-    """Of the time in `intervals`, whether they overlap or not."""
-    total, until = 0, 0
-    for start, end in sorted(intervals):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def late(kernels: Sequence[Ran]) -> int:
-    """The time in which the GPU had nothing to do because the host had not asked for the next kernel."""
-    total, end = 0, min((kernel.start for kernel in kernels), default=0)
-    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        if kernel.asked is not None and kernel.start > end:
-            total += max(0, min(kernel.start, kernel.asked) - end)
-        end = max(end, kernel.end)
-    return total
 
 
 # memory

@@ -31,10 +31,9 @@ from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.linear import LinearCall
 from megatron_fp4.precision.recipe import GEMMS, Operand
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
-from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, padded_tensors, sample_tensors
+from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, padded_tensors
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import E2M1_VALUES, e2m1_values, unpack_codes
@@ -60,8 +59,8 @@ class Proof:
 
     precision: str
     backend: str
-    untested: str = ""
     findings: list[Finding] = field(default_factory=list)
+    untested: str = ""
 
     @property
     def faults(self) -> list[Finding]:
@@ -72,36 +71,31 @@ class Proof:
         """Of the table of comparisons."""
         if self.untested:
             return [self.precision, self.backend, f"not tested: {self.untested}", *["-"] * 4]
-        poison = [finding for finding in self.findings if finding.what == "NaN and inf"]
-        arrive = "-" if not poison else "NO" if any(finding.fault for finding in poison) else "yes"
-        compared = f"{len(self.findings)}, {len(self.faults)} faults"
+        lost = [bool(finding.fault) for finding in self.findings if finding.what == "NaN and inf"]
+        arrive = "-" if not lost else "NO" if any(lost) else "yes"
         errors = []
         for gemm in GEMMS:
             found = [f.measured for f in self.findings if f.what == f"{gemm} product" and f.measured is not None]
             errors.append(f"{max(found):.1e}" if found else "-")
+        compared = f"{len(self.findings)}, {len(self.faults)} faults"
         return [self.precision, self.backend, compared, arrive, *errors]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     known = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
-    default = [name for name in ("nvfp4", "mxfp4", "mxfp8", "fp8_block") if name in known]
     parser = argparse.ArgumentParser(prog="prove_backend.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of pretrain.py, such as model=hybrid_60m")
+    default = ["nvfp4", "mxfp4", "mxfp8", "fp8_block"]
     parser.add_argument("--precision", nargs="+", choices=known, default=default)
-    parser.add_argument("--backend", nargs="+", choices=["all", *BACKENDS], default=["all"])
-    options, rest = parser.parse_known_intermixed_args(arguments)
-    if unknown := [argument for argument in rest if argument.startswith("-")]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    options.overrides += rest
-    return options
+    parser.add_argument("--backend", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
+    return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Prove, print the Markdown block, and return the exit code."""
     options = parse(arguments)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    names = list(BACKENDS) if "all" in options.backend else list(dict.fromkeys(options.backend))
     try:
         configs = {name: composed(name, options.overrides, device.type) for name in options.precision}
         cases = {name: cases_of(config, bool(options.overrides), device.type) for name, config in configs.items()}
@@ -111,15 +105,14 @@ def main(arguments: list[str]) -> int:
     definition = list(definitions(device))
     proofs = []
     for name, config in configs.items():
-        for backend_name in names:
+        for backend_name in options.backend:
             print(f"{name}, {backend_name} ...", file=sys.stderr, flush=True)
-            proof = Proof(name, backend_name)
             backend = backend_for(config, backend_name, device.type) if cases[name] else "it quantizes no linear"
             if isinstance(backend, str):
-                proof.untested = backend
+                proofs.append(Proof(name, backend_name, untested=backend))
             else:
-                proof.findings = [finding for case in cases[name] for finding in findings(backend, case, device)]
-            proofs.append(proof)
+                found = [finding for case in cases[name] for finding in findings(backend, case, device)]
+                proofs.append(Proof(name, backend_name, found))
     print(report(definition, proofs))
     return 1 if any(proof.faults for proof in proofs) or not all(holds for _, holds in definition) else 0
 
@@ -163,9 +156,8 @@ def findings(backend: Backend, case: Case, device: torch.device) -> list[Finding
     """All comparisons; a kernel that fails is a fault too."""
     found = check(backend, case, device)
     if backend.draws_ours and not any(finding.what == "kernels" for finding in found):
-        x, w, dy = sample_tensors(case, device)
-        tensors = padded_tensors(LinearCall(case.context(backend), w, x), x, w, dy)
-        found += [Finding(case, f"{label} rounding", fault) for label, fault in fairness_of(backend, case, tensors)]
+        fair = fairness_of(backend, case, padded_tensors(backend, case, device))
+        found += [Finding(case, label, fault) for label, fault in fair]
     return found
 
 
@@ -173,26 +165,24 @@ def report(definition: list[tuple[str, bool]], proofs: list[Proof]) -> str:
     """The Markdown block."""
     faults = [f"- {proof.backend}: {finding}" for proof in proofs for finding in proof.faults]
     faults += [f"- {what}: it does not hold" for what, holds in definition if not holds]
+    holding = [[what, "yes" if holds else "NO"] for what, holds in definition]
     parts = [
         f"### Proof of the backends on {machine()}",
         f"**{len(faults)} faults.**" if faults else "All that was tested agrees.",
         "\n".join(faults),
-        table(["what", "is"], [list(row) for row in surroundings().items()]),
-        table(["the reference quantizers", "holds"], [[what, "yes" if holds else "NO"] for what, holds in definition]),
+        table([["what", "is"], *map(list, surroundings().items())]),
+        table([["the reference quantizers", "holds"], *holding]),
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
         "rounded to BF16, which alone is 1.7e-03):",
-        table(
-            ["precision", "backend", "comparisons", "NaN, inf arrive", *GEMMS],
-            [proof.row() for proof in proofs],
-        ),
+        table([["precision", "backend", "comparisons", "NaN, inf arrive", *GEMMS], *(proof.row() for proof in proofs)]),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
+def table(rows: list[list[str]]) -> str:
     """A Markdown table, its first column to the left and the others to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    rows.insert(1, ["---", *["---:"] * (len(rows[0]) - 1)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
 # --------------------------------------------------------------------------------------------- the reference quantizers
@@ -261,13 +251,13 @@ def surroundings() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
-    found |= {name: "set" if "/" in value else value for name, value in variables.items()}
-    matmul, smallest = torch.backends.cuda.matmul, torch.tensor([2.0**-126])
+    matmul = torch.backends.cuda.matmul
     return found | {
+        **{name: "set" if "/" in value else value for name, value in variables.items()},
         "torch allow_tf32": str(matmul.allow_tf32),
         "torch allow_bf16_reduced_precision_reduction": str(matmul.allow_bf16_reduced_precision_reduction),
         "torch deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "denormals on the CPU": "flushed to zero" if (smallest * 0.5 == 0).all() else "kept",
+        "denormals on the CPU": "flushed to zero" if (torch.tensor([2.0**-126]) * 0.5 == 0).all() else "kept",
     }
 
 

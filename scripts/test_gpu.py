@@ -4,9 +4,8 @@
 
 Runs the steps below as programs of their own, several at a time, each with its output in a file, and ends in one table
 (Markdown). Steps for two GPUs run where there are two. A step without its packages is not run and says so. What is not
-done after the limit has failed. Steps share GPUs on purpose: that disturbs what kernels are timed to be fastest. What
-is tuned here, on a busy GPU, no later run finds: all steps have one temporary XDG_CACHE_HOME. The project itself need
-not be installed, only what it depends on.
+done after the limit has failed. What is tuned here, on a busy GPU, no later run finds: all steps have one temporary
+XDG_CACHE_HOME. The project itself need not be installed, only what it depends on.
 
 Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the command is wrong or there is no GPU.
 """
@@ -62,16 +61,11 @@ def tests(name: str, *files: str, only: str = "", gpus: int = 1, needs: tuple[st
 FUSED = ("mamba_ssm", "causal_conv1d")
 # The longest first.
 STEPS = (
-    *(
-        tests(f"{name}: repeated, killed and resumed", "test_repeatable", only=word, gpus=gpus, needs=FUSED)
-        for name, word, gpus in (
-            ("a run", "NVFP4", 1),
-            ("a switch", "backward", 1),
-            ("QAF", "qaf", 1),
-            ("data parallel", "data", 2),
-            ("tensor parallel", "tensor", 2),
-        )
-    ),
+    tests("a run repeated, killed and resumed", "test_repeatable", only="NVFP4", needs=FUSED),
+    tests("a switch, repeated", "test_repeatable", only="backward", needs=FUSED),
+    tests("QAF, repeated", "test_repeatable", only="qaf", needs=FUSED),
+    tests("data parallel, repeated", "test_repeatable", only="data", gpus=2, needs=FUSED),
+    tests("tensor parallel, repeated", "test_repeatable", only="tensor", gpus=2, needs=FUSED),
     tests("tuned kernels in a checkpoint", "test_repeatable", only="checkpoint", needs=FUSED),
     Step("bits of every kind of short run", ("scripts/fingerprint.py", "--jobs", "4"), r"^nvfp4 .*"),
     tests("quantizers and linears", "test_quantizers", "test_linear_cuda"),
