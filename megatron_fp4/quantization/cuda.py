@@ -1,10 +1,9 @@
 """What the fused quantizers share: what they take, what they give, and how their kernels start.
 
 `Fused` is the interface of a format's kernels (`FusedFP4`, `FusedFP8`, ...; the table is `formats.py`). The kernels are
-in `kernels/`; beside their launches each has a `Kernel`, which says how it is compiled. All start by `launch`, which
-checks the grid and asks the GPU of `on`: a dry run on fake tensors puts another one there.
-
-Triton is imported when a kernel first starts: a machine without an NVIDIA GPU never needs it.
+in `kernels/`; beside their launches each has a `Kernel`, which says how it is compiled. All start by `launch`, on the
+GPU of `on`: a dry run on fake tensors puts another one there. Triton is imported when a kernel first starts: a machine
+without an NVIDIA GPU never needs it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 _ZEROS = 512  # pairs at once
 
 
@@ -64,14 +62,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Side:
-    """One operand that kernels are to make.
+    """One operand that kernels are to make: a format of `formats.FORMATS`, its block (rows, columns) with the columns
+    along the dot product, and its options.
 
-    format: of `formats.FORMATS`. block: elements that share a scale, (rows, columns), columns along the dot product.
-    hadamard: size of the transform along the dot product, 0 for none. signs: `fixed`, `none` or `fresh`.
-    key: of the draws of stochastic rounding; None rounds to nearest. Its row and column are those of the operand, whose
-        columns are the dot product.
-    four_over_six, four_over_six_error, power_of_two_scales: the formats' own options.
-    signs_key: what `fresh` signs are drawn from. ms_eden: whether `key` is that of MS-EDEN's block scales.
+    hadamard: size of the transform along the dot product, 0 for none. signs: `fixed`, `none` or `fresh`, drawn from
+    `signs_key` then. key: of the draws of stochastic rounding, whose rows and columns are the operand's; None rounds to
+    nearest. ms_eden: whether `key` is that of MS-EDEN's block scales.
     """
 
     format: str
@@ -206,12 +202,7 @@ def launch(kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], co
     """Launch a kernel on the device of its first argument.
 
     arguments: tensors and numbers in the order of its signature. constants: by their names there.
-    Raises ValueError for more programs than CUDA starts.
     """
-    if max(grid) > _MOST_PROGRAMS[-1]:  # seldom: the limits themselves take longer to compare with
-        for programs, most in zip(grid, _MOST_PROGRAMS, strict=False):
-            if programs > most:
-                raise ValueError(f"{kernel.name}: {programs} programs along one axis, and CUDA starts at most {most}")
     gpu.start(kernel, grid, arguments, constants)
 
 

@@ -138,23 +138,18 @@ class PackedColumns(_Packed):
 
 
 class FusedFP4(Fused):
-    """A tensor [rows, columns] whose maxima are known: makes its operands, each when it is asked for."""
+    """A tensor [rows, columns], both whole blocks, whose maxima are known: makes its operands, each when it is asked
+    for."""
 
     def __init__(
         self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
     ) -> None:
-        """As `Fused` has it; both sizes are multiples of the block.
-
-        Raises ValueError for sizes that do not divide.
-        """
+        x = aligned(x)
+        super().__init__(x, columns, rows)
         side = columns or rows
         assert side is not None
         self.block = side.block[1]
-        if x.shape[0] % self.block or x.shape[1] % self.block:
-            shape = tuple(x.shape)
-            raise ValueError(f"{side.format}: shape {shape} is not a multiple of {self.block} in both dimensions")
-        x = aligned(x)
-        super().__init__(x, columns, rows)
+        assert x.shape[0] % self.block == x.shape[1] % self.block == 0, f"{side.format}: {tuple(x.shape)}"
         self.size = (x.shape[0], x.shape[1] // self.block)
         hadamard = rows is not None and rows.hadamard > 0
         signs = FIXED_SIGNS & ((1 << self.block) - 1) if rows is not None and hadamard and rows.signs == "fixed" else 0

@@ -89,10 +89,7 @@ class BlockScaled:
 
 
 class FusedFP8(Fused):
-    """Nothing is measured beforehand: each operand is made by itself.
-
-    Raises ValueError, when an operand is made, for sizes that do not divide.
-    """
+    """Nothing is measured beforehand: each operand is made by itself."""
 
     def along_columns(self, *, keep: bool = False) -> Tensor | BlockScaled:
         """The operand [n, k = m]: BF16 values with power-of-two scales, else codes in BF16 and their scales; keep:
@@ -108,8 +105,7 @@ class FusedFP8(Fused):
         assert side is not None
         x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
         rows, columns = reversed(side.block) if along_rows else side.block
-        if num_rows % rows or num_columns % columns:
-            raise ValueError(f"fp8: shape {tuple(x.shape)} is not a multiple of the block {rows}x{columns}")
+        assert num_rows % rows == num_columns % columns == 0, f"fp8: {tuple(x.shape)} in blocks of {rows}x{columns}"
         kind = "values" if side.power_of_two_scales else "bytes" if keep else "codes"
         out = torch.empty_like(x, dtype=torch.uint8 if kind == "bytes" else torch.bfloat16)
         scales = torch.empty(num_rows // rows, num_columns // columns, dtype=torch.float32, device=x.device)
@@ -126,13 +122,9 @@ class FusedFP8(Fused):
 
 
 def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor:
-    """a b^T: [m, k] x [n, k] -> [m, n] in `out_dtype`, accumulated in FP32.
-
-    Raises ValueError unless k is a multiple of 128, m and n of 8.
-    """
+    """a b^T: [m, k] x [n, k] -> [m, n] in `out_dtype`, accumulated in FP32; k whole 128, m and n whole 8."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
-    if k % 128 or m % 8 or n % 8:
-        raise ValueError(f"fp8: a product of [{m}, {k}] and [{n}, {k}]^T needs multiples of 8, 128 and 8")
+    assert k % 128 == m % 8 == n % 8 == 0, f"fp8: a product of [{m}, {k}] and [{n}, {k}]^T"
     codes_a, codes_b = a.codes.to(torch.bfloat16), b.codes.to(torch.bfloat16)
     out = torch.empty(m, n, dtype=out_dtype, device=codes_a.device)
     # Found on an H200, by whether both codes have their dot products in one piece.

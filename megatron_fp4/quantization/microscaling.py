@@ -90,10 +90,7 @@ class PackedMXFP8:
 
 
 class FusedMXFP8(Fused):
-    """Nothing is measured beforehand: each operand is made by itself.
-
-    Raises ValueError, when an operand is made, for sizes that do not divide.
-    """
+    """Nothing is measured beforehand: each operand is made by itself."""
 
     def along_columns(self, *, keep: bool = False) -> Tensor:
         """BF16 values [n, k = m] in any case."""
@@ -119,8 +116,7 @@ class FusedMXFP8(Fused):
         assert side is not None
         x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
         rows, columns = side.block if along == "columns" else reversed(side.block)
-        if num_rows % rows or num_columns % columns:
-            raise ValueError(f"mxfp8: shape {tuple(x.shape)} is not a multiple of the block {rows}x{columns}")
+        assert num_rows % rows == num_columns % columns == 0, f"mxfp8: {tuple(x.shape)} in blocks of {rows}x{columns}"
         out = torch.empty_like(x, dtype=torch.uint8 if codes else torch.bfloat16)
         scales = out  # without codes the kernel writes no scales
         if codes:

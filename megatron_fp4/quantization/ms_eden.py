@@ -123,15 +123,12 @@ class FusedMSEden(Fused):
     def __init__(
         self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
     ) -> None:
-        """As `Fused` has it. Raises ValueError for sizes that do not divide."""
-        super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows, amax_group=amax_group)
-        self._along_columns = self._along_rows = None
-        if columns is not None:
-            self._along_columns = _Rows(self.x.t().contiguous(), columns, amax_group)
-            self.columns_scale = self._along_columns.scale
-        if rows is not None:
-            self._along_rows = _Rows(self.x, rows, amax_group)
-            self.rows_scale = self._along_rows.scale
+        super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows)
+        self._along_columns = None if columns is None else _Rows(self.x.t().contiguous(), columns, amax_group)
+        self._along_rows = None if rows is None else _Rows(self.x, rows, amax_group)
+        self.columns_scale, self.rows_scale = (
+            None if made is None else made.scale for made in (self._along_columns, self._along_rows)
+        )
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
@@ -160,8 +157,7 @@ class _Rows:
     """The operand [columns, k = rows] of a contiguous BF16 tensor whose maximum after the transform is known."""
 
     def __init__(self, x: Tensor, side: Side, amax_group: ProcessGroup | None) -> None:
-        if x.shape[0] % GROUP or x.shape[1] % BLOCK:
-            raise ValueError(f"MS-EDEN: shape {tuple(x.shape)} is not a multiple of {GROUP} rows and {BLOCK} columns")
+        assert x.shape[0] % GROUP == x.shape[1] % BLOCK == 0, f"MS-EDEN: {tuple(x.shape)}"
         assert side.key is not None and side.signs_key is not None
         self.x, self.key = x, side.key
         self.tiles, self.columns = x.shape[0] // GROUP, x.shape[1]
