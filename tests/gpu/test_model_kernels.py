@@ -36,20 +36,9 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"needs the extra `cuda`: {', '.join(MISSING)}"),
 ]
 
-CONFIG = ModelConfig(
-    pattern="M-*-M-",
-    vocab_size=5000,
-    hidden_dim=256,
-    ffn_dim=512,
-    num_query_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    rope=True,
-    mamba_num_heads=8,
-    mamba_head_dim=64,
-    mamba_num_groups=2,
-    mamba_state_dim=128,
-)
+_ATTENTION = {"num_query_heads": 8, "num_kv_heads": 2, "head_dim": 64, "rope": True}
+_MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 64, "mamba_num_groups": 2, "mamba_state_dim": 128}
+CONFIG = ModelConfig(pattern="M-*-M-", vocab_size=5000, hidden_dim=256, ffn_dim=512, **_ATTENTION, **_MAMBA)
 COMPILED = Execution(compile=torch_compile)
 
 
@@ -128,8 +117,9 @@ def test_convolution_and_scan(lengths: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("function", [attend, attend_fused])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("lengths", "dim"), [(None, 64), (LENGTHS, 64), (ODD, 128), (ODD, 36)])
+@pytest.mark.parametrize(
+    ("lengths", "dim", "deterministic"), [(None, 64, True), (LENGTHS, 64, False), (ODD, 128, True), (ODD, 36, True)]
+)
 def test_attention(function: Any, deterministic: bool, lengths: list[list[int]] | None, dim: int) -> None:
     documents = None if lengths is None else Documents(numbers_of(lengths))
     shape = (2, 2048) if documents is None else documents.numbers.shape
@@ -160,8 +150,7 @@ def test_compiled_functions() -> None:
     )
 
 
-@pytest.mark.parametrize("words", [5000, 8192])
-@pytest.mark.parametrize("chunk", [None, 128])
+@pytest.mark.parametrize(("words", "chunk"), [(5000, 128), (8192, None)])
 def test_loss(mesh: ParallelMesh, words: int, chunk: int | None) -> None:
     tokens, hidden = 320, 256
     x, weight = randn(tokens, hidden), randn(words, hidden, scale=0.1)
@@ -226,8 +215,7 @@ def test_every_gradient_of_the_model(mesh: ParallelMesh) -> None:
         assert a.grad.dtype == torch.float32 and error < 6e-2, (name, error)
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize(("recompute", "reshard"), [("block", True), ("selective", False)])
 def test_recomputation_changes_no_bit(mesh: ParallelMesh, recompute: str, reshard: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -245,8 +233,7 @@ def spans(lengths: list[list[int]]) -> list[tuple[int, slice]]:
 
 
 def test_fused_logits_of_a_document_are_those_of_the_document_alone(mesh) -> None:
-    model, lengths = model_of(fused(), mesh), [[100, 156], [28, 228]]
-    tokens = text()[0][:2]
+    model, lengths, tokens = model_of(fused(), mesh), [[100, 156], [28, 228]], text()[0][:2]
     with torch.no_grad():
         logits, joined = model(tokens, documents=numbers_of(lengths)), model(tokens)
         for row, span in spans(lengths):

@@ -32,21 +32,16 @@ def with_values(x: Tensor, *values: float) -> Tensor:
 
 CASES = {
     "normal": normal(),
-    "one tile": normal(32, 32),
     "odd multiples of 32": normal(32 * 33, 32 * 35),
     "larger than a program": normal(160, 2080),
     "fp32 input": normal(64, 96),
-    "zeros": torch.zeros(64, 64),
     "negative zeros": with_values(-torch.zeros(64, 64), 1.0),
     "subnormals": normal() * 1e-39,
-    "tiny": normal() * 1e-33,
     "smaller than the tensor scale can express": normal() * 1e-36,
     "large": normal() * 1e37,
     "one huge element": with_values(normal() * 1e-3, 1e30),
     "of all magnitudes": normal() * torch.exp2(torch.randint(-60, 60, (96, 224)).float()),
     "on the grid": torch.randint(-12, 13, (96, 224)) * 0.25,
-    "few channels alive": normal() * (torch.arange(224) % 37 == 0),
-    "inf": with_values(normal(), INF),
     "inf and -inf": with_values(normal(), INF, -INF),
     "nan": with_values(normal(), NAN),
 }
@@ -84,8 +79,7 @@ def same(actual: Tensor | None, expected: Tensor | None) -> bool:
 def check(kernels: type[Fused], x: Tensor, along: str, given: Side, side: Side, made: Fused | None = None) -> None:
     """One operand of x in all its forms. given: the side as the kernels get it. made: them, if they exist already."""
     values, codes, scales, scale = reference(x if along == "columns" else x.t(), side)
-    sides = (given, None) if along == "columns" else (None, given)
-    made = kernels(x.cuda(), *sides) if made is None else made
+    made = made or kernels(x.cuda(), *((given, None) if along == "columns" else (None, given)))
     # Which codes stand under a scale of NaN does not matter; large numbers may overflow in a transform.
     finite = x.isfinite().all() and (scale is None or scale.isfinite())
     code_bytes, scale_bytes = made.code_bytes(along)
@@ -169,12 +163,9 @@ def test_the_branchless_reciprocal_is_correctly_rounded() -> None:
 
 
 FP8_CASES = {
-    "normal": normal(256, 256),
-    "zeros": torch.zeros(256, 256),
     "subnormals": normal(256, 256) * 1e-39,
-    "one huge element": with_values(normal(256, 256) * 1e-3, 1e30),
     "of all magnitudes": normal(256, 256) * torch.exp2(torch.randint(-60, 60, (256, 256)).float()),
-    "inf and nan": with_values(normal(256, 256), INF, 1.0, NAN),
+    "zeros, inf and nan": with_values(normal(256, 256) * (torch.arange(256) > 127), INF, 1.0, NAN),
 }
 
 
@@ -202,7 +193,7 @@ def test_fp8(case: str, along_rows: bool, block_rows: int, power_of_two: bool) -
         assert same(made.values(), expected.dequantize())
 
 
-@pytest.mark.parametrize("m, n, k", [(128, 128, 128), (80, 336, 512), (1040, 16, 1280)])
+@pytest.mark.parametrize("m, n, k", [(80, 336, 512), (1040, 16, 1280)])
 def test_fp8_products(m: int, n: int, k: int) -> None:
     a, b, side = normal(m, k).bfloat16().cuda(), normal(k, n).bfloat16().cuda(), Side("fp8", (1, 128))
     left, right = made_by(FusedFP8, a, side, False), made_by(FusedFP8, b, side, True, keep=True)
@@ -212,7 +203,8 @@ def test_fp8_products(m: int, n: int, k: int) -> None:
     assert (product - exact).norm() / exact.norm() < 1e-6
 
 
-MXFP8_CASES = CASES | {
+MXFP8_CASES = {
+    **{name: CASES[name] for name in ("fp32 input", "larger than a program", "negative zeros", "nan")},
     "around powers of two": 448 * torch.exp2(torch.randint(-130, 110, (96, 224)).float()),
     "every bfloat16": (torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32).reshape(512, 128),
 }

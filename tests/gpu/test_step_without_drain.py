@@ -72,7 +72,7 @@ def trained(
     return {name: whole(value) for name, value in state.items()}, results
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, 0.3, 1e6])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.3])
 def test_the_host_waits_for_nothing_before_the_update_and_every_bit_is_the_same(clip_norm: float) -> None:
     (ahead, results), (after, expected) = trained(None, clip_norm), trained(lambda *_: True, clip_norm)
     assert [skipped for *_, skipped in results] == [False, False, False, True, False]
