@@ -104,7 +104,7 @@ def quantize(
     block does not tile `x`. Non-finite input does not raise (that would stall a GPU): it poisons what it is decoded to.
     """
     form = format_of(name)
-    block = form.blocks[0] if block is None else tuple(block)
+    block = form.blocks[0] if block is None else block
     if block not in form.blocks:
         raise ValueError(f"{name}: block {block} is not one of {form.blocks}")
     if rounding not in ("nearest", "stochastic"):

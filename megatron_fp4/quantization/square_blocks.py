@@ -40,7 +40,7 @@ from megatron_fp4.quantization.cuda import Kernel, launch
 from megatron_fp4.quantization.microscaling import encode_mxfp4
 from megatron_fp4.quantization.nvfp4 import encode_nvfp4
 from megatron_fp4.quantization.rounding import E2M1_VALUES
-from megatron_fp4.quantization.tensor import block_amax, scale_values
+from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_values
 
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 
@@ -144,6 +144,7 @@ def quantize_rows(
             _launch(_QUANTIZE, x, blocks, (x, maxima, maxima if amax is None else amax, *out))
         return out
     values, of_rows = x.to(dtype).to(torch.float32), maxima[blocks.local_blocks(x.device)]
+    encoded: QuantizedTensor
     if blocks.format == "nvfp4":
         encoded = encode_nvfp4(values, (16, 16), None, amax=amax, maxima=of_rows)
     else:

@@ -12,32 +12,23 @@ from megatron_fp4.precision.rng import DeviceKeys, StepState, keyed_operands
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_draws, rounding_key
 from tests.precision.reference import NVFP4
 
-RECIPES = {"a": NVFP4, "b": BF16, "c": replace(NVFP4, rht_signs="fresh")}
-
-
-def test_what_needs_a_key() -> None:
-    assert keyed_operands(RECIPES) == [
-        *(("a", "dgrad_gradient"), ("a", "wgrad_gradient")),
-        *(("c", "dgrad_gradient"), ("c", "wgrad_gradient"), ("c", "wgrad_signs")),
-    ]
-
 
 def test_the_table_has_the_key_of_every_operand_step_and_micro_batch() -> None:
-    step_state = StepState(seed=11)
-    keys = DeviceKeys(RECIPES, torch.device("cpu"))
-    seen = set()
-    for step_state.step in (0, 1, 70_000):
-        for step_state.micro_batch in (0, 3):
-            keys.fill(step_state.seed, step_state.step, step_state.micro_batch)
-            for linear, operand in keyed_operands(RECIPES):
-                expected = rounding_key(step_state.seed, step_state.step, step_state.micro_batch, linear, operand)
-                row = keys.of(linear, operand, RoundingKey(0)).device
-                assert row is not None and row.dtype == torch.int32 and row[2:].tolist() == [0, 0]
-                assert row.data_ptr() % 16 == keys.table.data_ptr() % 16
-                low, high = (value & 0xFFFFFFFF for value in row[:2].tolist())
-                assert low + (high << 32) == expected.key
-                seen.add(expected.key)
-    assert len(seen) == 3 * 2 * 5
+    recipes = {"a": NVFP4, "b": BF16, "c": replace(NVFP4, rht_signs="fresh")}
+    drawn = ("dgrad_gradient", "wgrad_gradient")
+    named = [*(("a", name) for name in drawn), *(("c", name) for name in (*drawn, "wgrad_signs"))]
+    assert keyed_operands(recipes) == named
+    keys, seen = DeviceKeys(recipes, torch.device("cpu")), set()
+    for place in ((11, 0, 0), (11, 1, 3), (11, 70_000, 3)):  # seed, step, micro-batch
+        keys.fill(*place)
+        for linear, operand in named:
+            row = keys.of(linear, operand, RoundingKey(0)).device
+            assert row is not None and row.dtype == torch.int32 and row[2:].tolist() == [0, 0]
+            assert row.data_ptr() % 16 == keys.table.data_ptr() % 16
+            low, high = (value & 0xFFFFFFFF for value in row[:2].tolist())
+            assert low + (high << 32) == rounding_key(*place, linear, operand).key
+            seen.add((low, high))
+    assert len(seen) == 3 * 5
 
 
 def test_a_linear_asks_the_table_of_the_step_state() -> None:

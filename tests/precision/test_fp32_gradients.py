@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.data_parallel import shard
-from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.parallel.parameters import new_parameter
 from megatron_fp4.precision.fp32_gradients import gradient_of, gradient_spec, local_part
 from tests.training.harness import launch
@@ -27,31 +27,25 @@ class Keeper(nn.Module):
 
 def compared(rank: int) -> None:
     mesh = build_mesh(ParallelConfig(tensor=2), torch.device("cpu"))
-    for shard_dim in (0, 1, None):
-        for fsdp in (False, True):
-            compare(mesh, shard_dim, fsdp)
-
-
-def compare(mesh: ParallelMesh, shard_dim: int | None, fsdp: bool) -> None:
-    keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
-    if fsdp:
-        shard(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
-    keeper(torch.zeros(()))
-    parameter = keeper.seen
-    assert isinstance(parameter, DTensor)
-    assert parameter.dtype == (torch.bfloat16 if fsdp else torch.float32)
-    gradient = torch.randn(local_part(parameter).shape)
-    expected = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
-    for _ in range(2):
-        found = gradient_of(gradient, gradient_spec(parameter))
-        assert isinstance(found, DTensor) and not found.requires_grad
-        assert found.device_mesh == parameter.device_mesh and found._spec == expected._spec
-        assert found._spec.tensor_meta == expected._spec.tensor_meta
-        for attribute in ("placements", "dtype", "shape"):
-            assert getattr(found, attribute) == getattr(expected, attribute)
-        assert found.stride() == expected.stride()
-        assert torch.equal(found.to_local(), gradient) and torch.equal(found.full_tensor(), expected.full_tensor())
-    assert gradient_spec(parameter) is gradient_spec(parameter)
+    for shard_dim, fsdp in ((0, True), (1, True), (None, True), (0, False)):
+        keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
+        if fsdp:
+            shard(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
+        keeper(torch.zeros(()))
+        parameter = keeper.seen
+        assert isinstance(parameter, DTensor)
+        assert parameter.dtype == (torch.bfloat16 if fsdp else torch.float32)
+        gradient = torch.randn(local_part(parameter).shape)
+        expected = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
+        for _ in range(2):
+            found = gradient_of(gradient, gradient_spec(parameter))
+            assert isinstance(found, DTensor) and not found.requires_grad
+            assert found.device_mesh == parameter.device_mesh and found._spec == expected._spec
+            assert found._spec.tensor_meta == expected._spec.tensor_meta
+            for attribute in ("placements", "dtype", "shape"):
+                assert getattr(found, attribute) == getattr(expected, attribute)
+            assert torch.equal(found.to_local(), gradient) and torch.equal(found.full_tensor(), expected.full_tensor())
+        assert gradient_spec(parameter) is gradient_spec(parameter)
 
 
 @pytest.mark.slow

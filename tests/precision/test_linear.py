@@ -72,23 +72,18 @@ def test_the_gradient_of_a_bf16_weight_is_single_precision_without_a_rounding_be
 def test_every_gemm_is_the_product_of_the_decoded_operands(name):
     """Rounding to nearest: fprop, dgrad and wgrad against double precision on the oracle's codes."""
     recipe = ref.nearest(RECIPES[name])
-    for seed in range(2):
-        x, w, dy = ref.tensors(128, 128, 256, seed)
-        expected = ref.linear(*(ref.double(t) for t in (x, w, dy)), recipe)
-        for actual, exact in zip(ref.run(x, w, dy, ref.context_of(recipe)), expected, strict=True):
-            assert actual.dtype == torch.float32
-            assert relative(actual, exact) < 2e-6
+    x, w, dy = ref.tensors(128, 128, 256)
+    expected = ref.linear(*(ref.double(t) for t in (x, w, dy)), recipe)
+    for actual, exact in zip(ref.run(x, w, dy, ref.context_of(recipe)), expected, strict=True):
+        assert actual.dtype == torch.float32
+        assert relative(actual, exact) < 2e-6
 
 
 @pytest.mark.parametrize(
     ("name", "signs", "dtype"),
     [
         *((name, "fixed", torch.bfloat16) for name in RECIPES),
-        *(
-            (name, signs, torch.float32)
-            for name in ("nvfp4", "every_transform")
-            for signs in ("fixed", "none", "fresh")
-        ),
+        *(("every_transform", signs, torch.float32) for signs in ("fixed", "none", "fresh")),
     ],
 )
 def test_the_emulation_has_the_bits_of_the_specification(name, signs, dtype):
@@ -123,30 +118,27 @@ def test_mxfp8_blocks_lie_along_each_dot_product(gemm):
     assert np.abs(across - expected).max() / np.abs(expected).max() > 1e-2
 
 
-@pytest.mark.parametrize("exponent", [-90, -40, 40, 90])
-def test_tensor_scales_are_neither_floored_nor_lost(exponent):
+def test_tensor_scales_are_neither_floored_nor_lost():
     """Gradients at any power of two give the same result at that power of two."""
     x, w, dy = ref.tensors(64, 64, 64)
     plain = ref.run(x, w, dy, ref.context_of(ref.NVFP4))
-    scaled = ref.run(x, w, dy * 2.0**exponent, ref.context_of(ref.NVFP4))
-    for now, then in zip(plain[1:], scaled[1:], strict=True):
-        assert relative(then, ref.double(now) * 2.0**exponent) < 1e-6
+    for exponent in (-90, 90):
+        scaled = ref.run(x, w, dy * 2.0**exponent, ref.context_of(ref.NVFP4))
+        for now, then in zip(plain[1:], scaled[1:], strict=True):
+            assert relative(then, ref.double(now) * 2.0**exponent) < 1e-6
 
 
 def test_a_non_finite_value_never_disappears():
     for name in ("nvfp4", "mxfp4", "fp8", "all_the_way"):
         for bad in (float("nan"), float("inf")):
-            for which in range(3):
+            for which, unbroken in enumerate((1, 2, 0)):  # x is no part of dx, w of dw, dy of y
                 operands = list(ref.tensors(128, 128, 128))
                 operands[which][5, 7] = bad
-                y, dx, dw = ref.run(*operands, ref.context_of(RECIPES[name]))
-                touched = [{0: y, 2: dw}, {0: y, 1: dx}, {1: dx, 2: dw}][which]
-                for result in touched.values():
-                    assert not torch.isfinite(result).all(), (name, bad, which)
+                for index, result in enumerate(ref.run(*operands, ref.context_of(RECIPES[name]))):
+                    assert index == unbroken or not torch.isfinite(result).all(), (name, bad, which)
 
 
-@pytest.mark.parametrize("recipe", [BF16, ref.NVFP4], ids=["bf16", "nvfp4"])
-@pytest.mark.parametrize("num_groups, group_rows", [(1, 32), (3, 20)])
+@pytest.mark.parametrize("recipe, num_groups, group_rows", [(BF16, 1, 32), (ref.NVFP4, 3, 20)], ids=["bf16", "nvfp4"])
 def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, group_rows):
     x, w, dy = ref.tensors(32, 48, num_groups * group_rows)
     context = ref.context_of(recipe, num_groups=num_groups)
@@ -168,8 +160,9 @@ def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, gr
     assert weight.grad is not None and torch.equal(weight.grad, alone[0] + alone[1] + alone[2])
 
 
-@pytest.mark.parametrize("num_groups, group_rows", [(2, 20), (4, 8), (1, 50), (3, 16)])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4_2d", "all_the_way"])
+@pytest.mark.parametrize(
+    "name, num_groups, group_rows", [("nvfp4", 2, 20), ("mxfp4_2d", 4, 8), ("all_the_way", 1, 50), ("nvfp4", 3, 16)]
+)
 def test_groups_of_output_features_are_padded_to_whole_blocks(name, num_groups, group_rows):
     recipe = ref.nearest(RECIPES[name])
     multiple = 32 if name == "mxfp4_2d" else 16
@@ -193,8 +186,7 @@ def with_equal_maxima(shards: int, dim: int, *tensors: torch.Tensor) -> None:
             piece[0, 0] = peak
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "all_the_way"])
-@pytest.mark.parametrize("num_groups, group_rows", [(4, 16), (4, 20), (2, 40)])
+@pytest.mark.parametrize("name, num_groups, group_rows", [("nvfp4", 4, 16), ("all_the_way", 4, 20)])
 def test_shards_of_output_features_give_the_codes_of_the_whole(name, num_groups, group_rows):
     recipe = changed(RECIPES[name], wgrad_rht=0)
     x, w, dy = ref.tensors(32, 32, num_groups * group_rows)
@@ -233,10 +225,9 @@ def test_shards_of_input_features_give_the_codes_of_the_whole():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("signs", ["fixed", "fresh"])
-def test_recomputation_gives_identical_gradients(reentrant, signs):
+def test_recomputation_gives_identical_gradients(reentrant):
     x, w, dy = ref.tensors(64, 64, 64)
-    context = ref.context_of(changed(ref.ALL_THE_WAY, wgrad_rht=16, rht_signs=signs))
+    context = ref.context_of(changed(ref.ALL_THE_WAY, wgrad_rht=16, rht_signs="fresh"))
 
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.tanh(quantized_linear(torch.sin(x), w, context))

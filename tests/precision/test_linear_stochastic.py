@@ -8,13 +8,10 @@ for x = 1.
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from megatron_fp4.precision.recipe import Recipe
 from tests.precision import reference as ref
-from tests.quantization import oracle
-from tests.quantization.cases import check_unbiased
 from tests.recipes import changed
 
 SIZE = 64
@@ -52,18 +49,6 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a, b)[0, 1] * len(a) ** 0.5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
-def test_quantized_gradients_are_unbiased_over_steps(gemm):
-    dy = ref.tensors(SIZE, SIZE, SIZE)[2]
-    mine = dy if gemm == "dgrad" else dy.t()
-    quantized = oracle.nvfp4(ref.double(mine))
-    unit = np.repeat(quantized.scales, 16, axis=1) * quantized.amax / 2688
-    num = 400
-    total = sum(shown(dy, PLAIN, step=step)[gemm == "wgrad"] for step in range(num))
-    check_unbiased(total / num, np.clip(ref.double(mine), -6 * unit, 6 * unit), unit, num)
-
-
 def test_both_gemms_round_up_equally_often_but_independently():
     """dy is quantized twice; the two roundings agree as often as two independent draws do."""
     dy = gradient_between_codes()
@@ -79,17 +64,13 @@ def test_both_gemms_round_up_equally_often_but_independently():
     assert abs(np.mean(agreement) - (0.36 + 0.16)) < 4 * (0.52 * 0.48 / (8 * SIZE * SIZE)) ** 0.5
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"step": 1}, {"micro_batch": 1}, {"seed": 2}, {"name": "blocks.1.mixer.in_proj"}],
-    ids=lambda o: next(iter(o)),
-)
-def test_draws_differ_with_every_coordinate_of_the_run(other):
+def test_draws_differ_with_every_coordinate_of_the_run():
     dy = gradient_between_codes()
-    here, there = shown(dy, PLAIN), shown(dy, PLAIN, **other)
-    for mine, theirs in zip(here, there, strict=True):
-        assert not np.array_equal(mine, theirs)
-        assert abs(correlation(rounded_up(mine), rounded_up(theirs))) < 4
+    here = shown(dy, PLAIN)
+    for other in ({"step": 1}, {"micro_batch": 1}, {"seed": 2}, {"name": "blocks.1.mixer.in_proj"}):
+        for mine, theirs in zip(here, shown(dy, PLAIN, **other), strict=True):
+            assert not np.array_equal(mine, theirs)
+            assert abs(correlation(rounded_up(mine), rounded_up(theirs))) < 4
 
 
 def test_the_backward_pass_uses_the_coordinates_of_its_forward_pass():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import Kernel, NvidiaGPU, Side
-from megatron_fp4.quantization.formats import quantize, quantize_nvfp4
+from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns, PackedRows
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import unpack_codes
@@ -64,9 +64,6 @@ class UnpackingKernels(NvidiaGPU):
     def available(self, device: torch.device) -> bool:
         return True
 
-    def overlaps(self, device: torch.device) -> bool:
-        return False
-
     def start(self, kernel: Kernel, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
         codes, scales, values, *_ = arguments
         self.launched.append(kernel.name)
@@ -79,30 +76,6 @@ class UnpackingKernels(NvidiaGPU):
             along_rows = PackedColumns(codes, scales).transposed()
             scales = along_rows[1].contiguous().view(torch.float8_e4m3fn)
             values.copy_(QuantizedTensor(along_rows[0], scales, (1, 16)).block_values().t())
-
-
-class MXFP8Kernels(NvidiaGPU):
-    """A GPU whose kernels are those of MXFP8 with codes alone, on a CPU; `launched` are the blocks they were for."""
-
-    def __init__(self, launched: list[Any]) -> None:
-        self.launched = launched
-
-    def start(self, kernel: Kernel, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
-        assert kernel.name == "fp8.quantize_mxfp8_kernel"
-        x, out, scales, *size = arguments
-        block = constants["BLOCK_ROWS"], constants["BLOCK_COLUMNS"]
-        assert constants["CODES"] and tuple(size) == tuple(x.shape) and x.is_contiguous() and out.shape == x.shape
-        self.launched.append(block)
-        x = x.to(torch.bfloat16)
-        if block[0] == 1:
-            made = quantize(x, "mxfp8")
-            codes, expected = made.codes, made.scales
-        else:
-            made = quantize(x.t(), "mxfp8", (block[1], 32))
-            codes, expected = made.codes.t(), made.scales.t()
-        out.copy_(codes.view(torch.uint8))
-        assert scales.shape == expected.shape
-        scales.copy_(expected)
 
 
 def _transformed(x: Tensor, side: Side) -> Tensor:
