@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from megatron_fp4 import __version__
 from megatron_fp4.config.removed_keys import leaves
-from megatron_fp4.logging.console import short_number, short_time
+from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import REPORT_FILE, replace_text
 from megatron_fp4.logging.pictures import (
     QUANTITIES,
@@ -32,22 +32,18 @@ from megatron_fp4.logging.pictures import (
     draw_losses,
     draw_training,
     drawing,
-    heatmap_height,
     legend_below,
     look,
     mark_run,
     smooth,
     step_axis,
-    thinned,
 )
 from megatron_fp4.logging.run_folder import RunFolder, open_run, open_runs
-from megatron_fp4.logging.run_log import ORDER, Goodput, goodput_of
+from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.runtime.revision import revision
 
-UNKNOWN = "unknown"
-_SIZE, _MOST_EVENTS = (5.4, 3.3), 200
-# Events of which the page has the number and the last one, if all is well.
-_ROUTINE = ("checkpoint", "export", "replay", "recheck")
+# Events of which the page has the number and the last one, if all is well; and the most that it has of the others.
+_ROUTINE, _MOST_EVENTS = ("checkpoint", "export", "replay", "recheck"), 200
 # Numbers that are drawn: their titles, their fields, the kind of records that have them.
 _CURVES = (
     ("learning rate", "lr", "step"),
@@ -60,8 +56,6 @@ _CURVES = (
     ("gradient over its quantization noise", "ratio", "gradient_noise"),
 )
 Row = Sequence[str]
-# Its title, the names of its columns, its rows.
-Table = tuple[str, Sequence[str], Sequence[Row]]
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ names }}</title>
@@ -81,20 +75,20 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; white-space:
 </style></head><body>
 <h1>{{ names }}</h1>
 <p class="note">{{ folders }}; written {{ moment }} by megatron_fp4 {{ version }} ({{ commit }})</p>
-<nav>{% for section in sections %}<a href="#s{{ loop.index }}">{{ section.title }}</a>{% endfor %}</nav>
-{% for section in sections %}
-<section id="s{{ loop.index }}"><h2>{{ section.title }}</h2>
-{% if section.figures %}
-<div class="figures">{% for figure in section.figures %}<figure>{{ figure }}</figure>{% endfor %}</div>
+<nav>{% for title, _, _, _ in sections %}<a href="#s{{ loop.index }}">{{ title }}</a>{% endfor %}</nav>
+{% for title, figures, tables, note in sections %}
+<section id="s{{ loop.index }}"><h2>{{ title }}</h2>
+{% if figures %}
+<div class="figures">{% for figure in figures %}<figure>{{ figure }}</figure>{% endfor %}</div>
 {% endif %}
-{% for title, head, rows in section.tables %}
+{% for title, head, rows in tables %}
 {% if title %}<h3>{{ title }}</h3>{% endif %}
 <div class="table"><table>
 {% if head %}<tr>{% for cell in head %}<th>{{ cell }}</th>{% endfor %}</tr>{% endif %}
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
 </table></div>
 {% endfor %}
-{% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
+{% if note %}<p class="note">{{ note }}</p>{% endif %}
 </section>
 {% endfor %}
 </body></html>
@@ -125,35 +119,36 @@ def write_report(
             base = open_run(configured)
         except (OSError, ValueError) as error:
             note = f"No baseline: {error}"
-    target = Path(target) if target is not None else opened[0].path / REPORT_FILE
-    replace_text(target, page(opened, defaults, base, note))
-    return target
+    path = opened[0].path / REPORT_FILE if target is None else Path(target)
+    replace_text(path, _page(opened, defaults, base, note))
+    return path
 
 
-def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFolder | None, note: str = "") -> str:
+def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFolder | None, note: str) -> str:
     """The HTML about `runs`. note: why there is no baseline."""
-    base, others = (runs[0], runs[1:]) if baseline is None and len(runs) > 1 else (baseline, runs)
-    unlike = [] if base is None else [run.name for run in others if not run.same_batches(base)]
-    gap_note = "Of losses after the same steps; it says something if these had the same data."
-    if base is not None and unlike:
-        gap_note = f"No gap of {', '.join(unlike)}: steps of {base.name} have another number of tokens."
+    several = len(runs) > 1
+    base, others = (runs[0], runs[1:]) if baseline is None and several else (baseline, runs)
+    if base is not None:
+        note = "Of losses after the same steps; it says something if these had the same data."
+        if unlike := [run.name for run in others if not run.same_batches(base)]:
+            note = f"No gap of {', '.join(unlike)}: steps of {base.name} have another number of tokens."
     head = ["", *(run.name for run in runs)]
 
-    def each(rows: Callable[[RunFolder], list[Row]], *columns: str) -> list[Table]:
-        return [(run.name if len(runs) > 1 else "", columns, rows(run)) for run in runs]
+    def each(rows: Callable[[RunFolder], list[Row]], *columns: str) -> list[tuple[str, Row, list[Row]]]:
+        return [(run.name if several else "", columns, found) for run in runs if (found := rows(run))]
 
-    sections = [
-        _section("Summary", tables=[("", head if len(runs) > 1 else [], summary(runs))]),
-        _section("Losses", _losses(runs, baseline)),
-        _section("Gap", _gaps(base, others), note=note if base is None else gap_note),
-        _section("Optimizer and speed", [_curve(runs, *curve) for curve in _CURVES]),
-        _section("Phases", tables=each(phases, "phase", "length", "blend", "steps so far")),
-        _section("Precision plan", tables=each(plan, "recipe", "linears", "why these", "operands")),
-        _section("Diagnostics", [figure for run in runs for figure in _heatmaps(run)]),
-        _section("Goodput", tables=[("", head, goodput(runs))]),
-        _section("Events", tables=each(events, "step", "what", "")),
-        _section("What the model writes", tables=each(texts, "after step", "prompt", "continuation")),
-        _section("Configuration", tables=[("", ["key", "default", *head[1:]], differences(runs, defaults))]),
+    changed = _changed_settings(runs, defaults)
+    sections: list[tuple[str, list[Markup], list[tuple[str, Row, list[Row]]], str]] = [
+        ("Summary", [], [("", head if several else [], _summary(runs))], ""),
+        ("Losses", _losses(runs, baseline), [], ""),
+        ("Gap", _gaps(base, others), [], note),
+        ("Optimizer and speed", [figure for curve in _CURVES for figure in _curve(runs, *curve)], [], ""),
+        ("Phases", [], each(_phases, "phase", "length", "blend", "steps so far"), ""),
+        ("Precision plan", [], each(_plan, "recipe", "linears", "why these", "operands"), ""),
+        ("Diagnostics", [figure for run in runs for figure in _heatmaps(run)], [], ""),
+        ("Events", [], each(_events, "step", "what", ""), ""),
+        ("What the model writes", [], each(_texts, "after step", "prompt", "continuation"), ""),
+        ("Configuration", [], [("", ["key", "default", *head[1:]], changed)] if changed else [], ""),
     ]
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_TEMPLATE)
     return template.render(
@@ -162,49 +157,42 @@ def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFo
         moment=time.strftime("%Y-%m-%d %H:%M %Z"),
         version=__version__,
         commit=revision(),
-        sections=[section for section in sections if section["figures"] or section["tables"] or section["note"]],
+        sections=[section for section in sections if any(section[1:])],
     )
 
 
-def _section(
-    title: str, figures: Sequence[Markup | None] = (), tables: Sequence[Table] = (), note: str = ""
-) -> dict[str, Any]:
-    shown = [table for table in tables if table[2]]
-    return {"title": title, "figures": [figure for figure in figures if figure], "tables": shown, "note": note}
+# Tables: rows of texts.
 
 
-# Tables.
-
-
-def summary(runs: Sequence[RunFolder]) -> list[Row]:
-    """Rows of (what, text for each run)."""
+def _summary(runs: Sequence[RunFolder]) -> list[Row]:
     columns = [dict(_facts(run)) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
-    return [[name, *(column.get(name, UNKNOWN) for column in columns)] for name in names]
+    return [[name, *(column.get(name, "unknown") for column in columns)] for name in names]
 
 
 def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
-    last, facts, found = run.steps[-1], run.facts, goodput_of(run.records)
-    state = str(run.state.get("state", "finished" if run.summary.get("finished") else UNKNOWN))
+    """Names and texts of a summary; without what an older run does not have."""
+    last, facts = run.steps[-1], run.facts
+    state = run.state.get("state", "finished" if run.summary.get("finished") else "unknown")
     reason = run.state.get("reason")
     yield "state", f"{state}: {reason}" if reason else "running, or killed" if state == "running" else state
-    yield "steps", f"{last['step']:,} of {facts.get('steps') or run.setting('train', 'steps') or UNKNOWN}"
+    yield "steps", f"{last['step']:,} of {facts.get('steps') or run.setting('train', 'steps') or 'unknown'}"
     yield "tokens", short_number(last.get("tokens", math.nan))
     name, pattern, width = (run.setting("model", key) for key in ("name", "pattern", "hidden_dim"))
-    count = facts.get("parameters")
-    size = f", {short_number(count)} parameters" if isinstance(count, int) else ""
-    yield "model", UNKNOWN if name is None else f"{name}{size}, {len(pattern or '')} blocks, width {width}"
-    plans = list(dict.fromkeys(str(record.get("plan", UNKNOWN)) for record in run.steps))
-    switches = [event["step"] for event in run.events if event["event"] == "switch"]
-    yield "precision", ", then ".join(plans) + (f" from step {switches[-1]:,}" if switches else "")
-    quantized, share = (run.plan or facts.get("plan") or {}).get("quantized_linears"), facts.get("quantized_flops")
-    flops = f", {share:.1%} of the model's FLOPs" if isinstance(share, int | float) else ""
-    yield "quantized", UNKNOWN if quantized is None else f"{quantized} linears{flops}"
-    yield "optimizer", str(facts.get("optimizer", UNKNOWN))
+    if name is not None:
+        count = facts.get("parameters")
+        size = f", {short_number(count)} parameters" if isinstance(count, int) else ""
+        yield "model", f"{name}{size}, {len(pattern or '')} blocks, width {width}"
+    switches = run.happened("switch")
+    yield "precision", run.plans + (f" from step {switches[-1]['step']:,}" if switches else "")
+    if (quantized := (run.plan or facts.get("plan") or {}).get("quantized_linears")) is not None:
+        share = facts.get("quantized_flops")
+        flops = f", {share:.1%} of the model's FLOPs" if isinstance(share, int | float) else ""
+        yield "quantized", f"{quantized} linears{flops}"
     yield "seed", str(run.setting("run", "seed"))
-    yield "commit", str(facts.get("commit", UNKNOWN))
-    yield "ranks", str(facts.get("world_size", UNKNOWN))
-    yield "goodput", UNKNOWN if found is None else str(found)
+    for fact, key in {"optimizer": "optimizer", "commit": "commit", "ranks": "world_size"}.items():
+        yield fact, str(facts.get(key, "unknown"))
+    yield "goodput", str(goodput_of(run.records) or "unknown")
     for field, form in {
         "tokens_per_second": short_number,
         "model_tflops": short_number,
@@ -215,11 +203,12 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
         if np.isfinite(values).any():
             yield f"{field.replace('_', ' ')}, median", form(float(np.nanmedian(values)))
     waits, times = np.nansum(run.series("data_wait")[1]), np.nansum(run.series("step_time")[1])
-    yield "of the steps waiting for data", f"{waits / times:.2%}" if times > 0 else UNKNOWN
-    spikes = sum(event["event"] == "spike" for event in run.events)
-    yield "steps skipped", f"{sum(bool(record.get('skipped')) for record in run.steps):,} ({spikes:,} spikes)"
-    losses = run.last_losses
-    yield "training loss, last 2% of the steps", f"{losses.mean():.4f} nats per token" if losses.size else UNKNOWN
+    if times > 0:
+        yield "of the steps waiting for data", f"{waits / times:.2%}"
+    skipped = sum(bool(record.get("skipped")) for record in run.steps)
+    yield "steps skipped", f"{skipped:,} ({len(run.happened('spike')):,} spikes)"
+    if (losses := run.last_losses).size:
+        yield "training loss, last 2% of the steps", f"{losses.mean():.4f} nats per token"
     bits = (run.of("validation") or [{}])[-1].get("bits_per_byte") or {}
     for source, points in run.validation.items():
         extra = f", {bits[source]:.4f} bits per byte" if bits.get(source) is not None else ""
@@ -227,105 +216,85 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
         yield f"validation loss, {source}", f"{points[step]:.4f} nats per token{extra} (step {step:,})"
 
 
-def phases(run: RunFolder) -> list[Row]:
-    """Rows of the data phases as planned: name, length, blend; and their steps as far as the run has come."""
+def _phases(run: RunFolder) -> list[Row]:
+    """As planned: name, length, blend; and the steps as far as the run has come."""
     been = {name: f"{first + 1:,} to {last:,}" for name, first, last in run.phases}
+    forms = {"fraction": "{:.4g} of the run", "steps": "{:,} steps", "tokens": "{:,.0f} tokens"}
     rows: list[Row] = []
     for phase in run.setting("data", "phases") or []:
-        name = str(phase.get("name", "main"))
-        forms = {"fraction": "{:.4g} of the run", "steps": "{:,} steps", "tokens": "{:,.0f} tokens"}
-        length = " ".join(form.format(phase[key]) for key, form in forms.items() if phase.get(key) is not None)
-        blend = phase.get("blend") or "all"
+        name, blend = str(phase.get("name", "main")), phase.get("blend") or "all"
+        length = [form.format(phase[key]) for key, form in forms.items() if phase.get(key) is not None]
         text = ", ".join(f"{source} {share}" for source, share in blend.items()) if isinstance(blend, dict) else blend
-        rows.append([name, length or "the rest", str(text), been.get(name, "-")])
+        rows.append([name, *(length or ["the rest"]), str(text), been.get(name, "-")])
     return rows
 
 
-def plan(run: RunFolder) -> list[Row]:
-    """Rows of the recipes: name, how many linears, why these, what each GEMM multiplies."""
+def _plan(run: RunFolder) -> list[Row]:
+    """Of each recipe its name, how many linears have it, why these, what each GEMM multiplies."""
     written = run.plan or run.facts.get("plan") or {}
     linears = list((written.get("linears") or {}).values())
     rows: list[Row] = []
     for name, gemms in (written.get("recipes") or {}).items():
         why = [str(of.get("why", "")) for of in linears if of.get("recipe") == name]
         reasons = ", ".join(f"{reason} ({why.count(reason)})" for reason in dict.fromkeys(why))
-        lines = "; ".join(map(str, gemms)) if isinstance(gemms, list) else str(gemms)
-        rows.append([str(name), f"{len(why)} of {len(linears)}", reasons, lines])
+        rows.append([str(name), f"{len(why)} of {len(linears)}", reasons, "; ".join(map(str, gemms))])
     return rows
 
 
-def goodput(runs: Sequence[RunFolder]) -> list[Row]:
-    """Rows of (kind of time, its share and length in each run)."""
-    found = [goodput_of(run.records) for run in runs]
-    kinds = [kind for kind in ORDER if any(of is not None and kind in of.seconds for of in found)]
-    return [[kind, *(_share(of, kind) for of in found)] for kind in kinds]
-
-
-def _share(of: Goodput | None, kind: str) -> str:
-    seconds = 0.0 if of is None else of.seconds.get(kind, 0.0)
-    return f"{seconds / of.wall:.1%} ({short_time(seconds)})" if of is not None and seconds else "-"
-
-
-def events(run: RunFolder) -> list[Row]:
-    """What happened, as (step, what, details): starts, switches, skips, spikes and faults each, what is routine summed
-    up, and of very many the last ones."""
-    rows: list[Row] = [[f"{record['step']:,}", "start", ""] for record in run.of("run") if record["step"]]
-    last: dict[str, tuple[int, Row]] = {}
+def _events(run: RunFolder) -> list[Row]:
+    """Step, what, details: starts, switches, skips, spikes and faults each, what is routine summed up, and of very many
+    the last ones."""
+    rows = [(record["step"], "start", "") for record in run.of("run") if record["step"]]
+    routine: dict[str, list[tuple[int, str]]] = {}
     for record in run.events:
-        name = str(record["event"])
+        name, step = str(record["event"]), record["step"]
         details = {key: value for key, value in record.items() if key not in ("kind", "step", "event")}
-        row = [f"{record['step']:,}", name, "; ".join(f"{key}: {_short(value)}" for key, value in details.items())]
+        text = "; ".join(
+            f"{key}: {f'{of:.4g}' if isinstance(of, float) else str(of)[:160]}" for key, of in details.items()
+        )
         if name in _ROUTINE and not (record.get("faults") or record.get("differs")):
-            last[name] = last.get(name, (0, ()))[0] + 1, row
+            routine.setdefault(name, []).append((step, text))
         elif name != "text":
-            rows.append(row)
-    rows.sort(key=lambda row: int(row[0].replace(",", "")))
-    if len(rows) > _MOST_EVENTS:
-        rows = [["...", f"{len(rows) - _MOST_EVENTS:,} earlier events", "in metrics.jsonl"], *rows[-_MOST_EVENTS:]]
-    return [*rows, *([row[0], f"{count} x {row[1]}", f"the last: {row[2]}"] for count, row in last.values())]
-
-
-def _short(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 160 else text[:157] + "..."
-
-
-def texts(run: RunFolder) -> list[Row]:
-    """Rows of what the model wrote last: step, prompt, continuation."""
-    last = [record for record in run.events if record["event"] == "text"][-1:]
-    return [
-        [f"{record['step']:,}", str(one["prompt"]), str(one["text"] or "(not finite)")]
-        for record in last
-        for one in record.get("samples", [])
+            rows.append((step, name, text))
+    rows.sort(key=lambda row: row[0])
+    shown = rows[-_MOST_EVENTS:] + [
+        (of[-1][0], f"{len(of)} x {name}", f"the last: {of[-1][1]}") for name, of in routine.items()
     ]
+    left_out = [["...", f"{len(rows) - _MOST_EVENTS:,} earlier events", "in metrics.jsonl"]]
+    return [*(left_out if len(rows) > _MOST_EVENTS else []), *([f"{step:,}", name, text] for step, name, text in shown)]
 
 
-def differences(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
-    """Rows of (key, value by default and in each run) of the settings that a run has otherwise than the default."""
-    flat = [dict(leaves(settings)) for settings in (defaults, *(run.config for run in runs))]
-    rows: list[Row] = []
-    for key in dict.fromkeys(key for settings in flat for key in settings):
-        values = [str(settings.get(key, "-")) for settings in flat]
-        if any(value not in ("-", values[0]) for value in values[1:]):  # an older run may not have the key
-            rows.append([key, *values])
-    return rows
+def _texts(run: RunFolder) -> list[Row]:
+    """Of what the model wrote last: step, prompt, continuation."""
+    last = run.happened("text")[-1:]
+    found = [(f"{record['step']:,}", one) for record in last for one in record.get("samples", [])]
+    return [[step, str(one["prompt"]), str(one["text"] or "(not finite)")] for step, one in found]
+
+
+def _changed_settings(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
+    """Key, value by default and in each run, where a run has another one; an older run may not have the key."""
+    usual, *settings = [
+        {key: str(value) for key, value in leaves(of)} for of in (defaults, *(run.config for run in runs))
+    ]
+    keys = dict.fromkeys(key for of in (usual, *settings) for key in of)
+    rows = [[key, *(of.get(key, "-") for of in (usual, *settings))] for key in keys]
+    return [row for row in rows if not {*row[2:]} <= {"-", row[1]}]
 
 
 # Figures.
 
 
-def _figure(title: str, draw: Callable[[Figure, Axes], object], height: float = _SIZE[1]) -> Markup:
+def _figure(title: str, draw: Callable[[Figure, Axes], object], height: float = 3.3) -> Markup:
     """What `draw` makes, as an `svg` element as wide as its place; its text stays text."""
     file = io.StringIO()
-    with drawing(figsize=(_SIZE[0], height)) as (figure, axes):
+    with drawing(figsize=(5.4, height)) as (figure, axes):
         draw(figure, axes)
-        axes.set_title(axes.get_title() or title, fontsize=10, pad=16)
+        axes.set_title(title, fontsize=10, pad=16)
         legend_below(figure, axes)
         # Names of clip paths must differ between the figures of a page, and be the same each time.
         with rc_context({"svg.hashsalt": title}):
             figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    text = file.getvalue()
-    svg = text[text.index("<svg") + len("<svg") :]
+    svg = file.getvalue().partition("<svg")[2]
     return Markup(f'<svg role="img" aria-label="{escape(title)}"{svg}')  # escaped by matplotlib and here
 
 
@@ -339,7 +308,6 @@ def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> list[Marku
     if len(runs) == 1:
         return [_figure("losses", lambda _, axes: draw_losses(axes, runs[0], baseline), 4.4)]
     every = [*runs, *([] if baseline is None else [baseline])]
-    sources = dict.fromkeys(source for run in every for source in run.validation)
 
     def training(_: Figure, axes: Axes) -> None:
         draw_training(axes, every)
@@ -352,6 +320,7 @@ def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> list[Marku
         axes.set_ylabel("nats per token")
         _step_axis(every, axes)
 
+    sources = dict.fromkeys(source for run in every for source in run.validation)
     figures = [_figure(f"held-out loss of {source}", partial(held_out, source)) for source in sources]
     return [_figure("training loss, smoothed", training), *figures]
 
@@ -368,30 +337,26 @@ def _gaps(base: RunFolder | None, runs: Sequence[RunFolder]) -> list[Markup]:
     return [_figure(f"loss above {base.name} in percent", draw)]
 
 
-def _curve(runs: Sequence[RunFolder], title: str, field: str, kind: str) -> Markup | None:
-    """A number of records; None if no run has it."""
+def _curve(runs: Sequence[RunFolder], title: str, field: str, kind: str) -> list[Markup]:
+    """A number of records; nothing if no run has it."""
     every = []
     for index, run in enumerate(runs):
         steps, values = run.series(field, kind)
         if (there := np.isfinite(values)).any():  # some numbers come only now and then
             every.append((run.name if len(runs) > 1 else None, look(index), steps[there], values[there]))
-    if not every:
-        return None
 
     def draw(_: Figure, axes: Axes) -> None:
         for name, style, steps, values in every:
-            axes.plot(*thinned(steps, values), color=style.color, alpha=0.25, linewidth=0.7)
-            axes.plot(*thinned(steps, smooth(values)), label=name, **style.line(linewidth=1.5))
+            axes.plot(steps, values, color=style.color, alpha=0.25, linewidth=0.7)
+            axes.plot(steps, smooth(values), label=name, **style.line())
         top = max(np.percentile(values, 99.5) for *_, values in every)
         axes.set_ylim(0, max(top * 1.25, 1e-9))  # one slow first step must not flatten all others
         axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
         _step_axis(runs, axes)
 
-    return _figure(title, draw)
+    return [_figure(title, draw)] if every else []
 
 
 def _heatmaps(run: RunFolder) -> list[Markup]:
-    if not run.of("diagnostics"):
-        return []
-    draw, height = partial(draw_heatmap, run=run), heatmap_height(run)
-    return [_figure(f"{run.name}: {of.title}", partial(draw, quantity=of), height) for of in QUANTITIES]
+    quantities = QUANTITIES if run.of("diagnostics") else ()
+    return [_figure(f"{run.name}: {of.title}", partial(draw_heatmap, run=run, quantity=of)) for of in quantities]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -23,19 +22,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from megatron_fp4.logging.console import short_number
-from megatron_fp4.logging.files import check_place, replace_file
+from megatron_fp4.logging.files import PICTURE_FILE, check_place, replace_file
 from megatron_fp4.logging.run_folder import RunFolder, open_run
 
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
-COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.4)), (0, (7, 2, 1.5, 2)), (0, (1, 1.8)), (0, (9, 2, 3, 2)))
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-INK, FAINT, MISSING = "#333333", "#5a6570", "#d9d9d9"
+_COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+_DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.4)), (0, (7, 2, 1.5, 2)), (0, (1, 1.8)), (0, (9, 2, 3, 2)))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+INK, FAINT, _MISSING = "#333333", "#5a6570", "#d9d9d9"
 
 _STYLE: Any = {
     "font.size": 10.0,
@@ -48,18 +46,13 @@ _STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": 9.0,
     "legend.handlelength": 3.2,  # a dash pattern needs room to be seen
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
     "text.parse_math": False,  # names of runs and sources may have dollar signs
+    "path.simplify_threshold": 0.5,  # a long run has a hundred steps to a pixel
     "svg.fonttype": "none",
 }
 
-# Of a curve: the part that its moving average covers, and the points that are drawn.
-_SMOOTHING_FRACTION, _POINTS = 0.02, 2000
 
-
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """Of one curve: its colour, and what distinguishes it in grey."""
 
     color: str
@@ -68,7 +61,7 @@ class Look:
 
     def line(self, **settings: Any) -> dict[str, Any]:
         """For `Axes.plot`, a curve of many points."""
-        return {"color": self.color, "linestyle": self.dash, **settings}
+        return {"color": self.color, "linestyle": self.dash, "linewidth": 1.5, **settings}
 
     def points(self, **settings: Any) -> dict[str, Any]:
         """For `Axes.plot`, a curve of few points, each of them marked."""
@@ -77,7 +70,7 @@ class Look:
 
 def look(index: int) -> Look:
     """Of the curve number `index` of a picture; 42 different ones."""
-    return Look(COLORS[index % len(COLORS)], DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)])
+    return Look(_COLORS[index % len(_COLORS)], _DASHES[index % len(_DASHES)], _MARKERS[index % len(_MARKERS)])
 
 
 @contextmanager
@@ -109,12 +102,6 @@ def check_target(target: Path) -> None:
     check_place(target)
 
 
-def open_frame(axes: Axes) -> None:
-    """No box around the curves, and faint lines at the numbers of the vertical axis."""
-    axes.grid(axis="y", color="#000000", alpha=0.08)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def legend_below(figure: Figure, axes: Axes | Sequence[Axes]) -> None:
     """The legend of all curves under the frame, in as many columns as fit; none without labels."""
     rows = [axes] if isinstance(axes, Axes) else list(axes)
@@ -127,29 +114,30 @@ def legend_below(figure: Figure, axes: Axes | Sequence[Axes]) -> None:
 
 
 def step_axis(axes: Axes, last: float) -> None:
-    """From 0 to the `last` step, in short numbers."""
+    """Steps from 0 to `last` in short numbers, faint lines at the numbers of the vertical axis, no box."""
     axes.set_xlim(0, max(1, last) * 1.01)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
     axes.set_xlabel("step")
-    open_frame(axes)
+    axes.grid(axis="y", color="#000000", alpha=0.08)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def mark_run(axes: Axes, run: RunFolder) -> None:
     """Shade the data phases, with their names above the frame, and mark where the decay starts and the precision
     switches."""
     last = run.steps[-1]["step"]
-    for index, (name, start, end) in enumerate(run.phases):
-        if len(run.phases) > 1 and index % 2:
+    for index, (name, start, end) in enumerate(run.phases if len(run.phases) > 1 else ()):
+        if index % 2:
             axes.axvspan(start, end, color="#eeeeee", zorder=-10, linewidth=0)
-        if len(run.phases) > 1 and len(name) < 100 * (end - start) / last:
+        if len(name) < 100 * (end - start) / last:
             axes.annotate(
                 name, ((start + end) / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
                 textcoords="offset points", ha="center", fontsize=8.5, color=FAINT,
             )  # fmt: skip
-    marks = {event["step"]: f"switch to {event.get('target')}" for event in run.events if event["event"] == "switch"}
+    marks = {event["step"]: f"switch to {event.get('target')}" for event in run.happened("switch")}
     decay_start = run.facts.get("decay_start")
     if isinstance(decay_start, int) and decay_start <= last:
-        marks[decay_start] = f"decay starts{', ' + marks[decay_start] if decay_start in marks else ''}"
+        marks[decay_start] = ", ".join(["decay starts", *filter(None, [marks.get(decay_start)])])
     for index, (step, text) in enumerate(marks.items()):
         axes.axvline(step, color=INK, linewidth=1.0, linestyle=(":", "-.")[index % 2], label=f"{text} (step {step:,})")
 
@@ -160,36 +148,14 @@ def smooth(values: np.ndarray) -> np.ndarray:
     The window is centered, so that it does not lag behind a falling loss; it shrinks towards the first value, where
     the loss falls fastest, and is cut off at the last. O(n).
     """
-    count = len(values)
-    half = max(1, round(_SMOOTHING_FRACTION * count / 2))
-    index = np.arange(count)
-    start = index - np.minimum(half, index)
-    end = np.minimum(index + (index - start), count - 1) + 1
+    index = np.arange(len(values))
+    reach = np.minimum(index, max(1, round(0.01 * len(values))))
+    start, end = index - reach, np.minimum(index + reach + 1, len(values))
     finite = np.isfinite(values)
     sums = np.concatenate(([0.0], np.cumsum(np.where(finite, values, 0.0))))
     counts = np.concatenate(([0], np.cumsum(finite)))
-    inside = counts[end] - counts[start]
-    return np.where(inside > 0, (sums[end] - sums[start]) / np.maximum(inside, 1), math.nan)
-
-
-def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A curve [n] with some 2,000 points at most: smallest and largest value of each piece."""
-    if len(values) <= _POINTS:
-        return steps, values
-    kept = {0, len(values) - 1}
-    for piece in np.array_split(np.arange(len(values)), _POINTS // 2):
-        finite = piece[np.isfinite(values[piece])]
-        kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])} if finite.size else set()
-    index = sorted(kept)
-    return steps[index], values[index]
-
-
-def same_tokens(run: RunFolder, other: RunFolder, steps: np.ndarray) -> np.ndarray:
-    """Steps of `run` [n], in general fractions, that have seen as many tokens as the `steps` [n] of `other`; NaN after
-    the last step of either."""
-    (own, own_tokens), (theirs, their_tokens) = run.series("tokens"), other.series("tokens")
-    tokens = np.interp(steps, theirs, their_tokens, right=math.nan)
-    return np.interp(tokens, own_tokens, own, right=math.nan)
+    with np.errstate(invalid="ignore"):
+        return (sums[end] - sums[start]) / (counts[end] - counts[start])
 
 
 def plot_loss(run_dir: str | Path, baseline: str | Path | None = None) -> Path:
@@ -198,27 +164,26 @@ def plot_loss(run_dir: str | Path, baseline: str | Path | None = None) -> Path:
     baseline: another run, as a folder or `name=folder`, drawn beside it after the same tokens. Raises FileNotFoundError
     if there is no metrics.jsonl and ValueError if it has no steps yet.
     """
-    run = open_run(run_dir)
-    other = None if baseline is None else open_run(baseline)
-    target = run.path / "loss.png"
-    with picture(target, figsize=(10, 6.2), dpi=150) as (figure, axes):
+    run, other = open_run(run_dir), None if baseline is None else open_run(baseline)
+    with picture(run.path / PICTURE_FILE, figsize=(10, 6.2), dpi=150) as (figure, axes):
         draw_losses(axes, run, other)
-        plans = ", then ".join(dict.fromkeys(str(record.get("plan", "unknown")) for record in run.steps))
-        axes.set_title(f"{run.name}: {plans}; {short_number(run.steps[-1]['tokens'])} tokens", pad=18)
+        axes.set_title(f"{run.name}: {run.plans}; {short_number(run.steps[-1]['tokens'])} tokens", pad=18)
         legend_below(figure, axes)
-    return target
+    return run.path / PICTURE_FILE
 
 
 def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> None:
     """Training loss, raw and smoothed, and validation loss by source, in nats per token, with unigram entropies.
 
-    A source keeps its colour and marker in both runs; the curves of `other` are dashed, its markers hollow.
+    A source keeps its colour and marker in both runs; the curves of `other` are dashed, its markers hollow, and what it
+    had after as many tokens stands at the same place.
     """
     steps, loss = run.series("loss")
+    tokens = run.series("tokens")[1]
     sources = dict.fromkeys([*run.validation, *(other.validation if other is not None else ())])
     looks = {source: look(index + 1) for index, source in enumerate(sources)}
-    axes.plot(*thinned(steps, loss), color=look(0).color, alpha=0.22, linewidth=0.8)
-    axes.plot(*thinned(steps, smooth(loss)), color=look(0).color, linewidth=1.8, label="training, smoothed")
+    axes.plot(steps, loss, color=look(0).color, alpha=0.22, linewidth=0.8)
+    axes.plot(steps, smooth(loss), color=look(0).color, linewidth=1.8, label="training, smoothed")
     shown = [value for points in run.validation.values() for value in points.values()]
     for source, points in run.validation.items():
         label, style = f"validation, {source} ({list(points.values())[-1]:.3f})", looks[source].points(linestyle="-")
@@ -226,16 +191,19 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
     if other is not None:
         theirs, their_loss = other.series("loss")
         dashed: dict[str, Any] = {"linestyle": (0, (3, 1.5)), "linewidth": 1.4}
-        label = f"{other.name}: training, smoothed"
-        axes.plot(*thinned(same_tokens(run, other, theirs), smooth(their_loss)), color=BLACK, label=label, **dashed)
+
+        def at(steps_of_other: Any) -> np.ndarray:
+            then = np.interp(steps_of_other, theirs, other.series("tokens")[1], right=math.nan)
+            return np.interp(then, tokens, steps, right=math.nan)
+
+        axes.plot(at(theirs), smooth(their_loss), color=BLACK, label=f"{other.name}: training, smoothed", **dashed)
         for source, points in other.validation.items():
-            at, values = same_tokens(run, other, np.array(list(points))), np.array(list(points.values()))
-            if (last := values[np.isfinite(at)]).size:
+            place, values = at(list(points)), np.array(list(points.values()))
+            if (last := values[np.isfinite(place)]).size:
                 shown += list(last)
-                label = f"{other.name}: validation, {source} ({last[-1]:.3f})"
-                axes.plot(at, values, label=label, **looks[source].points(markerfacecolor="none", **dashed))
-    entropies = run.facts.get("unigram_entropy")
-    for source, value in entropies.items() if isinstance(entropies, dict) else ():
+                style = looks[source].points(markerfacecolor="none", **dashed)
+                axes.plot(place, values, label=f"{other.name}: validation, {source} ({last[-1]:.3f})", **style)
+    for source, value in (run.facts.get("unigram_entropy") or {}).items():
         color = looks[source].color if source in looks else INK
         label = f"unigram entropy, {source} ({value:.2f})"
         axes.axhline(value, color=color, linewidth=1.0, linestyle=(0, (1, 2.5)), label=label)
@@ -252,11 +220,10 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
 
 def draw_training(axes: Axes, runs: Sequence[RunFolder]) -> None:
     """Smoothed training losses of runs side by side, in nats per token."""
-    for index, run in enumerate(runs):
-        steps, losses = run.series("loss")
-        axes.plot(*thinned(steps, smooth(losses)), label=run.name, **look(index).line(linewidth=1.5))
-    every = np.concatenate([run.series("loss")[1] for run in runs])
-    finite = every[np.isfinite(every)]
+    every = [run.series("loss") for run in runs]
+    for index, (steps, losses) in enumerate(every):
+        axes.plot(steps, smooth(losses), label=runs[index].name, **look(index).line())
+    finite = np.concatenate([losses[np.isfinite(losses)] for _, losses in every])
     if finite.size:  # the first steps would flatten everything else
         axes.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
     axes.set_ylabel("training loss, smoothed\n(nats per token)")
@@ -271,10 +238,10 @@ def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder]) -> None:
         style, (steps, loss) = look(index), run.series("loss")
         _, mine, theirs = np.intersect1d(steps, base_steps, return_indices=True)
         gap = 100 * (loss[mine] / base_loss[theirs] - 1)
-        axes.plot(*thinned(steps[mine], smooth(gap)), label=f"{run.name}: training", **style.line(linewidth=1.5))
+        axes.plot(steps[mine], smooth(gap), label=f"{run.name}: training", **style.line())
         if points := validation_gaps(run, base):
-            marks = style.points(label=f"{run.name}: validation") | {"linestyle": "none"}
-            axes.plot(list(points), list(points.values()), **marks)
+            label = f"{run.name}: validation"
+            axes.plot(list(points), list(points.values()), **style.points(label=label, linestyle="none"))
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, -0.1), max(high, 0.1))  # rounding errors are no gaps
     axes.set_ylabel(f"loss above {base.name} (%)")
@@ -282,88 +249,75 @@ def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder]) -> None:
 
 def validation_gaps(run: RunFolder, base: RunFolder) -> dict[int, float]:
     """Step -> gap of the mean held-out loss of all sources that both have, in percent, where both measured all."""
-    sources = [source for source in run.validation if source in base.validation]
-    if not sources:
-        return {}
-    steps = set.intersection(*(set(of.validation[source]) for of in (run, base) for source in sources))
-    totals = {step: [sum(of.validation[s][step] for s in sources) for of in (run, base)] for step in sorted(steps)}
+    pairs = [
+        (points, base.validation[source]) for source, points in run.validation.items() if source in base.validation
+    ]
+    steps = set.intersection(*(set(points) for pair in pairs for points in pair)) if pairs else ()
+    totals = {step: [sum(points[step] for points in of) for of in zip(*pairs, strict=True)] for step in sorted(steps)}
     return {step: 100 * (mine / theirs - 1) for step, (mine, theirs) in totals.items()}
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """Of the diagnostics: where a linear's record has it, and its fixed scale, so that a colour means the same number
     in every picture. Dark is worse. bounds: between colours, in equal shares of the colour map."""
 
     title: str
     unit: str
     colors: str
-    bounds: tuple[float, ...]
     path: tuple[str, ...]
-
-    def values(self, records: Sequence[dict[str, Any]], linears: Sequence[str]) -> np.ndarray:
-        """FP64 [linears, records]; NaN where it was not measured."""
-
-        def of(record: dict[str, Any], linear: str) -> float:
-            node = record["linears"].get(linear)
-            for key in self.path:
-                node = (node or {}).get(key)
-            return math.nan if node is None else float(node)
-
-        return np.array([[of(record, linear) for record in records] for linear in linears])
+    bounds: tuple[float, ...]
 
 
 QUANTITIES = (
     Quantity(
-        "output gradient in wgrad: signal to noise", "dB", "viridis",
+        "output gradient in wgrad: signal to noise", "dB", "viridis", ("operands", "wgrad_gradient", "snr_db"),
         (0, 4, 8, 10, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 24, 26, 30, 35, 40, 50),
-        ("operands", "wgrad_gradient", "snr_db"),
     ),
     Quantity(
-        "relative error of wgrad", "of the product (norms)", "viridis_r",
+        "relative error of wgrad", "of the product (norms)", "viridis_r", ("gemms", "wgrad"),
         (0, 0.02, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.13, 0.14, 0.15, 0.16, 0.18, 0.2, 0.25, 0.3,
          0.4, 0.6),
-        ("gemms", "wgrad"),
     ),
 )  # fmt: skip
 
 
-def heatmap_height(run: RunFolder) -> float:
-    """Inches, with room for the names of the linears."""
-    return 1.2 + min(12.0, max(1.4, 0.16 * len(_linears(run))))
+def measured(run: RunFolder, quantity: Quantity) -> tuple[list[str], np.ndarray]:
+    """Names of the linears in the order of the model, and FP64 [linears, diagnostics]; NaN where not measured."""
+    records = run.of("diagnostics")
+    # A switch takes some linears away, so the longest record has the order of all.
+    longest_first = sorted(records, key=lambda record: -len(record["linears"]))
+    linears = list(dict.fromkeys(name for record in longest_first for name in record["linears"]))
+
+    def value(record: dict[str, Any], linear: str) -> float:
+        node = record["linears"].get(linear)
+        for key in quantity.path:
+            node = (node or {}).get(key)
+        return math.nan if node is None else float(node)
+
+    return linears, np.array([[value(record, linear) for record in records] for linear in linears])
 
 
 def draw_heatmap(figure: Figure, axes: Axes, run: RunFolder, quantity: Quantity) -> None:
     """One quantity of the run's diagnostics: linears in the order of the model against measured steps."""
-    records, linears = run.of("diagnostics"), _linears(run)
-    values, steps = quantity.values(records, linears), np.array([float(record["step"]) for record in records])
+    linears, values = measured(run, quantity)
+    figure.set_figheight(1.2 + min(12.0, max(1.4, 0.16 * len(linears))))  # room for the names
+    steps = np.array([float(record["step"]) for record in run.of("diagnostics")])
     middles = (steps[1:] + steps[:-1]) / 2
     half = (middles[0] - steps[0], steps[-1] - middles[-1]) if len(steps) > 1 else (0.5, 0.5)
     edges = np.concatenate(([steps[0] - half[0]], middles, [steps[-1] + half[1]]))
-    colors = matplotlib.colormaps[quantity.colors].with_extremes(bad=MISSING)
+    colors = matplotlib.colormaps[quantity.colors].with_extremes(bad=_MISSING)
     mesh = axes.pcolormesh(
         edges, np.arange(len(linears) + 1), np.ma.masked_invalid(values), cmap=colors,
         norm=BoundaryNorm(quantity.bounds, colors.N, extend="both"), rasterized=True,
     )  # fmt: skip
-    axes.set_facecolor(MISSING)
+    axes.set_facecolor(_MISSING)
     shown = range(0, len(linears), -(-len(linears) // 64))
     axes.set_yticks([row + 0.5 for row in shown], [linears[row] for row in shown], fontsize=7)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlabel("step")
     finite = values[np.isfinite(values)]
-    measured = f"measured: {finite.min():.3g} to {finite.max():.3g}" if finite.size else "never measured"
-    axes.set_title(f"{quantity.title}; {measured}", fontsize=10)
-    bar = figure.colorbar(
-        mesh, ax=axes, pad=0.01, fraction=0.03, spacing="uniform", ticks=quantity.bounds[::4], label=quantity.unit
-    )  # fmt: skip
+    found = f"{finite.min():.3g} to {finite.max():.3g}" if finite.size else "never"
+    axes.set_xlabel(f"step (measured: {found})")
+    bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.03, ticks=quantity.bounds[::4], label=quantity.unit)
     bar.ax.tick_params(labelsize=8)
     bar.minorticks_off()
-
-
-def _linears(run: RunFolder) -> list[str]:
-    """All linears that were measured, in the order of the model: a switch only removes some, so the longest record has
-    it."""
-    records = run.of("diagnostics")
-    names = list(max(records, key=lambda record: len(record["linears"]))["linears"])
-    return list(dict.fromkeys([*names, *(name for record in records for name in record["linears"])]))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,6 @@ from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import METRICS_FILE, PICTURE_FILE, SUMMARY_FILE, iterate_records
 
 logger = logging.getLogger(__name__)
-
-# Of a run's steps: what its last training loss is the mean of.
-LAST_FRACTION = 0.02
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,10 @@ class RunFolder:
         """What happened, in order."""
         return [record for record in self.of("event") if "event" in record]
 
+    def happened(self, event: str) -> list[dict[str, Any]]:
+        """The events of a name, in order."""
+        return [record for record in self.events if record["event"] == event]
+
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What the starts of the run recorded about it; of each fact the newest."""
@@ -73,14 +75,16 @@ class RunFolder:
     @cached_property
     def phases(self) -> list[tuple[str, int, int]]:
         """The data phases that were, as (name, first step - 1, last step)."""
-        spans: list[tuple[str, int, int]] = []
-        for record in self.steps:
-            name = str(record.get("phase", ""))
-            if spans and spans[-1][0] == name:
-                spans[-1] = (name, spans[-1][1], record["step"])
-            else:
-                spans.append((name, record["step"] - 1, record["step"]))
+        spans = []
+        for name, steps in groupby(self.steps, key=lambda record: str(record.get("phase", ""))):
+            numbers = [record["step"] for record in steps]
+            spans.append((name, numbers[0] - 1, numbers[-1]))
         return spans
+
+    @property
+    def plans(self) -> str:
+        """The names of its precision plans, in order: `nvfp4, then bf16`."""
+        return ", then ".join(dict.fromkeys(str(record.get("plan", "unknown")) for record in self.steps))
 
     def series(self, field: str, kind: str = "step") -> tuple[np.ndarray, np.ndarray]:
         """Steps and values [n] of a number that records of a kind have; NaN where one has none."""
@@ -93,14 +97,14 @@ class RunFolder:
     def last_losses(self) -> np.ndarray:
         """The finite training losses of the last 2% of the steps, counted from step 0."""
         steps, losses = self.series("loss")
-        last = losses[steps > steps[-1] - max(1, round(LAST_FRACTION * steps[-1]))]
+        last = losses[steps > steps[-1] - max(1, round(0.02 * steps[-1]))]
         return last[np.isfinite(last)]
 
     def same_batches(self, other: RunFolder) -> bool:
         """Whether both had seen as many tokens after the last step that both have."""
-        tokens = [{record["step"]: record.get("tokens") for record in run.steps} for run in (self, other)]
-        common = tokens[0].keys() & tokens[1].keys()
-        return bool(common) and tokens[0][max(common)] == tokens[1][max(common)]
+        mine, theirs = ({record["step"]: record.get("tokens") for record in run.steps} for run in (self, other))
+        common = mine.keys() & theirs.keys()
+        return bool(common) and mine[max(common)] == theirs[max(common)]
 
     def setting(self, *keys: str) -> Any:
         """What the configuration has, None if it does not: `setting("train", "steps")`."""
@@ -210,20 +214,17 @@ def check_baseline(config: Config) -> None:
 
     If this run has begun, a baseline that is gone is only logged: no picture is worth a run.
     """
-    given = config.logging.baseline
+    given, here = config.logging.baseline, Path(config.run.dir)
     if given is None:
         return
     try:
         name, path = named_run(given)
     except ValueError as error:
         raise ConfigError(f"logging.baseline={given}: {error}") from error
-    here = Path(config.run.dir)
     if path.resolve() == here.resolve():
         raise ConfigError(f"logging.baseline={given} is this run's own run.dir; name another run, or drop it")
     if name == here.resolve().name:
-        raise ConfigError(
-            f"logging.baseline={given} has the name of this run, {name}; give it one of its own: NAME={path}"
-        )
+        raise ConfigError(f"logging.baseline={given} has the name of this run, {name}; give it another: NAME={path}")
     records = path / METRICS_FILE
     if not (records.is_file() and any(iterate_records(records, "step"))):
         why = f"logging.baseline={given} is no run to compare with: {records} has no training steps"
