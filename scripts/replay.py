@@ -43,7 +43,7 @@ from megatron_fp4.checkpoint.files import (
 from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
-from megatron_fp4.logging.metrics import METRICS_FILE, read_metrics
+from megatron_fp4.logging.files import METRICS_FILE, iterate_records
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.build import check, device_type_of, set_determinism, world_size
@@ -91,7 +91,7 @@ def replay(options: argparse.Namespace) -> int:
             f"step {last} does not lie after step {start} of the checkpoint; give --steps 1 or more, or an earlier one"
         )
     metrics = options.metrics or run_dir / METRICS_FILE
-    records = read_metrics(metrics)
+    records = list(iterate_records(metrics))
     recorded = {record["step"]: record for record in records if record["kind"] == "step"}
     if missing := [step for step in range(start + 1, last + 1) if step not in recorded]:
         raise ConfigError(

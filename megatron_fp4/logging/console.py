@@ -16,6 +16,7 @@ from itertools import groupby
 from types import TracebackType
 from typing import TextIO
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -24,8 +25,6 @@ from rich.table import Table
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.logging.metrics import StepMetrics
 from megatron_fp4.precision.plan import Plan
-
-_FILE_WIDTH = 120
 
 
 class RunConsole:
@@ -49,8 +48,7 @@ class RunConsole:
         self._total, self._interval, self._active, self._memory_size = total_steps, interval, active, memory_size
         stream = stream or sys.stdout
         self._live = active and stream.isatty()
-        # A file has no width, and rich would fold tables to 80 columns.
-        width = None if stream.isatty() else _FILE_WIDTH
+        width = None if stream.isatty() else 120  # a file has no width, and rich would fold tables to 80 columns
         self._console = _Output(file=stream, width=width, highlight=False, soft_wrap=not stream.isatty())
         self._progress: Progress | None = None
         # Of the steps since the last line, or on a terminal of the last hundred.
@@ -116,7 +114,7 @@ class RunConsole:
         eta = short_time((time.monotonic() - began) / done * left) if done else "-"
         self._memory = metrics.peak_memory_gib or self._memory
         share = f" ({self._memory / self._memory_size:.0%})" if self._memory and self._memory_size else ""
-        wait = [short_seconds(seconds) for seconds in _median_and_p99(self._waits)]
+        median, most = map(short_seconds, np.percentile(self._waits, [50, 99], method="inverted_cdf"))
         return [
             *([f"SKIPPED ({'a spike' if metrics.spike else 'not finite'})"] if metrics.skipped else []),
             f"loss {metrics.loss:.4f}",
@@ -127,7 +125,7 @@ class RunConsole:
             f"{metrics.model_tflops:.3g} TFLOP/s",
             *([f"MFU {metrics.mfu:.1%}"] if metrics.mfu is not None else []),
             *([f"mem {self._memory:.3g} GiB{share}"] if self._memory else []),
-            f"data wait {wait[0]}, p99 {wait[1]}",
+            f"data wait {median}, p99 {most}",
         ]
 
     def _print(self, what: Table | str, **options: bool) -> None:
@@ -144,12 +142,6 @@ class _Output(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-
-
-def _median_and_p99(values: Iterable[float]) -> tuple[float, float]:
-    """Of at least one value, by nearest rank."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2], ordered[math.ceil(0.99 * len(ordered)) - 1]
 
 
 # Tables.
@@ -223,9 +215,8 @@ def _ranges(numbers: Sequence[int], sequence: Sequence[int]) -> str:
 def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int, num_tokens: int) -> Table:
     """How ranks, micro-batches and gradient accumulation make up a step, and the run of num_tokens."""
     ranks = parallel.data_parallel_size(world_size)
-    words = {"replicate": "replica"}
-    copies = [(words.get(key, key), size) for key, size in reversed(parallel.sizes.items()) if key != "tensor"]
-    axes = [counted(size, name) for name, size in [*copies, ("shard", parallel.shards(world_size))] if size > 1]
+    sizes = {"replica": parallel.replicate, "shard": parallel.shards(world_size)}
+    axes = [counted(size, name) for name, size in sizes.items() if size > 1]
     mesh = [*axes, *([f"{parallel.tensor} tensor-parallel"] if parallel.tensor > 1 else [])]
     accumulation = train.global_batch_size // (train.micro_batch_size * ranks)
     sequences, tokens = counted(train.global_batch_size, "sequence"), train.global_batch_size * train.sequence_length
@@ -285,26 +276,15 @@ def short_seconds(seconds: float) -> str:
 def short_time(seconds: float) -> str:
     """45s, 3m20s, 5h07m or 12d03h."""
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    for size, name, smaller, its_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{name}{whole % size // smaller:02d}{its_name}"
+    return f"{whole}s"
 
 
 def long_time(seconds: float) -> str:
-    """In the unit that a person would choose: 310 ms, 42 s, 3.4 minutes, 5.1 hours, 36.4 days, 8.2 years."""
+    """An estimate, to two digits, in the unit that a person would choose: 310 ms, 42 s, 3.4 minutes, 36 days."""
     for limit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= limit:
-            return f"{seconds / limit:.3g} {name}"
+            return f"{seconds / limit:.{1 if seconds < 10 * limit else 0}f} {name}"
     return short_seconds(seconds)
-
-
-def rounded_time(seconds: float) -> str:
-    """An estimate, without digits that it does not have: 4 minutes, 30 hours, 12 days."""
-    for unit, size, limit in (("second", 1, 90), ("minute", 60, 5400), ("hour", 3600, 172_800)):
-        if seconds < limit:
-            return counted(max(1, round(seconds / size)), unit)
-    return counted(round(seconds / 86400), "day")

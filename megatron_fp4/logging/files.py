@@ -17,8 +17,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 METRICS_FILE, SUMMARY_FILE, PICTURE_FILE, REPORT_FILE = "metrics.jsonl", "summary.json", "loss.png", "report.html"
-# What waits in memory for a disk that refuses it: hours of training steps.
-MAX_WAITING = 16 * 2**20
 
 
 class Outage:
@@ -37,10 +35,10 @@ class Outage:
             logger.error("LOGGING FAILED, training continues: %s: %s: %s; %s", self.name, kind, error, self.meanwhile)
         self.on = True
 
-    def worked(self, outcome: str) -> None:
-        """An attempt succeeded; after a failure this is logged, with its outcome."""
+    def worked(self) -> None:
+        """An attempt succeeded."""
         if self.on:
-            logger.warning("%s works again; %s", self.name, outcome)
+            logger.warning("%s works again and gets what has waited", self.name)
         self.on = False
 
 
@@ -48,14 +46,14 @@ class RecordFile:
     """Appends lines to `path`. Any thread may call it, and no method raises OSError.
 
     A line is in the file when `write` returns, so a killed process loses none, and on the disk when `sync` does. What
-    the disk refuses waits in memory, up to `MAX_WAITING` bytes, until a later call succeeds. lost: lines that found no
-    room there. prepare: called before the file is opened; it may raise OSError and is then called again.
+    the disk refuses waits in memory until a later call succeeds. prepare: called before the file is opened; it may
+    raise OSError and is then called again.
     """
 
     def __init__(self, path: Path, prepare: Callable[[], object] = lambda: None) -> None:
-        self.path, self.lost = path, 0
+        self.path, self._prepare = path, prepare
         self.outage = Outage(str(path), "records wait in memory until the disk takes them")
-        self._prepare, self._prepared = prepare, False
+        self._prepared = False
         self._waiting, self._descriptor = bytearray(), -1
         self._lock = threading.Lock()
         with self._lock:
@@ -64,10 +62,7 @@ class RecordFile:
     def write(self, line: str) -> None:
         """Append `line`, which has no line break."""
         with self._lock:
-            if len(self._waiting) < MAX_WAITING:
-                self._waiting += line.encode(errors="backslashreplace") + b"\n"
-            else:
-                self.lost += 1
+            self._waiting += line.encode(errors="backslashreplace") + b"\n"
             self._push()
 
     def sync(self) -> None:
@@ -89,15 +84,15 @@ class RecordFile:
         self.sync()
         with self._lock:
             self._close()
-            if self._waiting or self.lost:
+            if self._waiting:
                 logger.error("%s: its last records are lost", self.path)
 
     def _push(self) -> None:
         try:
+            if not self._prepared:
+                self._prepare()
+                self._prepared = True
             if self._descriptor < 0:
-                if not self._prepared:
-                    self._prepare()
-                    self._prepared = True
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             while self._waiting:  # of a line that was written in part, the rest stays
                 del self._waiting[: os.write(self._descriptor, self._waiting)]
@@ -105,7 +100,7 @@ class RecordFile:
             self._close()
             self.outage.failed(error)
         else:
-            self.outage.worked(f"{self.lost} records are lost" if self.lost else "nothing is lost")
+            self.outage.worked()
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -119,19 +114,13 @@ def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[
 
     Skips an unfinished last line, which a killed run leaves, and with a warning other lines that are no record.
     """
-    wrong: list[int] = []
-    wanted = b"" if kind is None else f'{{"kind": "{kind}"'.encode()  # as they are written; the others are not parsed
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.startswith(wanted):
-                continue
             record = _record(line)
-            if record is not None:
+            if record is not None and kind in (None, record["kind"]):
                 yield record
-            elif line.strip() and line.endswith(b"\n"):
-                wrong.append(number)
-    if wrong:
-        logger.warning("%s: %d lines are no records and are skipped, the first is line %d", path, len(wrong), wrong[0])
+            elif record is None and line.endswith(b"\n"):
+                logger.warning("%s: line %d is no record and is skipped", path, number)
 
 
 def cut_after(path: Path, step: int) -> None:
@@ -146,9 +135,8 @@ def cut_after(path: Path, step: int) -> None:
 
     def write(temporary: Path) -> None:
         with path.open("rb") as source, temporary.open("wb") as target:
-            target.writelines(
-                line for line in source if stays(line)
-            )  # not all before the cut: an event may be recorded late
+            # All lines: an event may be recorded late.
+            target.writelines(line for line in source if stays(line))
 
     if path.exists():
         replace_file(path, write)
@@ -157,11 +145,10 @@ def cut_after(path: Path, step: int) -> None:
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
+        valid = type(record["step"]) is int and isinstance(record["kind"], str)
+    except (ValueError, RecursionError, TypeError, KeyError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return None
-    return record if type(record.get("step")) is int else None
+    return record if valid else None
 
 
 def move_aside(path: Path) -> Path | None:

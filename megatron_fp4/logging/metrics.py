@@ -37,12 +37,12 @@ import math
 import os
 import re
 import secrets
+import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_fp4.logging.files import (
@@ -65,7 +65,7 @@ RETRY_SECONDS = 30.0
 INIT_SECONDS = 60
 # How long the end of a run waits for what a view has not taken; and of a run that was told to stop, or failed.
 FINISH_SECONDS, HURRY_SECONDS = 30.0, 5.0
-# Steps that are kept for a view that is away: a day of steps of two seconds, in about 100 MB.
+# Points that are kept for a view that is away: a day of steps of two seconds, in about 100 MB.
 _MOST_WAITING = 50_000
 
 
@@ -131,7 +131,7 @@ class MetricsWriter:
     `disabled`. config: the configuration as it is saved, for wandb.
 
     A failure to write is logged and tried again, never raised. `sync` may be called from any thread, the others belong
-    to one. Raises ValueError if a package that the settings ask for is not installed.
+    to one.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class MetricsWriter:
         active: bool = True,
     ) -> None:
         directory = Path(run_dir)
-        self.active, self.path = active, directory / METRICS_FILE
+        self.active = active
         self._views: list[TensorBoardView | WandbView] = []
         self._closed, self._last_step = not active, resume_step
         if not active:
@@ -154,12 +154,12 @@ class MetricsWriter:
         def prepare() -> None:
             directory.mkdir(parents=True, exist_ok=True)
             if resume_step > 0:
-                cut_after(self.path, resume_step)
+                cut_after(directory / METRICS_FILE, resume_step)
             else:
                 for name in (METRICS_FILE, ID_FILE, "tensorboard"):
                     move_aside(directory / name)
 
-        self._file = RecordFile(self.path, prepare)
+        self._file = RecordFile(directory / METRICS_FILE, prepare)
         if tensorboard:
             self._views.append(TensorBoardView(directory / "tensorboard", resume_step))
         if wandb_mode != "disabled":
@@ -172,10 +172,7 @@ class MetricsWriter:
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one training step."""
-        record = asdict(metrics)
-        for name in ("epochs", "mfu", "peak_memory_gib"):
-            if record[name] in (None, {}):
-                del record[name]
+        record = {name: value for name, value in asdict(metrics).items() if value not in (None, {})}
         self._write({"kind": "step", **record})
         self._show(metrics.curves(), metrics.step)
 
@@ -199,8 +196,7 @@ class MetricsWriter:
         """Record that `event` happened after `step` steps, with details (JSON values)."""
         self._write({"kind": "event", "step": step, "event": event, **details})
         for view in self._views:
-            if isinstance(view, TensorBoardView):
-                view.text("events", f"{event} {_json(details)}", step)
+            view.event(f"{event} {_json(details)}", step)
 
     def texts(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Record what the model writes after `step` steps: samples with `prompt`, `text` (null: not finite) and
@@ -228,22 +224,10 @@ class MetricsWriter:
             self._record_news(self._last_step)
         self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close(hurry=error is not None)
-
     def _write(self, record: dict[str, Any]) -> None:
-        if not self.active:
-            return
-        self._last_step = record["step"]
-        self._file.write(_json(record))
-        if self._file.lost and not self._file.outage.on:
-            lost, self._file.lost = self._file.lost, 0
-            self.event(record["step"], "records_lost", count=lost)
+        if self.active:
+            self._last_step = record["step"]
+            self._file.write(_json(record))
 
     def _show(self, values: dict[str, float], step: int) -> None:
         if values:
@@ -257,17 +241,11 @@ class MetricsWriter:
                 self.event(step, f"{view.name}_offline", reason=view.news.popleft())
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl` in order, see `iterate_records`. Raises FileNotFoundError if there is none."""
-    return list(iterate_records(path))
-
-
 def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
     """The last record `validation` of the run in `run_dir` up to `step` steps; None if it has none, or no records."""
-    path, found = Path(run_dir) / METRICS_FILE, None
-    for record in iterate_records(path, "validation") if path.is_file() else ():
-        found = record if record["step"] <= step else found
-    return found
+    path = Path(run_dir) / METRICS_FILE
+    records = iterate_records(path, "validation") if path.is_file() else ()
+    return max((record for record in records if record["step"] <= step), key=lambda of: of["step"], default=None)
 
 
 def finite(value: Any) -> Any:
@@ -292,15 +270,20 @@ class View:
     what the run has to record about it.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.news = name, deque[str]()
-        self._outage = Outage(name, f"up to {_MOST_WAITING:,} steps wait for it")
+    name: str
+
+    def __init__(self) -> None:
+        self.news = deque[str]()
+        self._outage = Outage(self.name, f"up to {_MOST_WAITING:,} points wait for it")
         self._writer: Any = None
-        self._waiting: deque[Callable[[Any], object]] = deque()
-        self._dropped = 0
+        self._waiting: deque[Callable[[Any], object]] = deque(maxlen=_MOST_WAITING)
         self._changed = threading.Condition()
         self._closing = self._finished = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+        self._thread.start()
+
+    def event(self, text: str, step: int) -> None:
+        """Show what happened, where there is a place for it."""
 
     def close(self, patience: float) -> None:
         """Let it take what is left for at most `patience` seconds, and log what it did not take."""
@@ -308,21 +291,18 @@ class View:
             self._closing = True
             self._changed.notify()
         self._thread.join(patience)
-        left = len(self._waiting) + self._dropped
-        if left or not self._finished:
-            what = f"{left} points not taken" if left else "not everything was sent"
-            logger.error("%s: %s within %.0f s; metrics.jsonl has it all%s", self.name, what, patience, self._remedy())
+        if not self._finished:
+            left = f"{len(self._waiting)} points not taken" if self._waiting else "not everything was sent"
+            logger.error("%s: %s within %.0f s; metrics.jsonl has it all%s", self.name, left, patience, self._remedy())
 
     def _open(self) -> Any:
         """What the queued actions write to, from now on `_writer`."""
         raise NotImplementedError
 
     def _finish(self) -> None:
-        """Close it."""
         raise NotImplementedError
 
-    def _leave(self) -> None:
-        """Give up what failed."""
+    def _give_up(self) -> None:
         self._writer = None
 
     def _remedy(self) -> str:
@@ -331,9 +311,6 @@ class View:
     def _queue(self, action: Callable[[Any], object]) -> None:
         with self._changed:
             self._waiting.append(action)
-            if len(self._waiting) > _MOST_WAITING:
-                self._waiting.popleft()
-                self._dropped += 1
             self._changed.notify()
 
     def _work(self) -> None:
@@ -349,16 +326,16 @@ class View:
                     self._writer = self._open()
                 action(self._writer)
             except Exception as error:
-                self._leave()
+                self._give_up()
                 self._outage.failed(error)
                 with self._changed:
                     if self._closing:
                         return
                     self._changed.wait_for(lambda: self._closing, RETRY_SECONDS)
             else:
-                self._outage.worked("all that waited is on its way")
+                self._outage.worked()
                 with self._changed:
-                    if self._waiting and self._waiting[0] is action:  # else it was dropped meanwhile
+                    if self._waiting[0] is action:  # else it made room meanwhile
                         self._waiting.popleft()
         try:
             if self._writer is not None:
@@ -371,21 +348,17 @@ class View:
 class TensorBoardView(View):
     """Curves and texts under `directory`; after a failure a new file is begun there.
 
-    resume_step: points of later steps are hidden, as they are cut from metrics.jsonl. Raises ValueError without the
-    package.
+    resume_step: points of later steps are hidden, as they are cut from metrics.jsonl.
     """
 
+    name = "tensorboard"
+
     def __init__(self, directory: Path, resume_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "logging.tensorboard=true needs the package tensorboard; pip install tensorboard, or set it to false"
-            ) from error
-        super().__init__("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._new, self._directory = SummaryWriter, directory
         self._purge_step = resume_step + 1 if resume_step else None
-        self._thread.start()
+        super().__init__()
 
     def show(self, values: dict[str, float], step: int) -> None:
         def add(writer: Any) -> None:
@@ -396,11 +369,13 @@ class TensorBoardView(View):
 
     def texts(self, samples: Sequence[dict[str, Any]], step: int) -> None:
         for number, sample in enumerate(samples, start=1):
-            # Markdown shows indented lines as they are.
-            text = "\n".join(f"    {line}" for line in f"{sample['prompt']}|{sample['text']}".split("\n"))
-            self.text(f"text/{number}", text, step)
+            self._text(f"text/{number}", textwrap.indent(f"{sample['prompt']}|{sample['text']}", " " * 4), step)
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def event(self, text: str, step: int) -> None:
+        self._text("events", text, step)
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        """Markdown, which shows indented lines as they are."""
         self._queue(lambda writer: writer.add_text(name, text, step))
 
     def _open(self) -> Any:
@@ -416,24 +391,21 @@ class WandbView(View):
     """Curves and texts at wandb; without its server in files that `wandb sync` sends later, under the same id.
 
     mode: `online` or `offline`. run_id: of an earlier start, None: a new one; also written to `directory`/wandb_run_id.
-    news: why a run that asked for `online` logs offline. Raises ValueError without the package.
+    news: why a run that asked for `online` logs offline.
     """
 
+    name = "wandb"
+
     def __init__(self, directory: Path, mode: str, run_id: str | None, config: dict[str, Any] | None) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                f'logging.wandb={mode} needs the package wandb; pip install "megatron_fp4[wandb]", or set disabled'
-            ) from error
-        super().__init__("wandb")
+        import wandb
+
         self._wandb: Any = wandb
         self._directory, self._config = directory, config
         self.run_id = run_id or secrets.token_hex(4)
         attempt(str(directory / ID_FILE), lambda: replace_text(directory / ID_FILE, self.run_id + "\n"))
         # wandb's own switch for machines without a network, which an explicit mode would overrule.
         self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
-        self._thread.start()
+        super().__init__()
 
     def show(self, values: dict[str, float], step: int) -> None:
         self._queue(lambda run: run.log(values, step=step))
@@ -453,7 +425,7 @@ class WandbView(View):
             if self._mode != "online":
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        self._leave()  # its service still holds the id of the run that did not start
+        self._give_up()  # its service still holds the id of the run that did not start
         run = self._init("offline")
         why = f"{reason}; send it later: wandb sync {Path(run.dir).parent}"
         logger.warning("wandb does not answer, so this run logs offline (%s)", why)
@@ -476,8 +448,8 @@ class WandbView(View):
     def _finish(self) -> None:
         self._writer.finish()
 
-    def _leave(self) -> None:
-        super()._leave()
+    def _give_up(self) -> None:
+        super()._give_up()
         with contextlib.suppress(Exception):
             self._wandb.teardown()
 
@@ -487,13 +459,8 @@ class WandbView(View):
 
 
 def known_run_id(directory: Path) -> str | None:
-    """The id at wandb that an earlier start of the run in `directory` wrote there; None if there is none, or one that
-    wandb would refuse."""
-    try:
-        run_id = (directory / ID_FILE).read_bytes().decode(errors="replace").strip()
-    except OSError:
-        return None
-    if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
-        return run_id
-    logger.warning("%s: %r is no id of a wandb run and is not used", directory / ID_FILE, run_id[:64])
-    return None
+    """The id at wandb that an earlier start of the run in `directory` wrote there; None if there is none that wandb
+    would take."""
+    path = directory / ID_FILE
+    run_id = path.read_bytes().decode(errors="replace").strip() if path.is_file() else ""
+    return run_id if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII) else None

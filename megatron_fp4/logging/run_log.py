@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,22 +35,17 @@ from megatron_fp4.logging.files import (
 from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.runtime.revision import revision
 
-STEPS, FIRST, STARTUP, LOST = "steps", "first step", "start-up", "lost work"
+_STEPS, _FIRST, _STARTUP, _LOST = "steps", "first step", "start-up", "lost work"
 # By the phases of `Progress`; every other one belongs to the start-up before the first step, and to a step after it.
-KINDS = {
-    "start": STARTUP,
-    "build": STARTUP,
-    "load": STARTUP,
-    "tune and test kernels": STARTUP,
+_KINDS = {
+    **dict.fromkeys(("start", "build", "load", "tune and test kernels"), _STARTUP),
+    **dict.fromkeys(("validation", "text samples"), "validation"),
     "data": "data wait",
-    "validation": "validation",
-    "text samples": "validation",
     "save": "saves",
     "go back to a checkpoint": "going back",
     "export": "exports",
     "end": "end",
 }
-ORDER = (STEPS, FIRST, STARTUP, "data wait", "validation", "saves", LOST, "going back", "exports", "end")
 
 
 class RunLog:
@@ -115,19 +109,15 @@ class RunLog:
             attempt(str(path), partial(replace_text, path, text))
 
     def __enter__(self) -> RunLog:
-        with ExitStack() as stack:
-            stack.enter_context(self.metrics)
-            stack.enter_context(self.console)
-            self._stack = stack.pop_all()
+        self.console.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.console.__exit__(kind, error, traceback)
         self._record_times()
-        if self._told_to_stop:
-            self.metrics.close(hurry=True)
-        self._stack.__exit__(kind, error, traceback)
+        self.metrics.close(hurry=self._told_to_stop or error is not None)
 
     def _record_times(self) -> None:
         self.metrics.record(self._steps_done, "time", self.times.record(), {})
@@ -207,7 +197,7 @@ class TimeLedger:
 
     def __init__(self, began: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._kind, self._since = STARTUP, time.monotonic() if began is None else began
+        self._kind, self._since = _STARTUP, time.monotonic() if began is None else began
         self._first: int | None = None  # the first step of this start
 
     def at(self, step: int, phase: str) -> None:
@@ -215,8 +205,8 @@ class TimeLedger:
         self._book()
         if phase == "data" and self._first is None:
             self._first = step
-        in_step = STARTUP if self._first is None else FIRST if step <= self._first else STEPS
-        self._kind = KINDS.get(phase, in_step)
+        in_step = _STARTUP if self._first is None else _FIRST if step <= self._first else _STEPS
+        self._kind = _KINDS.get(phase, in_step)
 
     def resume(self, path: Path, start: int) -> None:
         """Continue the times in the records at `path`, before those of steps after `start` are cut."""
@@ -226,7 +216,7 @@ class TimeLedger:
             last = record["seconds"]
             kept = last if record["step"] <= start else kept
         lost = sum(last.values()) - sum(kept.values())
-        for kind, seconds in [*kept.items(), *([(LOST, lost)] if lost > 0 else [])]:
+        for kind, seconds in [*kept.items(), *([(_LOST, lost)] if lost > 0 else [])]:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
 
     def record(self) -> dict[str, Any]:
@@ -242,27 +232,22 @@ class TimeLedger:
 
 @dataclass(frozen=True)
 class Goodput:
-    """seconds: of all starts by kind, in the order of `ORDER`."""
+    """seconds: of all starts by kind."""
 
-    seconds: dict[str, float]
+    seconds: Mapping[str, float]
     starts: int
-
-    @property
-    def wall(self) -> float:
-        """Seconds of all starts."""
-        return sum(self.seconds.values())
 
     @property
     def share(self) -> float:
         """Of the wall time in steps that count, 0..1."""
-        return self.seconds.get(STEPS, 0.0) / self.wall if self.wall else 0.0
+        return self.seconds.get(_STEPS, 0.0) / sum(self.seconds.values())
 
     def __str__(self) -> str:
-        others = {kind: value for kind, value in self.seconds.items() if kind != STEPS and value >= 0.005 * self.wall}
-        most = sorted(others.items(), key=lambda item: -item[1])
+        wall = sum(self.seconds.values())
         starts = f" in {self.starts} starts" if self.starts > 1 else ""
-        rest = ", ".join(f"{kind} {value / self.wall:.1%}" for kind, value in most)
-        return f"{self.share:.1%} of {short_time(self.wall)}{starts}" + (f"; {rest}" if rest else "")
+        longest_first = sorted(self.seconds.items(), key=lambda item: -item[1])
+        others = [f"{of} {time / wall:.1%}" for of, time in longest_first if of != _STEPS and time >= 0.005 * wall]
+        return f"{self.share:.1%} of {short_time(wall)}{starts}" + (f"; {', '.join(others)}" if others else "")
 
 
 def goodput_of(records: Iterable[Mapping[str, Any]]) -> Goodput | None:
@@ -272,5 +257,4 @@ def goodput_of(records: Iterable[Mapping[str, Any]]) -> Goodput | None:
     for record in records:
         starts += record["kind"] == "run"
         seconds = record["seconds"] if record["kind"] == "time" else seconds
-    kinds = [*ORDER, *(kind for kind in seconds if kind not in ORDER)]
-    return Goodput({kind: seconds[kind] for kind in kinds if kind in seconds}, starts) if seconds else None
+    return Goodput(seconds, starts) if sum(seconds.values()) else None

@@ -43,7 +43,6 @@ from megatron_fp4.logging.console import (
     make_table,
     plan_shares,
     plan_table,
-    rounded_time,
     with_unit,
 )
 from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
@@ -225,7 +224,7 @@ def _needs(
         "memory and time: as planned for GPUs (run.dry=true has their parts), at "
         f"run.dry_mfu={run.dry_mfu:g} of run.dry_peak_tflops={run.dry_peak_tflops:g}, without validation and saves"
     )
-    return dry.memory.peak, f"about {rounded_time(seconds)}{elsewhere}", assumed
+    return dry.memory.peak, f"about {long_time(seconds)}{elsewhere}", assumed
 
 
 def _flops_of_step(config: Config, models: ModelProvider, phase: PlannedPhase) -> int:

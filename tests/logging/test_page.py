@@ -189,9 +189,7 @@ def test_a_baseline_that_is_none_is_refused(tmp_path: Path, baseline: str, expec
         check_baseline(Config(run=RunConfig(dir=str(write_run(here))), logging=LoggingConfig(baseline=given)))
 
 
-def test_what_to_do_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Commands of the checkout, from the current folder, for a folder whose name has a space; the run beside it that
     has as many steps is the one to compare with."""
     for name, steps in (("with space", 40), ("beside", 40), ("shorter", 30)):
