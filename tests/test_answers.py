@@ -83,7 +83,7 @@ def test_combinations_run_one_after_another(tmp_path: Path, capfd: pytest.Captur
         (["--multirun"], "--multirun has nothing to vary; give a key several values"),
         (["-m", "run.seed=1,2", "hydra/launcher=submitit_slurm"], "hydra/launcher=submitit_slurm needs the package"),
         (["-m", "run.seed=1,2", "10"], "cannot parse '10'"),
-        (["-m", "train.steps=1,x"], "train.steps=x: give an integer"),
+        (["-m", "train.steps=1,x"], "train.steps=x: Input should be a valid integer"),
         (["-m", "precision=nvfp4,nvfp5"], "precision=nvfp5: there is no precision config of that name"),
     ],
 )

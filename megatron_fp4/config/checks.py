@@ -16,8 +16,8 @@ from typing import NamedTuple
 from megatron_fp4.config.schema import Config, ConfigError
 
 # Tiles of quantization and of the Hadamard transform are 16 tokens or features wide (at least).
-TILE = 16
-# More than any machine has; beyond it even listing what would divide them takes minutes.
+_TILE = 16
+# More than any machine has.
 _MOST_RANKS = 2**20
 
 
@@ -27,12 +27,14 @@ def validate(config: Config, world_size: int, device_type: str, shared: Mapping[
     device_type: what the machine offers, `cuda` or `cpu`. shared: what tensor-parallel ranks divide among them, by its
     key, with the value of that key.
     """
-    for refusals in (
+    checks = (
         _mesh(config, world_size, shared),
         _batch(config, world_size),
+        _reproducible(config, world_size),
         _effects(config, world_size),
         _machine(config, device_type),
-    ):
+    )
+    for refusals in checks:
         for refusal in refusals:
             raise ConfigError(refusal)
 
@@ -53,56 +55,35 @@ def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]
             )
 
 
+def _batch_sizes(config: Config) -> dict[str, int]:
+    """Global batch sizes of the run and of its phases by their keys."""
+    own = {f"data.phases[{i}].global_batch_size": of.global_batch_size for i, of in enumerate(config.data.phases)}
+    return {"train.global_batch_size": config.train.global_batch_size, **{key: of for key, of in own.items() if of}}
+
+
 def _batch(config: Config, world_size: int) -> Iterator[str]:
-    train, parallel, phases = config.train, config.parallel, config.data.phases
+    train, parallel, sizes = config.train, config.parallel, _batch_sizes(config)
     micro, length, ranks = train.micro_batch_size, train.sequence_length, parallel.data_parallel_size(world_size)
-    sizes = {"train.global_batch_size": train.global_batch_size}
-    for index, phase in enumerate(phases):
-        if phase.global_batch_size is not None:
-            sizes[f"data.phases[{index}].global_batch_size"] = phase.global_batch_size
+    for index, phase in enumerate(config.data.phases):
         if phase.sequence_length is not None and length % phase.sequence_length:
-            fitting = [size for size in _divisors(length) if size % TILE == 0]
+            fitting = [size for size in _divisors(length) if size % _TILE == 0]
             yield (
-                f"data.phases[{index}].sequence_length={phase.sequence_length} does not divide "
-                f"train.sequence_length={length}; multiples of {TILE} that do: {_listed(fitting)}"
+                f"data.phases[{index}].sequence_length={phase.sequence_length} does not divide train.sequence_length="
+                f"{length}; multiples of {_TILE} that do: {_listed(fitting)}"
             )
+    together = micro * ranks
     for key, size in sizes.items():
-        together = micro * ranks
         if size % together:
             below = size // together * together
-            micros = f"; micro batch sizes that work: {_listed(_divisors(size // ranks))}" if size % ranks == 0 else ""
-            meshes = _nearest(_divisors(size // micro), ranks) if size % micro == 0 else []
-            of_ranks = f"; data-parallel sizes that work: {_listed(meshes)}" if meshes else ""
             yield (
                 f"{key}={size} is not a multiple of train.micro_batch_size={micro} x {ranks} data-parallel ranks = "
-                f"{together}; global batch sizes that work: {f'{below} or ' if below else ''}{below + together}"
-                f"{micros}{of_ranks}"
+                f"{together}; use {f'{below} or ' if below else ''}{below + together}, or change one of these two"
             )
-    if parallel.reproducible:
-        if not config.run.deterministic:
-            yield (
-                "parallel.reproducible=true needs the same bits from every kernel, which run.deterministic=false does "
-                "not give; set run.deterministic=true"
-            )
-        if ranks & (ranks - 1):
-            yield (
-                f"parallel.reproducible=true sums over a power of two of data-parallel ranks, and there are {ranks}; "
-                f"start {2 ** (ranks.bit_length() - 1)} or {2 ** ranks.bit_length()}, or set it to false"
-            )
-        for key, size in sizes.items():
-            number = size // micro
-            if parallel.reduce_gradients == "each" and number & (number - 1):
-                yield (
-                    f"parallel.reproducible=true with parallel.reduce_gradients=each needs a power of two of "
-                    f"micro-batches, and {key}={size} has {number} of train.micro_batch_size={micro}; use "
-                    f"parallel.reduce_gradients=once, or a {key} of {micro * 2 ** (number.bit_length() - 1)} or "
-                    f"{micro * 2 ** number.bit_length()}"
-                )
-    tokens, slices = micro * length, TILE * parallel.tensor
+    tokens, slices = micro * length, _TILE * parallel.tensor
     if parallel.tensor > 1 and parallel.sequence is not False and tokens % slices:
         yield (
             f"train.micro_batch_size={micro} x train.sequence_length={length} = {tokens} tokens is not a multiple of "
-            f"{TILE} x parallel.tensor={parallel.tensor}, which sequence parallelism needs; use train.sequence_length="
+            f"{_TILE} x parallel.tensor={parallel.tensor}, which sequence parallelism needs; use train.sequence_length="
             f"{-(-length // slices) * slices} or parallel.sequence=false"
         )
     if tokens >= 2**31:
@@ -117,13 +98,37 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _reproducible(config: Config, world_size: int) -> Iterator[str]:
+    micro, parallel = config.train.micro_batch_size, config.parallel
+    if not parallel.reproducible:
+        return
+    if not config.run.deterministic:
+        yield (
+            "parallel.reproducible=true needs the same bits from every kernel, which run.deterministic=false does not "
+            "give; set run.deterministic=true"
+        )
+    counts = {"data-parallel ranks": parallel.data_parallel_size(world_size)}
+    if parallel.reduce_gradients == "each":
+        counts |= {f"micro-batches in {key}={size}": size // micro for key, size in _batch_sizes(config).items()}
+    for what, count in counts.items():
+        if count & (count - 1):
+            fitting = f"{2 ** (count.bit_length() - 1)} or {2 ** count.bit_length()}"
+            remedy = "" if what.startswith("data") else ", use parallel.reduce_gradients=once"
+            yield (
+                f"parallel.reproducible=true adds up a power of two of {what}, and there are {count}; make it {fitting}"
+                f"{remedy}, or set parallel.reproducible=false"
+            )
+
+
 def _effects(config: Config, world_size: int) -> Iterator[str]:
     """Settings under which nothing would happen, although whoever sets one believes that it does something."""
     train, parallel, data, spikes = config.train, config.parallel, config.data, config.spikes
-    largest = max((phase.global_batch_size or train.global_batch_size for phase in data.phases), default=1)
-    one_micro_batch = largest <= train.micro_batch_size * parallel.data_parallel_size(world_size)
-    if parallel.reduce_gradients == "each" and (parallel.shards(world_size) == 1 or one_micro_batch):
-        why = "steps of one micro-batch" if parallel.shards(world_size) > 1 else "one shard"
+    shards = parallel.shards(world_size)
+    one_micro_batch = max(_batch_sizes(config).values()) <= train.micro_batch_size * parallel.data_parallel_size(
+        world_size
+    )
+    if parallel.reduce_gradients == "each" and (shards == 1 or one_micro_batch):
+        why = "steps of one micro-batch" if shards > 1 else "one shard"
         yield f"parallel.reduce_gradients=each has no effect with {why}; set it to once"
     if not data.phases:
         yield "data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'"
@@ -154,22 +159,17 @@ def _machine(config: Config, device_type: str) -> Iterator[str]:
     for key, path in files.items():
         if path is not None and not path.startswith("tiktoken:") and not Path(path).exists():
             yield f"{key}={path}: there is no such file; correct the path, or set null"
-    if config.logging.tensorboard and not _installed("tensorboard"):
-        yield "logging.tensorboard=true needs the package tensorboard; pip install tensorboard, or set false"
     wandb = config.logging.wandb
-    if wandb != "disabled" and not _installed("wandb"):
-        yield f'logging.wandb={wandb} needs the package wandb; pip install "megatron_fp4[wandb]", or set disabled'
+    packages = {"tensorboard": config.logging.tensorboard and "true", "wandb": wandb != "disabled" and wandb}
+    for package, value in packages.items():
+        # A folder of that name in the path, such as the one that wandb writes, is no package.
+        if value and ((found := importlib.util.find_spec(package)) is None or found.origin is None):
+            yield f"logging.{package}={value} needs the package {package}; pip install {package}, or switch it off"
     if wandb == "online" and not _may_log_in():
         yield (
             "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc; run `wandb login` "
             "once, export WANDB_API_KEY=..., or set offline (`wandb sync` sends it later) or disabled"
         )
-
-
-def _installed(module: str) -> bool:
-    """A folder of that name in the path, such as the one that wandb writes, is no package."""
-    found = importlib.util.find_spec(module)
-    return found is not None and found.origin is not None
 
 
 def _may_log_in() -> bool:
@@ -201,53 +201,43 @@ class Place(NamedTuple):
 def place_in_run() -> Place:
     """What the environment says. Raises ConfigError for a value that is no number, or out of its range."""
     size = _variable("WORLD_SIZE", 1, _MOST_RANKS) or 1
-    rank = _variable("RANK", 0, size - 1)
     local_size = _variable("LOCAL_WORLD_SIZE", 1, _MOST_RANKS) or _MOST_RANKS
-    return Place(size, rank, _variable("LOCAL_RANK", 0, local_size - 1))
+    return Place(size, _variable("RANK", 0, size - 1), _variable("LOCAL_RANK", 0, local_size - 1))
 
 
 def check_launch() -> None:
     """Raise ConfigError unless this process can join the group of ranks that its environment describes, or be the only
     one."""
     place = place_in_run()
-    if place.rank is None:
-        if place.world_size > 1:
-            raise ConfigError(
-                f"WORLD_SIZE={place.world_size}, but RANK is not set, so this process would be all there is; start the "
-                "run with torchrun, or unset WORLD_SIZE (for --check and run.dry=true it alone is right)"
-            )
-        return
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    if place.rank is None and place.world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={place.world_size}, but RANK is not set, so this process would be all there is; start the run "
+            "with torchrun, or unset WORLD_SIZE (for --check and run.dry=true it alone is right)"
+        )
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if place.rank is not None else ():
         if not os.environ.get(name, "").strip():
             raise ConfigError(
                 f"RANK={place.rank} is set and {name} is not, so the ranks cannot meet; start the run with torchrun, "
                 "which sets all of them, or unset RANK"
             )
-    _variable("MASTER_PORT", 1, 65535)
+        _variable("MASTER_PORT", 1, 65535)
 
 
 def _variable(name: str, least: int, most: int) -> int | None:
     """The variable's value; None if it is not set."""
-    text = os.environ.get(name)
-    if text is None:
+    if (text := os.environ.get(name)) is None:
         return None
-    remedy = "start the run with torchrun, which sets it, or unset it"
-    if not (text.strip().isdecimal() and text.isascii() and len(text) < 40):
-        raise ConfigError(f"the environment variable {name}={text[:40]} is no whole number; {remedy}")
-    if not least <= (value := int(text)) <= most:
+    if not (text.strip().isdecimal() and len(text) < 40 and least <= int(text) <= most):
         raise ConfigError(
-            f"the environment variable {name}={text} is out of range: it lies between {least} and {most:,}; {remedy}"
+            f"the environment variable {name}={text[:40]} is no whole number between {least} and {most:,}; start the "
+            "run with torchrun, which sets it, or unset it"
         )
-    return value
+    return int(text)
 
 
 def _divisors(number: int) -> list[int]:
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
-
-
-def _nearest(sizes: Sequence[int], size: int) -> list[int]:
-    return sorted(sorted(sizes, key=lambda one: abs(one - size))[:6])
 
 
 def _listed(values: Sequence[int]) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -24,10 +25,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from megatron_fp4.config.errors import explain, explain_value, parts_of, shown, suggest, type_at, unknown_key
 from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
@@ -35,7 +36,6 @@ from megatron_fp4.config.removed_keys import leaves, renewed, why_removed
 from megatron_fp4.config.schema import ADDED, Config, ConfigError
 
 _T = TypeVar("_T")
-_LENIENT = ConfigDict(coerce_numbers_to_str=True)
 # The group of which several options may be chosen, or none.
 _SEVERAL = "experiment"
 # Of a checkpoint's configuration: what names data, what the model depends on, and what says something of a start alone.
@@ -94,7 +94,7 @@ def config_from_saved(
         parsed = parse_override(override)
         if parsed.key_or_group == "precision" and isinstance(parsed.value(), str):
             recipe = str(parsed.value())
-        elif "." not in parsed.key_or_group or parsed.is_add():
+        elif "." not in parsed.key_or_group:
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
         else:
             changes.append(_check_override(override, {}))
@@ -142,7 +142,7 @@ def _of_a_stranger(saved: Mapping[str, Any], given: Collection[str], opens_data:
                 f"as {key}=..."
             )
         *sections, name = key.split(".")
-        del functools.reduce(lambda node, section: node[section], sections, kept)[name]
+        del functools.reduce(operator.getitem, sections, kept)[name]
     return kept
 
 
@@ -198,7 +198,7 @@ def parse_override(override: str) -> Override:
 
 
 def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Override:
-    """A word of the command line whose key can have its value. Raises ConfigError for any other."""
+    """A word of the command line that names a group and an option, or a key and a value. Raises ConfigError."""
     parsed = parse_override(override)
     key, parts = parsed.key_or_group, parts_of(parsed.key_or_group)
     hint = type_at(parts)
@@ -207,27 +207,16 @@ def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Overr
     if parsed.is_sweep_override():
         a_list = f", or a list: {key}=[...]" if get_origin(hint) is list else ""
         raise ConfigError(f"{override} gives several values; give one{a_list}, or add --multirun for a run with each")
-    if key.startswith("hydra."):
-        raise ConfigError(f"{override}: Hydra's own settings have no effect here; drop it")
-    value = parsed.value()
     if key in groups:
         if parsed.package is not None or parsed.is_add():
             raise ConfigError(f"{override}: write {key}=..., without a sign or a package")
-        if not isinstance(value, str) and key != _SEVERAL:
+        if not isinstance(parsed.value(), str) and key != _SEVERAL:
             raise ConfigError(f"{override}: give one option of {key}; {suggest('', groups[key])}")
-        return parsed
-    if hint is None or parts[0] in ADDED or why_removed(key):
+    elif hint is None or parts[0] in ADDED or why_removed(key):
         raise ConfigError(unknown_key(key))
     for place in range(1, len(parts)):
         if get_origin(type_at(parts[:place])) is list:
             raise ConfigError(f"{override}: give the list whole: {'.'.join(parts[:place])}=[...]")
-    if parsed.is_add() and is_dataclass(type_at(parts[:-1])):
-        raise ConfigError(f"{override}: {key} is a key already; write {override.lstrip('+')}, without +")
-    if "${" not in override and value != "???" and not (is_dataclass(hint) and isinstance(value, Mapping)):
-        try:  # here, because what refers to this key would be blamed
-            TypeAdapter(hint, config=None if is_dataclass(hint) else _LENIENT).validate_python(value)
-        except ValidationError as error:
-            raise ConfigError(explain_value(error, value, *parts)) from error
     return parsed
 
 
@@ -238,9 +227,15 @@ def _compose(name: str, groups: Sequence[str], folders: Sequence[Path]) -> DictC
     # Hydra looks for the file that it begins with in one folder only.
     first = next((folder for folder in folders if (folder / f"{name}.yaml").exists()), folders[0])
     others = ",".join(f"'file://{folder}'" for folder in folders if folder != first)
+    with _one_line(folders), initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pretrain"):
+        return compose(name, overrides=[*groups, f"hydra.searchpath=[{others}]"] if others else list(groups))
+
+
+@contextlib.contextmanager
+def _one_line(folders: Sequence[Path]) -> Iterator[None]:
+    """ConfigError for what Hydra and OmegaConf raise about the files in `folders`, and what refers to what in them."""
     try:
-        with initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pretrain"):
-            return compose(name, overrides=[*groups, f"hydra.searchpath=[{others}]"] if others else list(groups))
+        yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # ValueError: Hydra's own
         raise ConfigError(explain(error, folders)) from error
 
@@ -268,10 +263,8 @@ def _resolved(composed: Any, folders: Sequence[Path]) -> dict[str, Any]:
         raise ConfigError(
             "${now:...} differs between ranks and restarts; write a fixed name, such as run.dir=runs/name"
         )
-    try:
+    with _one_line(folders):
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, folders)) from error
 
 
 def _whole(composed: Any, changes: Sequence[Override], folders: Sequence[Path]) -> Config:
@@ -282,7 +275,7 @@ def _whole(composed: Any, changes: Sequence[Override], folders: Sequence[Path]) 
         if added in keys:
             raise ConfigError(unknown_key(added))
     config = _checked(Config, keys, folders)
-    config = replace(config, from_environment=environment_texts(composed))
+    config = replace(config, from_environment=_environment_texts(composed))
     config = replace(config, precision=_named(config, changes, folders))
     precision, texts = _with_recipes(config.precision, config, folders, "precision")
     config = replace(config, precision=precision, from_environment={**config.from_environment, **texts})
@@ -330,7 +323,7 @@ def _precision(
     merged = OmegaConf.merge(as_saved(replace(config, precision=PrecisionConfig(), from_environment=texts)), own)
     merged = _changed(merged, changes, folders)
     keys = _resolved(merged.precision, folders)
-    return _checked(PrecisionConfig, keys, folders, "precision"), environment_texts(merged.precision, path)
+    return _checked(PrecisionConfig, keys, folders, "precision"), _environment_texts(merged.precision, path)
 
 
 def _with_recipes(
@@ -353,11 +346,9 @@ def _with_recipes(
 def _changed(keys: Any, changes: Sequence[Override], folders: Sequence[Path]) -> DictConfig:
     """A copy of `keys` with `changes` set in it."""
     changed = copy.deepcopy(keys) if isinstance(keys, DictConfig) else OmegaConf.create(keys)
-    try:
+    with _one_line(folders):
         for change in changes:
             OmegaConf.update(changed, change.key_or_group, change.value(), merge=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, folders)) from error
     return changed
 
 
@@ -384,11 +375,11 @@ def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
 # configuration keeps their texts, such as `${oc.env:SCRATCH}/corpus`, and who reads it resolves them again.
 
 
-def environment_texts(composed: Any, path: str = "") -> dict[str, str]:
+def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
     """By key (`data.phases[0].fraction`): the text of every value that an environment variable has a part in, be it
     through other keys that it refers to.
 
-    composed: an OmegaConf configuration that can be resolved. path: the key of the whole.
+    composed: can be resolved. path: its own key.
     """
     texts: dict[str, str] = {}
     asked: list[str] = []
@@ -397,23 +388,23 @@ def environment_texts(composed: Any, path: str = "") -> dict[str, str]:
         asked.append(key)
         return oc.env(key, *default)
 
-    def walk(node: DictConfig | ListConfig, path: str) -> None:
-        keys: list[Any] = list(node.keys()) if isinstance(node, DictConfig) else list(range(len(node)))
-        for key in keys:
-            inner = f"{path}[{key}]" if isinstance(node, ListConfig) else f"{path}.{key}".lstrip(".")
-            child: Any = node._get_node(key)
-            if OmegaConf.is_interpolation(node, key):
-                asked.clear()
-                if isinstance(value := node[key], DictConfig | ListConfig):
-                    OmegaConf.to_container(value, resolve=True)
-                if asked:
-                    texts[inner] = str(child._value())
-            elif isinstance(child, DictConfig | ListConfig) and not OmegaConf.is_missing(node, key):
-                walk(child, inner)
+    def walk(node: Any, key: str) -> None:
+        if isinstance(node, dict):
+            for name, inner in node.items():
+                walk(inner, f"{key}.{name}".lstrip("."))
+        elif isinstance(node, list):
+            for index, inner in enumerate(node):
+                walk(inner, f"{key}[{index}]")
+        elif "${" in str(node):
+            asked.clear()
+            if OmegaConf.is_config(value := OmegaConf.select(composed, key)):
+                OmegaConf.to_container(value, resolve=True)
+            if asked:
+                texts[f"{path}.{key}".lstrip(".")] = node
 
     OmegaConf.register_new_resolver("oc.env", env, replace=True)
     try:
-        walk(composed, path)
+        walk(OmegaConf.to_container(composed), "")
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     return texts
@@ -424,10 +415,8 @@ def as_saved(config: Config) -> dict[str, Any]:
     keys = asdict(config)
     for key, text in keys.pop("from_environment").items():
         parts = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key)]
-        node: Any = keys
         with contextlib.suppress(KeyError, IndexError, TypeError):  # code has put something else there since
-            for part in parts[:-1]:
-                node = node[part]
+            node: Any = functools.reduce(operator.getitem, parts[:-1], keys)
             node[parts[-1]]
             node[parts[-1]] = text
     return keys

@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from os.path import expanduser
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
 
 # Powers of a thousand, as the field writes tokens and parameters: 10k is 10,000.
-_POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_AN_INTEGER = "give an integer, such as 1000, 1e3, 10k or 2M"
-# Beyond it, floats skip whole numbers.
-_EXACT = 2.0**53
+_POWERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 def _number(value: Any) -> Any:
+    """Also text such as 10k or 1_000; pydantic takes 1e3, which is a float to YAML and Hydra, for an integer too."""
     if isinstance(value, bool):
         raise ValueError("give a number")  # pydantic would read 1 and 0
-    if isinstance(value, str) and re.fullmatch(r"[^_]\S*[kKMBGT]", value):
-        return float(_with_power(value))
+    if isinstance(value, str) and (parts := re.fullmatch(r"([-+]?\d[\d_]*\.?\d*(?:e[-+]?\d{1,3})?)([kKMBGT]?)", value)):
+        return float(Decimal(parts[1]) * _POWERS[parts[2]])
     return value
-
-
-def _integer(value: Any) -> Any:
-    """Also 1e3 (a float, as YAML and Hydra read it), and text such as 10k or 1_000."""
-    if isinstance(value, str):
-        try:
-            value = _with_power(value)
-        except ValueError:
-            raise ValueError(_AN_INTEGER) from None
-        if value != value.to_integral_value():
-            raise ValueError(_AN_INTEGER)
-        return int(value)
-    if isinstance(value, float):
-        if not abs(value) < _EXACT or value != int(value):
-            raise ValueError(_AN_INTEGER)
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(_AN_INTEGER)
-    return value
-
-
-def _with_power(text: str) -> Decimal:
-    """The number that a text such as 10k, 1.5M, 1e3 or 1_000 is. Raises ValueError."""
-    digits, power = (text[:-1], _POWERS[text[-1]]) if text[-1:] in _POWERS else (text, 1)
-    try:
-        number = Decimal(digits.strip())
-    except InvalidOperation:
-        raise ValueError("give a number, such as 0.1, 1e-3 or 10k") from None
-    if not number.is_finite() or abs(number.adjusted()) > 30:
-        raise ValueError("give a finite number")
-    return number * power
 
 
 def _path_or_paths(value: Any) -> Any:
@@ -76,7 +43,7 @@ def _error(value: Any) -> Any:
     return {False: "none", True: "absolute"}[value] if isinstance(value, bool) else value
 
 
-Integer = Annotated[int, BeforeValidator(_integer)]
+Integer = Annotated[int, BeforeValidator(_number)]
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 MOST = 10**9
 """What no count, size or interval can sensibly exceed: sizes multiply, and products must be numbers of 64 bits."""
