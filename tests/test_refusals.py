@@ -180,7 +180,7 @@ ON_GPUS = [
     (["train.micro_batch_size=1", "train.global_batch_size=736"], 512, "ranks = 512; use 512 or 1024, or change one"),
     (["parallel.reproducible=true", "run.deterministic=false"], 2, "set run.deterministic=true"),
     (["parallel.reproducible=true", "train.global_batch_size=12"], 3, "and there are 3; make it 2 or 4"),
-    ([*EACH, "parallel.reproducible=true", "train.global_batch_size=24"], 2, "=24, and there are 6; make it 4 or 8, use parallel"),
+    ([*EACH, "parallel.reproducible=true", "train.global_batch_size=24"], 2, "=24, and there are 6; make it 4 or 8"),
     (["parallel.reduce_gradients=each"], 1, "parallel.reduce_gradients=each has no effect with one shard"),
     (["parallel.reduce_gradients=each"], 2, "has no effect with steps of one micro-batch; set it to once"),
     ([TE, "precision.compute_dtype=float32"], 1, "precision.compute_dtype=float32"),
