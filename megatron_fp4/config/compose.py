@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import operator
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -142,7 +141,7 @@ def _of_a_stranger(saved: Mapping[str, Any], given: Collection[str], opens_data:
                 f"as {key}=..."
             )
         *sections, name = key.split(".")
-        del functools.reduce(operator.getitem, sections, kept)[name]
+        del functools.reduce(lambda node, section: node[section], sections, kept)[name]
     return kept
 
 
@@ -414,9 +413,11 @@ def as_saved(config: Config) -> dict[str, Any]:
     """`asdict` of a configuration as it may be written: with the texts of `config.from_environment` in their places."""
     keys = asdict(config)
     for key, text in keys.pop("from_environment").items():
-        parts = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key)]
+        parts = [int(part) if part.isdecimal() else part for part in parts_of(key)]
+        node: Any = keys
         with contextlib.suppress(KeyError, IndexError, TypeError):  # code has put something else there since
-            node: Any = functools.reduce(operator.getitem, parts[:-1], keys)
+            for part in parts[:-1]:
+                node = node[part]
             node[parts[-1]]
             node[parts[-1]] = text
     return keys
