@@ -43,7 +43,6 @@ COMMANDS = [
     ("scripts.generate", "run", ["c", "--prompt", "a"]),
     ("scripts.analyze_precision", "analyze", ["c", "--output", "{out}"]),
     ("scripts.compare", "compare_runs", ["runs", "a", "b", "--output", "{out}.png"]),
-    ("scripts.compare", "compare_starts", ["starts", "a", "--picture", "{out}.png"]),
     ("scripts.report", "write_report", ["a", "--output", "{out}"]),
     ("scripts.prepare_data", "_prepare", ["--output", "{out}", "--tokenizer", "t"]),
     ("scripts.prepare_data", "prefixes", ["merge", "--inputs", "a", "--output", "{out}"]),

@@ -1,0 +1,219 @@
+"""What training in 4 bits costs: how many more tokens BF16's loss takes, and whether the faster step pays for them.
+
+With BF16's loss after D tokens a parameter
+
+    L(D) = floor + scale * D^-exponent                                  (Hoffmann et al. 2022, of one model size)
+
+a recipe that ends `gap` nats above BF16 has the loss that BF16 has after fewer tokens D' with L(D') = L(D) + gap:
+
+    price = D / D' = (1 + gap / (scale * D^-exponent))^(1 / exponent)
+
+The cost of a recipe is its price times its time of a token, both over BF16's. The gaps of sixty steps from a BF16
+checkpoint are smaller than those of whole runs: with `GROWTH` they become a range. A switch to BF16 for the last part
+of a run leaves `LEFT_BY_SWITCH` of the gap. Both are measured on hybrid_30m (docs/research.md), and no other model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from analysis.statistics import Estimate, gap_text, markdown
+
+# Gaps after 25 tokens a parameter over those of the first sixty steps, smallest and largest.
+GROWTH = (1.8, 2.3)
+# Share of the steps at the end that are in BF16 -> share of the gap that is left.
+LEFT_BY_SWITCH = {0.0: 1.0, 0.08: 0.39, 0.2: 0.24, 0.3: 0.15}
+
+
+class Range(NamedTuple):
+    """Where a number lies."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        ends = dict.fromkeys(f"{end:.2f}" for end in self)
+        return " to ".join(ends)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Nats after `tokens` tokens a parameter: floor + scale * tokens^-exponent. name: whose losses it is fitted to.
+    parameters: of their model, without embedding and head."""
+
+    name: str
+    parameters: float
+    floor: float
+    scale: float
+    exponent: float
+
+    def loss(self, tokens: float) -> float:
+        return self.floor + self.scale * tokens**-self.exponent
+
+    def price(self, gap: float, tokens: float) -> float:
+        """Tokens for BF16's loss over BF16's own. gap: nats above BF16 after `tokens` tokens a parameter, not as far
+        below it as its floor."""
+        return float((1 + gap / (self.scale * tokens**-self.exponent)) ** (1 / self.exponent))
+
+
+# Fitted by `price.py --public` to the BF16 runs of "Quartet II" (arXiv 2601.22813, for_plots/runs.json of its
+# repository): Transformers on C4 with 25 to 800 tokens a parameter, one seed.
+SHIPPED = tuple(
+    Curve(f"Transformers on C4, {parameters / 1e6:.0f}M", parameters, *fitted)
+    for parameters, *fitted in (
+        (30482560, 2.95048, 1.85092, 0.42680),
+        (49556736, 2.81506, 1.35708, 0.36247),
+        (102777856, 2.68729, 1.36079, 0.43222),
+    )
+)
+
+
+def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[float]) -> Curve:
+    """Least squares. tokens: a parameter, after which BF16 runs whose learning rates have decayed had these `losses`.
+
+    Raises ValueError for fewer than four different `tokens`, or if the losses do not fall along such a curve.
+    """
+    if len(set(tokens)) < 4:
+        raise ValueError(
+            f"{name}: a curve of three parameters needs runs of four lengths at least, and these have "
+            f"{len(set(tokens))}; leave --curve out to use a shipped one"
+        )
+    lengths, found = np.array(tokens, dtype=float), np.array(losses, dtype=float)
+
+    def solved(exponent: float) -> tuple[np.ndarray, float]:
+        columns = np.stack([np.ones_like(lengths), lengths**-exponent], axis=1)
+        best, *_ = np.linalg.lstsq(columns, found, rcond=None)
+        return best, float(((columns @ best - found) ** 2).sum())
+
+    exponent = float(minimize_scalar(lambda b: solved(b)[1], bounds=(0.02, 2.0), method="bounded").x)
+    floor, scale = solved(exponent)[0]
+    if scale <= 0 or not 0.03 < exponent < 1.9:
+        raise ValueError(f"{name}: the losses do not fall as a power of tokens; name runs that differ in length alone")
+    return Curve(name, parameters, float(floor), float(scale), exponent)
+
+
+def nearest(parameters: float) -> Curve:
+    """Of the shipped curves, that of the model nearest in size."""
+    return min(SHIPPED, key=lambda curve: abs(np.log(curve.parameters / parameters)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is known of one recipe. percent, nats: above BF16 in the same steps. time: of a token over BF16's, None if
+    it is not known."""
+
+    name: str
+    percent: Estimate | None
+    nats: Estimate | None
+    time: float | None
+
+    def price(
+        self, curve: Curve, tokens: float, growth: tuple[float, float] = GROWTH, left: float = 1.0
+    ) -> Range | None:
+        """In tokens; None without an interval of the gap. left: the part of the gap that a switch leaves."""
+        if self.nats is None or self.nats.half_width is None:
+            return None
+        ends = (self.nats.mean + sign * self.nats.half_width for sign in (-1, 1))
+        return Range(
+            *(curve.price(left * grown * max(0.0, gap), tokens) for gap, grown in zip(ends, growth, strict=True))
+        )
+
+    def cost(self, price: Range | None, in_bf16: float = 0.0) -> Range | None:
+        """Tokens times time of a token, over BF16's. in_bf16: share of the steps after a switch."""
+        if price is None or self.time is None:
+            return None
+        time = (1 - in_bf16) * self.time + in_bf16
+        return Range(time * price.low, time * price.high)
+
+
+def price_table(recipes: Sequence[Recipe], curve: Curve, tokens: float, times: str) -> str:
+    """Markdown, BF16 first, and the sentence that one came for. tokens: a parameter, at the end of the run. times:
+    where the times of a token are from."""
+    heads = ["recipe", "above bf16", "nats per token", "tokens for BF16's loss", "time of a token", "cost"]
+    rows = [["bf16", "-", "-", "1", "1", "1"]]
+    for recipe in recipes:
+        price = recipe.price(curve, tokens)
+        time = None if recipe.time is None else f"{recipe.time:.2f}"
+        gaps = gap_text(recipe.percent), gap_text(recipe.nats, "", 4)
+        rows.append([recipe.name, *gaps, *(str(of or "-") for of in (price, time, recipe.cost(price)))])
+    beyond = "" if 20 <= tokens <= 800 else ", and it is far from the 20 to 800 that curves are fitted to"
+    notes = [
+        "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval].",
+        f"tokens for BF16's loss: over BF16's own, at {tokens:.3g} tokens a parameter, by the curve of {curve.name} "
+        f"({curve.floor:.3f} + {curve.scale:.3f} * D^-{curve.exponent:.3f}), for gaps of {GROWTH[0]} times the lower "
+        f"end of the interval to {GROWTH[1]} times its upper end: so much larger hybrid_30m's were after whole runs. "
+        f"The curve's own error is not in it{beyond}.",
+        f"time of a token: over BF16's, {times}. cost: tokens times time; below 1 a recipe pays.",
+        "",
+        verdict(recipes, curve, tokens),
+    ]
+    return markdown(heads, rows, notes)
+
+
+def verdict(recipes: Sequence[Recipe], curve: Curve, tokens: float) -> str:
+    """Which recipe costs least, whether that is established, and when to switch to BF16 so that it costs least."""
+    prices = {recipe.name: recipe.price(curve, tokens) for recipe in recipes}
+    costs = {recipe.name: cost for recipe in recipes if (cost := recipe.cost(prices[recipe.name])) is not None}
+    if not costs:
+        return "Not established: no recipe has both an interval of its gap and a time; train more steps, or give --gpu."
+    lines = [
+        f"{recipe.name} needs {prices[recipe.name]} times the tokens and takes {recipe.time:.2f} of the time of each: "
+        f"{costs[recipe.name]} of BF16's cost."
+        for recipe in recipes
+        if recipe.name in costs
+    ]
+    costs["bf16"] = Range(1.0, 1.0)
+    best = min(costs, key=lambda name: sum(costs[name]))
+    rivals = [name for name, cost in costs.items() if name != best and cost.low <= costs[best].high]
+    lines.append(
+        f"Not established which costs least: {best} and {', '.join(rivals)} overlap."
+        if rivals
+        else f"{best} costs least here."
+    )
+    switched = {
+        (recipe.name, share): cost
+        for recipe in recipes
+        for share, left in LEFT_BY_SWITCH.items()
+        if (cost := recipe.cost(recipe.price(curve, tokens, left=left), share)) is not None
+    }
+    (name, share), cost = min(switched.items(), key=lambda item: sum(item[1]))
+    if share:
+        lines.append(f"With a switch to BF16: {name} costs least with the last {share:.0%} in BF16, {cost}.")
+    return "\n".join(lines)
+
+
+def public_prices(path: Path) -> str:
+    """Markdown: the method on Quartet II's public runs, fits and prices. path: of its `for_plots/runs.json`.
+
+    Raises ValueError for a file of something else; OSError.
+    """
+    try:
+        groups: Mapping[str, Sequence[Mapping[str, float]]] = json.loads(path.read_text())
+        curves = {curve.parameters: curve for curve in _public_curves(groups["baseline"])}
+        runs = [(name, run) for name in ("nvidia", "quartetv2") for run in groups[name] if run["sfour_over_six"]]
+        rows = []
+        for name, run in sorted(runs, key=lambda item: (item[1]["N"], item[1]["D"], item[0])):
+            if (curve := curves.get(run["N"])) is not None:
+                tokens = run["D"] / run["N"]
+                gap = run["final_loss"] - curve.loss(tokens)
+                rows.append([curve.name, f"{tokens:.0f}", name, f"{gap:.4f}", f"{curve.price(gap, tokens):.2f}"])
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not for_plots/runs.json of IST-DASLab/Quartet-II: {error!r}") from error
+    fits = [f"{c.name}: {c.floor:.5f} + {c.scale:.5f} * D^-{c.exponent:.5f}" for c in curves.values()]
+    return markdown(["BF16 of", "tokens a parameter", "recipe, with four over six", "gap, nats", "price"], rows, fits)
+
+
+def _public_curves(baseline: Sequence[Mapping[str, float]]) -> Iterator[Curve]:
+    for parameters in sorted({run["N"] for run in baseline}):
+        runs = [run for run in baseline if run["N"] == parameters]
+        if len(runs) > 3:  # of three, a curve of three parameters says nothing
+            lengths = [run["D"] / run["N"] for run in runs]
+            name = f"Transformers on C4, {parameters / 1e6:.0f}M"
+            yield fit(name, parameters, lengths, [run["final_loss"] for run in runs])

@@ -1,0 +1,163 @@
+"""Does 4 bits pay for this model? What recipes cost in tokens and time, from checkpoints of your own BF16 run.
+
+    python scripts/price.py --checkpoint runs/bf16/checkpoints/step_00000600 nvfp4 nvfp4_best mxfp8 --gpu b200
+        sixty steps of BF16 and of each recipe from there; the gaps, the tokens that BF16's loss takes in each, the time
+        of a token (planned for the GPU that is named; without --gpu as measured here), and which costs least
+    python scripts/price.py --checkpoint A/step_00000600 --checkpoint B/step_00000600 nvfp4 --output branches.json
+        the same over two starts, the branches kept: the same command continues with those that are missing
+    python scripts/price.py --checkpoint ... nvfp4 "no RHT=precision=nvfp4 precision.wgrad.rht=0"
+        a recipe is the name of a precision config or NAME=OVERRIDES; KEY=VALUE is for all of them
+    python scripts/price.py --public runs.json
+        the method on the public runs of Quartet II, from which the shipped curves are fitted
+
+Branches train as `pretrain.py checkpoint.resume=CHECKPOINT` would, to the last bit, on the tokens that the run would
+read next; the precision does not switch unless a recipe says so. Nothing is written into the run's folder. It can run
+under torchrun. Exit code: 0; 2 for wrong arguments or what cannot be compared; 4 for kernels that compute something
+else than they should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_fp4.runtime.closed_pipe import end_without_reader
+
+if TYPE_CHECKING:
+    from analysis.price import Curve
+    from megatron_fp4.config.schema import Config
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("recipes", nargs="*", metavar="RECIPE", help="a precision config, NAME=OVERRIDES, or KEY=VALUE")
+    add("--checkpoint", type=Path, action="append", help="of a BF16 run, or the run: its newest (may be repeated)")
+    add("--steps", type=int, default=60, help="of each branch (default 60; the first sixth, at most 10, do not count)")
+    add("--output", type=Path, help="JSON file to keep branches in (default: none)")
+    add(
+        "--curve",
+        nargs="+",
+        metavar="RUN",
+        help="finished BF16 runs of four lengths (default: a shipped curve)",
+    )
+    add("--gpu", help="plan the time of a token there, such as b200 (default: as measured here, emulated or not)")
+    add("--model", help="plan the time for this model config (default: the checkpoint's)")
+    add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
+    add("--public", type=Path, metavar="FILE", help="for_plots/runs.json of IST-DASLab/Quartet-II, instead of all this")
+    options = parser.parse_intermixed_args(arguments)
+    if options.public is None and not options.checkpoint:
+        parser.error("--checkpoint is needed")
+    if options.model and not options.gpu:
+        parser.error("--model plans a time and needs --gpu")
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: give 12 or more, which an interval needs")
+    return options
+
+
+def price(options: argparse.Namespace) -> None:
+    """Check everything, train what is missing, print. Collective."""
+    from analysis.branches import BASE, Kept, caution, recipes_from, recipes_of_branches, train_all
+    from analysis.price import nearest, price_table
+    from data import provider as data
+    from megatron_fp4.checkpoint.files import checkpoint_in
+    from megatron_fp4.config.checks import place_in_run
+    from megatron_fp4.logging.files import check_place
+    from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+    from megatron_fp4.training.build import device_type_of, set_determinism
+    from models import provider as models
+    from pretrain import CONFIGS
+
+    if options.output is not None:
+        check_place(options.output)
+    checkpoints = [checkpoint_in(folder) for folder in options.checkpoint]
+    recipes = [recipes_from(options.recipes, of, options.steps, CONFIGS, options.trust_config) for of in checkpoints]
+    config = recipes[0][BASE]
+    count = models.parameter_count(config.model)
+    parameters = count.total - count.embedding - count.head
+    tokens = data.phases(config).samples_before(config.train.steps) * config.train.sequence_length / parameters
+    curve = nearest(parameters) if options.curve is None else _curve(options.curve, parameters)
+    planned = None if options.gpu is None else _planned(options, recipes[0], CONFIGS)
+
+    kept = Kept(options.output, writes=not place_in_run().rank)
+    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
+    set_determinism(config.run.deterministic)
+    mesh = build_mesh(config.parallel, device)
+    starts = [train_all(of, folder, mesh, options.steps, kept) for of, folder in zip(recipes, checkpoints, strict=True)]
+    if mesh.rank:
+        return
+    print("".join(caution(folder, CONFIGS) for folder in checkpoints), end="")
+    found = recipes_of_branches(starts)
+    times = f"measured here ({config.precision.backend} backend)"
+    if planned is not None:
+        found = [replace(recipe, time=planned[recipe.name]) for recipe in found]
+        times = f"planned for {options.model or 'this model'} on {options.gpu}, not measured"
+    print(f"\n{price_table(found, curve, tokens, times)}")
+
+
+def _curve(folders: list[str], parameters: float) -> Curve:
+    """Fitted to the last held-out losses of finished BF16 runs."""
+    from analysis.price import fit
+    from analysis.recipes import MEAN, read_held_out
+    from megatron_fp4.logging.console import counted
+
+    runs = [read_held_out(Path(folder)) for folder in folders]
+    for run in runs:
+        if run.final is None:
+            raise ValueError(f"{run.folder} is not finished ({run.problem or 'it has steps left'}); leave it out")
+    ends = [(run.final, run.losses[run.final][MEAN]) for run in runs if run.final is not None]
+    tokens, losses = [end / parameters for end, _ in ends], [loss for _, loss in ends]
+    return fit(f"{counted(len(runs), 'run')} of yours", parameters, tokens, losses)
+
+
+def _planned(options: argparse.Namespace, recipes: Mapping[str, Config], configs: Path) -> dict[str, float]:
+    """By recipe, the time of a token on `--gpu` over BF16's."""
+    from analysis.branches import named_recipes
+    from megatron_fp4.config.compose import compose_config
+    from megatron_fp4.planning.gpus import gpu_named, seconds_of_a_token
+    from megatron_fp4.training.build import plans_of
+    from models import provider as models
+
+    if options.model:
+        _, named = named_recipes(options.recipes, configs)
+        recipes = {name: compose_config([f"model={options.model}", *of], configs) for name, of in named.items()}
+    gpu, seconds = gpu_named(options.gpu), {}
+    for name, config in recipes.items():
+        flops = models.training_flops_per_token(config.model, config.train.sequence_length)
+        seconds[name] = seconds_of_a_token(gpu, plans_of(config, models)[0], flops, config.run.dry_mfu)
+    return {name: of / seconds["bf16"] for name, of in seconds.items()}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = parse(arguments)
+    from analysis.price import public_prices
+    from megatron_fp4.checkpoint.files import DamagedCheckpointError
+    from megatron_fp4.checkpoint.sync import CheckpointError
+    from megatron_fp4.config.checks import place_in_run
+    from megatron_fp4.parallel.mesh import leave_distributed
+    from megatron_fp4.precision.verify import SelfTestError
+    from megatron_fp4.runtime.errors import ExitCode, error_line
+
+    try:
+        if options.public is not None:
+            print(public_prices(options.public))
+        else:
+            price(options)
+        return ExitCode.FINISHED
+    except (ValueError, OSError, ImportError, DamagedCheckpointError, CheckpointError, SelfTestError) as error:
+        if not place_in_run().rank:
+            print(f"price.py: {error_line(error, options.output)}", file=sys.stderr, flush=True)
+        return ExitCode.WRONG_NUMBERS if isinstance(error, SelfTestError) else ExitCode.REFUSED
+    finally:
+        leave_distributed()
+
+
+if __name__ == "__main__":
+    end_without_reader()
+    sys.exit(main(sys.argv[1:]))

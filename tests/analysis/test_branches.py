@@ -1,0 +1,265 @@
+"""`price.py` on a real run: the losses are those of branches, and what cannot be compared is refused before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain
+from analysis import branches
+from analysis.branches import Branch
+from analysis.recipes import HeldOut, Pair
+from data.indexed import IndexedDatasetWriter
+from megatron_fp4.config.compose import as_saved, config_from_saved
+from megatron_fp4.training import trainer
+from megatron_fp4.training.step import StepResult
+from pretrain import CONFIGS
+from scripts import price
+from tests.training.harness import launch
+
+pytestmark = pytest.mark.slow
+
+SMALL = [
+    "model=tiny", "model.pattern=M-", "model.vocab_size=128", "model.hidden_dim=64", "model.ffn_dim=64",
+    "model.mamba_num_heads=4", "model.mamba_head_dim=32", "model.mamba_state_dim=16",
+    "model.nvfp4_bf16_blocks.last=0", "train.steps=6", "train.global_batch_size=4", "train.micro_batch_size=2",
+    "train.sequence_length=32", "data=indexed", "data.num_workers=0", "data.phases=[{name: main, blend: tokens}]",
+    "validation.interval=6", "validation.num_samples=2", "checkpoint.interval=3", "checkpoint.keep=0",
+    "logging.tensorboard=false", "logging.report=false", "run.device=cpu",
+]  # fmt: skip
+WEIGHTS = "1x16 W=precision=nvfp4 precision.fprop.weight.block=1x16"
+
+
+def _overrides(folder: Path) -> list[str]:
+    rng = np.random.default_rng(0)
+    for name in ("text", "held_out"):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for _ in range(20):
+                writer.add_document(rng.integers(0, 128, 64))
+    return [*SMALL, f"data.sources={{text: {folder}/text}}", f"data.validation={{text: {folder}/held_out}}"]
+
+
+@pytest.fixture(scope="module")
+def trunk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Path]]:
+    """The overrides of a run in BF16, and its folder."""
+    folder = tmp_path_factory.mktemp("trunk")
+    overrides = _overrides(folder)
+    assert pretrain.main([*overrides, "precision=bf16", f"run.dir={folder}/run"]) == 0
+    yield overrides, folder / "run"
+
+
+def _records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def _losses(run_dir: Path) -> list[float]:
+    return [record["loss"] for record in _records(run_dir, "step") if record["step"] > 3]
+
+
+def _state(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
+
+
+def price_main(checkpoint: Any, *arguments: Any) -> int:
+    return price.main(["--trust-config", "--checkpoint", str(checkpoint), *map(str, arguments)])
+
+
+def _branches(output: Path) -> dict[str, list[float]]:
+    """Losses by recipe."""
+    records = json.loads(output.read_text())["branches"].values()
+    return {record["recipe"]: record["branch"]["losses"] for record in records}
+
+
+def test_losses_are_those_of_branches_to_the_last_bit(
+    trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, run_dir = trunk
+    checkpoint = run_dir / "checkpoints" / "step_00000003"
+    real = [*WEIGHTS.partition("=")[2].split(), "precision.switch.when=never"]
+    resumed = [f"checkpoint.resume={checkpoint}", f"run.dir={tmp_path}/branch"]
+    assert pretrain.main([*overrides, *real, *resumed]) == 0
+    before, models = _state(run_dir), []
+
+    def watched(*arguments: Any, **keywords: Any) -> Any:
+        assert all(model() is None for model in models), "the model of the recipe before is still there"
+        run = Trainer(*arguments, **keywords)
+        models.append(weakref.ref(run.model))
+        return run
+
+    Trainer, three = branches.Trainer, ["--steps", 3]
+    with mock.patch.object(branches, "Trainer", watched):
+        assert price_main(checkpoint, WEIGHTS, "nvfp4", *three, "--output", tmp_path / "a.json") == 0
+    assert len(models) == 3
+    found = _branches(tmp_path / "a.json")
+    assert found["bf16"] == _losses(run_dir)
+    assert found["1x16 W"] == _losses(tmp_path / "branch") != _losses(run_dir)
+    printed = capsys.readouterr().out
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("|")]
+    assert [cells[0] for cells in rows[2:]] == ["| bf16", "| 1x16 W", "| nvfp4"]
+    mean = np.mean([a / b - 1 for a, b in zip(_losses(tmp_path / "branch"), _losses(run_dir), strict=True)])
+    assert rows[3][1] == f"{100 * mean:+.2f}% (no interval)" and "Not established" in printed
+
+    # Another order, and a key for all: the seed of rounding is the run's, whatever was trained before.
+    again = price_main(checkpoint, "nvfp4", "train.max_skipped_steps=7", *three, "--output", tmp_path / "b.json")
+    assert again == 0 and _branches(tmp_path / "b.json") == {name: found[name] for name in ("bf16", "nvfp4")}
+    assert _state(run_dir) == before
+
+
+def test_what_was_kept_is_not_trained_again(trunk: tuple[list[str], Path], tmp_path: Path) -> None:
+    checkpoint, output = trunk[1] / "checkpoints" / "step_00000003", tmp_path / "kept.json"
+    trained = []
+
+    def counted(config: Any, *rest: Any) -> Any:
+        if config.precision.name == "mxfp4":
+            raise KeyboardInterrupt
+        trained.append(config.precision.name)
+        return Branch([5.0 + len(trained), 4.0], [0.1, 0.1])
+
+    common = "--steps", 2, "--output", output
+    with mock.patch.object(branches, "train", counted):
+        with pytest.raises(KeyboardInterrupt):
+            price_main(checkpoint, "mxfp8", "mxfp4", *common)
+        first = _branches(output)
+        assert trained == ["bf16", "mxfp8"] == [*first]
+        assert price_main(checkpoint, "mxfp8", "nvfp4", *common) == 0
+        assert trained == ["bf16", "mxfp8", "nvfp4"] == [*_branches(output)]
+        # Of other numbers of steps, or another configuration of the same name, it is trained.
+        assert price_main(checkpoint, "mxfp8", "--steps", 3, "--output", output) == 0
+        assert price_main(checkpoint, "mxfp8=precision=nvfp4", *common) == 0
+    assert trained[3:] == ["bf16", "mxfp8"]  # of the last, the same configuration was kept as nvfp4
+    assert len(json.loads(output.read_text())["branches"]) == len(trained)
+
+
+def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
+    trunk: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = trunk[1] / "checkpoints" / "step_00000003"
+
+    def finished(folder: Path, *_: Any) -> HeldOut:
+        tokens = int(folder.name)
+        return HeldOut(folder, 1, Pair("seed 1", 1), {tokens: {"": 2.0 + 50 * tokens**-0.4}}, final=tokens)
+
+    def constant(config: Any, *_: Any) -> Branch:
+        return Branch([4.0 if config.precision.name == "bf16" else 4.1] * 12, [1.0] * 12)
+
+    more = ["train.steps=99", "--steps", 12, "--gpu", "b200", "--model", "transformer_60m", "--curve"]
+    with mock.patch.object(branches, "train", constant), mock.patch("analysis.recipes.read_held_out", finished):
+        assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000, 80000) == 0
+        assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000) == 2
+    printed = capsys.readouterr()
+    assert "by the curve of 4 runs of yours (2.000" in printed.out and "planned for transformer_60m" in printed.out
+    assert "these have 3" in printed.err
+
+
+def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
+    trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = shutil.copytree(trunk[1] / "checkpoints" / "step_00000003", tmp_path / "step_00000003")
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    overrides = ["precision=mxfp8", "precision.switch.when=never"]
+    shaped = as_saved(config_from_saved(trainer["config"], overrides, CONFIGS, trusted=True))
+    with mock.patch.object(branches, "train", lambda *_: Branch([5.0, 4.0], [0.1, 0.1])):
+        for config, said in ((trainer["config"], False), (shaped, True)):
+            (checkpoint / "trainer.json").write_text(json.dumps({**trainer, "config": config}))
+            assert price_main(checkpoint, "nvfp4", "--steps", 2) == 0
+            assert ("its run trains in mxfp8" in capsys.readouterr().out) == said
+
+
+def test_wrong_input_is_one_line_before_anything_is_trained(
+    trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, steps = trunk[1], ["--steps", "2"]
+    checkpoint = run_dir / "checkpoints" / "step_00000003"
+    switched = shutil.copytree(checkpoint, tmp_path / "switched")
+    trainer = json.loads((switched / "trainer.json").read_text())
+    trainer["switch"]["switched_at"] = 2
+    (switched / "trainer.json").write_text(json.dumps(trainer))
+    (tmp_path / "other.json").write_text("[]")
+    with mock.patch.object(branches, "train", side_effect=AssertionError("trained")):
+        for folder, arguments, expected in (
+            (tmp_path / "none", ["nvfp4"], "is not a folder"),
+            (run_dir, ["nvfp4"], "steps 7 to 66 lie beyond the run's end (train.steps=6)"),
+            (switched, ["nvfp4", *steps], "after the precision switch of its run (before step 3)"),
+            (checkpoint, ["bf16", *steps], "name one recipe at least"),
+            (checkpoint, ["nvfp5", *steps], "nvfp5 is no precision config"),
+            (checkpoint, ["a=precision=nvfp5", *steps], "did you mean nvfp4"),
+            (checkpoint, ["nvfp4", "nvfp4", *steps], "a name of its own"),
+            (checkpoint, ["bf16=precision=nvfp4", *steps], "a name of its own"),
+            (checkpoint, ["a=", *steps], "give NAME=OVERRIDES"),
+            (checkpoint, ["a=precision='x", *steps], "quote as in a shell"),
+            (checkpoint, ["a=precision=nvfp4 data.seed=7", *steps], "data.seed or run.seed would differ from BF16's"),
+            (checkpoint, ["a=precision=nvfp4 run.seed=7", *steps], "data.seed or run.seed would differ"),
+            (checkpoint, ["a=precision=nvfp4 precision.bf16_blocks.file=none.yaml", *steps], "none.yaml"),
+            (checkpoint, ["nvfp4", *steps, "--output", tmp_path], "it is a folder; name a file"),
+            (checkpoint, ["nvfp4", *steps, "--output", tmp_path / "other.json"], "holds no branches"),
+            (checkpoint, ["nvfp4", *steps, "--gpu", "h100"], "known, with tensor cores for FP4, are b200"),
+            (checkpoint, ["nvfp4", *steps, "--curve", run_dir], "runs of four lengths at least"),
+            (checkpoint, ["--public", tmp_path / "other.json"], "is not for_plots/runs.json"),
+        ):
+            assert price_main(folder, *arguments) == 2, arguments
+            printed = capsys.readouterr().err
+            assert printed.startswith("price.py: ") and expected in printed and printed.count("\n") == 1, printed
+
+
+def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float], list[float], str]:
+    """On the ranks of a launch: a run of one more step than its checkpoint, that step as a branch, and a refusal of the
+    first rank."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 29999}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    split = [*overrides, "parallel.tensor=2", "checkpoint.interval=1", "train.steps=2", "validation.interval=0"]
+    output = Path(folder) / "kept.json"
+    with (
+        mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(pretrain, "leave_distributed", lambda: None),
+        mock.patch("megatron_fp4.parallel.mesh.init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch("megatron_fp4.parallel.mesh.leave_distributed", lambda: None),
+    ):
+        assert pretrain.main([*split, "precision=nvfp4", "precision.switch.when=never", f"run.dir={folder}/run"]) == 0
+        arguments = [f"{folder}/run/checkpoints/step_00000001", "nvfp4", "--steps", 1, "--output"]
+        assert price_main(*arguments, output) == 0
+        (Path(folder) / "other.json").write_text("[]")
+        wrong = price_main(*arguments, Path(folder) / "other.json")
+    if rank:
+        return [], [], str(wrong)
+    steps = [record["loss"] for record in _records(Path(folder) / "run", "step")][1:]
+    return _branches(output)["nvfp4"], steps, str(wrong)
+
+
+def test_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    found = launch(_on_ranks, 2, _overrides(tmp_path), str(tmp_path), seconds=600.0)
+    tried, recorded, _ = found[0]
+    assert tried == recorded and len(tried) == 1
+    assert [code for *_, code in found] == ["2", "2"]
+
+
+def test_spikes_and_steps_that_are_not_finite(
+    trunk: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A spike goes back to the checkpoint as in the run; a recipe that diverges ends, and not the command."""
+    nan = StepResult(float("nan"), float("nan"), skipped=True)
+    steps = [StepResult(2.0, 1.0, False), StepResult(9.0, 1.0, True, spike=True), StepResult(2.0, 1.0, False), nan, nan]
+    checkpoint = str(trunk[1] / "checkpoints" / "step_00000003")
+    settings = ["spikes.action=rollback", "spikes.window=2", "train.max_skipped_steps=2", "--steps", "3"]
+    with (
+        mock.patch.object(trainer, "accumulate"),
+        mock.patch.object(trainer, "update", side_effect=steps),
+        mock.patch.object(trainer.Trainer, "roll_back", autospec=True, return_value=3) as roll_back,
+    ):
+        assert price_main(checkpoint, "nvfp4", *settings) == 0
+    assert [call.args[1:] for call in roll_back.call_args_list] == [(5,)]
+    printed = capsys.readouterr().out
+    bf16, nvfp4 = (line for line in printed.splitlines() if line.startswith("step_00000003, "))
+    assert "step 5 was a spike" in bf16 and "1 step made no update" in bf16
+    assert "ended after step 5: 2 steps in a row were not finite" in nvfp4
+    assert "| nvfp4 | - | - | - | - | - |" in printed

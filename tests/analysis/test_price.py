@@ -1,0 +1,93 @@
+"""Curves, prices and costs against losses whose truth is known; planned times against what others measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.branches import Branch, recipes_of_branches
+from analysis.price import GROWTH, SHIPPED, Curve, Recipe, fit, nearest, price_table, public_prices, verdict
+from analysis.statistics import Estimate
+
+TRUE = Curve("the truth", 1e8, 2.7, 1.4, 0.43)
+LENGTHS = [25.0, 50.0, 100.0, 200.0, 400.0]
+
+
+def test_a_curve_is_found_again_and_its_price_is_the_tokens_of_equal_loss() -> None:
+    noise = np.random.default_rng(0).normal(0, 0.0007, len(LENGTHS))
+    for scatter, tolerance in ((0 * noise, 1e-4), (noise, 0.05)):
+        found = fit(
+            "found", 1e8, LENGTHS, [TRUE.loss(length) + of for length, of in zip(LENGTHS, scatter, strict=True)]
+        )
+        assert found.exponent == pytest.approx(TRUE.exponent, rel=tolerance)
+        assert found.price(0.05, 98) == pytest.approx(TRUE.price(0.05, 98), rel=max(tolerance / 5, 1e-4))
+    # BF16 has the loss of the recipe after `price` times fewer tokens.
+    assert TRUE.loss(98 / TRUE.price(0.05, 98)) == pytest.approx(TRUE.loss(98) + 0.05)
+    assert TRUE.price(0.0, 98) == 1.0
+    with pytest.raises(ValueError, match="four lengths at least, and these have 3"):
+        fit("short", 1e8, LENGTHS[:3], LENGTHS[:3])
+    with pytest.raises(ValueError, match="do not fall as a power of tokens"):
+        fit("rising", 1e8, LENGTHS, [1.0, 1.1, 1.2, 1.3, 1.4])
+
+
+def test_shipped_curves_are_of_the_nearest_size() -> None:
+    assert nearest(1e6) is SHIPPED[0] and nearest(8e9) is SHIPPED[-1]
+    # The gaps of four over six with NVIDIA's recipe, and of Quartet II, in their public runs (30M and 100M).
+    for curve, tokens, gap, price in (
+        (SHIPPED[0], 24.6, 0.0570, 1.30),
+        (SHIPPED[0], 98.4, 0.0592, 1.61),
+        (SHIPPED[2], 24.3, 0.0417, 1.30),
+        (SHIPPED[2], 97.3, 0.0680, 2.04),
+    ):
+        assert curve.price(gap, tokens) == pytest.approx(price, abs=0.03)
+
+
+def test_public_runs_are_read_as_they_are_published(tmp_path: Path) -> None:
+    def run(length: float, gap: float) -> dict[str, object]:
+        return {"N": 1e8, "D": 1e8 * length, "final_loss": TRUE.loss(length) + gap, "sfour_over_six": True}
+
+    groups = {"baseline": [run(of, 0.0) for of in LENGTHS], "nvidia": [run(25, 0.05)], "quartetv2": [run(98, 0.04)]}
+    (tmp_path / "runs.json").write_text(json.dumps(groups))
+    rows = public_prices(tmp_path / "runs.json").splitlines()
+    assert rows[2] == f"| Transformers on C4, 100M | 25 | nvidia | 0.0500 | {TRUE.price(0.05, 25):.2f} |"
+    assert rows[3] == f"| Transformers on C4, 100M | 98 | quartetv2 | 0.0400 | {TRUE.price(0.04, 98):.2f} |"
+
+
+def test_gaps_of_one_start_and_of_several() -> None:
+    rng = np.random.default_rng(0)
+    steps = np.arange(60)
+    starts = []
+    for level in (5.0, 6.0, 7.0):
+        bf16 = level - 0.01 * steps + rng.normal(0, 0.1, 60)
+        nvfp4 = bf16 + 0.03 + rng.normal(0, 0.002, 60)
+        starts.append({"bf16": Branch(list(bf16), [1.0] * 60), "nvfp4": Branch(list(nvfp4), [1.2] * 60)})
+    for found in (recipes_of_branches(starts[:1]), recipes_of_branches(starts)):
+        (recipe,) = found
+        assert recipe.nats is not None and recipe.nats.half_width is not None
+        assert abs(recipe.nats.mean - 0.03) < recipe.nats.half_width < 0.01
+        assert recipe.time == pytest.approx(1.2)
+    ended = {**starts[0], "nvfp4": Branch([5.0], [1.0], ended="diverged")}
+    (recipe,) = recipes_of_branches([ended])
+    assert recipe.nats is None and recipe.time is None
+
+
+def recipe(name: str, gap: float, time: float, error: float = 1e-4) -> Recipe:
+    return Recipe(name, Estimate(gap * 30, error * 30, 6, 5), Estimate(gap, error, 6, 5), time)
+
+
+def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
+    slow, fast = recipe("nvfp4", 0.02, 0.98), recipe("mxfp8", 0.0002, 0.8)
+    price = slow.price(TRUE, 98)
+    assert price is not None and slow.nats is not None and slow.nats.half_width is not None
+    assert price.high == pytest.approx(TRUE.price(GROWTH[1] * (0.02 + slow.nats.half_width), 98))
+    assert "mxfp8 costs least here." in verdict([slow, fast], TRUE, 98)
+    assert "bf16 costs least here." in verdict([slow], TRUE, 98)
+    assert "mxfp8 and other overlap" in verdict([fast, recipe("other", 0.0003, 0.8)], TRUE, 98)
+    # Three quarters of the gap for a fifth of the steps in BF16: worth it where the gap is dear.
+    assert "With a switch to BF16: nvfp4" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
+    assert "Not established" in verdict([Recipe("nvfp4", None, None, 0.8)], TRUE, 98)
+    table = price_table([slow, Recipe("diverged", None, None, None)], TRUE, 5.0, "planned")
+    assert "| diverged | - | - | - | - | - |" in table and "far from the 20 to 800" in table
