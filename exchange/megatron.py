@@ -30,7 +30,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ from exchange.weights_only import new_folder, write_weights_only
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.checkpoint.shards import METADATA, read_metadata
+from megatron_fp4.checkpoint.shards import METADATA, StandIns, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.runtime.revision import revision
@@ -142,17 +142,9 @@ def export_megatron(
             files.write_file(staging / name, text)
 
 
-class _Piece(NamedTuple):
-    """The part of tensor `key` that begins at `offsets`; `shape` is of the whole, None for a small object."""
-
-    key: str
-    value: Any
-    shape: Sequence[int] | None = None
-    offsets: Sequence[int] = ()
-
-
-def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> Iterator[_Piece]:
-    """Everything in an iteration's `.distcp` files."""
+def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Everything in an iteration's `.distcp` files: key; a tensor, or a small object; of a tensor the shape of the
+    whole, and where it begins there."""
     config = checkpoint.config.model
     done, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
     for parameter in parameters(config):
@@ -162,13 +154,13 @@ def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> I
             offsets = [0] * piece.dim()
             if parameter.layer is not None:
                 piece, offsets = piece[None], [parameter.layer[0], *offsets]
-            yield _Piece(section.name, piece, parameter.stored_shape(section), offsets)
+            yield section.name, piece, parameter.stored_shape(section), offsets
         progress(done := done + values.numel(), total)
     for key in extra_states(config):
-        yield _Piece(key, [torch.empty(0, dtype=torch.uint8)])
+        yield key, [torch.empty(0, dtype=torch.uint8)], None, None
 
 
-def _write(folder: Path, pieces: Iterator[_Piece]) -> None:
+def _write(folder: Path, pieces: Iterator[tuple[str, Any, Any, Any]]) -> None:
     """The files of torch.distributed.checkpoint. Raises OSError."""
     described: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -211,14 +203,13 @@ def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -
 
 def _readme(checkpoint: Checkpoint, name: str, dtype: torch.dtype, tokenizer: bool) -> str:
     model = checkpoint.config.model
-    theirs = "GPTModel" if is_gpt(model) else "MambaModel"
     return f"""# {model.name}, for Megatron-LM
 
 Weights after step {checkpoint.step} ({checkpoint.tokens:,} tokens) of a run of megatron_fp4
 ({checkpoint.trainer.get("commit", "commit unknown")}), exported by megatron_fp4 {__version__} ({revision()}), as a
-distributed checkpoint (`torch_dist`) of Megatron-core's {theirs}, in {str(dtype).removeprefix("torch.")}; no optimizer
-state is in it. `iter_{checkpoint.step:07d}/common.pt` has the model as arguments of Megatron-LM
-(`--use-checkpoint-args`), `megatron_args.sh` as flags (core_v0.16):
+distributed checkpoint (`torch_dist`) of Megatron-core, in {str(dtype).removeprefix("torch.")}, without optimizer state.
+`iter_{checkpoint.step:07d}/common.pt` has the model as arguments of Megatron-LM (`--use-checkpoint-args`),
+`megatron_args.sh` as flags (core_v0.16):
 
 ```
 {start_command(checkpoint, name, tokenizer)}
@@ -321,8 +312,6 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
         found["vocab_size"], found["hidden_dim"] = opened.shape(EMBEDDING)
         if "-" in pattern:
             found["ffn_dim"] = shape("-", "mlp.linear_fc2.weight")[1]
-            if shape("-", "mlp.linear_fc1.weight")[0] == 2 * found["ffn_dim"]:
-                raise ValueError("linear_fc1 has twice the rows of linear_fc2's columns, a gate that no FFN here has")
         if "M" in pattern:
             (heads,), inner = shape("M", "mixer.A_log"), shape("M", "mixer.in_proj.weight.z")[0]
             found |= {
@@ -332,54 +321,46 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
                 "mamba_conv_width": shape("M", "mixer.conv1d.weight.x")[2],
                 "mamba_chunk_size": 128,  # Megatron's; it moves rounding only
             }
-    except ValueError as error:
-        raise ValueError(f"{opened.folder}: {error}") from error
-    except (IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"{opened.folder}: shapes of its tensors are those of no model; copy it again") from error
+    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{opened.folder}: shapes of its tensors are those of no model ({error})") from error
     return found, layers
 
 
 def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
     """The letters, from which modules each layer has; and how layers are stored."""
+    is_gpt_model, letters = GPT_NORM in opened.tensors, {"mixer": "M", "self_attention": "*", "mlp": "-"}
     modules: dict[int, set[str]] = {}
     for key in opened.tensors:
-        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", key):
-            modules.setdefault(int(match[1]), set()).add(match[2].partition(".")[0])
+        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\..+", key):
+            modules.setdefault(int(match[1]), set()).add(match[2])
     stacked = [key for key in opened.tensors if re.fullmatch(r"decoder\.layers\.\D.*", key)]
-    if GPT_NORM in opened.tensors and stacked:
+    if is_gpt_model and stacked:
         return "*-" * (opened.shape(stacked[0]) or (1,))[0], "stacked"
-    if not modules:
-        raise ValueError(f"{opened.folder} has no tensor decoder.layers...; it is no GPTModel and no MambaModel")
-    if stacked or sorted(modules) != list(range(len(modules))):
-        raise ValueError(f"{opened.folder}: its layers are not numbered 0 to {len(modules) - 1}; copy it again")
-    if GPT_NORM in opened.tensors:
+    if not modules or stacked or sorted(modules) != list(range(len(modules))):
+        raise ValueError(f"{opened.folder} has no decoder.layers numbered from 0: no whole GPTModel and no MambaModel")
+    if is_gpt_model:
         return "*-" * len(modules), "numbered"
-    letters, known = "", {"mixer": "M", "self_attention": "*", "mlp": "-"}
+    pattern = ""
     for number, names in sorted(modules.items()):
-        kinds = names & known.keys()
-        if len(kinds) != 1:
+        if len(kinds := names & letters.keys()) != 1:
             raise ValueError(
                 f"{opened.folder}: layer {number} has {', '.join(sorted(names))}; a layer of a hybrid is one of "
-                f"{', '.join(known)}"
+                f"{', '.join(letters)}"
             )
-        letters += known[kinds.pop()]
-    return letters, "numbered"
+        pattern += letters[kinds.pop()]
+    return pattern, "numbered"
 
 
 def _check_tensors(opened: MegatronFolder, expected: Sequence[Parameter]) -> None:
     """Raise ValueError, naming the first tensor, unless the model has exactly these."""
     shapes = {section.name: each.stored_shape(section) for each in expected for section in each.sections}
-    for key, shape in shapes.items():
-        if key not in opened.tensors:
-            raise ValueError(f"{opened.folder} has no {key}, which such a model has")
-        have = opened.shape(key)
-        cut = key in (EMBEDDING, HEAD) and have[0] > shape[0] and have[1:] == shape[1:]
-        if have != shape and not cut:
-            raise ValueError(
-                f"{opened.folder}: {key} is {list(have)} there, {list(shape)} in the model that it says it is"
-            )
-    if unknown := [key for key in opened.tensors if key not in shapes]:
-        raise ValueError(f"{opened.folder} has {unknown[0]}: no model here has such a tensor")
+    for key in (*shapes, *opened.tensors):
+        have = opened.shape(key) if key in opened.tensors else None
+        want = shapes.get(key)
+        is_cut = key in (EMBEDDING, HEAD) and have and want and have[0] > want[0] and have[1:] == want[1:]
+        if have != want and not is_cut:
+            is_there, should_be = ("no such tensor" if size is None else str(list(size)) for size in (have, want))
+            raise ValueError(f"{opened.folder}: {key} is {is_there} there, {should_be} in the model that it says it is")
 
 
 def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:
@@ -400,11 +381,12 @@ class MegatronFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = _iteration_in(folder)
         try:
-            _check_format(self.folder)
+            if (backend := _backend(self.folder / FORMAT)) != "torch_dist":
+                raise ValueError(f"its {FORMAT} says {backend}; save it with --ckpt-format torch_dist")
             with files.open_plain(self.folder / METADATA) as file:
                 self._metadata: Metadata = read_metadata(file.readall(), foreign=True)
             self.arguments, self.iteration = _read_common(self.folder / COMMON)
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, ValueError) as error:
             raise ValueError(f"{self.folder}: {error}") from error
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: saved
@@ -413,9 +395,7 @@ class MegatronFolder:
         }
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of a whole tensor. Raises ValueError if there is none."""
-        if key not in self.tensors:
-            raise ValueError(f"there is no {key}; it is not the whole of a model")
+        """Of a whole tensor. Raises KeyError if there is none."""
         return tuple(self.tensors[key].size)
 
     def tensor(self, key: str, layer: int | None = None, rows: int | None = None) -> Tensor:
@@ -446,25 +426,18 @@ def _iteration_in(folder: Path) -> Path:
     if not tracker.is_file():
         return folder
     name = tracker.read_text(errors="replace").strip()
-    if name != "release" and not name.isdecimal():
-        raise ValueError(f"{tracker} says {name[:40]!r}; give the iter_* folder itself")
-    found = folder / (name if name == "release" else f"iter_{int(name):07d}")
+    found = folder / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
     if not found.is_dir():
-        raise ValueError(f"{found} is missing, which {TRACKER} names; give another iter_* folder")
+        raise ValueError(f"{tracker} says {name[:40]!r}, and {found} is missing; give another iter_* folder")
     return found
 
 
-def _check_format(folder: Path) -> None:
-    """Raise DamagedCheckpointError unless it is a folder of `torch_dist`."""
+def _backend(path: Path) -> Any:
+    """What Megatron says wrote the folder; None if it says nothing."""
     try:
-        backend = json.loads((folder / FORMAT).read_text())["sharded_backend"]
-    except FileNotFoundError:
-        problem = f"it has no {FORMAT}, so it is none of --ckpt-format torch_dist; save it with that"
-        raise DamagedCheckpointError(problem) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(f"{FORMAT} is not readable ({error})") from error
-    if backend != "torch_dist":
-        raise DamagedCheckpointError(f"its format is {backend}; save it with --ckpt-format torch_dist")
+        return json.loads(path.read_text())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _read_common(path: Path) -> tuple[dict[str, Any], int]:
@@ -477,7 +450,7 @@ def _read_common(path: Path) -> tuple[dict[str, Any], int]:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             (name,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
-            common = _StandIns(io.BytesIO(archive.read(name))).load()
+            common = _StandInsOfTensors(archive.read(name), foreign=True).load()
         state, iteration = getattr(common.get("args"), "state", None), common.get("iteration")
     except Exception as error:  # a damaged pickle may raise anything
         raise DamagedCheckpointError(f"{path.name} is not readable: {type(error).__name__}: {error}") from error
@@ -490,27 +463,6 @@ def _is_plain(value: Any) -> bool:
     return all(isinstance(each, (bool, int, float, str, type(None))) for each in values)
 
 
-class _StandIn:
-    """In place of whatever a pickle names: takes everything, does nothing."""
-
-    state: Any = None
-
-    def __new__(cls, *_: Any, **__: Any) -> _StandIn:
-        return object.__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def append(self, *_: Any) -> None: ...
-
-    extend = add = __setitem__ = append
-
-
-class _StandIns(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_StandIn,), {})  # a pickle can set attributes of classes: each name its own, each time
-
-    def persistent_load(self, pid: Any) -> Any:
-        return _StandIn()
+class _StandInsOfTensors(StandIns):
+    def persistent_load(self, pid: Any) -> None:
+        """A tensor's values, which are not read."""

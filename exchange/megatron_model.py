@@ -151,18 +151,14 @@ _SAME = {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
 }
-# What MambaMixer has fixed: setting -> value.
-_FIXED = {"norm_eps": 1e-5, "mamba_conv_width": 4}
 
 
 def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[str, Any]:
     """What makes Megatron-LM build this model. bf16: in which type it trains it. Raises ValueError, naming key and
     value, for what Megatron's model of this kind cannot be told."""
-    for key, value in _FIXED.items() if "M" in config.pattern else ():
-        if getattr(config, key) != value:
-            raise ValueError(
-                f"model.{key}={getattr(config, key)}: Megatron's Mamba-2 mixer has {value}, which no argument changes"
-            )
+    for key, value in (("norm_eps", 1e-5), ("mamba_conv_width", 4)):
+        if "M" in config.pattern and (ours := getattr(config, key)) != value:
+            raise ValueError(f"model.{key}={ours}: Megatron's Mamba-2 mixer has {value}, which no argument changes")
     if config.rope and config.rope_base != int(config.rope_base):
         raise ValueError(f"model.rope_base={config.rope_base}: Megatron's --rotary-base is a whole number")
     arguments: dict[str, Any] = {
@@ -217,16 +213,14 @@ def as_shell(arguments: Mapping[str, Any]) -> str:
     return f"MEGATRON_ARGS=(\n{''.join(lines)})\n"
 
 
-_FALSE = (
-    *("quick_geglu", "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "use_rope_scaling"),
-    *("qk_layernorm", "qk_l2_norm", "multi_latent_attention"),
-)
-_NONE = ("rotary_seq_len_interpolation_factor", "no_rope_freq", "window_size", "softmax_scale", "num_experts")
 # Argument -> the values with which a model here computes the same.
 _WANTED: dict[str, tuple[Any, ...]] = {
     **{name: (value,) for name, value in _SAME.items()},
-    **dict.fromkeys(_FALSE, (False,)),
-    **dict.fromkeys(_NONE, (None,)),
+    **dict.fromkeys(("quick_geglu", "layernorm_zero_centered_gamma", "use_rope_scaling"), (False,)),
+    **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "multi_latent_attention"), (False,)),
+    "apply_residual_connection_post_layernorm": (False,),
+    **dict.fromkeys(("rotary_seq_len_interpolation_factor", "no_rope_freq", "window_size"), (None,)),
+    **dict.fromkeys(("softmax_scale", "num_experts"), (None,)),
     "position_embedding_type": ("none", "rope"),
     "softmax_type": ("vanilla",),
     "mtp_num_layers": (None, 0),

@@ -195,23 +195,20 @@ def standard_error(influences: Sequence[float]) -> float | None:
 
 
 def _influences(value: float, documents: Sequence[Any]) -> list[float] | None:
-    def is_it(result: float) -> bool:
-        return math.isclose(result, value, rel_tol=1e-9, abs_tol=1e-12)
-
-    if documents and all(isinstance(x, (int, float)) for x in documents):
-        mean = math.fsum(documents) / len(documents)
-        if is_it(mean):
-            return [x - mean for x in documents]
-        documents = [(x, 1) for x in documents]  # a perplexity of single log-likelihoods
-    if documents and all(isinstance(x, (tuple, list)) and len(x) == 2 for x in documents):
-        total, length = (math.fsum(x[part] for x in documents) for part in (0, 1))
-        if length > 0:
-            nats = -total / length
-            perplexity = math.exp(min(nats, 700))
-            # f and f' of the two statistics that lm-eval makes of such pairs.
-            for result, slope in ((nats / math.log(2), 1 / math.log(2)), (perplexity, perplexity)):
-                if is_it(result):
-                    return [slope * (-a - nats * b) / (length / len(documents)) for a, b in documents]
+    numbers = all(isinstance(x, (int, float)) for x in documents)
+    pairs = [(x, 1) for x in documents] if numbers else documents
+    if not pairs or not all(isinstance(x, (tuple, list)) and len(x) == 2 for x in pairs):
+        return None
+    total, length = (math.fsum(x[part] for x in pairs) for part in (0, 1))
+    if length <= 0:
+        return None
+    ratio = total / length
+    perplexity = math.exp(min(-ratio, 700))
+    # f and f' of the statistics that lm-eval makes of log-likelihoods and lengths; and the mean, of numbers.
+    statistics = [(-ratio / math.log(2), -1 / math.log(2)), (perplexity, -perplexity)]
+    for result, slope in [(ratio, 1.0), *statistics] if numbers else statistics:
+        if math.isclose(result, value, rel_tol=1e-9, abs_tol=1e-12):
+            return [slope * (a - b * ratio) / (length / len(pairs)) for a, b in pairs]
     return None
 
 

@@ -1,21 +1,14 @@
 """How a model computes what it computes: which kernels, and what it computes again in the backward pass.
 
-Nothing here changes what is trained. The PyTorch path (`PLAIN`) runs anywhere and is the reference; the fused
-path differs from it by roundings to BF16.
+The PyTorch path (`PLAIN`) runs anywhere and is the reference; the fused path differs from it by roundings to BF16.
+`choose_execution` (models/pattern.py) chooses for a configuration and a machine.
 
-    part                    torch                     fused (CUDA)
-    Mamba-2's scan          models/ssd.py, FP32       mamba-ssm, BF16 in and out, FP32 sums and states
-    Mamba-2's convolution   models/mamba2.py, FP32    causal-conv1d, BF16 in and out
-    attention               PyTorch's own choice      cuDNN, else FlashAttention, ...
-      deterministic           FlashAttention            cuDNN's forward pass, Triton's backward pass
-      within documents        its choice, with a mask   Triton, else FlashAttention of variable length
-    norms, squared ReLU,    eager                     torch.compile of the small pure functions
-    RoPE
-    softmax of the loss     eager                     Triton, in place
-
-Where the Triton kernels of attention do not take a model (models/attention.py), deterministic attention is
-FlashAttention's in the right column too. `choose_execution` (models/pattern.py) chooses for a configuration and a
-machine.
+    part                            torch                   fused (CUDA)
+    Mamba-2's scan                  models/ssd.py, FP32     mamba-ssm, BF16 in and out, FP32 sums and states
+    Mamba-2's convolution           models/mamba2.py, FP32  causal-conv1d, BF16 in and out
+    attention (models/attention.py) PyTorch's own choice    cuDNN, Triton or FlashAttention
+    norms, squared ReLU, RoPE       eager                   torch.compile of the small pure functions
+    softmax of the loss             eager                   Triton, in place
 
 Selective activation checkpointing keeps what GEMMs return, and computes everything between them again: norms, squared
 ReLU, RoPE, Mamba-2's convolution and scan. A recomputed function keeps its inputs alone, and puts on its result a
@@ -128,10 +121,8 @@ def torch_compile(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def recomputed(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` of tensors and constants, whose results (a tensor or a tuple of them) bear promises.
-
-    Where no gradient is asked for, it is `function` and nothing else.
-    """
+    """`function` of tensors and constants, whose results (a tensor or a tuple of them) bear promises, if a gradient is
+    asked for."""
 
     @functools.wraps(function)
     def promising(*arguments: Any) -> Any:

@@ -78,14 +78,12 @@ class InferenceCache:
         cache = model.new_cache(batch, max_length)
         logits = model(tokens, cache=cache, counts=counts)    rows bring a prompt, a piece of one, or one token
 
-    A cache has `batch` rows, one for each text, which know nothing of each other. What a row holds depends on the
-    mixer: attention keeps keys and values of all tokens, Mamba-2 the last inputs of its convolution and the state of
-    its scan (FP32), an FFN nothing (models/mixer.py: `new_cache`, `decode`).
+    A row is a text. Attention keeps keys and values of all tokens, Mamba-2 the last inputs of its convolution and the
+    state of its scan (FP32), an FFN nothing (models/mixer.py: `new_cache`, `decode`).
 
-    Rows need not bring equally many tokens: of the s columns of a call, row i brings the first counts[i], and the
-    others are padding. Padding comes after the tokens: causal mixers never look at it, keys and values of it are not
-    kept, and for Mamba-2 it is a step of size zero. So what a row gives does not depend on how long the others are, but
-    for the rounding of GEMMs, whose kernels depend on the number of tokens.
+    Of the s columns of a call, row i brings the first counts[i], and the others are padding: causal mixers never look
+    at it, its keys and values are not kept, and for Mamba-2 it is a step of size zero. So a row's result depends on the
+    others only by the rounding of GEMMs, whose kernels depend on the number of tokens.
 
     mixers: each block's part, in order. max_length: the most tokens a row holds. lengths: how many each has had.
     """
@@ -142,9 +140,8 @@ class HybridModel(nn.Module):
         attention waits for the GPU to tell. num_targets: how many targets count, where negative ones do not; the mean
         is over these, and 0 if there are none. None: all count.
 
-        cache: the tokens continue the texts in it, of which row i brings the first counts[i], by
-        default all; logits are then those of each row's last token, [batch, vocab / tp]. Without gradients, and by the
-        functions in plain PyTorch, whatever the execution.
+        cache: the tokens continue the texts in it, of which row i brings the first counts[i], by default all; logits
+        are then those of each row's last token, [batch, vocab / tp]. Without gradients, in plain PyTorch.
         """
         if cache is not None:
             return self._decode(tokens, cache, [tokens.shape[1]] * tokens.shape[0] if counts is None else counts)

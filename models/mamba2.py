@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -220,18 +221,6 @@ def _conv_channels(config: ModelConfig) -> int:
     return config.mamba_inner_dim + 2 * config.mamba_num_groups * config.mamba_state_dim
 
 
-class ConvolutionAndState:
-    """Mamba-2's part of an inference cache: a few numbers for each channel, however long the text.
-
-    before: the last width - 1 inputs of the convolution, in the compute dtype, [batch, width - 1, channels / tp].
-    state: the scan's, FP32 [batch, groups / tp, state, heads of a group, head_dim].
-    (No dataclass: FSDP looks into those, and would round the state.)
-    """
-
-    def __init__(self, before: Tensor, state: Tensor) -> None:
-        self.before, self.state = before, state
-
-
 def sections(
     projected_td: Tensor,
     conv_weight_ck: Tensor,
@@ -335,15 +324,19 @@ class Mamba2(Mixer):
         b_bsgn, c_bsgn = (t.unflatten(-1, (groups, -1)) for t in (b, c))
         return ScanInputs(x_bshp, dt_bsh, -a_log_h.exp(), b_bsgn, c_bsgn, d_h, bias_h)
 
-    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> ConvolutionAndState:
+    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> SimpleNamespace:
+        """before: the last width - 1 inputs of the convolution. state: the scan's, FP32.
+
+        (No dataclass: FSDP looks into those, and would round the state.)
+        """
         groups, (inner, state, heads) = self.num_local_groups, self._widths
-        before = batch, self.conv.weight.shape[1] - 1, groups * (inner + 2 * state)
-        return ConvolutionAndState(
-            torch.zeros(before, device=device, dtype=dtype),
-            torch.zeros(batch, groups, state, heads, self.head_dim, device=device),
+        shape = batch, self.conv.weight.shape[1] - 1, groups * (inner + 2 * state)
+        return SimpleNamespace(
+            before=torch.zeros(shape, device=device, dtype=dtype),
+            state=torch.zeros(batch, groups, state, heads, self.head_dim, device=device),
         )
 
-    def decode(self, x_td: Tensor, cache: ConvolutionAndState, new: NewTokens) -> Tensor:
+    def decode(self, x_td: Tensor, cache: SimpleNamespace, new: NewTokens) -> Tensor:
         z, xbc, dt, weight_ck, bias_c = self._sections(
             self.in_proj(x_td), *self.conv.local_parameters(), new.length, self.num_local_groups, self._widths
         )

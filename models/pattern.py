@@ -1,18 +1,10 @@
 """What follows from a model's configuration without building it.
 
 The letters of `model.pattern`, one row a block type; checks; shapes of linears; which kernels a run computes with;
-model FLOPs and parameter counts. A multiplication with its addition counts 2. Per token, forward, with hidden size h:
-
-    attention   2 h (2 q + 2 kv) + 2 S q     q, kv: total width of query and of KV heads; S: sequence length. The second
-                                             term is the causal half of the two products with [S, S] matrices.
-    FFN         4 h f                        f: FFN width
-    Mamba-2     2 h (2 d + 2 G N + H) + 2 d h + 7 d N     d: inner width, G: groups, N: state, H: heads. The last term
-                                             is the recurrence's cost (the chunked scan does more arithmetic).
-    head        2 h V                        V: vocabulary
-
-Embedding look-up, norms and the convolution are not counted. The backward pass costs twice the forward pass. Where
-documents are masked, attention counts as if they were not: what is left out would differ from batch to batch, and runs
-could not be compared by it. With short documents and long sequences the reported TFLOP/s are then too high.
+parameter counts and model FLOPs: those of linears and head, of attention's two products with [S, S] matrices (the
+causal half), and of Mamba-2's recurrence (the chunked scan does more arithmetic). A multiplication with its addition
+counts 2, the backward pass twice the forward pass; embedding, norms and the convolution do not count. Where documents
+are masked, attention counts as if they were not: runs could not be compared otherwise.
 """
 
 from __future__ import annotations

@@ -434,7 +434,7 @@ def read_metadata(content: bytes, foreign: bool = False) -> Metadata:
     Raises DamagedCheckpointError if it is anything but the description of tensors.
     """
     try:
-        return _StandIns(content, foreign).metadata()
+        return StandIns(content, foreign).metadata()
     except DamagedCheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
@@ -465,12 +465,12 @@ class _Thing:
     state: Any = None
     arguments: tuple[Any, ...]
 
-    def __new__(cls, *arguments: Any) -> _Thing:
+    def __new__(cls, *arguments: Any, **_: Any) -> _Thing:
         made = object.__new__(cls)
         made.arguments = arguments
         return made
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -480,7 +480,7 @@ class _Thing:
     extend = add = __setitem__ = append
 
 
-class _StandIns(pickle.Unpickler):
+class StandIns(pickle.Unpickler):
     """Makes a stand-in for every class that a checkpoint holds (foreign: for whatever is named)."""
 
     def __init__(self, content: bytes, foreign: bool) -> None:

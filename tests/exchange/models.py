@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data.tokenizer import HuggingFaceTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.weights_only import write_weights_only
 from megatron_fp4.config.schema import ModelConfig
@@ -46,9 +47,16 @@ def tensors_of(model: HybridModel) -> dict[str, Tensor]:
 
 
 def checkpoint_of(
-    folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], overrides: Sequence[str] = ()
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    overrides: Sequence[str] = (),
+    tokenizer: HuggingFaceTokenizer | None = None,
 ) -> Checkpoint:
-    """A weights-only checkpoint of these tensors. overrides: of the run that it says it is of."""
+    """A weights-only checkpoint of these tensors. overrides: of the run that it says it is of. tokenizer: kept."""
     whole = replace(configure(["model=tiny", "train.sequence_length=64", *overrides]), model=config)
-    write_weights_only(folder, whole, tensors.items(), imported={"format": "a test's"})
+    kept = {} if tokenizer is None else {"tokenizer.json": tokenizer.content.encode()}
+    identity = None if tokenizer is None else tokenizer.fingerprint()
+    imported = {"format": "a test's"}
+    write_weights_only(folder, whole, tensors.items(), imported=imported, tokenizer=identity, extra_files=kept)
     return open_checkpoint(folder, CONFIGS)

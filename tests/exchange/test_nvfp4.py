@@ -25,7 +25,6 @@ from exchange.nvfp4 import (
     hf_quant_config,
     multiplied_weight,
     quantization_config,
-    reordered,
     trained_plan,
     trained_weight,
 )
@@ -34,10 +33,8 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan, PrecisionController
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.formats import quantize_nvfp4
-from models.attention import qkv_order
 from models.hybrid import build_model
 from models.initialization import initialize
-from models.mamba2 import mamba_in_proj_order
 from tests.composing import plans_of
 from tests.distributed.hybrid import watched_gemms
 from tests.exchange.decoding import block_values
@@ -118,23 +115,6 @@ def test_exported_weights_are_what_the_gemm_multiplies(case, mesh):
     assert len(rows) == count and padded
 
 
-def test_rows_may_be_reordered_after_the_scales_are_expanded(mesh):
-    """Blocks of 16x16 straddle q, k and v and the sections of in_proj; their published rows decode to the same."""
-    config = composed(*HYBRID, "precision=nvfp4")
-    plan, _ = plans_of(config)
-    _, masters = operands_of(config, plan, mesh)
-    rows = TrainedPlan(plan, torch.bfloat16).fp4()
-    for name, order in {"blocks.2.mixer.qkv_proj": qkv_order, "blocks.0.mixer.in_proj": mamba_in_proj_order}.items():
-        made = trained_weight(masters[name], rows[name], torch.bfloat16)
-        published = order(config.model).argsort()
-        values = block_values(made.codes, made.scales)
-        moved = reordered(made, published)
-        assert torch.equal(block_values(moved.codes, moved.scales), values[published]) and moved.amax is made.amax
-        # Quantized after they were reordered, rows would have other neighbours, and other values.
-        other = trained_weight(masters[name][published], rows[name], torch.bfloat16)
-        assert not torch.equal(block_values(other.codes, other.scales), values[published])
-
-
 def chosen(*overrides: str, switched_at: int | None = None, which: str = "now", **changes: object) -> TrainedPlan:
     """The plan of a checkpoint of such a run; changes: of the checkpoint."""
     config = composed(*HYBRID, *overrides)
@@ -186,16 +166,14 @@ def test_the_plan_of_a_checkpoint_is_the_one_that_it_was_saved_with():
 
 
 def test_the_two_tensor_scales_are_one_division_each():
-    row = chosen("precision=nvfp4").fp4()["blocks.1.mixer.up_proj"]
-    inverted = 0
+    row, inverted = chosen("precision=nvfp4").fp4()["blocks.1.mixer.up_proj"], 0
     for seed in range(20):
         weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(seed))
         made = trained_weight(weight, row, torch.bfloat16)
         amax = weight.bfloat16().float().abs().max()
-        assert torch.equal(made.decode_scale(), amax / torch.tensor(2688.0))
-        inverse = COMPRESSED_TENSORS.stored_scale(made.amax, made.scale_max)
-        assert torch.equal(inverse, torch.tensor([2688.0]) / amax)
-        inverted += bool(made.decode_scale().reciprocal() != inverse)
+        (first, second) = (layout.tensors("m", made)[f"m.{layout.weight_scale}"] for layout in LAYOUTS.values())
+        assert torch.equal(first, amax / 2688) and torch.equal(second, torch.tensor([2688.0]) / amax)
+        inverted += bool(first.reciprocal() != second)
     assert inverted  # so that it matters
     weight[3, 5] = float("nan")
     with pytest.raises(ValueError, match=r"blocks\.1\.mixer\.up_proj has NaN or inf in its weight"):
@@ -215,10 +193,9 @@ def test_a_large_weight_is_quantized_in_parts_without_a_difference(name, monkeyp
 
 def test_the_numbers_of_the_layouts():
     weight = quantize_nvfp4(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)), four_over_six=True)
-    found = MODELOPT.tensors("m", weight)
-    types = {"m.weight": torch.uint8, "m.weight_scale": torch.float8_e4m3fn, "m.weight_scale_2": torch.float32}
-    assert {name: tensor.dtype for name, tensor in found.items()} == types and found["m.weight"].shape == (32, 32)
-    assert torch.equal(found["m.weight_scale_2"], weight.amax / torch.tensor(1536.0))
+    codes, scales, tensor = MODELOPT.tensors("m", weight).values()
+    assert (codes.dtype, codes.shape, scales.dtype) == (torch.uint8, (32, 32), torch.float8_e4m3fn)
+    assert torch.equal(tensor, weight.amax / torch.tensor(1536.0))
     found = COMPRESSED_TENSORS.tensors("m", weight)
     assert [*found] == ["m.weight_packed", "m.weight_scale", "m.weight_global_scale"]
     assert torch.equal(found["m.weight_global_scale"], torch.tensor([1536.0]) / weight.amax)

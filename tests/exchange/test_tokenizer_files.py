@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 from pathlib import Path
 
@@ -48,10 +47,10 @@ def ranks() -> TextTokenizer:
 KINDS = {
     "tokenizer.json": lambda: train_tokenizer(CORPUS, 300),
     "tiktoken": ranks,
-    **{
-        f"{of[0]}, {'bytes' if of[1] else 'unknown'}, {of[2]}": lambda of=of: pieces(*of)
-        for of in itertools.product(("bpe", "unigram"), (True, False), ("identity", "nmt_nfkc"))
-    },
+    "bpe, bytes": lambda: pieces("bpe", True, "identity"),
+    "bpe, unknown, normalized": lambda: pieces("bpe", False, "nmt_nfkc"),
+    "unigram, bytes, normalized": lambda: pieces("unigram", True, "nmt_nfkc"),
+    "unigram, unknown": lambda: pieces("unigram", False, "identity"),
 }
 PROGRAM = "The tokenizer returns 12345 the 你好 ü\n\n    def x():\n\treturn   \n"
 TEXTS = [*CORPUS[:60], PROGRAM, " a  b ", "<|endoftext|>"]

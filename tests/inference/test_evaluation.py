@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data.builtin import CODE, PROSE
 from exchange.checkpoint import Checkpoint
@@ -26,7 +28,6 @@ from tests.inference.folders import MODELS, TEXT, checkpoint_of, folder_of, toke
 from tests.inference.test_tasks import corpus
 
 pytestmark = pytest.mark.slow
-
 WORDS = TEXT.split()
 SHORT, LONG = " ".join(WORDS[:3]), " ".join(WORDS * 12)  # one token window, and several
 
@@ -46,41 +47,30 @@ def folders(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Che
 
 @pytest.fixture(scope="module")
 def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Local tasks of every kind: a choice, a text, an answer to generate."""
+    """Local tasks of every kind: two choices and their group, a text, an answer to generate; and one without data."""
     folder = tmp_path_factory.mktemp("tasks")
-    lines = [
-        {
-            "id": n,
-            "text": " ".join(WORDS[n:] + WORDS[:n]) * (1 + 4 * (n % 3)),
-            "choices": WORDS[n : n + 4],
-            "answer": n % 4,
-        }
-        for n in range(10)
-    ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = f"{{data_files: {{test: {folder}/data.jsonl}}, cache_dir: {folder}/cache}}"
-    head = f"dataset_path: json\ndataset_kwargs: {data}\n"
+    rows = [{"text": " ".join(WORDS[n:] + WORDS[:n]) * (1 + 4 * (n % 3)), "answer": n % 4} for n in range(10)]
+    lines = [json.dumps({"id": n, "choices": WORDS[n : n + 4], **row}) + "\n" for n, row in enumerate(rows)]
+    (folder / "data.jsonl").write_text("".join(lines))
+    (folder / "more.jsonl").write_text("".join(lines[3:9]))
     choice = "doc_to_text: text\ndoc_to_choice: choices\ndoc_to_target: answer\n"
     text = "doc_to_text: ''\nnum_fewshot: 0\ndoc_to_target: text\n"
     write = "doc_to_text: text\ndoc_to_target: '{{choices[0]}}'\ngeneration_kwargs: {until: ['.'], max_gen_toks: 6}\n"
-    for name, kind, what, metrics in (
-        ("choice", "multiple_choice", choice, "[{metric: acc_norm}, {metric: acc}]"),
-        ("text", "loglikelihood_rolling", text, "[{metric: bits_per_byte}]"),
-        ("write", "generate_until", write, "[{metric: exact_match}]"),
+    for name, data, kind, what, metrics in (
+        ("choice", "data", "multiple_choice", choice, "[{metric: acc_norm}, {metric: acc}]"),
+        ("more", "more", "multiple_choice", choice, "[{metric: acc_norm}, {metric: acc}]"),
+        ("text", "data", "loglikelihood_rolling", text, "[{metric: bits_per_byte}]"),
+        ("write", "data", "generate_until", write, "[{metric: exact_match}]"),
+        ("gone", "gone", "loglikelihood_rolling", text, "[{metric: bits_per_byte}]"),
     ):
-        content = f"task: fox_{name}\n{head}output_type: {kind}\ntest_split: test\n{what}metric_list: {metrics}\n"
-        (folder / f"{name}.yaml").write_text(content)
-    more = (folder / "choice.yaml").read_text().replace("fox_choice", "fox_more").replace("data.jsonl", "more.jsonl")
-    (folder / "more.yaml").write_text(more)
-    (folder / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[3:9]))
+        files = f"{{data_files: {{test: {folder}/{data}.jsonl}}, cache_dir: {folder}/cache}}"
+        content = (
+            f"task: fox_{name}\ndataset_path: json\ndataset_kwargs: {files}\noutput_type: {kind}\ntest_split: test"
+        )
+        (folder / f"{name}.yaml").write_text(f"{content}\n{what}metric_list: {metrics}\n")
     aggregate = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
     (folder / "all.yaml").write_text(f"group: fox_group\ntask: [fox_choice, fox_more]\n{aggregate}")
     return folder
-
-
-def requests(*arguments: tuple[Any, ...]) -> list[Any]:
-    """As lm-eval makes them."""
-    return [SimpleNamespace(args=each) for each in arguments]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,9 +78,12 @@ def test_log_likelihoods_are_those_of_lm_evals_own_class(
     name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With logits a few at a time: choices that share a context, a context that is too long, a whole text."""
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.huggingface import HFLM  # takes seconds, which only these tests need
 
     from inference.evaluation import FolderModel
+
+    def requests(*arguments: tuple[Any, ...]) -> list[Any]:
+        return [SimpleNamespace(args=each) for each in arguments]
 
     monkeypatch.setattr("inference.models._LOGITS", 3 * 300)
     opened = open_folder(folders[name], "cpu")
@@ -108,57 +101,41 @@ def test_log_likelihoods_are_those_of_lm_evals_own_class(
     assert model.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), abs=1e-3)
 
 
-@pytest.fixture(scope="module")
-def examined(folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_files: Path) -> dict[str, Any]:
-    """Three tasks on two models, one of them a checkpoint; the record."""
-    record = task_files / "scores.json"
-    names = [f"folder={folders['hybrid']}", f"other={checkpoints['transformer'].folder}"]
-    tasks = ["--tasks", "fox_*", "--include-path", str(task_files), "--device", "cpu", "--batch-size", "4"]
+def test_the_record_adds_up(folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_files: Path) -> None:
+    """Three tasks and a group on two models, one of them a checkpoint: scores, errors and differences again, from the
+    documents."""
     tokenizer().save(task_files / "tokenizer.json")
-    tasks += ["--tokenizer", str(task_files / "tokenizer.json")]
-    assert evaluate.main([*names, *tasks, "--json", str(record)]) == 0
-    return json.loads(record.read_text())
-
-
-def result(record: dict[str, Any], task: str, metric: str) -> dict[str, Any]:
-    return next(each for each in record["results"] if (each["task"], each["metric"]) == (task, metric))
-
-
-def test_the_record_adds_up(examined: dict[str, Any], folders: dict[str, Path]) -> None:
-    """Scores, errors and differences again, from the documents."""
+    names = [f"folder={folders['hybrid']}", f"other={checkpoints['transformer'].folder}"]
+    names += ["--tasks", "fox_choice,fox_text,fox_write,fox_group", "--tokenizer", f"{task_files}/tokenizer.json"]
+    names += ["--include-path", str(task_files), "--device", "cpu", "--batch-size", "4"]
+    assert evaluate.main([*names, "--json", str(task_files / "scores.json")]) == 0
+    record = json.loads((task_files / "scores.json").read_text())
     documents = {
         (model, each["task"], each["metric"]): [value for _, _, value in each["documents"]]
-        for model, tasks in examined["documents"].items()
+        for model, tasks in record["documents"].items()
         for each in tasks
     }
-    chosen = result(examined, "fox_choice", "acc")
+    results = {(each["task"], each["metric"]): each for each in record["results"]}
+    chosen, bits = results["fox_choice", "acc"], results["fox_text", "bits_per_byte"]
     first, other = (documents[model, "fox_choice", "acc"] for model in ("folder", "other"))
     assert chosen["scores"]["folder"]["value"] == pytest.approx(statistics.fmean(first))
     assert chosen["scores"]["folder"]["stderr"] == pytest.approx(statistics.stdev(first) / math.sqrt(10))
-    apart = [b - a for a, b in zip(first, other, strict=True)]
-    found = chosen["differences_to_first"]["other"]
+    apart, found = [b - a for a, b in zip(first, other, strict=True)], chosen["differences_to_first"]["other"]
     assert found["value"] == pytest.approx(statistics.fmean(apart)) and found["paired"]
     assert found["margin_95"] == pytest.approx(2.2622 * statistics.stdev(apart) / math.sqrt(10), rel=1e-4)
-    bits = result(examined, "fox_text", "bits_per_byte")
     for model in ("folder", "other"):
         pairs = documents[model, "fox_text", "bits_per_byte"]
-        assert all(nats < 0 for nats, _ in pairs) and len(pairs) == 10
         total = -sum(nats for nats, _ in pairs) / sum(length for _, length in pairs) / math.log(2)
-        assert bits["scores"][model]["value"] == pytest.approx(total)
-        assert 0 < bits["scores"][model]["stderr"] < total
-    group = result(examined, "fox_group", "acc")
+        assert len(pairs) == 10 and bits["scores"][model]["value"] == pytest.approx(total)
     answers = [each for task in ("fox_choice", "fox_more") for each in documents["folder", task, "acc"]]
+    group = results["fox_group", "acc"]
     assert len(answers) == 16 and group["scores"]["folder"]["value"] == pytest.approx(statistics.fmean(answers))
     assert group["scores"]["folder"]["stderr"] == pytest.approx(statistics.stdev(answers) / 4)
     assert group["differences_to_first"]["other"]["paired"]
     assert bits["higher_is_better"] is False and chosen["higher_is_better"] is True
-    tasks = {"fox_choice", "fox_more", "fox_text", "fox_write", "fox_group"}
-    assert {each["task"] for each in examined["results"]} == tasks
-    assert examined["models"]["folder"]["path"] == str(folders["hybrid"])
-    assert examined["models"]["folder"]["stored_dtype"] == "float32" and examined["models"]["other"]["step"] == 0
-    assert {"lm_eval", "transformers", "torch", "python"} <= examined["versions"].keys()
-    assert examined["tasks"]["fox_text"]["documents"] == 10 and len(examined["tasks"]["fox_text"]["sha256"]) == 64
-    assert examined["command"][0] == "evaluate.py" and "--batch-size" in examined["command"]
+    assert record["models"]["folder"]["path"] == str(folders["hybrid"]) and record["models"]["other"]["step"] == 0
+    assert record["tasks"]["fox_text"]["documents"] == 10 and len(record["tasks"]["fox_text"]["sha256"]) == 64
+    assert {"lm_eval", "transformers", "torch", "python"} <= record["versions"].keys()
 
 
 def test_a_model_that_cannot_be_examined_takes_no_scores_with_it(
@@ -166,8 +143,7 @@ def test_a_model_that_cannot_be_examined_takes_no_scores_with_it(
 ) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
-    record = tmp_path / "scores.json"
-    models = [str(folders["hybrid"]), str(tmp_path / "broken")]
+    models, record = [str(folders["hybrid"]), str(tmp_path / "broken")], tmp_path / "scores.json"
     assert evaluate.main([*models, "--tasks", str(task_files / "text.yaml"), "--json", str(record)]) == 2
     said = capsys.readouterr()
     assert "| fox_text" in said.out and "broken cannot be loaded" in said.err
@@ -183,21 +159,11 @@ def test_shipped_tasks_run(
     record = tmp_path / "scores.json"
     assert evaluate.main([str(folders["transformer"]), "--limit", "6", "--json", str(record)]) == 0
     found = {(each["task"], each["metric"]) for each in json.loads(record.read_text())["results"]}
-    sources = (CODE, PROSE)
-    expected = {(f"builtin_cloze_{source}", metric) for source in sources for metric in ("acc_norm", "acc")}
-    for metric in ("bits_per_byte", "byte_perplexity", "word_perplexity"):
-        expected |= {(f"builtin_bytes_{source}", metric) for source in sources}
-    assert found == expected
+    metrics = {"cloze": ("acc_norm", "acc"), "bytes": ("bits_per_byte", "byte_perplexity", "word_perplexity")}
+    shipped = [f"builtin_{kind}_{source}" for kind in ("bytes", "cloze") for source in (CODE, PROSE)]
+    assert found == {(name, metric) for name in shipped for metric in metrics[name.split("_")[1]]}
     assert "| builtin_cloze_code  | acc_norm (higher is better)" in capsys.readouterr().out
-
-
-def without_weight(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    tensors.pop(next(name for name in tensors if name.endswith("up_proj.weight")))
-    save_file(tensors, file, metadata={"format": "pt"})
+    assert evaluate.main(["--tasks", "list"]) == 0 and capsys.readouterr().out.split() == ["builtin", *shipped]
 
 
 def in_another_layout(folder: Path) -> None:
@@ -205,59 +171,94 @@ def in_another_layout(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "modelopt"}}))
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (in_another_layout, r"is in the layout of modelopt, .* --format nvfp4-compressed-tensors, or without"),
-        (without_weight, r"is not a whole model: missing keys .*up_proj.weight; export it again"),
-    ],
-)
-def test_a_folder_that_is_not_whole_is_refused(
-    damage: Callable[[Path], None],
-    message: str,
-    checkpoints: dict[str, Checkpoint],
-    task_files: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = folder_of(tmp_path / "folder", checkpoints["transformer"])
-    damage(folder)
-    assert evaluate.main([str(folder), "--tasks", str(task_files / "text.yaml")]) == 2
-    refusal = capsys.readouterr().err
-    assert re.search(message, refusal) and refusal.count("\n") == 1 and refusal.startswith("evaluate.py: ")
+def without_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop(next(name for name in tensors if name.endswith("up_proj.weight")))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{folder}", "--tasks", "fox_chioce"], "there is no task 'fox_chioce'; did you mean fox_choice"),
-        (["{folder}", "--tasks", "fox_text", "--num-fewshot", "2"], "task fox_text takes no examples"),
-        (["{folder}", "{folder}", "--tasks", "fox_text"], "two models are called hybrid; name them"),
-        (["{folder}", "--tasks", "fox_gone"], "task fox_gone cannot be loaded .*gone.jsonl"),
-        (["{folder}", "--tasks", "fox_text", "--device", "cuda:77"], "--device cuda:77 is not here"),
-        (["{folder}", "--tasks", "fox_write", "--max-length", "4"], "lm-eval refuses hybrid: .*must be less than"),
-        (["{folder}", "--tasks", "fox_text", "--tokenizer", "x"], "--tokenizer x is for checkpoints, and folders have"),
-        (["{checkpoint}", "--tasks", "fox_text"], "its run knew of no tokenizer; give the one of its data"),
-        (["/nowhere", "--tasks", "fox_text"], "/nowhere is not a folder; give a checkpoint"),
+        ("{folder} --tasks fox_chioce", "there is no task 'fox_chioce'; did you mean fox_choice"),
+        ("{folder} --tasks fox_text --num-fewshot 2", "task fox_text takes no examples"),
+        ("{folder} {folder} --tasks fox_text", "two models are called hybrid; name them"),
+        ("{folder} --tasks fox_gone", "task fox_gone cannot be loaded .*gone.jsonl"),
+        ("{folder} --tasks fox_text --device cuda:77", "--device cuda:77 is not here"),
+        ("{folder} --tasks fox_write --max-length 4", "lm-eval refuses hybrid: .*must be less than"),
+        ("{folder} --tasks fox_text --tokenizer x", "--tokenizer x is for checkpoints, and folders have"),
+        ("{checkpoint} --tasks fox_text", "its run knew of no tokenizer; give the one of its data"),
+        (
+            "{layout} --tasks fox_text",
+            r"is in the layout of modelopt, .* --format nvfp4-compressed-tensors, or without",
+        ),
+        ("{part} --tasks fox_text", r"is not a whole model: missing keys .*up_proj.weight; export it again"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(
-    arguments: list[str],
+    arguments: str,
     message: str,
     folders: dict[str, Path],
     checkpoints: dict[str, Checkpoint],
     task_files: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tasks, "_manager", lambda include, own: manager(include, False))  # thousands of files
-    gone = (task_files / "text.yaml").read_text().replace("fox_text", "fox_gone").replace("data.jsonl", "gone.jsonl")
-    (task_files / "gone.yaml").write_text(gone)
-    try:
-        checkpoint = checkpoints["hybrid"].folder
-        given = [text.format(folder=folders["hybrid"], checkpoint=checkpoint) for text in arguments]
-        assert evaluate.main([*given, "--include-path", str(task_files)]) == 2
-    finally:
-        (task_files / "gone.yaml").unlink()
+    places = {"folder": folders["hybrid"], "checkpoint": checkpoints["hybrid"].folder}
+    for name, damage in (("layout", in_another_layout), ("part", without_a_weight)):
+        if f"{{{name}}}" in arguments:
+            places[name] = folder_of(tmp_path / name, checkpoints["transformer"])
+            damage(places[name])
+    assert evaluate.main([*arguments.format(**places).split(), "--include-path", str(task_files)]) == 2
     refusal = capsys.readouterr().err
-    assert re.search(message, refusal) and refusal.count("\n") == 1
+    assert re.search(message, refusal) and refusal.count("\n") == 1 and refusal.startswith("evaluate.py: ")
+
+
+STATISTICS = {
+    "bits": lambda pairs: -sum(a for a, _ in pairs) / sum(b for _, b in pairs) / math.log(2),
+    "perplexity": lambda pairs: math.exp(-sum(a for a, _ in pairs) / sum(b for _, b in pairs)),
+}
+
+
+def scored(name: str, pairs: list[tuple[float, int]]) -> Any:
+    from inference.evaluation import score
+
+    return score(STATISTICS[name](pairs), None, {(number, "hash"): pair for number, pair in enumerate(pairs)})
+
+
+def pairs_of(count: int, seed: int) -> list[tuple[float, int]]:
+    draws = random.Random(seed)
+    lengths = [draws.randrange(20, 200) for _ in range(count)]
+    return [(-length * draws.gauss(1.5, 0.3), length) for length in lengths]
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_quotient_has_the_error_of_the_jackknife(name: str) -> None:
+    pairs, statistic = pairs_of(200, 1), STATISTICS[name]
+    left_out = [statistic(pairs[:i] + pairs[i + 1 :]) for i in range(len(pairs))]
+    jackknife = math.sqrt(199 / 200 * sum((x - statistics.fmean(left_out)) ** 2 for x in left_out))
+    assert scored(name, pairs).stderr == pytest.approx(jackknife, rel=0.02)
+
+
+def test_what_makes_documents_hard_for_both_cancels() -> None:
+    """The paired error is that of the difference over fresh sets of documents; the unpaired one is many times it. What
+    is no mean and no quotient, such as an F1, has lm-eval's error, and is not paired."""
+    from inference.evaluation import Score, difference, score
+
+    found = []
+    for seed in range(300):
+        first, draws = pairs_of(80, seed), random.Random(seed + 10**6)
+        other = [(a - b * draws.gauss(0.02, 0.02), b) for a, b in first]
+        found.append(difference(scored("bits", first), scored("bits", other)))
+    spread = statistics.stdev(each.value for each in found)
+    assert all(each.paired for each in found)
+    assert statistics.fmean(each.margin for each in found) == pytest.approx(1.99 * spread, rel=0.15)
+    errors = [scored("bits", pairs).stderr for pairs in (first, other)]
+    alone = difference(Score(0.0, errors[0]), Score(0.1, errors[1]))
+    assert not alone.paired and alone.margin == pytest.approx(1.96 * math.hypot(*errors), rel=1e-3)
+    assert alone.margin > 8 * spread
+    f1 = score(0.75, 0.1, {(number, "hash"): pair for number, pair in enumerate([(1, 1), (0, 1), (1, 0)])})
+    assert (f1.value, f1.stderr, f1.influences) == (0.75, 0.1, None)
+    assert difference(f1, Score(0.5, None)).margin is None

@@ -27,7 +27,7 @@ def probabilities(logits: list[float], temperature: float, top_p: float) -> list
     return [share / together if token in kept else 0.0 for token, share in enumerate(shares)]
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 0.9), (1.0, 1.0), (1.0, 0.5), (2.5, 0.999), (1.0, 1e-9)])
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 0.9), (2.5, 1.0), (1.0, 1e-9)])
 def test_frequencies_are_the_probabilities(temperature: float, top_p: float) -> None:
     """Pearson's statistic over 1,500 draws; and tokens outside of top-p never come."""
     expected = probabilities(LOGITS, temperature, top_p)

@@ -20,17 +20,12 @@ from tests.models.builders import build, small_config
 
 CONFIG = small_config(pattern="M-*-", hidden_dim=64, ffn_dim=64, mamba_state_dim=8, init_std=0.2)
 ONE_ROW = replace(NVFP4, fprop=Gemm(NVFP4.fprop.left, Operand("nvfp4", (1, 16))))
-RECIPES = {"nvfp4": NVFP4, "1x16 weights": ONE_ROW, "mxfp8": MXFP8, "transformed": replace(
-    ONE_ROW, fprop=replace(ONE_ROW.fprop, rht=16)
-)}  # fmt: skip
+TRANSFORMED = replace(ONE_ROW, fprop=replace(ONE_ROW.fprop, rht=16))
+RECIPES = {"nvfp4": NVFP4, "mxfp8": MXFP8, "transformed": TRANSFORMED}
 
 
 def plan_of(recipe: Recipe) -> Plan:
     return build_plan(linear_shapes(CONFIG), recipe, Bf16BlocksConfig(last=1), CONFIG.num_blocks)
-
-
-def linears(model: HybridModel) -> dict[str, object]:
-    return {name: module.context for name, module in model.linears()}
 
 
 def operands_of_weights(model: HybridModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -49,10 +44,11 @@ def operands_of_weights(model: HybridModel) -> list[tuple[torch.Tensor, torch.Te
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_they_are_those_of_training(mesh: ParallelMesh, name: str, dtype: torch.dtype) -> None:
-    """The run computed in BF16, so it quantized masters that were rounded to BF16."""
+    """The run computed in BF16, so it quantized masters that were rounded to BF16. Activations are not quantized: one
+    token has the same result with others beside it."""
     plan = plan_of(RECIPES[name])
     run = build(CONFIG, mesh, torch.bfloat16)
-    PrecisionController(linears(run), plan, StepState(seed=0))
+    PrecisionController({n: module.context for n, module in run.linears()}, plan, StepState(seed=0))
     trained = operands_of_weights(run)
     assert len(trained) == 6  # of 8 linears: the last block is in BF16
 
@@ -62,34 +58,19 @@ def test_they_are_those_of_training(mesh: ParallelMesh, name: str, dtype: torch.
     for (values, scale), (expected, expected_scale) in zip(operands_of_weights(model), trained, strict=True):
         assert torch.equal(values, expected)
         assert scale is expected_scale is None or torch.equal(scale, expected_scale)
-
-
-def test_activations_are_not_quantized(mesh: ParallelMesh) -> None:
-    """A linear written out: the decoded weight, the activation as it is."""
-    model = build(CONFIG, mesh)
-    masters = dict(model.linears())["blocks.1.mixer.up_proj"].weight.detach().to_local().clone()
-    weights_as_trained(model, plan_of(NVFP4), torch.bfloat16, shards=1)
-    linear = dict(model.linears())["blocks.1.mixer.up_proj"]
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    encoded = Operand("nvfp4", (16, 16)).encode(masters.bfloat16().float())
-    weight = encoded.block_values().double() * encoded.decode_scale().double()
+    linear, x = dict(model.linears())["blocks.1.mixer.up_proj"], torch.linspace(-2, 3, 5 * 64).view(5, 64).to(dtype)
     with torch.no_grad():
-        y = linear(x)
-    torch.testing.assert_close(y, (x.double() @ weight.t()).float(), rtol=1e-5, atol=1e-5)
-    assert (y - x @ masters.t()).abs().max() > 1e-2
-    # One token, or with others: the same.
-    with torch.no_grad():
-        torch.testing.assert_close(linear(torch.cat((100 * x, x)))[5:], y, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(linear(torch.cat((100 * x, x)))[5:], linear(x), rtol=1e-5, atol=1e-5)
 
 
-STOCHASTIC = Operand("nvfp4", (1, 16), "stochastic")
+STOCHASTIC = replace(NVFP4, fprop=Gemm(Operand(), Operand("nvfp4", (1, 16), "stochastic")))
 
 
 @pytest.mark.parametrize(
     ("recipe", "shards", "trained_in", "wrong"),
     [
-        (replace(NVFP4, fprop=Gemm(Operand(), STOCHASTIC)), 1, torch.bfloat16, "rounded stochastically"),
-        (replace(RECIPES["transformed"], rht_signs="fresh"), 1, torch.bfloat16, "signs of a step"),
+        (STOCHASTIC, 1, torch.bfloat16, "rounded stochastically"),
+        (replace(TRANSFORMED, rht_signs="fresh"), 1, torch.bfloat16, "signs of a step"),
         (replace(NVFP4, amax="shard"), 2, torch.bfloat16, "each of 2 shards"),
         (NVFP4, 1, torch.float32, "compute in FP32"),
     ],
@@ -100,7 +81,7 @@ def test_codes_that_no_checkpoint_has_are_refused(
     model = build(CONFIG, mesh, torch.bfloat16)
     with pytest.raises(ValueError, match=wrong):
         weights_as_trained(model, plan_of(recipe), trained_in, shards)
-    assert all(context.recipe == BF16 for context in linears(model).values())
+    assert all(module.context.recipe == BF16 for _, module in model.linears())
 
 
 def test_lower_weights_compute_what_a_run_computes(mesh: ParallelMesh) -> None:
@@ -117,7 +98,3 @@ def test_lower_weights_compute_what_a_run_computes(mesh: ParallelMesh) -> None:
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
         assert torch.equal(model(tokens), run(tokens))
-    same = build(CONFIG, mesh)
-    before = list(same.parameters())
-    lower_weights(same, torch.float32)
-    assert all(a is b for a, b in zip(before, same.parameters(), strict=True))

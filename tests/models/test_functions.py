@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from models.attention import KERNELS
 from models.mamba2 import causal_conv_silu, gated_rms_norm
-from models.mixer import RMSNorm, rms_norm
+from models.mixer import rms_norm
 from models.positions import apply_rope, rope_tables
 from models.ssd import ssd_scan
 from tests.models.builders import relative_error
@@ -107,18 +107,6 @@ def test_the_gate_comes_before_the_norm_and_groups_are_normalized_apart():
     torch.testing.assert_close(gated_rms_norm(y, z, weight, 1e-5), torch.cat(parts, -1) * weight)
     after = rms_norm(y_td, weight, 1e-5) * F.silu(z_td)
     assert not torch.allclose(gated_rms_norm(y, z_td[None, :, None], weight, 1e-5), after, rtol=0.1)
-
-
-def test_modules_compute_in_fp32_and_return_the_compute_dtype(mesh):
-    norm, gated = RMSNorm(8, 1e-5, mesh), RMSNorm(8, 1e-5, mesh, formula=gated_rms_norm, shard_dim=0)
-    weight = torch.linspace(0.5, 2, 8)
-    for module in (norm, gated):
-        module.weight.data.to_local().copy_(weight)
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    y = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(norm(x), F.rms_norm(x.float(), (8,), weight, 1e-5).bfloat16())
-    y_bshp, z_bsgc = y[None].unflatten(-1, (4, 2)), x[None].unflatten(-1, (2, 4))
-    assert torch.equal(gated(y_bshp, z_bsgc), gated_rms_norm(y_bshp, z_bsgc.float(), weight, 1e-5).bfloat16())
 
 
 def test_pairs_are_halves_and_turn_by_their_angle():

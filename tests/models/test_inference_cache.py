@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from models.attention import attend, attend_to_cache, split_heads
 from models.hybrid import HybridModel
-from models.mamba2 import causal_conv_silu, continued_conv_silu
-from models.ssd import ssd_scan_from
 from tests.models.builders import build, small_config
-from tests.models.recurrence import ssd_recurrence
-from tests.models.test_functions import inputs as scan_tensors
 
 PATTERNS = {
     "hybrid": {"pattern": "M-*-M-"},
@@ -76,48 +70,3 @@ def test_padding_after_the_end_of_a_full_cache(mesh: ParallelMesh) -> None:
     logits = model(torch.stack([tokens[0, [7, 0, 0]], tokens[1, 1:4]]), cache=cache, counts=[1, 3])
     torch.testing.assert_close(logits[0], whole[0, 7], rtol=0, atol=1e-5)
     torch.testing.assert_close(logits[1], whole[1, 3], rtol=0, atol=1e-5)
-
-
-# The functions, in FP64.
-
-
-@pytest.mark.parametrize(("pieces", "groups"), [([1] * 45, 2), ([3, 8, 1, 33], 1), ([3, 8, 1, 33], 4)])
-def test_the_scan_continues_from_a_state(pieces: list[int], groups: int) -> None:
-    x, dt, a, b, c = (t.detach() for t in scan_tensors(45, groups=groups, dt_max=1.0))
-    expected = ssd_recurrence(x, dt, a, b, c)
-    state, outputs, done = torch.zeros(2, groups, 3, 4 // groups, 5, dtype=torch.float64), [], 0
-    for piece in pieces:
-        part = slice(done, done + piece)
-        y, state = ssd_scan_from(x[:, part], dt[:, part], a, b[:, part], c[:, part], 8, state)
-        outputs.append(y)
-        done += piece
-    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("width", [1, 4])
-def test_the_convolution_continues(width: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((2, 9, 3), (3, width), (3,)))
-    expected = causal_conv_silu(x, weight, bias)
-    before, done = torch.zeros(2, width - 1, 3, dtype=torch.float64), [0, 0]
-    for counts in ([1, 2], [3, 1], [0, 1], [5, 5]):
-        columns = torch.full((2, 5, 3), 7.0, dtype=torch.float64)
-        for row, count in enumerate(counts):
-            columns[row, :count] = x[row, done[row] : done[row] + count]
-        y, before = continued_conv_silu(columns, weight, bias, before, torch.tensor(counts))
-        for row, count in enumerate(counts):
-            part = expected[row, done[row] : done[row] + count]
-            torch.testing.assert_close(y[row, :count], part, rtol=1e-14, atol=1e-14)
-            done[row] += count
-    assert done == [9, 9]
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_attention_to_memory_is_the_last_rows_of_attention(groups: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(2 * 10, (4 // groups + 2) * groups * 6, generator=generator, dtype=torch.float64)
-    q, k, v = split_heads(qkv, 10, 4 // groups, 6)
-    expected = attend(q, k, v)
-    longer = F.pad(k, (0, 0, 0, 0, 0, 3), value=9.0), F.pad(v, (0, 0, 0, 0, 0, 3), value=9.0)
-    actual = attend_to_cache(q[:, 7:], *longer, torch.arange(7, 10).expand(2, 3))
-    torch.testing.assert_close(actual, expected[:, 7:], rtol=1e-12, atol=1e-12)
