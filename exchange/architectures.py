@@ -85,16 +85,13 @@ def architecture_of(config: ModelConfig) -> str:
         return NEMOTRON_H
     problem = None
     if config.pattern != "*-" * (config.num_blocks // 2):
-        problem = f"model.pattern={config.pattern}, and layers of {ARCEE} are attention and FFN in turn (*-*-...)"
+        problem = f"layers of {ARCEE} are attention and FFN in turn (*-*-...), and model.pattern={config.pattern}"
     elif config.hidden_dim % config.num_query_heads:
-        problem = (
-            f"model.hidden_dim={config.hidden_dim} is not a multiple of model.num_query_heads="
-            f"{config.num_query_heads}, which transformers asks of {ARCEE}"
-        )
+        problem = f"{ARCEE} needs model.hidden_dim to be a multiple of model.num_query_heads={config.num_query_heads}"
     if problem:
         raise ValueError(
-            f"no architecture of transformers is this model, so there is nothing to export it as: model.rope=true, and "
-            f"attention of {NEMOTRON_H} knows no positions; {problem}"
+            f"no architecture of transformers is this model: model.rope=true, and attention of {NEMOTRON_H} knows no "
+            f"positions; {problem}"
         )
     return ARCEE
 
@@ -114,25 +111,21 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
 
 
 def _arcee_blocks(config: ModelConfig) -> dict[str, list[Section]]:
-    hidden, found = config.hidden_dim, dict[str, list[Section]]()
-    for layer in range(config.num_blocks // 2):
-        attention, ffn, theirs = f"blocks.{2 * layer}", f"blocks.{2 * layer + 1}", f"model.layers.{layer}"
-        found |= {
-            f"{attention}.norm.weight": [Section(f"{theirs}.input_layernorm.weight", (hidden,))],
-            **_attention(config, f"{attention}.mixer", f"{theirs}.self_attn"),
-            f"{ffn}.norm.weight": [Section(f"{theirs}.post_attention_layernorm.weight", (hidden,))],
-            **_ffn(config, f"{ffn}.mixer", f"{theirs}.mlp"),
-        }
+    found = dict[str, list[Section]]()
+    for block, letter in enumerate(config.pattern):
+        ours, theirs = f"blocks.{block}", f"model.layers.{block // 2}"
+        norm, mixer, of = ("input", "self_attn", _attention) if letter == "*" else ("post_attention", "mlp", _ffn)
+        found[f"{ours}.norm.weight"] = [Section(f"{theirs}.{norm}_layernorm.weight", (config.hidden_dim,))]
+        found |= of(config, f"{ours}.mixer", f"{theirs}.{mixer}")
     return found
 
 
 def _nemotron_h_blocks(config: ModelConfig) -> dict[str, list[Section]]:
     found = dict[str, list[Section]]()
-    mixers = {"M": _mamba, "*": _attention, "-": _ffn}
     for block, letter in enumerate(config.pattern):
         ours, theirs = f"blocks.{block}", f"backbone.layers.{block}"
         found[f"{ours}.norm.weight"] = [Section(f"{theirs}.norm.weight", (config.hidden_dim,))]
-        found |= mixers[letter](config, f"{ours}.mixer", f"{theirs}.mixer")
+        found |= {"M": _mamba, "*": _attention, "-": _ffn}[letter](config, f"{ours}.mixer", f"{theirs}.mixer")
     return found
 
 
@@ -170,33 +163,34 @@ def _mamba(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Sectio
 
 # Our setting -> its key in config.json, and what transformers takes it for where it is not there (None: follows from
 # other keys).
-_ARCEE_KEYS: dict[str, tuple[str, Any]] = {
-    "vocab_size": ("vocab_size", 32000),
-    "hidden_dim": ("hidden_size", 2560),
-    "ffn_dim": ("intermediate_size", 18432),
-    "num_query_heads": ("num_attention_heads", 32),
-    "num_kv_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", None),
-    "init_std": ("initializer_range", 0.02),
-    "norm_eps": ("rms_norm_eps", 1e-5),
+_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
+    ARCEE: {
+        "vocab_size": ("vocab_size", 32000),
+        "hidden_dim": ("hidden_size", 2560),
+        "ffn_dim": ("intermediate_size", 18432),
+        "num_query_heads": ("num_attention_heads", 32),
+        "num_kv_heads": ("num_key_value_heads", None),
+        "head_dim": ("head_dim", None),
+        "init_std": ("initializer_range", 0.02),
+        "norm_eps": ("rms_norm_eps", 1e-5),
+    },
+    NEMOTRON_H: {
+        "vocab_size": ("vocab_size", 131072),
+        "hidden_dim": ("hidden_size", 4096),
+        "ffn_dim": ("intermediate_size", 21504),
+        "num_query_heads": ("num_attention_heads", 32),
+        "num_kv_heads": ("num_key_value_heads", 8),
+        "head_dim": ("head_dim", 128),
+        "init_std": ("initializer_range", 0.02),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        "mamba_num_heads": ("mamba_num_heads", 128),
+        "mamba_head_dim": ("mamba_head_dim", 64),
+        "mamba_num_groups": ("n_groups", 8),
+        "mamba_state_dim": ("ssm_state_size", 128),
+        "mamba_conv_width": ("conv_kernel", 4),
+        "mamba_chunk_size": ("chunk_size", 128),
+    },
 }
-_NEMOTRON_H_KEYS: dict[str, tuple[str, Any]] = {
-    "vocab_size": ("vocab_size", 131072),
-    "hidden_dim": ("hidden_size", 4096),
-    "ffn_dim": ("intermediate_size", 21504),
-    "num_query_heads": ("num_attention_heads", 32),
-    "num_kv_heads": ("num_key_value_heads", 8),
-    "head_dim": ("head_dim", 128),
-    "init_std": ("initializer_range", 0.02),
-    "norm_eps": ("layer_norm_epsilon", 1e-5),
-    "mamba_num_heads": ("mamba_num_heads", 128),
-    "mamba_head_dim": ("mamba_head_dim", 64),
-    "mamba_num_groups": ("n_groups", 8),
-    "mamba_state_dim": ("ssm_state_size", 128),
-    "mamba_conv_width": ("conv_kernel", 4),
-    "mamba_chunk_size": ("chunk_size", 128),
-}
-_KEYS = {ARCEE: _ARCEE_KEYS, NEMOTRON_H: _NEMOTRON_H_KEYS}
 # What a key must have, or be left out, for a model to be ours.
 _FIXED = {
     ARCEE: {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
@@ -290,16 +284,13 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
-
-
 def _pattern(config: Mapping[str, Any]) -> str:
     """Of a nemotron_h; its letters are checked with the model."""
-    types = config.get("layers_block_type") or config.get("layer_types")
-    if types is None:
-        if not isinstance(pattern := config.get("hybrid_override_pattern"), str):
-            raise ValueError("neither hybrid_override_pattern nor layers_block_type says which blocks there are")
-        return pattern
-    if unknown := [kind for kind in types if kind not in _LETTERS]:
-        raise ValueError(f"layers_block_type has {unknown[0]!r}; {', '.join(_LETTERS)} are known")
-    return "".join(_LETTERS[kind] for kind in types)
+    if (types := config.get("layers_block_type") or config.get("layer_types")) is not None:
+        letters = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
+        if unknown := [kind for kind in types if kind not in letters]:
+            raise ValueError(f"layers_block_type has {unknown[0]!r}; {', '.join(letters)} can be imported")
+        return "".join(letters[kind] for kind in types)
+    if not isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        raise ValueError("neither hybrid_override_pattern nor layers_block_type says which blocks there are")
+    return pattern

@@ -36,7 +36,8 @@ _READERS = 4
 class Checkpoint:
     """What a checkpoint holds. Nothing is loaded; nothing in the folder is changed.
 
-    manifest, trainer: as they were saved. config: the run's. tensors: the shapes of the model's parameters, by name.
+    manifest, trainer: as they were saved. step, tokens: done. weights_only: whether there is no optimizer state in it.
+    config: the run's. tensors: the shapes of the model's parameters, by name.
     Raises DamagedCheckpointError for a folder in which files are missing or have other sizes, and ConfigError for a
     configuration of another version.
     """
@@ -44,6 +45,8 @@ class Checkpoint:
     def __init__(self, folder: Path, config_dir: Path, trusted: bool = False) -> None:
         self.folder = folder
         self.manifest: Manifest = files.read_manifest(folder)
+        self.step, self.tokens = self.manifest.step, self.manifest.consumed_tokens
+        self.weights_only = self.manifest.weights_only
         for name, record in self.manifest.files.items():
             with files.open_plain(folder / name) as file:
                 if (size := os.fstat(file.fileno()).st_size) != record.size:
@@ -59,21 +62,6 @@ class Checkpoint:
             for name, saved in self._metadata.state_dict_metadata.items()
             if name.startswith(_PREFIX) and isinstance(saved, TensorStorageMetadata)
         }
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self.manifest.step
-
-    @property
-    def tokens(self) -> int:
-        """Trained on so far."""
-        return self.manifest.consumed_tokens
-
-    @property
-    def weights_only(self) -> bool:
-        """Whether there is no optimizer state in it."""
-        return self.manifest.weights_only
 
     def verify(self) -> None:
         """Read every file and compare it with its SHA-256. Raises DamagedCheckpointError, which names the file."""

@@ -46,27 +46,24 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
     given: where it is now, if not where the configuration says.
     Raises ValueError if it is not there, not readable, or another one than the run's.
     """
-    data = checkpoint.config.data
-    expected = checkpoint.manifest.identity.get("data.tokenizer")
-    found: TextTokenizer | None
+    data, expected = checkpoint.config.data, checkpoint.manifest.identity.get("data.tokenizer")
+    found: TextTokenizer | None = None
     remedy = "give the right one as --tokenizer PATH"
     try:
         if given is not None:
             found = load_tokenizer(given, data.eod_token)
         elif checkpoint.weights_only:
-            kept = [name for name in TOKENIZER_FILES if name in checkpoint.manifest.files]
+            kept = {name for name in TOKENIZER_FILES if name in checkpoint.manifest.files}
             for name in kept:
                 checkpoint.file(name)  # they are as they were
-            has_one = {"tokenizer.json", "tokenizer.model"} & {*kept}
-            found = load_tokenizer(checkpoint.folder, data.eod_token) if has_one else None
+            if kept & {"tokenizer.json", "tokenizer.model"}:
+                found = load_tokenizer(checkpoint.folder, data.eod_token)
         elif data.tokenizer is not None:
             found = load_tokenizer(data.tokenizer, data.eod_token)
         elif data.kind == "builtin":
             found = open_builtin(checkpoint.config.model.vocab_size, data.cache_dir).tokenizer
         elif expected is not None:  # its path was of the environment, which is not looked up for a stranger
             raise ValueError(f"{checkpoint.folder} does not say where its tokenizer is; {remedy}")
-        else:
-            found = None
     except OSError as error:
         raise ValueError(f"the tokenizer of {checkpoint.folder} cannot be read ({error}); {remedy}") from error
     if found is not None and expected is not None and found.fingerprint() != expected:
@@ -126,9 +123,8 @@ def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str,
         "pad_token": tokenizer.eod_token,
         "model_max_length": sequence_length,
         "clean_up_tokenization_spaces": False,
+        **({} if tokenizer.bos_token is None else {"bos_token": tokenizer.bos_token}),
     }
-    if tokenizer.bos_token is not None:
-        config["bos_token"] = tokenizer.bos_token
     files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     return files
 

@@ -174,10 +174,8 @@ def score(value: float, stderr: float | None, documents: Mapping[Document, Any],
     return Score(value, standard_error(found), dict(zip(documents, found, strict=True)), documents, higher)
 
 
-def difference(first: Score | None, other: Score | None) -> Difference | None:
-    """`other` less `first`; None if one of the two is not there."""
-    if first is None or other is None:
-        return None
+def difference(first: Score, other: Score) -> Difference:
+    """`other` less `first`."""
     a, b = first.influences, other.influences
     stderr, count, paired = None, math.inf, False
     if a is not None and b is not None and a.keys() == b.keys():
@@ -243,9 +241,7 @@ def examine(
     scores: dict[Metric, Score] = {}
     for task, metrics in results["results"].items():
         members = _members(task, results["group_subtasks"])
-        listed = [str(metric.get("metric")) for metric in results["configs"].get(task, {}).get("metric_list") or ()]
-        order = {metric: place for place, metric in enumerate(listed)}
-        for key in sorted(metrics, key=lambda key: order.get(key.partition(",")[0], len(order))):
+        for key in metrics:
             metric, comma, filtered = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(metrics[key], (int, float)):
                 continue
@@ -305,14 +301,11 @@ def evaluation_table(models: Sequence[Examined]) -> str:
     header = ["task", "metric", "n", first.name]
     header += [text for other in others for text in (other.name, f"less {first.name}")]
     rows = []
-    for task, metric in _rows(models):
-        own = first.scores.get((task, metric))
-        higher = None if own is None else own.higher_is_better
-        better = "" if higher is None else f" ({'higher' if higher else 'lower'} is better)"
-        cells = [task, metric + better, f"{len(own.documents) if own else 0:,}", str(own or "-")]
-        for other in others:
-            theirs = other.scores.get((task, metric))
-            cells += [str(theirs or "-"), str(difference(own, theirs) or "-")]
+    for (task, metric), own in first.scores.items():
+        better = {None: "", True: " (higher is better)", False: " (lower is better)"}[own.higher_is_better]
+        cells = [task, metric + better, f"{len(own.documents):,}", str(own)]
+        for theirs in (other.scores[task, metric] for other in others):
+            cells += [str(theirs), str(difference(own, theirs))]
         rows.append(cells)
     lines = [markdown(header, rows), "", "± is one standard error, over the documents of the task."]
     if others:
@@ -329,28 +322,21 @@ def evaluation_table(models: Sequence[Examined]) -> str:
     return "\n".join(lines)
 
 
-def _rows(models: Sequence[Examined]) -> dict[Metric, None]:
-    """The metrics of all models, as the first has them, then others."""
-    return dict.fromkeys(row for model in models for row in model.scores)
-
-
 def record(models: Sequence[Examined], command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Everything, as JSON has it. Documents are lists of [number, hash, what lm-eval made of it]."""
-    first, results = models[0], []
-    for row in _rows(models):
-        scored = {model.name: model.scores[row] for model in models if row in model.scores}
-        own = scored.get(first.name)
-        differences = {name: difference(own, found) for name, found in scored.items() if name != first.name}
+    first, *others = models
+    results = []
+    for row, own in first.scores.items():
+        apart = {other.name: difference(own, other.scores[row]) for other in others}
         results.append(
             {
                 "task": row[0],
                 "metric": row[1],
-                "higher_is_better": None if own is None else own.higher_is_better,
-                "scores": {name: {"value": found.value, "stderr": found.stderr} for name, found in scored.items()},
+                "higher_is_better": own.higher_is_better,
+                "scores": {m.name: {"value": m.scores[row].value, "stderr": m.scores[row].stderr} for m in models},
                 "differences_to_first": {
                     name: {"value": found.value, "margin_95": found.margin, "paired": found.paired}
-                    for name, found in differences.items()
-                    if found is not None
+                    for name, found in apart.items()
                 },
             }
         )
@@ -363,7 +349,7 @@ def record(models: Sequence[Examined], command: Sequence[str], settings: Mapping
         "settings": dict(settings),
         "versions": versions,
         "models": {model.name: dict(model.facts) for model in models},
-        "tasks": {task: dict(facts) for model in reversed(models) for task, facts in model.tasks.items()},
+        "tasks": dict(first.tasks),
         "results": results,
         "documents": {
             model.name: [

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -151,10 +151,13 @@ class Settings:
                 raise ValueError(f"{name} {value} is less than 1")
 
 
-def generate(model: HybridModel, requests: Sequence[Request], settings: Settings) -> list[Continuation]:
-    """The continuation of every request; errors as of `stream`."""
+def generate(
+    model: HybridModel, requests: Sequence[Request], settings: Settings, alive: Callable[[], None] = lambda: None
+) -> list[Continuation]:
+    """The continuation of every request; errors as of `stream`. alive: is called for each token."""
     found = [Continuation() for _ in requests]
     for tokens in stream(model, requests, settings):
+        alive()
         for continuation, token in zip(found, tokens, strict=True):
             if token is not None:
                 continuation.tokens.append(token)

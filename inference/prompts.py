@@ -8,7 +8,10 @@ drawn from a generator.
 
 from __future__ import annotations
 
-from inference.generation import Continuation, NotFiniteError, Request, Sampling, Settings, prompt_tokens, stream
+from contextlib import suppress
+from typing import Any
+
+from inference.generation import Continuation, NotFiniteError, Request, Sampling, Settings, generate, prompt_tokens
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.training.callbacks.validation import AtValidation, evaluation_mode
 
@@ -25,19 +28,14 @@ class Prompts(AtValidation):
         tokenizer, sampling = trainer.data.bundle.tokenizer, Sampling(TEMPERATURE, seed=trainer.config.run.seed)
         settings = Settings(config.prompt_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
         requests = [Request(prompt_tokens(tokenizer, prompt)) for prompt in config.prompts]
-        found = [Continuation() for _ in requests]
-        finite = True
-        try:
-            with evaluation_mode(trainer.model), trainer.precision.other_recipes(lambda _: BF16):
-                for tokens in stream(trainer.model, requests, settings):
-                    trainer.progress.alive()
-                    for continuation, token in zip(found, tokens, strict=True):
-                        continuation.tokens += [] if token is None else [token]
-        except NotFiniteError:  # which ends a run elsewhere, with a diagnosis, if it has to
-            finite = False
-        samples = []
-        for prompt, request, continuation in zip(config.prompts, requests, found, strict=True):
-            text = tokenizer.decode([*request.tokens, *continuation.tokens])[len(tokenizer.decode(request.tokens)) :]
-            ended = finite and len(continuation.tokens) < config.prompt_tokens
-            samples.append({"prompt": prompt, "text": text if finite else None, "ended": ended})
+        found: list[Continuation] | None = None
+        # Numbers that are not finite end a run elsewhere, with a diagnosis, if they have to.
+        with suppress(NotFiniteError), evaluation_mode(trainer.model), trainer.precision.other_recipes(lambda _: BF16):
+            found = generate(trainer.model, requests, settings, trainer.progress.alive)
+        samples: list[dict[str, Any]] = []
+        for i, (prompt, request) in enumerate(zip(config.prompts, requests, strict=True)):
+            text = None
+            if found is not None:
+                text = tokenizer.decode([*request.tokens, *found[i].tokens])[len(tokenizer.decode(request.tokens)) :]
+            samples.append({"prompt": prompt, "text": text, "ended": found is not None and found[i].ended})
         trainer.log.texts(done, samples)

@@ -49,8 +49,7 @@ class MLP(Mixer):
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         if extra := config.ffn_dim % _TILE:
-            below = config.ffn_dim - extra
-            works = f"{below} or {below + _TILE}" if below else str(_TILE)
+            works = config.ffn_dim - extra + _TILE
             raise ConfigError(f"model.ffn_dim={config.ffn_dim} is not a multiple of {_TILE}; use {works}")
 
     @classmethod

@@ -1,9 +1,9 @@
 """What a trainer asks of the models of this package: `pretrain.py` hands this module over, as Megatron's pretrain
 scripts hand over their model provider. megatron_fp4/training/providers.py describes each name."""
 
-from models.hybrid import build_model
-from models.initialization import initialize
-from models.pattern import (
+from models.hybrid import build_model  # noqa: F401
+from models.initialization import initialize  # noqa: F401
+from models.pattern import (  # noqa: F401
     agreed_execution,
     check,
     check_exceptions,
@@ -17,22 +17,4 @@ from models.pattern import (
     shared_by_tensor_ranks,
     training_flops_per_token,
 )
-from models.planned import planned_execution
-
-__all__ = [
-    "agreed_execution",
-    "build_model",
-    "check",
-    "check_exceptions",
-    "choose_execution",
-    "describe_execution",
-    "forward_flops_per_token",
-    "initialize",
-    "kernel_facts",
-    "linear_shapes",
-    "parameter_count",
-    "parts",
-    "planned_execution",
-    "shared_by_tensor_ranks",
-    "training_flops_per_token",
-]
+from models.planned import planned_execution  # noqa: F401

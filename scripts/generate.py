@@ -50,6 +50,7 @@ from inference.generation import (
     stream,
     weights_as_trained,
 )
+from inference.models import device_named
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
@@ -91,8 +92,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the draws (default: 0)")
     add("--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
     add("--weights", choices=("master", "trained"), default="master", help="see above")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is any")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: BF16 on CUDA, else FP32")
+    add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    add("--dtype", choices=("float32", "bfloat16"), help="of the computation (default: BF16 on CUDA, else FP32)")
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
     add("--batch", type=int, default=16, metavar="N", help="texts made side by side (default: 16)")
     add("--no-verify", action="store_true", help="do not compare the files with their SHA-256 first")
@@ -152,11 +153,8 @@ def given_prompts(options: argparse.Namespace) -> list[str]:
 
 def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridModel, str]:
     """The model, and which weights it multiplies with, in words."""
-    has_cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not has_cuda:
-        raise ValueError("--device cuda, but this machine offers no CUDA device; leave it out")
-    device = "cuda" if options.device != "cpu" and has_cuda else "cpu"
-    name = options.dtype if options.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    device = device_named(options.device)
+    name = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     model = load_model(checkpoint, compute_dtype=getattr(torch, name), device=device)
     weights = "master weights"
     if options.weights == "trained":

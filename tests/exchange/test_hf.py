@@ -167,7 +167,7 @@ def test_keys_of_published_configurations_travel(good: Path, tmp_path: Path) -> 
     ("changes", "message"),
     [
         ({"pattern": "M*", "rope": True}, "model.rope=true, and attention of nemotron_h knows no positions"),
-        ({"pattern": "*-", "rope": True, "num_query_heads": 6, "hidden_dim": 32}, "is not a multiple of"),
+        ({"pattern": "*-", "rope": True, "num_query_heads": 6, "hidden_dim": 32}, "to be a multiple of"),
     ],
 )
 def test_a_model_that_nothing_computes_is_refused(changes: dict, message: str) -> None:

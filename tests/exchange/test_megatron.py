@@ -4,6 +4,7 @@ others write them, or damaged; and what is never run."""
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pickle
@@ -154,21 +155,27 @@ def test_models_that_megatron_has_not() -> None:
             arguments_of(config_of(case, f"model.{override}").model, 64, bf16=True)
 
 
-def foreign(folder: Path, checkpoint: Checkpoint, change: Change) -> Path:
-    """A folder of another writer, with an optimizer's tensors and objects beside the model's."""
-    export_megatron(checkpoint, folder, dtype=torch.float32)
-    iteration = folder / ITERATION
-    tensors = read_by_torch(iteration)
-    arguments = arguments_of(checkpoint.config.model, 64, bf16=False)
-    change(tensors, arguments)
-    for path in [*iteration.glob("*.distcp"), iteration / METADATA]:
-        path.unlink()
-    optimizer = {f"optimizer.state.exp_avg.{key}": values for key, values in tensors.items()}
-    state = {**tensors, **optimizer, "rng_state/shard_0.0_1.1": argparse.Namespace(seed=1)}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(iteration), no_dist=True)
-    common = {"args": argparse.Namespace(**arguments), "iteration": 30} if arguments else {"iteration": 30}
-    torch.save(common, iteration / "common.pt")
-    return folder
+@pytest.fixture(scope="module")
+def theirs(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a folder of another writer, with an optimizer's tensors and objects beside the model's."""
+
+    @functools.cache
+    def exported(case: str) -> dict[str, Tensor]:
+        export_megatron(checkpoints[case], folder := tmp_path_factory.mktemp("theirs") / "out", dtype=torch.float32)
+        return read_by_torch(folder / ITERATION)
+
+    def write(folder: Path, case: str, change: Change) -> Path:
+        tensors, arguments = {**exported(case)}, arguments_of(checkpoints[case].config.model, 64, bf16=False)
+        change(tensors, arguments)
+        optimizer = {f"optimizer.state.exp_avg.{key}": values for key, values in tensors.items()}
+        state = {**tensors, **optimizer, "rng_state/shard_0.0_1.1": argparse.Namespace(seed=1)}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        common = {"args": argparse.Namespace(**arguments), "iteration": 30} if arguments else {"iteration": 30}
+        torch.save(common, folder / "common.pt")
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        return folder
+
+    return write
 
 
 def add(key: str, *shape: int) -> Change:
@@ -179,28 +186,25 @@ def argument(**changes: Any) -> Change:
     return lambda _, arguments: arguments.update(changes)
 
 
-def rename(old: str, new: str) -> Change:
-    def change(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
-        for key in [key for key in tensors if key.startswith(old)]:
-            tensors[new + key.removeprefix(old)] = tensors.pop(key)
-
-    return change
+def cross(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+    for key in [key for key in tensors if key.startswith("decoder.layers.1.mlp")]:
+        tensors[key.replace("mlp", "cross_attention")] = tensors.pop(key)
 
 
-def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
     """As with non_homogeneous_layers."""
-    checkpoint = checkpoints["transformer"]
+    ours = checkpoints["transformer"].tensor
 
     def unstack(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
-        up = torch.stack([checkpoint.tensor(f"blocks.{block}.mixer.up_proj.weight") for block in (1, 3)])
+        up = torch.stack([ours(f"blocks.{block}.mixer.up_proj.weight") for block in (1, 3)])
         assert torch.equal(tensors["decoder.layers.mlp.linear_fc1.weight"], up)
         for key in [key for key in tensors if key.startswith("decoder.layers.")]:
             for layer, values in enumerate(tensors.pop(key)):
                 tensors[key.replace("layers.", f"layers.{layer}.")] = values
 
-    import_megatron(foreign(tmp_path / "theirs", checkpoint, unstack), tmp_path / "back", CONFIGS)
+    import_megatron(theirs(tmp_path / "theirs", "transformer", unstack), tmp_path / "back", CONFIGS)
     back = open_checkpoint(tmp_path / "back", CONFIGS)
-    assert all(torch.equal(back.tensor(name), checkpoint.tensor(name)) for name in checkpoint.tensors)
+    assert all(torch.equal(back.tensor(name), ours(name)) for name in back.tensors)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,7 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], tmp_path: 
         ),
         (add("decoder.layers.1.mlp.linear_fc1.bias", 96), r"linear_fc1.bias is \[96\] there, no such tensor"),
         (add("decoder.layers.1.mlp.linear_fc1.weight", 97, 64), r"is \[97, 64\] there, \[96, 64\]"),
-        (rename("decoder.layers.1.mlp", "decoder.layers.1.cross_attention"), "layer 1 has cross_attention"),
+        (cross, "layer 1 has cross_attention"),
         (argument(swiglu=True), "swiglu=True; models here have False"),
         (argument(num_attention_heads="4"), "num_attention_heads='4' is no number above 0"),
         (add("decoder.layers.0.mixer.A_log", 0), "those of no model"),
@@ -221,54 +225,46 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], tmp_path: 
         (lambda tensors, _: tensors.update({"output_layer.weight": torch.zeros(300, 64).long()}), "torch.int64; FP32"),
     ],
 )
-def test_what_is_no_model_of_ours(
-    change: Change, words: str, checkpoints: dict[str, Checkpoint], tmp_path: Path
-) -> None:
-    folder = foreign(tmp_path / "theirs", checkpoints["hybrid"], change)
+def test_what_is_no_model_of_ours(change: Change, words: str, theirs: Any, tmp_path: Path) -> None:
+    folder = theirs(tmp_path / "theirs", "hybrid", change)
     with pytest.raises(ValueError, match=words) as raised:
         import_megatron(folder, tmp_path / "back", CONFIGS)
     assert "\n" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("latest_checkpointed_iteration.txt", None, "its metadata.json says None; save it with --ckpt-format"),
-        (f"{ITERATION}/metadata.json", b'{"sharded_backend": "zarr"}', "its metadata.json says zarr"),
-        (f"{ITERATION}/.metadata", b"x", ".metadata is not readable"),
-        (f"{ITERATION}/common.pt", b"x", "common.pt is not readable"),
-        (f"{ITERATION}/__0_0.distcp", b"x", "embedding.word_embeddings.weight is not readable"),
-    ],
-)
-def test_damaged_folders(
-    name: str, content: bytes | None, words: str, checkpoints: dict[str, Checkpoint], tmp_path: Path
-) -> None:
-    export_megatron(checkpoints["hybrid"], tmp_path / "theirs")
-    path = tmp_path / "theirs" / name
-    path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(ValueError, match=words) as raised:
-        import_megatron(tmp_path / "theirs", tmp_path / "back", CONFIGS)
-    assert "\n" not in str(raised.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+def test_damaged_folders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    for number, (name, content, words) in enumerate(
+        (
+            ("latest_checkpointed_iteration.txt", b"7", "iter_0000007 is missing; give another iter_"),
+            (f"{ITERATION}/metadata.json", b'{"sharded_backend": "zarr"}', "its metadata.json says zarr; save it with"),
+            (f"{ITERATION}/.metadata", b"x", ".metadata is not readable"),
+            (f"{ITERATION}/common.pt", b"x", "common.pt is not readable"),
+            (f"{ITERATION}/__0_0.distcp", b"x", "embedding.word_embeddings.weight is not readable"),
+        )
+    ):
+        export_megatron(checkpoints["hybrid"], tmp_path / f"{number}")
+        (tmp_path / f"{number}" / name).write_bytes(content)
+        with pytest.raises(ValueError, match=words) as raised:
+            import_megatron(tmp_path / f"{number}", tmp_path / "back", CONFIGS)
+        assert "\n" not in str(raised.value) and not (tmp_path / "back").exists()
 
 
-def test_what_arguments_do_not_tell(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+def test_what_arguments_do_not_tell(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
     """Overrides do."""
-    checkpoint = checkpoints["hybrid"]
-    folder = foreign(tmp_path / "theirs", checkpoint, lambda tensors, arguments: arguments.clear())
+    folder = theirs(tmp_path / "theirs", "hybrid", lambda tensors, arguments: arguments.clear())
     told = {"norm_eps": 1e-5, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 24, "rope": False}
     overrides = [f"model.{key}={value}" for key, value in {**told, "mamba_num_groups": 2}.items()]
     import_megatron(folder, tmp_path / "one", CONFIGS, overrides=overrides)
-    back = open_checkpoint(tmp_path / "one", CONFIGS)
+    back, ours = open_checkpoint(tmp_path / "one", CONFIGS), checkpoints["hybrid"].tensor
     assert all(getattr(back.config.model, key) == value for key, value in told.items())
-    assert all(torch.equal(back.tensor(name), checkpoint.tensor(name)) for name in checkpoint.tensors)
+    assert all(torch.equal(back.tensor(name), ours(name)) for name in back.tensors)
     with pytest.raises(ValueError, match=r"give model.key=value"):
         import_megatron(folder, tmp_path / "two", CONFIGS, overrides=["train.steps=3"])
 
 
 def test_padded_vocabularies_are_cut_and_the_length_of_sequences_travels(
-    checkpoints: dict[str, Checkpoint], tmp_path: Path
+    checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path
 ) -> None:
     def pad(tensors: dict[str, Tensor], arguments: dict[str, Any]) -> None:
         arguments["max_position_embeddings"] = 8191
@@ -276,7 +272,7 @@ def test_padded_vocabularies_are_cut_and_the_length_of_sequences_travels(
             tensors[key] = torch.cat([tensors[key], torch.ones(84, 64)])
 
     checkpoint = checkpoints["transformer"]
-    folder = foreign(tmp_path / "theirs", checkpoint, pad)
+    folder = theirs(tmp_path / "theirs", "transformer", pad)
     assert import_megatron(folder, tmp_path / "all", CONFIGS)["vocab_size"] == 384
     import_megatron(folder, tmp_path / "cut", CONFIGS, overrides=["model.vocab_size=300"])
     back = open_checkpoint(tmp_path / "cut", CONFIGS)
@@ -286,10 +282,10 @@ def test_padded_vocabularies_are_cut_and_the_length_of_sequences_travels(
         import_megatron(folder, tmp_path / "more", CONFIGS, overrides=["model.vocab_size=400"])
 
 
-def test_tokenizers_travel(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+def test_tokenizers_travel(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["some words, and some more words"] * 20, 290)
     export_megatron(checkpoints["transformer"], tmp_path / "out", tokenizer=tokenizer)
-    bare = foreign(tmp_path / "theirs", checkpoints["transformer"], lambda tensors, arguments: None)
+    bare = theirs(tmp_path / "theirs", "transformer", lambda tensors, arguments: None)
     given = tmp_path / "out" / "tokenizer" / "tokenizer.json"
     for source, option in ((tmp_path / "out" / ITERATION, None), (bare, None), (bare, given)):
         name = f"{source.name}_{option is None}"
