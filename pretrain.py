@@ -36,33 +36,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from data import provider as data
 from exchange.exports import Exports, last_exportable
 from inference.prompts import Prompts
-from megatron_fp4.checkpoint.find import check_initialization, check_resume
 from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.files import REPORT_FILE
-from megatron_fp4.logging.run_folder import check_baseline
-from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersError, run_program
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, explain, sole_run
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
-from megatron_fp4.training.build import (
-    check,
-    device_type_of,
-    execution_of,
-    plans_of,
-    set_determinism,
-    why_eager,
-    world_size,
-)
+from megatron_fp4.training.build import check_start, device_type_of, plans_of, set_determinism
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
@@ -74,6 +60,67 @@ from megatron_fp4.training.trainer import Callback, Trainer
 from models import provider as models
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+
+
+def main(arguments: list[str], signals: StopRequest | None = None) -> int:
+    """Run the command with Hydra overrides and `--check` as `arguments`; returns the exit code. signals: listens
+    already; None: in a process that lives on, which gets back its signals and its process group."""
+    if signals is None:
+        with StopRequest() as signals:
+            try:
+                return main(arguments, signals)
+            finally:
+                leave_distributed()
+    checks, overrides = "--check" in arguments, [argument for argument in arguments if argument != "--check"]
+    run_dir = next((part.removeprefix("run.dir=") for part in overrides if part.startswith("run.dir=")), None)
+    try:
+        config = configure(overrides)
+        if checks or config.run.dry:
+            signals.decline()
+            from megatron_fp4.planning.needs import print_check, print_dry_run  # imports much that no run needs
+
+            (print_check if checks else print_dry_run)(config, models, data)
+            return ExitCode.FINISHED
+        check_launch()
+        with only_run(config, signals) as (trainer, state):
+            stops = StopConditions(Path(config.run.dir), config.run.max_minutes, signals, trainer.mesh.rank == 0)
+            code = state.ended(*trainer.train(stops))
+            signals.over()  # first: torchrun may already be ending whoever is still there
+            if code is ExitCode.FINISHED:
+                report(trainer, CONFIGS)
+        return code
+    except (ConfigError, DivergedError, WrongNumbersError, SelfTestError) as error:
+        signals.over()
+        return explain(error, None if checks else run_dir, lambda: signals.requested)
+
+
+def configure(overrides: list[str]) -> Config:
+    """The configuration, checked. Raises ConfigError."""
+    config = compose_config(overrides, CONFIGS)
+    check_start(config, models, data)
+    if config.checkpoint.export_interval:
+        last_exportable(config, plans_of(config, models))
+    return config
+
+
+@contextmanager
+def only_run(config: Config, signals: StopRequest) -> Iterator[tuple[Trainer, RunState]]:
+    """Inside, this start is the only run in run.dir: its trainer, and its state.json."""
+    run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
+    record_collectives(run_dir)
+    device = init_distributed(device_type_of(config), timeout)
+    set_determinism(config.run.deterministic)
+    mesh = build_mesh(config.parallel, device)
+    logging.basicConfig(level=logging.WARNING if mesh.rank else logging.INFO, format="%(message)s")
+    with (
+        sole_run(run_dir),
+        RunState(run_dir, mesh.rank == 0, progress, anew=config.checkpoint.resume == "never") as state,
+        progress.watched(run_dir, timeout),
+    ):
+        progress.at(0, "build")
+        trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress, began=signals.began)
+        trainer.checkpointer.published = state.saved
+        yield trainer, state
 
 
 def callbacks_of(config: Config) -> list[Callback]:
@@ -98,84 +145,6 @@ def callbacks_of(config: Config) -> list[Callback]:
         Profile() if config.logging.profile_steps else None,  # innermost: it sees the step alone
     ]
     return [callback for callback in callbacks if callback is not None]
-
-
-def main(arguments: list[str], signals: StopRequest | None = None) -> int:
-    """Run pretrain.py with Hydra overrides and `--check` as `arguments`; returns the exit code. signals: listens
-    already; None: in a process that lives on, which gets back its signals and its process group."""
-    if signals is None:
-        with StopRequest() as signals:
-            try:
-                return main(arguments, signals)
-            finally:
-                leave_distributed()
-    overrides = [argument for argument in arguments if argument != "--check"]
-    checks, run_dir = overrides != arguments, None
-    if checks:
-        signals.decline()
-    else:
-        run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
-    try:
-        config = configure(overrides)
-        if checks or config.run.dry:
-            signals.decline()
-            from megatron_fp4.planning.needs import print_check, print_dry_run  # imports much that no run needs
-
-            (print_check if checks else print_dry_run)(config, models, data)
-            return ExitCode.FINISHED
-        check_launch()
-        with only_run(config, signals) as (trainer, state):
-            stops = StopConditions(Path(config.run.dir), config.run.max_minutes, signals, trainer.mesh.rank == 0)
-            code = state.ended(*trainer.train(stops))
-            signals.over()  # first: torchrun may already be ending whoever is still there
-            wanted = trainer.log.opened or not (Path(config.run.dir) / REPORT_FILE).exists()
-            if wanted and code is ExitCode.FINISHED and config.logging.report:
-                report(trainer, CONFIGS)
-        return code
-    except (ConfigError, DivergedError, WrongNumbersError, SelfTestError) as error:
-        signals.over()
-        return explain(error, run_dir, lambda: signals.requested)
-
-
-def configure(overrides: list[str]) -> Config:
-    """The configuration, checked. Raises ConfigError."""
-    config = compose_config(overrides, CONFIGS)
-    # A dry run plans for machines that are not here.
-    device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
-    check(config, models, data, world_size(), device_type)
-    check_resume(config)
-    check_initialization(config)
-    if config.checkpoint.export_interval:
-        last_exportable(config, plans_of(config, models))
-    check_baseline(config)
-    if not config.run.dry:  # before any rank waits for others
-        execution_of(config, models)
-        why_eager(config, models)
-    return config
-
-
-@contextmanager
-def only_run(config: Config, signals: StopRequest) -> Iterator[tuple[Trainer, RunState]]:
-    """Inside, this start is the only run in run.dir: its trainer, and its state.json."""
-    run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
-    record_collectives(run_dir)
-    device = init_distributed(device_type_of(config), timeout)
-    set_determinism(config.run.deterministic)
-    mesh = build_mesh(config.parallel, device)
-    first_rank = mesh.rank == 0
-    logging.basicConfig(level=logging.INFO if first_rank else logging.WARNING, format="%(message)s")
-    ledger = TimeLedger(signals.began)
-    progress.observer = ledger.at
-    with (
-        sole_run(run_dir),
-        RunState(run_dir, first_rank, progress, anew=config.checkpoint.resume == "never") as state,
-        progress.watched(run_dir, timeout),
-    ):
-        progress.at(0, "build")
-        trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress)
-        trainer.log.times = ledger
-        trainer.checkpointer.published = state.saved
-        yield trainer, state
 
 
 if __name__ == "__main__":

@@ -143,8 +143,7 @@ def write_corpus(scratch: Path) -> None:
 def arguments_of(name: str, scratch: Path) -> list[str]:
     """The command line of a case: `COMMON`, its overrides, its folder."""
     names = list(CASES)
-    places = {"first": scratch / "0", "corpus": scratch / "corpus"}
-    overrides = CASES[name][1].format(**places)
+    overrides = CASES[name][1].format(first=scratch / "0", corpus=scratch / "corpus")
     return [*COMMON.split(), *overrides.split(), f"run.dir={scratch / str(names.index(name))}"]
 
 
@@ -152,23 +151,25 @@ def fingerprint(name: str, tree: Path, scratch: Path) -> str:
     """The line of one case, run in a folder of `scratch` by the pretrain.py of `tree`."""
     ranks, arguments = CASES[name][0], arguments_of(name, scratch)
     run_dir = Path(arguments[-1].removeprefix("run.dir="))
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "pretrain.py", *arguments]
-    processes = []
-    for rank in range(ranks):
-        # The tree's own packages, whichever are installed.
-        paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        if ranks > 1:
-            environment |= {**world, "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(
-            subprocess.Popen(
-                command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+    # The tree's own packages, whichever are installed.
+    paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    if ranks > 1:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "pretrain.py", *arguments],
+            cwd=tree,
+            env=environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
+        for rank in range(ranks)
+    ]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         return f"{name:32} FAILED\n{outputs[0][-3000:]}"

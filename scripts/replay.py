@@ -41,12 +41,13 @@ from megatron_fp4.checkpoint.files import (
     step_of,
 )
 from megatron_fp4.checkpoint.sync import CheckpointError
+from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.logging.files import METRICS_FILE, iterate_records
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.training.build import check, device_type_of, set_determinism, world_size
+from megatron_fp4.training.build import check, device_type_of, set_determinism
 from megatron_fp4.training.callbacks.bad_steps import Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import Switch
@@ -58,9 +59,8 @@ from pretrain import CONFIGS
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
-    options = parse(arguments)
     try:
-        return replay(options)
+        return replay(parse(arguments))
     except (ValueError, OSError, DamagedCheckpointError, CheckpointError) as error:  # ConfigError is a ValueError
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"replay.py: {error}", file=sys.stderr, flush=True)
@@ -83,13 +83,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Load, repeat, compare, print."""
+    """Load, repeat, compare, print; returns the exit code."""
     origin, start, run_dir = where_to_begin(options)
     last = start + options.steps if options.step is None else options.step
     if last <= start:
-        raise ConfigError(
-            f"step {last} does not lie after step {start} of the checkpoint; give --steps 1 or more, or an earlier one"
-        )
+        raise ConfigError(f"step {last} does not lie after step {start} of the checkpoint; give --steps 1 or more")
     metrics = options.metrics or run_dir / METRICS_FILE
     records = list(iterate_records(metrics))
     recorded = {record["step"]: record for record in records if record["kind"] == "step"}
@@ -106,24 +104,20 @@ def replay(options: argparse.Namespace) -> int:
     trainer = open_run(origin, options.overrides, went_back, options.trust_config)
     if last > (planned := trainer.config.train.steps):
         raise ConfigError(f"{origin} is of a start with train.steps={planned}; give that of the start with step {last}")
-    if start:
-        trainer.begin_from(origin)
-        if changes := trainer.data.loader.changes:
-            raise ConfigError(
-                f"the data is not what these steps were computed with: {'; '.join(changes)}; name the files of then, "
-                "as data.sources=..."
-            )
-    else:
-        begin_as_then(trainer, origin)
+    begin(trainer, origin, start)
     differing = compare(trainer, start, last, recorded)
     name_wrong_ranks(trainer, [r for r in records if r.get("event") == "replicas" and r["step"] == last])
-    if trainer.mesh.rank == 0:
-        count = last - start
-        print(f"{count - differing} of {count} steps are equal to the last bit", flush=True)
-        made_with, here = read_manifest(origin).torch_version, str(torch.__version__)
-        if differing and made_with != here:
-            print(f"the checkpoint was made with torch {made_with}, this is {here}: no two versions have equal kernels")
+    made_with, here = read_manifest(origin).torch_version, str(torch.__version__)
+    say(trainer, f"{last - start - differing} of {last - start} steps are equal to the last bit")
+    if differing and made_with != here:
+        say(trainer, f"the checkpoint is of torch {made_with}, this is {here}: no two versions have equal kernels")
     return 4 if differing else 0
+
+
+def say(trainer: Trainer, line: str) -> None:
+    """Print a line, on the first rank."""
+    if trainer.mesh.rank == 0:
+        print(line, flush=True)
 
 
 def where_to_begin(options: argparse.Namespace) -> tuple[Path, int, Path]:
@@ -168,7 +162,7 @@ def open_run(checkpoint: Path, overrides: list[str], went_back: Mapping[int, Pat
     config: Config = config_from_saved(saved["config"], overrides, CONFIGS, trusted=trusted)
     if not config.run.deterministic:
         raise ConfigError("the run had run.deterministic=false, whose bits no start repeats")
-    ranks, made_with = world_size(), read_manifest(checkpoint).world_size
+    ranks, made_with = place_in_run().world_size, read_manifest(checkpoint).world_size
     if ranks != made_with and not config.parallel.reproducible:
         raise ConfigError(
             f"{checkpoint} was made by {made_with} ranks and this is {ranks}, which add up in another order; start it "
@@ -177,7 +171,7 @@ def open_run(checkpoint: Path, overrides: list[str], went_back: Mapping[int, Pat
     check(config, models, data, ranks, "cuda" if torch.cuda.is_available() else "cpu")
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(True)
-    kernels = Kernels(data.default_cache_dir() / "autotuning", write=False)
+    kernels = Kernels(data.default_cache_dir() / "autotuning")
     kernels.load_state_dict(saved.get("autotuning"))  # also where the initial weights are begun with
     callbacks = [kernels, Switch(), RecordedSpikes(config.spikes, went_back)]
     trainer = Trainer(config, models, data, callbacks, build_mesh(config.parallel, device), quiet=True)
@@ -185,12 +179,18 @@ def open_run(checkpoint: Path, overrides: list[str], went_back: Mapping[int, Pat
     return trainer
 
 
-def begin_as_then(trainer: Trainer, checkpoint: Path) -> None:
-    """Let a run that began with the weights of another checkpoint begin with them again, wherever its own are from.
-
-    checkpoint: of the run. Raises ConfigError if those weights are gone or other ones.
-    """
-    if (begun := Origin.of(read_trainer(checkpoint), "initialized_from")) is not None:
+def begin(trainer: Trainer, origin: Path, start: int) -> None:
+    """Begin as the run did after `start` steps: from the checkpoint `origin`, or with its initial weights, which may be
+    those of another checkpoint. Raises ConfigError if data or these weights are gone or other ones."""
+    if start:
+        trainer.begin_from(origin)
+        if changes := trainer.data.loader.changes:
+            raise ConfigError(
+                f"the data is not what these steps were computed with: {'; '.join(changes)}; name the files of then, "
+                "as data.sources=..."
+            )
+        return
+    if (begun := Origin.of(read_trainer(origin), "initialized_from")) is not None:
         parts = trainer.model, trainer.precision.step_state
         found = trainer.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
         if found is None or not begun.is_in(Path(found.path)):
@@ -203,19 +203,14 @@ def compare(trainer: Trainer, start: int, last: int, recorded: Mapping[int, Mapp
 
     recorded: by step, the records of metrics.jsonl, which have null for what is not finite.
     """
-
-    def line(step: object, *columns: object) -> None:
-        if trainer.mesh.rank == 0:
-            print(f"{step!s:>8}  {'  '.join(f'{column!s:<20}' for column in columns)}".rstrip(), flush=True)
-
-    differing = 0
-    line("step", "loss recorded", "loss replayed", "norm recorded", "norm replayed")
+    row, differing = "{!s:>8}  {!s:<20}  {!s:<20}  {!s:<20}  {!s:<20}  {}", 0
+    say(trainer, row.format("step", "loss recorded", "loss replayed", "norm recorded", "norm replayed", "").rstrip())
     for step in trainer.steps(start, last):
         was, result = recorded[step.done], step.result
         pairs = ((was["loss"], result.loss), (was["grad_norm"], result.grad_norm))
         same = all(not math.isfinite(now) if then is None else then == now for then, now in pairs)
         differing += not same
-        line(step.done, *pairs[0], *pairs[1], "equal" if same else "DIFFERS")
+        say(trainer, row.format(step.done, *pairs[0], *pairs[1], "equal" if same else "DIFFERS"))
     return differing
 
 
@@ -227,9 +222,7 @@ def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> N
     """
     mesh = trainer.mesh
     if events and events[-1]["mesh"] != [mesh.dp_size, mesh.num_replicas, mesh.tp_size]:
-        if mesh.rank == 0:
-            print("on another mesh nothing can be said of the ranks that held different numbers", flush=True)
-        return
+        return say(trainer, "on another mesh nothing can be said of the ranks that held different numbers")
     for difference in events[-1]["differences"] if events else []:
         name, distance = difference["names"][0], -1.0  # of ranks that are not in the group
         if values := difference["values"].get(str(mesh.rank)):
@@ -240,10 +233,10 @@ def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> N
         of_ranks = [distance] * mesh.world_size
         dist.all_gather_object(of_ranks, distance)
         farthest = [rank for rank, found in enumerate(of_ranks) if found == max(of_ranks) >= 0]
-        if farthest and mesh.rank == 0:
+        if farthest:
             told = ", ".join(f"on rank {rank} by {found:.3g}" for rank, found in enumerate(of_ranks) if found >= 0)
             verdict = f": rank {farthest[0]} was wrong" if len(farthest) == 1 else ""
-            print(f"{name} differs from these steps' {told}{verdict}", flush=True)
+            say(trainer, f"{name} differs from these steps' {told}{verdict}")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: b
         config=config,
         mesh=mesh,
         model=model,
-        log=SimpleNamespace(console=Lines()),
+        log=SimpleNamespace(console=Lines(), active=True),
         progress=Progress(),
         data=SimpleNamespace(phases=phases),
     )

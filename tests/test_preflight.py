@@ -72,7 +72,7 @@ def test_the_command(data: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     command = ["--check", *FEW, *data, f"run.dir={tmp_path}/run"]
     assert pretrain.main(command) == 0
     assert (
-        capsys.readouterr().out.splitlines()[-1].startswith("ok: 1 rank, 4,096 tokens, 1.0 GiB a rank, about 1 minute")
+        capsys.readouterr().out.splitlines()[-1].startswith("ok: 1 rank, 4,096 tokens, 1.0 GiB a rank, about 2 hours")
     )
     assert pretrain.main([*command, "data.sources.code=/nowhere/code"]) == 2
     printed = capsys.readouterr()
@@ -100,7 +100,7 @@ def test_under_torchrun_one_rank_says_it(check: Check, tmp_path: Path, monkeypat
 
 @pytest.fixture
 def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "_needs", lambda *_: (2**30, "about 1 minute", "assumed"))
+    monkeypatch.setattr(needs, "_needs", lambda *_: (2**30, 7200.0))
 
 
 @pytest.mark.usefixtures("no_plan")
@@ -109,7 +109,7 @@ def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
     lines = check(trained, "train.steps=12")
     assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
     assert any(line.startswith("data: phases after sample 32: were none; are") for line in lines)
-    assert lines[-1] == "ok: 1 rank, 6,144 tokens, 1.0 GiB a rank, about 1 minute for the 8 steps that are left"
+    assert lines[-1] == "ok: 1 rank, 6,144 tokens, 1.0 GiB a rank, about 2 hours for the 8 steps that are left"
 
 
 @pytest.mark.usefixtures("no_plan")

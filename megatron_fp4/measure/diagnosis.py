@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,30 +70,24 @@ def find_nonfinite(
 
     whole: the step's global batch, of whose loss this is a part as in the step.
     """
-    report = NonFiniteReport(weights=[n for n, p in model.named_parameters() if not _is_finite(p)])
+    report = NonFiniteReport(weights=[name for name, p in model.named_parameters() if not _is_finite(p)])
 
-    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
-        def after_forward(module: nn.Module, inputs: object, output: object) -> None:
-            for tensor in tensors_in(output):
-                if report.output is None and not _is_finite(tensor):
-                    report.output = name
-                if tensor.requires_grad:
-                    tensor.register_hook(after_backward)
+    def after_forward(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        for tensor in tensors_in(output):
+            if report.output is None and not _is_finite(tensor):
+                report.output = name
+            if tensor.requires_grad:
+                tensor.register_hook(partial(after_backward, name))
 
-        def after_backward(gradient: Tensor) -> None:
-            if report.output_gradient is None and not _is_finite(gradient):
-                report.output_gradient = name
+    def after_backward(name: str, gradient: Tensor) -> None:
+        if report.output_gradient is None and not _is_finite(gradient):
+            report.output_gradient = name
 
-        return after_forward
-
-    handles = [
-        module.register_forward_hook(watch(name or "the model (its loss)")) for name, module in model.named_modules()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hook = module.register_forward_hook(partial(after_forward, name or "the model (its loss)"))
+            hooks.callback(hook.remove)
         accumulate(model, [micro_batch], mesh, step_state, whole=whole)
-    finally:
-        for handle in handles:
-            handle.remove()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not _is_finite(parameter.grad):
             report.gradients.append(name)
@@ -130,17 +126,17 @@ def diagnose_spike(
     """Run the refused step's micro-batches again and say, the same on all ranks: whether loss and gradient norm come
     out as they were in `result`, which micro-batches have the largest losses, which parameters most of the gradient."""
     losses: list[Tensor] = []
-    handle = model.register_forward_hook(lambda module, inputs, loss: losses.append(loss.detach()))
+    hook = model.register_forward_hook(lambda module, inputs, loss: losses.append(loss.detach()))
     try:
         accumulate(model, micro_batches, mesh, step_state)
     finally:
-        handle.remove()
+        hook.remove()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sum_replicated_gradients(list(named.values()), mesh)
     squares = torch.zeros(len(named), dtype=torch.float64, device=mesh.device)
-    for i, parameter in enumerate(named.values()):
+    for square, parameter in zip(squares, named.values(), strict=True):
         if parameter.grad is not None and holds_first_copy(parameter, mesh):
-            squares[i] = torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float64).square()
+            square.copy_(torch.linalg.vector_norm(local_part(parameter.grad), dtype=torch.float64).square())
         parameter.grad = None
     dist.all_reduce(squares)
 
@@ -152,8 +148,7 @@ def diagnose_spike(
     of_ranks: list[list[tuple[float, int, int, int]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine if mesh.tp_rank == 0 else [])
     found = sorted((entry for entries in of_ranks for entry in entries), reverse=True)
-    num_targets = max(sum(entry[3] for entry in found), 1)
-    total = squares.sum().item()
+    num_targets, total = max(sum(entry[3] for entry in found), 1), squares.sum().item()
     loss, norm = math.fsum(entry[0] * entry[3] for entry in found) / num_targets, math.sqrt(total)
     # Sums in another order: the last bits may differ, a machine that errs does not stay within them.
     again = math.isclose(loss, result.loss, rel_tol=1e-5) and math.isclose(norm, result.grad_norm, rel_tol=1e-4)

@@ -36,15 +36,17 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron_fp4.precision.emulated import EMULATED, GemmOperand, encode_operand, transform_signs
@@ -68,10 +70,7 @@ from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_tran
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import scale_values
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-# FP64, of an operand; of a product its first two. Maxima: of the tensor before a transform and after it.
+# FP64, of an operand; of a product its first two.
 OPERAND_SUMS = ("signal", "error", "nonzero", "zeroed", "saturated", "raw_signal", "raw_count")
 PARTS = (*(slot.name for slot in SLOTS), *GEMMS)
 
@@ -80,7 +79,7 @@ _ON_THE_LIMIT = 1.0 + 2.0**-20
 LARGE = 2**21  # elements; larger operands are measured by a sample
 SAMPLE = 2**19  # elements that a sample has at least
 _BAND_ROWS = 128  # the rows of the largest block
-# FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
+# FP32 elements that are computed with together: bounds the memory, fills a GPU.
 _CHUNK_ELEMENTS = 2**24
 
 
@@ -114,11 +113,8 @@ def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> dict[str, Any]
             linears[name]["gradient_to_noise"] = _ratio(*of.wgrad_sums)
             block = ".".join(name.split(".")[:2])  # blocks.3 of blocks.3.mixer.in_proj
             sums_of_blocks.setdefault(block, []).append(of.wgrad_sums)
-    blocks = {
-        block: {"gradient_to_noise": _ratio(sum(signal for signal, _ in sums), sum(noise for _, noise in sums))}
-        for block, sums in sums_of_blocks.items()
-    }
-    return {"linears": linears, "blocks": blocks}
+    ratios = {block: _ratio(*map(sum, zip(*sums, strict=True))) for block, sums in sums_of_blocks.items()}
+    return {"linears": linears, "blocks": {block: {"gradient_to_noise": ratio} for block, ratio in ratios.items()}}
 
 
 def diagnostics_scalars(record: Mapping[str, Any]) -> dict[str, float]:
@@ -127,19 +123,18 @@ def diagnostics_scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
     What each linear has is in `metrics.jsonl`, of which `scripts/report.py` makes a picture.
     """
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for linear in record["linears"].values():
         for operand, statistics in linear["operands"].items():
             for quantity in ("snr_db", "zeroed", "saturated", "crest"):
-                found.setdefault((quantity, operand), []).append(statistics[quantity])
+                found[quantity, operand].append(statistics[quantity])
             if "crest_rht" in statistics:  # beside the one that the transform found
-                found.setdefault(("crest", f"{operand}_rht"), []).append(statistics["crest_rht"])
+                found["crest", f"{operand}_rht"].append(statistics["crest_rht"])
         for product, error in linear["gemms"].items():
-            found.setdefault(("error", product), []).append(error)
+            found["error", product].append(error)
     for part in ("linears", "blocks"):
-        for values in record[part].values():
-            if "gradient_to_noise" in values:
-                found.setdefault(("gradient_to_noise", part), []).append(values["gradient_to_noise"])
+        ratios = [of["gradient_to_noise"] for of in record[part].values() if "gradient_to_noise" in of]
+        found["gradient_to_noise", part] += ratios
     scalars: dict[str, float] = {}
     for (quantity, name), every in found.items():
         if numbers := [number for number in every if not math.isnan(number)]:
@@ -168,7 +163,7 @@ class Probe:
         self._sums: dict[tuple[str, str], Tensor] = {}
         self._maxima: dict[tuple[str, str], Tensor] = {}
         self._transformed: set[tuple[str, str]] = set()
-        self._repeated: dict[tuple[str, str], tuple[str, str]] = {}
+        self._repeated: dict[tuple[str, str], str] = {}
 
     @contextmanager
     def attached(self, linears: Mapping[str, LinearContext]) -> Iterator[Probe]:
@@ -199,9 +194,9 @@ class Probe:
 
         All ranks must give the same names in the same order and have measured the same linears.
         """
-        for key, of in self._repeated.items():
-            if of in self._sums:
-                self._sums[key], self._maxima[key] = self._sums[of], self._maxima[of]
+        for (name, slot), of in self._repeated.items():
+            if (name, of) in self._sums:
+                self._sums[name, slot], self._maxima[name, slot] = self._sums[name, of], self._maxima[name, of]
         measured = [name for name in names if name in self._recipes]
         if not measured:
             return {}
@@ -216,16 +211,14 @@ class Probe:
         found = {}
         for name in measured:
             here = {part: totals[name, part] for part in PARTS if (name, part) in self._sums}
-            found[name] = LinearMeasurement(
-                self._recipes[name],
-                {
-                    part: operand_statistics(*of, (name, part) in self._transformed)
-                    for part, of in here.items()
-                    if part not in GEMMS
-                },
-                {part: _relative_error(*of[0][:2]) for part, of in here.items() if part in GEMMS},
-                (here["wgrad"][0][0], here["wgrad"][0][1]) if "wgrad" in here else None,
-            )
+            operands = {
+                part: operand_statistics(*of, (name, part) in self._transformed)
+                for part, of in here.items()
+                if part not in GEMMS
+            }
+            products = {gemm: (here[gemm][0][0], here[gemm][0][1]) for gemm in GEMMS if gemm in here}
+            errors = {gemm: _relative_error(*of) for gemm, of in products.items()}
+            found[name] = LinearMeasurement(self._recipes[name], operands, errors, products.get("wgrad"))
         return found
 
     def add(self, name: str, part: str, sums: Tensor, maxima: Tensor | None = None, transformed: bool = False) -> None:
@@ -239,7 +232,7 @@ class Probe:
 
     def repeat(self, name: str, slot: OperandSlot, of: OperandSlot) -> None:
         """The operand at `slot` of linear `name` has the codes of the one at `of`, and so its sums."""
-        self._repeated[name, slot.name] = name, of.name
+        self._repeated[name, slot.name] = of.name
 
 
 class ProbedCall:
@@ -302,35 +295,31 @@ class ProbedCall:
         if not operand.quantized:
             return
         large = x.numel() > LARGE
-        raw_amax = amax = x.abs().amax().to(torch.float32)
-        seen, factor = x, 1.0
+        part = sample_rows(x) if large else x
+        amax = raw_amax = x.abs().amax().to(torch.float32)
         if rht:
             fixed = call.recipe.rht_signs == "fixed"
-            signs = device_signs(rht, x.device) if fixed else transform_signs(call.request(slot), x.device)
+            signs = _device_signs(rht, x.device) if fixed else transform_signs(call.request(slot), x.device)
+            part = random_hadamard_transform(part.to(torch.bfloat16), rht, signs)
+            amax = part.abs().amax().to(torch.float32)
             if large:
-                seen, factor = transformed(x, signs)
-            else:
-                seen = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
-            amax = seen.abs().amax().to(torch.float32) * factor
+                size = max(1, _CHUNK_ELEMENTS // x.shape[1])
+                chunks = (random_hadamard_transform(rows.to(torch.bfloat16), rht, signs) for rows in x.split(size))
+                amax = torch.stack([rows.abs().amax() for rows in chunks]).amax().to(torch.float32)
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
-        maxima = maxima if unit is None else maxima * unit
         group = call.context.amax_group(slot.tensor)
         if group is not None and format_of(operand.format).tensor_scale:
             amax = amax.clone()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        sums = operand_sums(part.to(torch.float32), operand, call.draws(slot), amax)
         # The transform is orthogonal: but for its rounding to BF16 it changes no sum of squares.
-        raw_signal = _sums_of_squares(x) if rht and not large else None
-        part = (sample_rows(seen) if large else seen).to(torch.float32)
-        part = part * factor if rht and large else part
-        sums = operand_sums(part, operand, call.draws(slot), amax)
-        raw_signal = sums[:1] if raw_signal is None else raw_signal
-        raw_count = torch.full_like(raw_signal, count * part.numel() / x.numel())
-        sums = torch.cat((sums, raw_signal, raw_count))
+        raw_signal = _sums_of_squares(x) if rht and not large else sums[:1]
+        sums = torch.cat((sums, raw_signal, torch.full_like(raw_signal, count * part.numel() / x.numel())))
         if unit is not None:
-            signal, error, nonzero, zeroed, saturated, raw, raw_count = sums.unbind()
-            square = unit.to(torch.float64).square()
-            signal, error, raw = (of * square for of in (signal, error, raw))
-            sums = torch.stack((signal, error, nonzero, zeroed, saturated, raw, raw_count))
+            maxima = maxima * unit
+            square, one = unit.to(torch.float64).square(), torch.ones((), dtype=torch.float64, device=x.device)
+            squared = [name in ("signal", "error", "raw_signal") for name in OPERAND_SUMS]
+            sums = sums * torch.stack([square if of_unit else one for of_unit in squared])
         self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
@@ -352,11 +341,10 @@ class ProbedCall:
 
     def _ranks_that_shard_weight(self, dim: int) -> ProcessGroup | None:
         spec = self.call.gradient_spec  # a gradient lies as its weight does
-        if spec is not None:
-            for axis, placement in enumerate(spec.placements):
-                if placement.is_shard(dim) and spec.mesh.size(axis) > 1:
-                    return spec.mesh.get_group(axis)
-        return None
+        if spec is None:
+            return None
+        axes = [axis for axis, placement in enumerate(spec.placements) if placement.is_shard(dim)]
+        return next((spec.mesh.get_group(axis) for axis in axes if spec.mesh.size(axis) > 1), None)
 
 
 def sample_rows(x: Tensor) -> Tensor:
@@ -367,27 +355,10 @@ def sample_rows(x: Tensor) -> Tensor:
     return x.unflatten(0, (-1, band))[:: num_bands // wanted][:wanted].flatten(0, 1)
 
 
-def transformed(x: Tensor, signs: Tensor) -> tuple[Tensor, float]:
-    """The Hadamard transform of `x` [rows, cols] as a BF16 tensor, and a factor to multiply it with.
-
-    A matrix product with entries of +-1, a fraction of the memory traffic of the exact butterflies, from which it may
-    differ in the last bit.
-    """
-    size = signs.shape[0]
-    matrix = _hadamard_matrix(size, x.device) * signs[:, None]
-    product = x.to(torch.bfloat16).unflatten(-1, (-1, size)) @ matrix.to(torch.bfloat16)
-    return product.flatten(-2), 1.0 / math.sqrt(size)
-
-
 @functools.cache
-def device_signs(size: int, device: torch.device) -> Tensor:
+def _device_signs(size: int, device: torch.device) -> Tensor:
     """`fixed_signs`, kept: made anew they would be copied from the host, which waits for the device."""
     return fixed_signs(size, device)
-
-
-@functools.cache
-def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
-    return random_hadamard_transform(torch.eye(size), size, torch.ones(size)).sign().to(device)
 
 
 def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> Tensor:

@@ -71,11 +71,6 @@ class GradientNoise:
             "parameters": {name: _ratio(*norms) for name, norms in self.parameters.items()},
         }
 
-    def scalars(self) -> dict[str, float]:
-        """Flat names and numbers for TensorBoard and wandb."""
-        totals = {"ratio": self.ratio, "gradient_norm": self.reference_norm, "noise_norm": self.noise_norm}
-        return {f"gradient_noise/{name}": value for name, value in totals.items()}
-
 
 def bf16_backward(recipe: Recipe) -> Recipe:
     """`recipe` with dgrad and wgrad unquantized; fprop unchanged."""
@@ -92,8 +87,8 @@ def gradient_noise(
 ) -> GradientNoise:
     """Measure the gradient of the controller's step twice, without updating; see the top of this file.
 
-    model, micro_batches, mesh, reshard: as for `accumulate`, which may follow and is not affected: weights, recipes and
-    gradients are as before, and kept quantized weights are dropped (and made again, the same). controller: of all
+    model, micro_batches, mesh, reshard: as for `accumulate`, which may follow: gradients are dropped, weights and
+    recipes are as before, and kept quantized weights are dropped (and made again, the same). controller: of all
     linears; its StepState says which step it is. The model must draw nothing from torch's generators.
 
     Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
@@ -101,31 +96,26 @@ def gradient_noise(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
-    gradients = [parameter.grad for parameter in parameters]
 
-    def gradients_now() -> list[Tensor | None]:
+    def gradients() -> list[Tensor | None]:
         """The mean gradient over the global batch of each parameter, as a training step has it: the local part."""
-        for parameter in parameters:
-            parameter.grad = None
         accumulate(model, micro_batches, mesh, controller.step_state, reshard=reshard)
         sum_replicated_gradients(parameters, mesh)
-        return [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
+        found = [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return found
 
+    quantized = gradients()
+    with controller.other_recipes(bf16_backward):
+        reference = gradients()
     sums = torch.zeros(len(parameters), 2, dtype=torch.float64, device=mesh.device)  # reference, noise
-    try:
-        quantized = gradients_now()
-        with controller.other_recipes(bf16_backward):
-            reference = gradients_now()
-        for row, parameter, g_q, g_ref in zip(sums, parameters, quantized, reference, strict=True):
-            if g_q is None or g_ref is None or not holds_first_copy(parameter, mesh):
-                continue
-            if g_ref.numel() > 0:  # an FSDP shard may be empty
-                row[0] = torch.linalg.vector_norm(g_ref, dtype=torch.float64).square()
-                row[1] = torch.linalg.vector_norm(g_q - g_ref, dtype=torch.float64).square()
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-
+    for row, parameter, g_q, g_ref in zip(sums, parameters, quantized, reference, strict=True):
+        if g_q is None or g_ref is None or not holds_first_copy(parameter, mesh):
+            continue
+        if g_ref.numel() > 0:  # an FSDP shard may be empty
+            row[0] = torch.linalg.vector_norm(g_ref, dtype=torch.float64).square()
+            row[1] = torch.linalg.vector_norm(g_q - g_ref, dtype=torch.float64).square()
     dist.all_reduce(sums)
     squares = sums.tolist()
     return GradientNoise(

@@ -18,9 +18,9 @@ these two computations: the reduction of gradients and the update.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -84,14 +84,6 @@ class Replayed:
         follows = f" ({later} more ranks differ later, which may come from that)" if later else ""
         return f"{what} DIFFERS: {named}{follows}"
 
-    def as_event(self) -> dict[str, Any]:
-        """What metrics.jsonl gets."""
-        return {
-            "ranks": [one.rank for one in self.culprits],
-            "first": self.culprits[0].first,
-            "differences": [vars(one) for one in self.differences[:16]],
-        }
-
 
 def replay(
     model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, controller: PrecisionController
@@ -140,40 +132,38 @@ def compute(
     return trace
 
 
-@dataclass
 class Trace:
     """Names and checksums (int64 [3], on the device) of what one computation made, in order."""
 
-    names: list[str] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.sums: list[Tensor] = []
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Keep the checksum of this rank's part of a tensor."""
-        self.names.append(name)
-        self.sums.append(checksum(local_part(tensor)))
+    def add(self, name: str, *tensors: Tensor) -> None:
+        """Keep the checksums of this rank's parts of tensors."""
+        for tensor in tensors:
+            self.names.append(name)
+            self.sums.append(checksum(local_part(tensor)))
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         """A context in which everything that `model` computes is added."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
-                hooks: list[Callable[..., None]] = []
                 if isinstance(module, QuantizedLinear):
-                    hooks.append(partial(self._see_inputs, name))
+                    stack.callback(module.register_forward_pre_hook(partial(self._see_inputs, name)).remove)
                     probe, module.context.probe = module.context.probe, _LinearTrace(self, name)
                     stack.callback(setattr, module.context, "probe", probe)
-                if isinstance(module, FSDPModule) or module is model:
-                    # Only here are the parameters those of the forward pass, gathered.
-                    hooks.append(partial(self._see_gradients, f"{name}." if name else "", set(), stack))
-                for hook in hooks:
-                    stack.callback(module.register_forward_pre_hook(hook).remove)
+                gathers = isinstance(module, FSDPModule) or module is model
+                if gathers:  # only here are the parameters those of the forward pass
+                    see = partial(self._see_gradients, f"{name}." if name else "", set(), stack)
+                    stack.callback(module.register_forward_pre_hook(see).remove)
                 see_outputs = partial(self._see_outputs, name or "the model (its loss)")
                 stack.callback(module.register_forward_hook(see_outputs).remove)
             yield
 
     def _see_inputs(self, name: str, module: nn.Module, inputs: Any) -> None:
-        for tensor in tensors_in(inputs):
-            self.add(f"the input of {name}", tensor)
+        self.add(f"the input of {name}", *tensors_in(inputs))
 
     def _see_outputs(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_in(output):

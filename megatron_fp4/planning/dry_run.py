@@ -175,17 +175,14 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
             watch = _Watch(model, controller.linears, ledger, optimizer)
 
             def step(number: int, count: int) -> None:
-                step_state.step = number
-                loss = accumulate(
-                    model, _micro_batches(config, count), mesh, step_state, reshard=config.parallel.reshard
-                )
+                step_state.step, reshard = number, config.parallel.reshard
+                loss = accumulate(model, _micro_batches(config, count), mesh, step_state, reshard=reshard)
                 lr, clip_norm = config.optimizer.lr, config.optimizer.clip_norm
                 update(optimizer, loss, mesh, step_state, lr=lr, clip_norm=clip_norm)
 
             # Two micro-batches: whatever DTensor looks up once per kind of operation, it has looked up then.
             step(0, min(shown, 2))
-            ledger.messages.clear()
-            ledger.order.clear()
+            ledger.sent.clear()
             ledger.restart_peak()
             step_state.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
@@ -196,17 +193,13 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
                 memory = replace(memory, kept_sums=kept, peak=memory.peak + kept)
         axes = mesh.device_mesh.mesh_dim_names or ()
         names: dict[str, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
-        parts = [_named(ledger.messages.get(index, {}), names) for index in range(shown)]
-        first, middle, last = {1: [*parts, {}, {}], 2: [parts[0], {}, parts[-1]], 3: parts}[shown]
-        return DryRun(memory, max(numbers), first, middle, last, _ends(ledger.order, names))
+        sent = [(part, replace(message, group=names.get(message.group, "all ranks"))) for part, message in ledger.sent]
+        parts = [Counter(message for at, message in sent if at == part) for part in range(shown)]
+        middle, last = parts[1] if shown == 3 else Counter[Message](), parts[-1] if shown > 1 else Counter[Message]()
+        return DryRun(memory, max(numbers), parts[0], middle, last, _ends([message for _, message in sent]))
 
 
-def _named(messages: Mapping[Message, int], names: Mapping[str, str]) -> dict[Message, int]:
-    """With groups by the names of their axes."""
-    return {replace(m, group=names.get(m.group, "all ranks")): count for m, count in messages.items()}
-
-
-def _ends(order: Sequence[Message], names: Mapping[str, str]) -> dict[Message, int]:
+def _ends(sent: Sequence[Message]) -> Counter[Message]:
     """FSDP's first gathering and its last reduction, over shards and over replicas."""
     found: list[Message] = []
     for operation, axis, place in (
@@ -215,9 +208,8 @@ def _ends(order: Sequence[Message], names: Mapping[str, str]) -> dict[Message, i
         ("all-to-all", "dp", -1),
         ("all-reduce", "replicate", -1),
     ):
-        of_kind = [m for m in order if (m.operation, names.get(m.group)) == (operation, axis)]
-        found += of_kind[place:][:1]
-    return _named(Counter(found), names)
+        found += [message for message in sent if (message.operation, message.group) == (operation, axis)][place:][:1]
+    return Counter(found)
 
 
 def _micro_batches(config: Config, count: int) -> list[MicroBatch]:
@@ -236,25 +228,22 @@ class AllocatingGPU(cuda.NvidiaGPU):
     """An H100 or H200 whose quantization kernels do nothing."""
 
     def available(self, device: torch.device) -> bool:
-        """They all are."""
         return True
 
     def aligned(self, x: Tensor) -> bool:
-        """As new tensors are."""
         return True
 
     def multiprocessors(self, device: torch.device) -> int:
-        """Some kernels' grids depend on it."""
         return _MULTIPROCESSORS
 
     def zeros(self, device: torch.device) -> Tensor:
-        """By themselves: of many made at once, the rest would outlive a fake tensor's mode."""
+        # By themselves: of many made at once, the rest would outlive a fake tensor's mode.
         return torch.zeros(2, dtype=torch.int32, device=device)
 
     def start(
         self, kernel: cuda.Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
-        """Nothing."""
+        pass
 
 
 def _allocated(
@@ -322,9 +311,8 @@ class _Watch:
 
     def _kept_weights(self) -> Iterator[Tensor]:
         for context in self.linears.values():
-            if context.weight_cache is not None:
-                for operand in context.weight_cache[1:]:
-                    yield from (tensor for tensor in operand.tensors() if tensor is not None)
+            for operand in (context.weight_cache or ())[1:]:
+                yield from (tensor for tensor in operand.tensors() if tensor is not None)
         for parameter in self.model.parameters():
             if (gathered := codes_of(parameter)) is not None:
                 yield from (gathered.codes, gathered.scales)
@@ -366,39 +354,36 @@ class _Storage:
 class Ledger(TorchDispatchMode):
     """Use it as a context manager inside `FakeTensorMode`.
 
-    now: in which part of the step a message is sent, the key of `messages`. order: all messages as they were sent.
-    live_bytes, peak_bytes: of all storages seen.
+    sent: all messages as they were sent, each with what `now` said then, the part of the step. live_bytes, peak_bytes:
+    of all storages seen.
     """
 
     def __init__(self, now: Callable[[], int]) -> None:
         super().__init__()
-        self.messages: dict[int, Counter[Message]] = {}
-        self.order: list[Message] = []
+        self.sent: list[tuple[int, Message]] = []
         self.live_bytes = self.peak_bytes = 0
         self._now = now
-        self._operations = 0
+        self._operations = self._sent_at = 0
         self._storages: dict[int, _Storage] = {}  # by address, which others take when a storage is gone
         self._count = 0
 
     def __enter__(self) -> Ledger:
         # FSDP2 frees and allocates gathered parameters by resizing storages, which is no operation.
-        self._resize = torch.UntypedStorage.resize_
-        ledger, resize = self, self._resize
+        self._resize, self._wait = torch.UntypedStorage.resize_, Pending.wait
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if storage._cdata in ledger._storages:
-                ledger._set(storage._cdata, storage.nbytes())
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            if storage._cdata in self._storages:
+                self._set(storage._cdata, storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        self._wait = Pending.wait
-        wait = self._wait
-
         def waited(pending: Pending) -> Tensor:
-            ledger._waited()
-            return wait(pending)
+            part, message = self.sent[-1]
+            if self._operations == self._sent_at:  # nothing was asked for since it was sent: it ran beside nothing
+                self.sent[-1] = part, replace(message, is_async=False)
+            return self._wait(pending)
 
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         Pending.wait = waited  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
@@ -422,17 +407,6 @@ class Ledger(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._see(leaf)
         return result
-
-    def _waited(self) -> None:
-        """A message is waited for: if nothing was asked for since it was sent, it ran beside nothing."""
-        last = self.order[-1]
-        if last.is_async and self._operations == self._sent_at:
-            self.order[-1] = replace(last, is_async=False)
-            counted = self.messages[self._now()]
-            counted[last] -= 1
-            counted[self.order[-1]] += 1
-            if not counted[last]:
-                del counted[last]
 
     def storages(self) -> dict[int, int]:
         """Bytes of every storage that is alive, by a number of its own."""
@@ -471,6 +445,5 @@ class Ledger(TorchDispatchMode):
         group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
         asynchronous = next((arg for arg in args if isinstance(arg, bool)), True)  # the operations' own default
         message = Message(operation, group.group_name, group.size(), sum(t.nbytes for t in tensors), asynchronous)
-        self.order.append(message)
+        self.sent.append((self._now(), message))
         self._sent_at = self._operations
-        self.messages.setdefault(self._now(), Counter())[message] += 1

@@ -19,9 +19,7 @@ that of a replay, which is assumed; the keys `run.dry_*` replace those that depe
 from __future__ import annotations
 
 import math
-import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +30,7 @@ from rich.table import Table
 
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.find import Resumed, preview
+from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
 from megatron_fp4.logging.console import (
@@ -56,7 +55,6 @@ from megatron_fp4.training.build import (
     plans_of,
     sharded_model,
     when_it_switches,
-    world_size,
 )
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
@@ -114,9 +112,9 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
 
     Raises ConfigError for whatever a start would refuse, as far as one process can see it; OSError.
     """
-    if os.environ.get("RANK", "0") != "0":  # under torchrun one rank looks, and says so
+    place, steps = place_in_run(), config.train.steps
+    if place.rank:  # under torchrun one rank looks, and says so
         return
-    ranks, steps = world_size(), config.train.steps
     _check_run_dir(Path(config.run.dir))
     with configuration_errors():
         opened = data.open_alone(config)
@@ -137,18 +135,23 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
         print(f"checkpoint: NOT WHOLE, would be moved aside: {damage.name}: {damage.problem}")
     for change in opened.loader.changes:
         print(f"data: {change}")
-    memory, minutes, assumed = _needs(config, models, ranks, opened.phases, found, start)
-    print(assumed)
+    memory, seconds = _needs(config, models, place.world_size, opened.phases, found, start)
+    print(
+        "memory and time: as planned for GPUs (run.dry=true has their parts), at "
+        f"run.dry_mfu={config.run.dry_mfu:g} of run.dry_peak_tflops={config.run.dry_peak_tflops:g}, without "
+        "validation and saves"
+    )
+    rest = f", about {long_time(seconds)}{'' if device_type_of(config) == 'cuda' else ' on GPUs'}"
+    rest += f" for the {steps - start:,} steps that are left" if start else ""
+    rest = ", nothing left to do: the run is finished" if start == steps else rest
     tokens = opened.phases.samples_before(steps) * config.train.sequence_length
-    rest = "" if start == 0 else f" for the {steps - start:,} steps that are left"
-    rest = ", nothing left to do: the run is finished" if start == steps else f", {minutes}{rest}"
-    print(f"ok: {counted(ranks, 'rank')}, {tokens:,} tokens, {memory / _GIB:.1f} GiB a rank{rest}")
+    print(f"ok: {counted(place.world_size, 'rank')}, {tokens:,} tokens, {memory / _GIB:.1f} GiB a rank{rest}")
 
 
 def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> None:
     """Print what the run would need on WORLD_SIZE ranks, without running it."""
-    ranks, plans, phases = world_size(), plans_of(config, models), _planned_phases(config, data.phases(config), 0)
-    execution = models.planned_execution(config)
+    ranks, plans = place_in_run().world_size, plans_of(config, models)
+    phases, execution = _planned_phases(config, data.phases(config), 0), models.planned_execution(config)
     dry = dry_run(config, ranks, lambda *parts: sharded_model(config, models, *parts), execution)
     times = [(phase, step_time(config, models, ranks, dry, phase, recipes_in(plans))) for phase in phases]
     num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
@@ -205,8 +208,8 @@ def _planned_phases(config: Config, phases: Any, start: int) -> list[PlannedPhas
 
 def _needs(
     config: Config, models: ModelProvider, ranks: int, phases: Any, found: Resumed | None, start: int
-) -> tuple[int, str, str]:
-    """By a dry run: bytes of a rank's memory at its peak, how long the steps after `start` take, what both assume."""
+) -> tuple[int, float]:
+    """By a dry run: bytes of a rank's memory at its peak, and seconds of the steps after `start`."""
 
     def build(*parts: Any) -> tuple[torch.nn.Module, PrecisionController]:
         model, controller = sharded_model(config, models, *parts)
@@ -215,16 +218,10 @@ def _needs(
                 controller.load_state_dict(found.trainer["switch"])
         return model, controller
 
-    dry, run = dry_run(config, ranks, build, models.planned_execution(config)), config.run
-    recipes = recipes_in(plans_of(config, models))
-    left = _planned_phases(config, phases, start)
+    dry = dry_run(config, ranks, build, models.planned_execution(config))
+    recipes, left = recipes_in(plans_of(config, models)), _planned_phases(config, phases, start)
     seconds = sum(phase.num_steps * step_time(config, models, ranks, dry, phase, recipes).seconds for phase in left)
-    elsewhere = "" if device_type_of(config) == "cuda" else " on GPUs"
-    assumed = (
-        "memory and time: as planned for GPUs (run.dry=true has their parts), at "
-        f"run.dry_mfu={run.dry_mfu:g} of run.dry_peak_tflops={run.dry_peak_tflops:g}, without validation and saves"
-    )
-    return dry.memory.peak, f"about {long_time(seconds)}{elsewhere}", assumed
+    return dry.memory.peak, seconds
 
 
 def _flops_of_step(config: Config, models: ModelProvider, phase: PlannedPhase) -> int:
@@ -321,12 +318,16 @@ def step_time(
     """The bounds of a step of `phase` on so many ranks. recipes: of the linears."""
     train, run, parallel, backend = config.train, config.run, config.parallel, config.precision.backend
     micro_batches = phase.batch_size // (train.micro_batch_size * parallel.data_parallel_size(ranks))
-    exposed, beside = 0.0, Counter[str]()
+    exposed, beside = 0.0, dict[str, float]()
     for message, count in dry.messages_of(micro_batches).items():
-        seconds = message_seconds(message, parallel, ranks, run)
+        if message.ranks == 1:
+            continue
+        # Its bytes round a ring, and a tree's latency.
+        bandwidth = axis_bandwidth(message.group, message.ranks, parallel, ranks, run)
+        seconds = _LATENCY * math.ceil(math.log2(message.ranks)) + message.sent_bytes / (bandwidth * 1e9)
         waited_for = min(dry.ends.get(message, 0), count) if hidden(message) else count
         exposed += waited_for * seconds
-        beside[message.group] += (count - waited_for) * seconds  # type: ignore[assignment]
+        beside[message.group] = beside.get(message.group, 0.0) + (count - waited_for) * seconds
     host_ms = _HOST_MS_OF_A_REPLAY
     if graphs_refusal(config, ranks, "cuda", "emulated" if backend == "auto" else backend, recipes) is not None:
         of_linear = _HOST_MS + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
@@ -337,14 +338,6 @@ def step_time(
         hidden=max(beside.values(), default=0.0),
         host=micro_batches * host_ms / 1e3,
     )
-
-
-def message_seconds(message: Message, parallel: ParallelConfig, ranks: int, run: RunConfig) -> float:
-    """Of one collective: its bytes round a ring, and a tree's latency."""
-    if message.ranks == 1:
-        return 0.0
-    bandwidth = axis_bandwidth(message.group, message.ranks, parallel, ranks, run)
-    return _LATENCY * math.ceil(math.log2(message.ranks)) + message.sent_bytes / (bandwidth * 1e9)
 
 
 def axis_bandwidth(group: str, size: int, parallel: ParallelConfig, ranks: int, run: RunConfig) -> float:

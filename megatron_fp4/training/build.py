@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from megatron_fp4.checkpoint.find import check_initialization, check_resume
 from megatron_fp4.config.checks import place_in_run, validate
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend, OperandRequest
@@ -34,9 +36,22 @@ from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.runtime.errors import is_users_to_mend
-from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
+
+
+def check_start(config: Config, models: ModelProvider, data: DataProvider) -> None:
+    """Raise ConfigError for the first thing that this process sees, before data is opened, why a start with `config`,
+    or its dry run, cannot be."""
+    # A dry run plans for machines that are not here.
+    device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
+    check(config, models, data, place_in_run().world_size, device_type)
+    check_resume(config)
+    check_initialization(config)
+    check_baseline(config)
+    if not config.run.dry:
+        execution_of(config, models)
+        why_eager(config, models)
 
 
 def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int, device_type: str) -> None:
@@ -71,8 +86,7 @@ def precisions(config: Config) -> dict[str, PrecisionConfig]:
 
 def own_plans(config: Config, models: ModelProvider) -> list[Plan]:
     """The plan of each of `precisions` by itself. Raises ValueError."""
-    model, shapes = config.model, models.linear_shapes(config.model)
-    plans = []
+    model, shapes, plans = config.model, models.linear_shapes(config.model), []
     for key, precision in precisions(config).items():
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
         plan = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
@@ -106,7 +120,7 @@ def backend_of(config: Config, models: ModelProvider) -> BackendChoice:
 def why_eager(config: Config, models: ModelProvider) -> str | None:
     """Why the run computes micro-batches eagerly, or None if CUDA graphs replay them. Raises ConfigError."""
     backend, recipes = backend_of(config, models), recipes_in(plans_of(config, models))
-    return graphs_refusal(config, world_size(), device_type_of(config), backend.name, recipes)
+    return graphs_refusal(config, place_in_run().world_size, device_type_of(config), backend.name, recipes)
 
 
 def graphs_refusal(
@@ -118,22 +132,22 @@ def graphs_refusal(
     Raises ConfigError if `train.cuda_graphs` is `true` where graphs cannot be.
     """
     parallel, wanted = config.parallel, config.train.cuda_graphs
-    refusal = None
     if wanted == "false":
         return "as train.cuda_graphs says"
-    if device_type != "cuda":
-        refusal = f"the run is on {device_type}, and graphs are CUDA's"
-    elif parallel.replicate * parallel.tensor != ranks or parallel.replicate > 1:
-        refusal = "FSDP2 gathers parameters and adds gradients up over data-parallel ranks, which is not captured"
-    elif backend != "emulated":
-        refusal = f"linears are computed by {backend}, whose calls have not been captured"
-    elif config.precision.compute_dtype != "bfloat16":
-        refusal = f"precision.compute_dtype={config.precision.compute_dtype} has no kernels of its own"
-    elif config.data.documents == "masked":
-        refusal = "data.documents=masked gives every micro-batch other shapes"
-    elif config.train.kernels == "torch":
-        refusal = "train.kernels=torch asks for plain PyTorch"
-    elif torch.cuda.is_available():  # a plan may be made elsewhere
+    obstacles = {
+        f"the run is on {device_type}, and graphs are CUDA's": device_type != "cuda",
+        "FSDP2 gathers parameters and adds gradients up over data-parallel ranks, which is not captured": (
+            parallel.tensor != ranks
+        ),
+        f"linears are computed by {backend}, whose calls have not been captured": backend != "emulated",
+        f"precision.compute_dtype={config.precision.compute_dtype} has no kernels of its own": (
+            config.precision.compute_dtype != "bfloat16"
+        ),
+        "data.documents=masked gives every micro-batch other shapes": config.data.documents == "masked",
+        "train.kernels=torch asks for plain PyTorch": config.train.kernels == "torch",
+    }
+    refusal = next((why for why, there in obstacles.items() if there), None)
+    if refusal is None and torch.cuda.is_available():  # a plan may be made elsewhere
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
     refusal = refusal or next(filter(None, map(made_by_pytorch, recipes)), None)
     if refusal is not None and wanted == "true":
@@ -153,11 +167,6 @@ def made_by_pytorch(recipe: Recipe) -> str | None:
         if format_of(operand.format).kernels(side_of(request), along) is None:
             return f"{slot.name} of the recipe {recipe.name} is quantized by PyTorch, not by a kernel"
     return None
-
-
-def world_size() -> int:
-    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone. Raises ConfigError."""
-    return place_in_run().world_size
 
 
 def device_type_of(config: Config) -> str:
@@ -220,20 +229,6 @@ def initialized_model(
     return model, controller
 
 
-def graphs_for(
-    config: Config,
-    models: ModelProvider,
-    mesh: ParallelMesh,
-    model: Any,
-    controller: PrecisionController,
-    warn: Callable[[str], None],
-) -> MicroBatchGraphs | None:
-    """What replays the micro-batches of `model`; None where they run eagerly. warn: as `MicroBatchGraphs` has it."""
-    if why_eager(config, models) is not None:
-        return None
-    return MicroBatchGraphs(model, mesh, controller.linears, required=config.train.cuda_graphs == "true", warn=warn)
-
-
 def is_refusal(error: Exception) -> bool:
     """Whether opening data, plans or checkpoints failed by something that the user has to mend. What a disk or network
     fails at is not."""
@@ -245,10 +240,8 @@ def configuration_errors(prefix: str = "") -> Iterator[None]:
     """What opening data, plans and checkpoints refuses (`is_refusal`) is a ConfigError, not a traceback."""
     try:
         yield
-    except ConfigError:
-        raise
     except (ValueError, OSError) as error:
-        if not is_refusal(error):
+        if isinstance(error, ConfigError) or not is_refusal(error):
             raise
         text = str(error)
         if isinstance(error, OSError) and error.filename and error.strerror:

@@ -141,25 +141,29 @@ class MicroBatchGraphs:
         self._targets.copy_(micro_batch.targets, non_blocking=True)
         self._keys.fill(step_state.seed, step_state.step, step_state.micro_batch)
         graph = self._first if first else self._later
-        if graph is None:
-            graph, failure = self._try_to_capture(first)
-            if not self._on_all_ranks(failure is None):  # collectives are captured on all ranks or on none
-                failure = failure or RuntimeError("on another rank")
-                if self._required:
-                    raise failure
-                self._failed = True
-                error = failure.__context__ or failure  # the end of a broken capture fails too
-                why, *_ = [*str(error).strip().splitlines(), ""]
-                self._warn(f"CUDA graphs: none, because a capture failed: {type(error).__name__}: {why}")
-                if first:
-                    self._drop_gradients_and_weights()
-                return None
-        assert graph is not None
+        if graph is None and (graph := self._captured_on_all_ranks(first)) is None:
+            return None
         graph.replay()
         if first:
             self._hand_out(step_state)
         self._position += 1
         return graph.result
+
+    def _captured_on_all_ranks(self, first: bool) -> GpuGraph | None:
+        """The graph, None if the capture failed on a rank: collectives are captured on all ranks or on none."""
+        graph, failure = self._try_to_capture(first)
+        if self._on_all_ranks(failure is None):
+            return graph
+        failure = failure or RuntimeError("on another rank")
+        if self._required:
+            raise failure
+        self._failed = True
+        error = failure.__context__ or failure  # the end of a broken capture fails too
+        why, *_ = [*str(error).strip().splitlines(), ""]
+        self._warn(f"CUDA graphs: none, because a capture failed: {type(error).__name__}: {why}")
+        if first:
+            self._drop_gradients_and_weights()
+        return None
 
     def write_gradients(self) -> None:
         """Let the next micro-batch of the step write gradients, as its first did."""

@@ -66,11 +66,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups[parameter.ndim >= 2 and not name.endswith("bias")].append(parameter)
-    return [
-        {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
-        for decayed, parameters in groups.items()
-        if parameters
-    ]
+    decays = {True: weight_decay, False: 0.0}
+    return [{"params": own, "weight_decay": decays[decayed]} for decayed, own in groups.items() if own]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -91,12 +88,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     its sharded state (not between forward and backward).
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    state: dict[str, Tensor] = {}
-    for parameter in optimizer_parameters(optimizer):
-        assert parameter in names, "the model is not in its sharded state, or the optimizer belongs to another model"
-        for key, value in optimizer.state[parameter].items():
-            state[f"{names[parameter]}.{key}"] = value
-    return state
+    parameters = optimizer_parameters(optimizer)
+    assert names.keys() >= set(parameters), "the model is not in its sharded state, or the optimizer is another model's"
+    return {f"{names[p]}.{key}": value for p in parameters for key, value in optimizer.state[p].items()}
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:

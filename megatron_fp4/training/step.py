@@ -116,45 +116,43 @@ def accumulate(
     replayed where they can be; None: all is computed eagerly.
     """
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
-    whole = whole or global_batch_of(micro_batches, mesh)
-    number = whole.num_micro_batches
-    replaying = nullcontext(False) if graphs is None else graphs.step(micro_batches, number, step_state)
+    whole, progress = whole or global_batch_of(micro_batches, mesh), progress or Progress()
+    number, count = whole.num_micro_batches, len(micro_batches)
     losses = torch.zeros(number if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
     tree, leaf = gradient_tree(model), leaf_size(number)
     if tree is not None:
         tree.begin()
-    with replaying as replays:
+    with nullcontext(False) if graphs is None else graphs.step(micro_batches, number, step_state) as replays:
         for position, micro_batch in enumerate(micro_batches, start=1):
-            if progress is not None:
-                where = f"forward and backward of micro-batch {position} of {len(micro_batches)}"
-                progress.at(step_state.step + 1, where)
-            is_last = position == len(micro_batches)
-            passes = _prepare_fsdp(model, mesh, position == 1, is_last, reshard)
-            loss_sum = losses[micro_batch.index % len(losses)]
-            if replays and graphs is not None and (replayed := graphs.run(micro_batch, step_state)) is not None:
-                loss_sum += replayed
-            else:
-                replays = False
+            progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {count}")
+            passes = _prepare_fsdp(model, mesh, position == 1, position == count, reshard)
+            loss = graphs.run(micro_batch, step_state) if graphs is not None and replays else None
+            replayed = loss is not None
+            if loss is None:
                 with passes:
                     tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
-                    loss: Tensor = model(tokens, targets, **options)
-                    if whole.num_targets is None:
-                        (loss / number).backward()
-                        loss_sum += loss.detach()
-                    else:
-                        assert micro_batch.num_targets is not None
-                        weight = micro_batch.num_targets / whole.num_targets.clamp(min=1).to(torch.float64)
-                        (loss * weight.to(loss.dtype)).backward()
-                        loss_sum += loss.detach() * weight
-            if tree is not None and position % leaf == 0 and not is_last:
-                tree.keep(copied=replays)
-                if replays and graphs is not None:
+                    part, loss = _part_of(model(tokens, targets, **options), micro_batch, whole)
+                    part.backward()
+            losses[micro_batch.index % len(losses)].add_(loss)
+            if tree is not None and position % leaf == 0 and position < count:
+                tree.keep(copied=replayed)
+                if graphs is not None and replayed:
                     graphs.write_gradients()
     if tree is not None:
         tree.finish()
     if whole.num_targets is None:
         losses /= number
     return losses if mesh.reproducible else losses[0]
+
+
+def _part_of(loss: Tensor, micro_batch: MicroBatch, whole: GlobalBatch) -> tuple[Tensor, Tensor]:
+    """A micro-batch's part of the loss of `whole`: what is differentiated, and what is added up, of which
+    `accumulate` divides the sum where all targets count."""
+    if whole.num_targets is None:
+        return loss / whole.num_micro_batches, loss.detach()
+    assert micro_batch.num_targets is not None
+    weight = micro_batch.num_targets / whole.num_targets.clamp(min=1).to(torch.float64)
+    return loss * weight.to(loss.dtype), loss.detach() * weight
 
 
 def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> GlobalBatch:
@@ -233,15 +231,13 @@ def update(
     counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
     # Pinned: a copy from pageable memory would wait for what the device still does.
     told = torch.tensor([*map(float, requests)], dtype=torch.float64, pin_memory=loss.is_cuda)
-    told = told.to(mesh.device, non_blocking=True)
     share = (exact_norm_share if mesh.reproducible else squared_norm_share)(parameters, mesh)
-    totals = torch.cat((counted_loss.view(-1), share.view(1), told))
+    totals = torch.cat((counted_loss.view(-1), share.view(1), told.to(mesh.device, non_blocking=True)))
     dist.all_reduce(totals)
     if mesh.reproducible:
         losses, others = totals.tensor_split([loss.numel()])
         totals = torch.cat((losses.sum(0, keepdim=True), others))
-    totals_on_host = totals.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event() if totals.is_cuda else None
+    on_host, arrived = totals.to("cpu", non_blocking=True), torch.cuda.Event() if totals.is_cuda else None
     if arrived is not None:
         arrived.record()
     norm = totals[1].sqrt()
@@ -251,7 +247,7 @@ def update(
         step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
     if arrived is not None:
         arrived.synchronize()
-    mean_loss, squared_norm, *counts = totals_on_host.tolist()
+    mean_loss, squared_norm, *counts = on_host.tolist()
 
     progress.at(step_state.step + 1, "update")
     grad_norm = math.sqrt(squared_norm)
@@ -293,8 +289,7 @@ def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -
     The sum over all ranks counts every element once: of the ranks that hold the same shard, only the first contributes.
     The caller reduces, so that the sum can travel with other numbers.
     """
-    mine = [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
-    if not mine:
+    if not (mine := _counted_gradients(parameters, mesh)):
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
     # Accumulated in FP64: squares of FP32 gradients neither overflow nor vanish in it.
     norms = torch._foreach_norm(mine, 2.0, dtype=torch.float64)  # type: ignore[attr-defined]
@@ -316,8 +311,7 @@ def exact_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> 
     dist.all_reduce(rough)
     exponent = torch.frexp(rough).exponent.clamp(min=-200)  # below, an FP32 scale would overflow
     scale = torch.ldexp(torch.ones_like(rough), (50 - exponent) // 2)
-    mine = [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
-    if not mine:
+    if not (mine := _counted_gradients(parameters, mesh)):
         return torch.zeros_like(rough)
     squares = torch._foreach_mul(mine, scale.to(torch.float32))  # type: ignore[attr-defined]
     torch._foreach_mul_(squares, squares)  # type: ignore[attr-defined]
@@ -325,6 +319,10 @@ def exact_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> 
     sums = torch._foreach_norm(squares, 1, dtype=torch.float64)  # type: ignore[attr-defined]
     exact = torch.stack(sums).sum() / scale.square()
     return torch.where(rough.isfinite(), exact, rough)
+
+
+def _counted_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> list[Tensor]:
+    return [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.run_folder import Missing, missing_of
-from megatron_fp4.logging.run_log import RunLog
+from megatron_fp4.logging.run_log import RunLog, TimeLedger
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import agreed_backend
@@ -44,10 +44,11 @@ from megatron_fp4.training.build import (
     check_samples,
     configuration_errors,
     execution_of,
-    graphs_for,
     initialized_model,
     is_refusal,
+    why_eager,
 )
+from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule, build_optimizer
 from megatron_fp4.training.providers import DataProvider, MicroBatch, ModelProvider
 from megatron_fp4.training.step import StepRequests, StepResult, accumulate, update
@@ -145,7 +146,8 @@ class Trainer:
     """The parts of a run, built and wired. Raises ConfigError for data that cannot be opened or does not fit.
 
     models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does. quiet:
-    nothing is recorded or said, for who trains some steps of a run without being that run.
+    nothing is recorded or said, for who trains some steps of a run without being that run. began: `time.monotonic()`
+    of the run's begin; None: now.
 
     precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: what a
     run lacks that has done all its steps; None for every other.
@@ -160,6 +162,7 @@ class Trainer:
         mesh: ParallelMesh,
         progress: Progress | None = None,
         quiet: bool = False,
+        began: float | None = None,
     ) -> None:
         self.config, self.models, self.mesh, self.progress = config, models, mesh, progress or Progress()
         self.missing: Missing | None = None
@@ -177,6 +180,8 @@ class Trainer:
         on_gpu = mesh.device.type == "cuda"
         memory = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
         self.log = RunLog(config, active=mesh.rank == 0 and not quiet, memory_size=memory)
+        self.log.times = TimeLedger(began)
+        self.progress.observer = self.log.times.at
         self.checkpointer = Checkpointer(
             Path(config.run.dir) / "checkpoints",
             mesh,
@@ -186,7 +191,10 @@ class Trainer:
             max_failed_saves=_MAX_FAILED_SAVES,
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         )
-        self.graphs = graphs_for(config, models, mesh, self.model, self.precision, self.log.console.text)
+        self.graphs: MicroBatchGraphs | None = None
+        if why_eager(config, models) is None:
+            required, warn = config.train.cuda_graphs == "true", self.log.console.text
+            self.graphs = MicroBatchGraphs(self.model, mesh, self.precision.linears, required=required, warn=warn)
         self.callbacks = list(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
@@ -235,10 +243,10 @@ class Trainer:
             with ExitStack() as around:
                 for callback in self.callbacks:
                     around.enter_context(callback.around_step(step))
-                reshard = config.parallel.reshard
-                loss = accumulate(
-                    self.model, batch, mesh, state, reshard=reshard, progress=progress, graphs=self.graphs
-                )
+                reshard, graphs = config.parallel.reshard, self.graphs
+                loss = accumulate(self.model, batch, mesh, state, reshard=reshard, progress=progress, graphs=graphs)
+                # What this rank tells the others, read as late as possible.
+                told = (stops.stop, stops.save, self.checkpointer.failed) if stops is not None else ()
                 step.result = update(
                     self.optimizer,
                     loss,
@@ -246,10 +254,7 @@ class Trainer:
                     state,
                     lr=self.lr(index),
                     clip_norm=config.optimizer.clip_norm,
-                    # What this rank tells the others, read as late as possible.
-                    requests=StepRequests()
-                    if stops is None
-                    else StepRequests(stops.stop, stops.save, self.checkpointer.failed),
+                    requests=StepRequests(*told),
                     accept=accept,
                     progress=progress,
                 )
@@ -264,19 +269,14 @@ class Trainer:
         resuming would overwrite checkpoints of run.dir.
         """
         self.progress.at(0, "load")
-        settings, checkpointer = self.config.checkpoint, self.checkpointer
-        parts, step_state = (self.model, self.optimizer), self.precision.step_state
+        settings, checkpointer, state = self.config.checkpoint, self.checkpointer, self.precision.step_state
+        given, allow = settings.initialize_from, settings.allow_mismatch
         with configuration_errors():
-            resumed = checkpointer.resume(settings.resume, *parts, step_state, allow_mismatch=settings.allow_mismatch)
+            resumed = checkpointer.resume(settings.resume, self.model, self.optimizer, state, allow_mismatch=allow)
             start = resumed.step if resumed else 0
-            if settings.initialize_from is not None:
-                begun = checkpointer.initialize(
-                    settings.initialize_from,
-                    self.model,
-                    step_state,
-                    resumed=resumed is not None,
-                    allow_mismatch=settings.allow_mismatch,
-                )
+            if given is not None:
+                again = resumed is not None
+                begun = checkpointer.initialize(given, self.model, state, resumed=again, allow_mismatch=allow)
                 if begun is not None:
                     self.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
             if later := checkpointer.steps_after(start):
@@ -369,8 +369,7 @@ class Trainer:
 
     def samples(self, done: int) -> int:
         """Of the first `done` steps."""
-        samples: int = self.data.phases.samples_before(done)
-        return samples
+        return int(self.data.phases.samples_before(done))
 
     def tokens(self, done: int) -> int:
         """Of the first `done` steps."""

@@ -109,13 +109,11 @@ class Spike:
     total: int
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{name} {value:.4g} ({'over' if value > limit else 'within'} {limit:.4g}, median {median:.4g})"
-            for name, value, limit, median in (
-                ("loss", self.loss, self.loss_limit, self.loss_median),
-                ("gradient norm", self.grad_norm, self.grad_norm_limit, self.grad_norm_median),
-            )
-        )
+        def compared(name: str, value: float, limit: float, median: float) -> str:
+            return f"{name} {value:.4g} ({'over' if value > limit else 'within'} {limit:.4g}, median {median:.4g})"
+
+        loss = compared("loss", self.loss, self.loss_limit, self.loss_median)
+        return f"{loss}, {compared('gradient norm', self.grad_norm, self.grad_norm_limit, self.grad_norm_median)}"
 
 
 class Spikes(Callback):
@@ -176,14 +174,12 @@ class Spikes(Callback):
 
     def _answer(self, spike: Spike, done: int) -> None:
         """Go back to the last checkpoint if the configuration says so and there is one, and record what was done."""
-        trainer, restored, action = self.trainer, None, "skip"
+        trainer, restored, action, answer = self.trainer, None, "skip", "skipped"
         if spike.in_row >= self.config.max_in_row:
             answer, action = "the run ends", "end"
-        elif self.config.action == "skip":
-            answer = "skipped"
-        elif self.last_checkpoint() is None:
+        elif self.config.action == "rollback" and self.last_checkpoint() is None:
             answer = "skipped, because there is no checkpoint yet to go back to"
-        else:
+        elif self.config.action == "rollback":
             try:
                 restored, action = trainer.roll_back(done), "rollback"
                 answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
@@ -208,11 +204,10 @@ class Spikes(Callback):
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
         """The measure is again what it was at the checkpoint, the counts stay."""
-        self._regime, self._history = "", []
         # Steps that are not looked at leave no history, and what was before them is no measure of those after.
-        if state is not None and self.config.action != "none":
-            self._regime = state["regime"]
-            self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :]
+        known = state is not None and self.config.action != "none"
+        self._regime = state["regime"] if known else ""
+        self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :] if known else []
 
     def state_dict(self) -> Any:
         """Counts and history."""

@@ -7,8 +7,8 @@ kernels of the backward pass have; and Inductor gives each device its own folder
 
 So in every run the first rank alone tunes, before the first step, by one forward and backward pass of the scan; the
 others take over what it chose. (Also where no determinism is asked for: left to themselves, all ranks of all runs would
-spend their first step on it, minutes of it.) Configurations are compiled side by side and then timed one by one. The
-keys hold sizes of the model, not of the batch: validation needs nothing more. Choices come, in this order, from
+spend minutes of their first step on it.) Configurations are compiled side by side and then timed one by one. The keys
+hold sizes of the model, not of the batch: validation needs nothing more. Choices come, in this order, from
 
     the checkpoint      `autotuning` in trainer.json, also written to run.dir/autotuning.json
     this machine        a file that earlier runs on such a GPU with these versions made: a run started twice
@@ -32,10 +32,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,12 +56,12 @@ Choices = dict[tuple[str, Key], dict[str, Any]]
 
 class Kernels(Callback):
     """Pins what autotuned kernels use, before the first of them runs. folder: of this machine, for what earlier runs
-    chose. write: also write it into run.dir."""
+    chose."""
 
     name = "autotuning"
 
-    def __init__(self, folder: Path, write: bool = True) -> None:
-        self._folder, self._write = folder, write
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._saved: Mapping[str, Any] | None = None
         self._pinned: PinnedKernels | None = None
 
@@ -84,7 +83,7 @@ class Kernels(Callback):
 
     def on_checkpoint(self, done: int) -> None:
         """Replace run.dir/autotuning.json. Checkpoints have it too, so a disk that refuses it only gets a warning."""
-        if self._pinned is not None and self._write and self.trainer.mesh.rank == 0:
+        if self._pinned is not None and self.trainer.log.active:
             path = Path(self.trainer.config.run.dir) / RECORD_FILE
             try:
                 write_record(path, self._pinned.record())
@@ -100,12 +99,9 @@ class Kernels(Callback):
         self._saved = state
 
 
-@dataclass(frozen=True)
-class PinnedKernels:
-    """What the kernels of a run use; made by `pin_kernels`.
-
-    environment: what the choices are for. lines: where they came from, for the log of the first rank.
-    """
+class PinnedKernels(NamedTuple):
+    """What the kernels of a run use. environment: what the choices are for. lines: where they came from, for the log of
+    the first rank."""
 
     environment: Mapping[str, str]
     lines: list[str]
@@ -120,13 +116,13 @@ def rehearsal(
 ) -> Callable[[], None]:
     """What `pin_kernels` is to call: the autotuned kernels of `mixers`, once for each sequence length that occurs."""
     train, dtype = config.train, getattr(torch, config.precision.compute_dtype)
-    different = tuple(dict.fromkeys(lengths))
+    different, masked = tuple(dict.fromkeys(lengths)), config.data.documents == "masked"
 
     def rehearse() -> None:
         for mixer in mixers:
             for length in different:
                 rows = train.micro_batch_size * train.sequence_length // length
-                mixer.rehearse(rows, length, dtype, device, config.data.documents == "masked")
+                mixer.rehearse(rows, length, dtype, device, masked)
 
     return rehearse
 
@@ -163,25 +159,25 @@ def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None,
 def _choose(
     rehearse: Callable[[], object],
     autotuners: Mapping[str, Any],
-    environment: Mapping[str, str],
+    environment: dict[str, str],
     saved: Mapping[str, Any] | None,
     machine_folder: Path,
 ) -> list[str]:
     """Put known choices into this process's `autotuners` and tune the others; lines that say what was done."""
     lines = []
-    name = hashlib.sha256(json.dumps(dict(environment), sort_keys=True).encode()).hexdigest()[:16]
+    name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
     machine_file = machine_folder / f"{name}.json"
     # The checkpoint's last: they win.
     for place, record in ((str(machine_file), read_record(machine_file)), ("the checkpoint", saved)):
         if record is None:
             continue
         there = record["environment"]
-        names = [n for n in sorted(there.keys() | environment.keys()) if environment.get(n) != there.get(n)]
-        if names:
-            differing = "; ".join(f"{n} {environment.get(n)} instead of {there.get(n)}" for n in names)
-            lines.append(f"kernels: not as in {place}, which is of another environment: {differing}")
+        if there == environment:
+            lines += [f"kernels: not as in {place}: {line}" for line in put_back(choices_in(record), autotuners)]
             continue
-        lines += [f"kernels: not as in {place}: {line}" for line in put_back(choices_in(record), autotuners)]
+        names = [n for n in sorted(there.keys() | environment.keys()) if environment.get(n) != there.get(n)]
+        differing = "; ".join(f"{n} {environment.get(n)} instead of {there.get(n)}" for n in names)
+        lines.append(f"kernels: not as in {place}, which is of another environment: {differing}")
     known, began = choices_of(autotuners).keys(), time.perf_counter()
     for autotuner in autotuners.values():
         # An attribute of the object, which Triton calls when it meets a key that it has no choice for.
@@ -220,14 +216,12 @@ def live_autotuners() -> dict[str, Any]:
     if triton is None:
         return {}
     found = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.split(".")[0] != _PACKAGE or not isinstance(module, ModuleType):
-            continue
-        for kernel in list(vars(module).values()):
-            while isinstance(kernel, triton.Heuristics):
-                kernel = kernel.fn
-            if isinstance(kernel, triton.Autotuner):
-                found[f"{kernel.base_fn.__module__}.{kernel.base_fn.__name__}"] = kernel
+    modules = [m for name, m in [*sys.modules.items()] if name.split(".")[0] == _PACKAGE and isinstance(m, ModuleType)]
+    for kernel in [kernel for module in modules for kernel in vars(module).values()]:
+        while isinstance(kernel, triton.Heuristics):
+            kernel = kernel.fn
+        if isinstance(kernel, triton.Autotuner):
+            found[f"{kernel.base_fn.__module__}.{kernel.base_fn.__name__}"] = kernel
     return found
 
 
@@ -311,7 +305,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record so that a reader finds the old one or the new one, never a part. Raises OSError."""
+    """Replace the file of a record. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)

@@ -62,8 +62,9 @@ class Switch(Callback):
         trainer.make_room()
         reshard = trainer.config.parallel.reshard
         noise = gradient_noise(trainer.model, step.batch, trainer.mesh, trainer.precision, reshard=reshard)
-        trainer.log.metrics.record(step.done, "gradient_noise", noise.as_record(), noise.scalars())
-        threshold = trainer.config.precision.switch.threshold
+        record, threshold = noise.as_record(), trainer.config.precision.switch.threshold
+        curves = {f"gradient_noise/{name}": record[name] for name in ("ratio", "gradient_norm", "noise_norm")}
+        trainer.log.metrics.record(step.done, "gradient_noise", record, curves)
         text = f"gradient over quantization noise {noise.ratio:.3f}, switch below {threshold:.3f}"
         trainer.log.console.event(step.index, text)
         return noise
@@ -92,8 +93,10 @@ class ReplayCheck(Callback):
         trainer.make_room()
         trainer.progress.at(step.done, "replay")
         replayed = replay(trainer.model, step.batch, trainer.mesh, trainer.precision)
-        if replayed.differences:
-            trainer.log.metrics.event(step.done, "replay", **replayed.as_event())
+        if culprits := replayed.culprits:
+            ranks, differences = [one.rank for one in culprits], [vars(one) for one in replayed.differences[:16]]
+            found = {"ranks": ranks, "first": culprits[0].first, "differences": differences}
+            trainer.log.metrics.event(step.done, "replay", **found)
             raise ReplayError(f"{replayed}; test that machine, or set run.replay_interval=0 to train on")
 
 

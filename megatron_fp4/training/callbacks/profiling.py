@@ -32,10 +32,10 @@ class Profile(Callback):
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         """Begins and ends the window."""
-        steps, device = self.trainer.config.logging.profile_steps, self.trainer.mesh.device
-        first, last = (steps[0], steps[1]) if steps and self.trainer.mesh.rank == 0 else (0, 0)
-        if self._profile is None and first <= step.done <= last:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        first, last = self.trainer.config.logging.profile_steps
+        if self._profile is None and self.trainer.mesh.rank == 0 and first <= step.done <= last:
+            activities = [ProfilerActivity.CPU]
+            activities += [ProfilerActivity.CUDA] if self.trainer.mesh.device.type == "cuda" else []
             self._profile, self._profiled = torch.profiler.profile(activities=activities), (step.done, step.done)
             self._profile.start()
         yield
@@ -48,14 +48,14 @@ class Profile(Callback):
         """Write what was profiled; the run's end cuts a window."""
         if self._profile is None:
             return
-        device = self.trainer.mesh.device
+        device, profile = self.trainer.mesh.device, self._profile
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        profile, self._profile = self._profile, None
+        self._profile = None
         profile.stop()
         stem = Path(self.trainer.config.run.dir) / "profile_steps_{}-{}".format(*self._profiled)
         profile.export_chrome_trace(f"{stem}.json.gz")
-        key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        key = f"self_{device.type}_time_total"
         table = profile.key_averages().table(sort_by=key, row_limit=_TABLE_ROWS, max_name_column_width=80)
         Path(f"{stem}.txt").write_text(table + "\n")
 

@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,14 +49,13 @@ class Difference:
 
     names: list[str]
     sums: dict[int, list[int]]
-    places: list[int]
-    values: dict[int, list[float]]
+    places: list[int] = field(default_factory=list)
+    values: dict[int, list[float]] = field(default_factory=dict)
 
     @property
     def wrong(self) -> list[int]:
         """The ranks that a majority contradicts; empty if there is none."""
-        counts = Counter(map(tuple, self.sums.values()))
-        (most, number), *_ = counts.most_common()
+        [(most, number)] = Counter(map(tuple, self.sums.values())).most_common(1)
         return [rank for rank, sums in self.sums.items() if tuple(sums) != most] if 2 * number > len(self.sums) else []
 
     def __str__(self) -> str:
@@ -188,16 +187,15 @@ def _difference(trainer: Trainer, sums: Mapping[str, Tensor], group: list[int]) 
 
     of_ranks = told({name: found.tolist() for name, found in sums.items()})
     names = [name for name in sums if any(found[name] != of_ranks[group[0]][name] for found in of_ranks.values())]
-    difference = Difference(names, {rank: found[names[0]] for rank, found in of_ranks.items()}, [], {})
+    difference = Difference(names, {rank: found[names[0]] for rank, found in of_ranks.items()})
     tensor, _ = tensors_of(trainer).get(names[0], (None, []))
     if tensor is None:
         return difference
     # Which part differs, then where in it: by their bits, of which zeros and NaN have several.
     parts = tensor.flatten().split(_PART)
     of_parts = told([checksum(part).tolist() for part in parts])
-    part = next(
-        i for i, found in enumerate(zip(*of_parts.values(), strict=True)) if any(one != found[0] for one in found)
-    )
+    sums_of_parts = zip(*of_parts.values(), strict=True)
+    part = next(i for i, found in enumerate(sums_of_parts) if any(one != found[0] for one in found))
     mine = parts[part] if trainer.mesh.rank in group else tensor.new_zeros(0)
     bits, numbers = told(mine.view(torch.int32).tolist()), told(mine.tolist())
     places = [i for i, values in enumerate(zip(*bits.values(), strict=True)) if len(set(values)) > 1][:_SHOWN]

@@ -206,13 +206,16 @@ def as_typed(name: str, arguments: str) -> str:
 
 
 def report(trainer: Trainer, configs: Path) -> None:
-    """Write report.html of a run that has finished. The other ranks wait for it no more, and it may fail."""
-    path = Path(trainer.config.run.dir) / REPORT_FILE
+    """Write report.html of a run that has finished, unless `logging.report` says no or nothing is new. The other ranks
+    wait for it no more, and it may fail."""
+    config, path = trainer.config, Path(trainer.config.run.dir) / REPORT_FILE
+    if not config.logging.report or (path.exists() and not trainer.log.opened):
+        return
 
     def write() -> Path:
         from megatron_fp4.logging.page import write_report  # imports matplotlib, for which no start has to wait
 
-        return write_report([trainer.config.run.dir], defaults=yaml.safe_load(to_yaml(compose_config([], configs))))
+        return write_report([config.run.dir], defaults=yaml.safe_load(to_yaml(compose_config([], configs))))
 
     if attempt(str(path), write) is not None:
         trainer.log.console.text(f"all of it on one page: {path}")
@@ -221,11 +224,10 @@ def report(trainer: Trainer, configs: Path) -> None:
 def _computation_facts(trainer: Trainer) -> dict[str, str | None]:
     """In what numbers the run computes and who does that, and what its speed is measured against."""
     backend, device = backend_of(trainer.config, trainer.models), trainer.mesh.device
-    quantized = any(plan.num_quantized for plan in trainer.precision.plans)
-    who = str(backend)
+    who, peak = str(backend), peak_tflops(device)
     if backend.name == "emulated":
         who = f"emulated exactly by {'Triton' if device.type == 'cuda' else 'PyTorch'} kernels ({backend.reason})"
-    peak = peak_tflops(device)
+    quantized = any(plan.num_quantized for plan in trainer.precision.plans)
     return {
         "compute dtype": f"{trainer.config.precision.compute_dtype} on {device.type}",
         # Without quantization there is nothing to emulate: PyTorch multiplies.

@@ -115,10 +115,10 @@ def evaluate(
     step_state.step, step_state.micro_batch = step, micro_batch
 
     dist.all_reduce(sums, group=mesh.dp_group)
-    for name, (_, num_targets) in zip(sources, sums.tolist(), strict=True):
-        if num_targets == 0:
-            raise ValueError(f"validation source {name!r} has no tokens that count; give it data or leave it out")
-    return {name: nll / num_targets for name, (nll, num_targets) in zip(sources, sums.tolist(), strict=True)}
+    totals = dict(zip(sources, sums.tolist(), strict=True))
+    if empty := [name for name, (_, num_targets) in totals.items() if num_targets == 0]:
+        raise ValueError(f"validation source {empty[0]!r} has no tokens that count; give it data or leave it out")
+    return {name: nll / num_targets for name, (nll, num_targets) in totals.items()}
 
 
 def _common_shape(sources: Mapping[str, Collection[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], MicroBatch]:
