@@ -1,18 +1,18 @@
-"""Train a model: compose the configuration, hand models and data to a Trainer, return its exit code.
+"""Train a model.
 
     torchrun --nproc-per-node 8 pretrain.py model=nemotron_h_8b precision=nvfp4 data=my_corpus run.dir=runs/8b
-    python pretrain.py --help           every group and key
-    python pretrain.py --version
-    python pretrain.py --check ...      whether a start would go well (on WORLD_SIZE ranks), and what the run takes
-    WORLD_SIZE=736 python pretrain.py ... run.dry=true       what it would need there: memory, messages, time
+    python pretrain.py --help                            every group and key
+    python pretrain.py --check ...                       whether a start would go well, and what the run takes
+    WORLD_SIZE=736 python pretrain.py ... run.dry=true   what it would need there: memory, messages, time
 
-Started again with the same run.dir it resumes from the newest checkpoint, or says that the run is finished; while
-another run is there it waits, and then refuses. A signal (TERM, USR1, HUP, INT, QUIT), a file run.dir/STOP or
-run.max_minutes stop it after a step, with a checkpoint. Exit codes, and states in run.dir/state.json:
-0 finished; 75 stopped on request and saved; 2 refused, in one line on stderr: the configuration is wrong; 3 diverged:
-too many steps in a row were skipped, or all of them; 4 wrong numbers: hardware or kernels compute something else than
-they should; 5 hung in a file call or section; 1 anything else. A second signal, 5 seconds after the first or later,
-leaves at once with 128 plus its number.
+The same command again resumes from the newest checkpoint in run.dir. A signal (TERM, USR1, HUP, INT, QUIT), a file
+run.dir/STOP or run.max_minutes stops the run after a step, with a checkpoint; a second signal, 5 seconds later, ends it
+at once. Exit codes, also in run.dir/state.json:
+
+    0  finished                              4  wrong numbers: hardware or kernels err
+    2  refused: one line says what to mend   5  hung in a call or a section
+    3  diverged: too many skipped steps      75 stopped on request, and saved
+    1  anything else
 """
 
 from __future__ import annotations

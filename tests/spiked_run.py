@@ -60,8 +60,7 @@ def spiking(rank: int, spikes: list[int], factor: float) -> Callable[..., Any]:
 def spiked_run(
     rank: int, overrides: list[str], spikes: list[int], factor: float, kill_before: int | None = None
 ) -> dict[str, Any]:
-    """pretrain.py in this group; the loss of the last rank is `factor` times itself in the steps
-    `spikes` (counted from 1).
+    """pretrain.py in this group, `spiking`.
 
     kill_before: SIGKILL before this step. Returns what the steps began with: hashes of weights and moments and a draw
     of the generators, by step; or the message of the error that ended the run.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import pretrain
 from megatron_fp4.training import trainer
-from tests.spiked_run import FAST, SPIKED, records, small_corpus, spiked_run
+from scripts import replay
+from tests.spiked_run import FAST, SPIKED, records, small_corpus, spiked_run, spiking
 from tests.test_pretrain import SMALL, assert_same_checkpoint
 from tests.training.harness import launch
 
@@ -22,13 +27,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def start(
-    world: int, folder: Path, corpus: list[str], *overrides: str, spikes: list[int], **settings: Any
-) -> list[Any]:
-    kill_before = settings.pop("kill_before", None)
-    factor = settings.pop("factor", 20.0)
-    arguments = [*corpus, f"run.dir={folder}", *overrides]
-    return launch(spiked_run, world, arguments, spikes, factor, kill_before, seconds=600.0, **settings)
+def start(folder: Path, corpus: list[str], *overrides: str, spikes: list[int], **settings: Any) -> list[Any]:
+    """On two ranks."""
+    arguments, kill_before = [*corpus, f"run.dir={folder}", *overrides], settings.pop("kill_before", None)
+    return launch(spiked_run, 2, arguments, spikes, 20.0, kill_before, seconds=600.0, **settings)
 
 
 def steps(folder: Path) -> list[tuple[Any, ...]]:
@@ -36,12 +38,23 @@ def steps(folder: Path) -> list[tuple[Any, ...]]:
     return [tuple(record[name] for name in names) for record in records(folder, "step")]
 
 
-def test_rolls_back_and_survives_a_kill_right_after(corpus: list[str], tmp_path: Path) -> None:
+def _replayed(rank: int, run_dir: Path, spikes: list[int]) -> tuple[int, str]:
+    """What scripts/replay.py says of the steps 6 to 12."""
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        mock.patch.dict("os.environ", WORLD_SIZE="2"),
+        mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(trainer, "accumulate", spiking(rank, spikes, 20.0)),
+    ):
+        arguments = [f"{run_dir}/checkpoints/step_00000005", "--steps", "7", "--trust-config"]
+        return replay.replay(replay.parse(arguments)), printed.getvalue()
+
+
+def test_rolls_back_survives_a_kill_right_after_and_can_be_replayed(corpus: list[str], tmp_path: Path) -> None:
     """Checkpoints after steps 5 and 10, the switch before step 6, spikes in step 4, which has none yet, and 9."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    settings = ("spikes.action=rollback",)
-    began = start(2, straight, corpus, *settings, spikes=[4, 9])
-    for of_rank in began:
+    straight, killed, settings = tmp_path / "straight", tmp_path / "killed", ("spikes.action=rollback",)
+    for of_rank in start(straight, corpus, *settings, spikes=[4, 9]):
         assert of_rank["10"] == of_rank["6"] != of_rank["9"]  # weights, moments and generators
     early, event = records(straight, "spike")
     assert (early["step"], early["action"], early["checkpoint"], early["steps"]) == (4, "skip", None, [4, 4])
@@ -54,16 +67,19 @@ def test_rolls_back_and_survives_a_kill_right_after(corpus: list[str], tmp_path:
     assert [record[0] for record in steps(straight) if record[-1]] == [4, 9]
 
     codes: list[int] = []
-    start(2, killed, corpus, *settings, spikes=[4, 9], kill_before=10, exit_codes=codes)
+    start(killed, corpus, *settings, spikes=[4, 9], kill_before=10, exit_codes=codes)
     assert any(codes) and steps(killed)[-1][0] == 9 and not (killed / "checkpoints" / "step_00000010").exists()
-    start(2, killed, corpus, *settings, spikes=[4, 9])
+    start(killed, corpus, *settings, spikes=[4, 9])
     assert steps(killed) == steps(straight)
     assert_same_checkpoint(straight / LAST, killed / LAST, tmp_path)
+
+    (code, printed), _ = launch(_replayed, 2, straight, [9], seconds=600.0)
+    assert code == 0 and "7 of 7 steps are equal to the last bit" in printed and "DIFFERS" not in printed
 
 
 def test_skips_alike_on_all_ranks_and_too_many_end_the_run_with_a_diagnosis(corpus: list[str], tmp_path: Path) -> None:
     settings = ("spikes.action=skip", "spikes.max_in_row=2")
-    first, second = start(2, tmp_path, corpus, *settings, spikes=[9, 11, 12])
+    first, second = start(tmp_path, corpus, *settings, spikes=[9, 11, 12])
     assert first == second
     assert [record[0] for record in steps(tmp_path) if record[-1]] == [9, 11, 12]
     events = records(tmp_path, "spike")

@@ -190,13 +190,11 @@ class _LinearTrace:
     reads_weights: ClassVar[bool] = False
 
     def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> _LinearTrace:
-        """x [tokens, in], y [tokens, out]."""
         self.trace.add(f"what fprop of {self.name} is given", x)
         self.trace.add(f"the fprop product of {self.name}", y)
         return self
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-        """dy [tokens, out], dx [tokens, in], dw [out, in]."""
         self.trace.add(f"what dgrad and wgrad of {self.name} are given", dy)
         for gemm, product in (("dgrad", dx), ("wgrad", dw)):
             if product is not None:

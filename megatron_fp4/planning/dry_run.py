@@ -417,7 +417,6 @@ class Ledger(TorchDispatchMode):
         return {self._storages[local_part(t).untyped_storage()._cdata].number for t in tensors}
 
     def restart_peak(self) -> None:
-        """Forget the peak so far."""
         self.peak_bytes = self.live_bytes
 
     def _see(self, tensor: Tensor) -> None:

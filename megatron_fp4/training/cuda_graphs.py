@@ -56,7 +56,6 @@ class GpuGraph:
             torch.cuda.set_stream(stream)  # of a broken capture torch leaves its own
 
     def replay(self) -> None:
-        """Compute it again, in the order of the current stream."""
         self._graph.replay()
 
 

@@ -27,16 +27,13 @@ ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 SR = replace(ROW, rounding="stochastic")
 NVFP4 = Recipe("nvfp4", Gemm(ROW, SQUARE), Gemm(SR, SQUARE), Gemm(SR, ROW, 16))
 MX, MX_SR = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
-MX8 = Operand("mxfp8", (1, 32))
 FP8, FP8_SQUARE = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 SIX = replace(ROW, four_over_six=True)
 EDEN, AGAIN = replace(ROW, rounding="ms_eden"), replace(ROW, rounding="ms_eden", source="forward")
 
 RECIPES = {
     "nvfp4": NVFP4,
-    "all the way": Recipe("all the way", Gemm(ROW, ROW), Gemm(SR, ROW), Gemm(SR, SR)),
     "mxfp4": Recipe("mxfp4", Gemm(MX, MX), Gemm(MX_SR, MX), Gemm(MX_SR, MX, 32)),
-    "mxfp8": Recipe("mxfp8", Gemm(MX8, MX8), Gemm(MX8, MX8), Gemm(MX8, MX8)),
     "fp8": Recipe("fp8", Gemm(FP8, FP8_SQUARE), Gemm(FP8, FP8_SQUARE), Gemm(FP8, FP8)),
     "4/6, signs afresh": changed(
         NVFP4, fprop_activation=replace(ROW, four_over_six=True), dgrad_rht=16, rht_signs="fresh"
@@ -44,7 +41,6 @@ RECIPES = {
     "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, source="codes"), wgrad_rht=0),
     "by Quartet II": Recipe("by Quartet II", Gemm(SIX, SIX), Gemm(EDEN, AGAIN, 128), Gemm(EDEN, AGAIN, 128), "fresh"),
     "activations only": Recipe("activations only", Gemm(ROW), wgrad=Gemm(right=ROW, rht=16)),
-    "dgrad only": Recipe("dgrad only", dgrad=Gemm(SR, ROW)),
 }
 
 
@@ -163,19 +159,14 @@ def _same(measured: tuple[QuantizedTensor, Tensor | None], multiplied: tuple[Ten
 
 def test_padding_does_not_count() -> None:
     with alone():
-        whole = _measure(NVFP4, outputs=128, num_groups=2)
-        padded = _measure(NVFP4, outputs=120, num_groups=3)  # 40 rows a group, padded to 48
-    _, w, dy = _tensors(outputs=120)
-    assert padded.operands["dgrad_gradient"]["rms"] == pytest.approx(
-        dy.double().square().mean().sqrt().item(), rel=1e-4
-    )
-    assert padded.operands["fprop_weight"]["rms"] == pytest.approx(w.double().square().mean().sqrt().item(), rel=1e-4)
-    for gemm in ("fprop", "dgrad", "wgrad"):
-        assert padded.errors[gemm] == pytest.approx(whole.errors[gemm], rel=0.1)
-    assert 0.05 < padded.errors["wgrad"] < 0.25
+        whole, padded = _measure(NVFP4, outputs=128, num_groups=2), _measure(NVFP4, outputs=120, num_groups=3)
+    _, w, dy = _tensors(outputs=120)  # 40 rows a group, padded to 48
+    for name, tensor in (("dgrad_gradient", dy), ("fprop_weight", w)):
+        assert padded.operands[name]["rms"] == pytest.approx(tensor.double().square().mean().sqrt().item(), rel=1e-4)
+    assert padded.errors == pytest.approx(whole.errors, rel=0.1) and 0.05 < padded.errors["wgrad"] < 0.25
 
 
-@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("nvfp4", "mxfp8", "by Quartet II")])
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("nvfp4", "by Quartet II")])
 def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     with alone():
         whole = _measure(recipe)
@@ -226,23 +217,18 @@ def _measure_slices(tp_size: int, recipe: Recipe) -> None:
     """Of linears that quantize their own slice of the tokens, with the draws of its place, probes measure the whole."""
     mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
     layers = {"first": ColumnParallelLinear(64, 128, mesh), "second": RowParallelLinear(128, 64, mesh)}
+    backends = {name: _Records() for name in layers}
     generator = torch.Generator().manual_seed(1 + mesh.tp_rank)
     for name, layer in layers.items():
         layer.weight.data._local_tensor.normal_(generator=generator)
-        layer.context.name, layer.context.recipe, layer.context.backend = (
-            name,
-            recipe,
-            _Records(),
-        )
+        layer.context.name, layer.context.recipe, layer.context.backend = name, recipe, backends[name]
     with _measured() as measured, Probe().attached({name: layer.context for name, layer in layers.items()}):
         x = torch.randn(256 // tp_size, 64, generator=generator).bfloat16().requires_grad_()
         y = layers["second"](layers["first"](x))
         y.backward(torch.randn(y.shape, generator=generator).bfloat16())
     assert len(measured) == 2 * (len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right))  # W measured once then
     for (name, slot), of in measured.items():
-        backend = layers[name].context.backend
-        assert isinstance(backend, _Records)
-        assert _same(of, backend.multiplied[SLOTS.index(slot)]), (name, slot)
+        assert _same(of, backends[name].multiplied[SLOTS.index(slot)]), (name, slot)
 
 
 @pytest.mark.slow
@@ -254,8 +240,6 @@ def test_numbers_do_not_depend_on_the_tensor_parallel_size() -> None:
         # The partial sums over ranks are rounded to BF16 before they are added.
         assert both[0][name].errors == pytest.approx(measurement.errors, rel=0.02)
         for operand, statistics in measurement.operands.items():
-            found = both[0][name].operands[operand]
-            assert found["snr_db"] == pytest.approx(statistics["snr_db"], abs=0.1)
-            for quantity in ("amax", "rms", "zeroed", "saturated"):
-                assert found[quantity] == pytest.approx(statistics[quantity], rel=0.05, abs=1e-4)
+            assert both[0][name].operands[operand]["snr_db"] == pytest.approx(statistics["snr_db"], abs=0.1)
+            assert both[0][name].operands[operand]["rms"] == pytest.approx(statistics["rms"], rel=0.05)
     assert not math.isnan(single["blocks.0.first"].errors["wgrad"])

@@ -1,8 +1,8 @@
-"""A micro-batch computed twice: the run is the same run, and a machine that errs is named."""
+"""A micro-batch computed twice: a machine that errs is named. (That the run is the same run:
+test_diagnostics_run.py.)"""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 import pretrain
 from megatron_fp4.measure import replay as replaying
-from megatron_fp4.measure.replay import Replayed, checksum, replay
+from megatron_fp4.measure.replay import checksum, replay
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.fp32_gradients import local_part
 from models.attention import Attention
-from tests.measure.test_diagnostics_run import ALL_THE_WAY, NVFP4, Run, _same
+from tests.measure.test_diagnostics_run import NVFP4, Run
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, records
 from tests.training.harness import launch, toy_mesh
@@ -25,60 +25,19 @@ from tests.training.harness import launch, toy_mesh
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 @pytest.mark.parametrize("shape", [(0,), (), (4096,), (5, 3000)])
 def test_checksum_sees_every_bit_and_place(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    tensor = torch.randint(0, 256, shape, generator=generator).to(dtype)
-    total = checksum(tensor)
+    tensor = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    total, bytes_of, flat = checksum(tensor), tensor.reshape(-1).view(torch.uint8), tensor.reshape(-1)
     assert total.dtype == torch.int64 and total.shape == (3,)
-    assert torch.equal(total, checksum(tensor.clone()))
     assert tensor.ndim < 2 or torch.equal(total, checksum(tensor.t().contiguous().t()))
-    bytes_of = tensor.reshape(-1).view(torch.uint8)
     for place in range(0, len(bytes_of), max(1, len(bytes_of) // 50)):
         flipped = bytes_of.clone()
         flipped[place] ^= 1 << place % 8
         assert not torch.equal(checksum(flipped.view(dtype)), total)
-    flat = tensor.reshape(-1)
     for one in range(0, tensor.numel() - 1, 97):
         other = (one * 31 + 4096) % tensor.numel()
         exchanged = flat.clone()
         exchanged[[one, other]] = flat[[other, one]]
         assert torch.equal(checksum(exchanged), total) == bool(flat[one] == flat[other])
-
-
-def test_weighted_sum_is_the_definition() -> None:
-    tensor = torch.arange(-9000, 0, dtype=torch.int32)
-    bits = tensor.tolist()
-    total = sum(bits)
-    by_column = sum(value * (i % 4096 + 1) for i, value in enumerate(bits))
-    by_row = sum(value * (i // 4096 + 1 if i < 8192 else -1) for i, value in enumerate(bits))
-    assert checksum(tensor).tolist() == [total, by_column, by_row]
-
-
-def _on_and_off(rank: int, tp_size: int, recipe: Any, reshard: bool) -> list[Replayed]:
-    """What is found before every second step of a run, which is the run that replays nothing."""
-    mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
-    off, on, found = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard), []
-    generator = torch.get_rng_state()
-    for step in range(3):
-        on.step_state.step = step
-        if step % 2 == 0:
-            found.append(replay(on.model, on.batches(step), mesh, on.controller))
-        assert on.step(step) == off.step(step)
-    assert torch.equal(generator, torch.get_rng_state()) and _same(on.weights(), off.weights())
-    assert on.step_state == off.step_state and all(context.probe is None for context in on.linears.values())
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "tp_size", "recipe", "reshard"),
-    [(1, 1, NVFP4, False), (2, 1, ALL_THE_WAY, True), (2, 2, NVFP4, False)],
-    ids=["alone", "sharded", "tensor parallel"],
-)
-def test_a_replayed_run_is_the_same_run(world: int, tp_size: int, recipe: Any, reshard: bool) -> None:
-    for found in launch(_on_and_off, world, tp_size, recipe, reshard, seconds=600.0):
-        for replayed in found:
-            assert replayed.differences == [] and replayed.checked > 60
-            assert "no difference" in str(replayed)
 
 
 class Flipping(EmulatedBackend):
@@ -140,7 +99,7 @@ def _corrupted_once(rank: int, tp_size: int, kind: str) -> Any:
         found = replay(run.model, run.batches(0), run.mesh, run.controller)
     finally:
         replaying.compute = compute
-    return replace(found, differences=[replace(one, where="") for one in found.differences]), str(found)
+    return found, str(found)
 
 
 KINDS = {

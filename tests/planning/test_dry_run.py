@@ -42,15 +42,13 @@ LARGER = replace(MODEL, pattern="*-", hidden_dim=256, ffn_dim=512, num_query_hea
 
 
 def configured(
-    sequences: int = 64,
     precision: str = "nvfp4",
     model: ModelConfig = MODEL,
-    overrides: tuple[str, ...] = (),
     recompute: str = "none",
     **changes: object,
 ) -> Config:
-    base: Config = compose_config([f"precision={precision}", *overrides], ROOT / "configs")
-    train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, sequence_length=128)
+    base: Config = compose_config([f"precision={precision}"], ROOT / "configs")
+    train = TrainConfig(global_batch_size=64, micro_batch_size=1, sequence_length=128)
     train = replace(train, activation_checkpointing=recompute)
     config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
     return replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
@@ -164,23 +162,6 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
     assert sent(kept) - sent(codes) == (2 - 9 / 16) * linears
 
 
-def test_reducing_each_micro_batch_sends_more_and_holds_less(on_four):
-    dp4 = on_four[0]
-    # The largest batch of a phase counts, not train.global_batch_size alone.
-    phases = "[{name: a, steps: 1, blend: {code: 1.0}, global_batch_size: 32}, {name: b, blend: {code: 1.0}}]"
-    overrides = (f"data.phases={phases}",)
-    [each] = run_each(8, configured(16, replicate=2, reduce_gradients="each", overrides=overrides))
-    assert each.micro_batches == 4
-    assert counted(dp4, "reduce-scatter", "dp") == 6
-    assert counted(each, "reduce-scatter", "dp") == 4 * 6
-    assert counted(each, "all-reduce", "replicate") == 6  # after the last
-    assert dp4.memory.unreduced_gradients > 0
-    assert each.memory.unreduced_gradients == 0
-    assert each.memory.parameters == dp4.memory.parameters
-    # Instead of the whole slice it holds the sums of its shard, a quarter, and one unit at a time.
-    assert each.memory.peak < dp4.memory.peak - 0.3 * dp4.memory.unreduced_gradients
-
-
 def test_every_format():
     """Codes of weights, once or twice, and the inputs of linears that wait for wgrad, as a GPU keeps them."""
     formats = {
@@ -204,7 +185,7 @@ def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16():
     overrides = ["model=nemotron_h_12b", "model.pattern=M*-", "model.vocab_size=256", "model.nvfp4_bf16_blocks.last=0"]
     model = compose_config([*overrides, "model.nvfp4_bf16_blocks.first=0"], ROOT / "configs").model
     kinds = (("nvfp4", "selective"), ("bf16", "selective"), ("nvfp4", "none"))
-    configs = [configured(tensor, precision, model, (), recompute, tensor=tensor) for precision, recompute in kinds]
+    configs = [configured(precision, model, recompute, tensor=tensor) for precision, recompute in kinds]
     nvfp4, bf16, everything = (dry.memory.activations for dry in run_each(tensor, *configs))
     assert nvfp4 <= bf16 + 64 * 1024  # zeros in stock for maxima, tensor scales: nothing that grows with the tokens
     assert nvfp4 < 0.9 * everything
@@ -227,16 +208,3 @@ def test_the_command_prints_memory_messages_and_time():
     done = run_program([*command, "parallel.tensor=3"], environment)
     assert done.returncode == 2
     assert "parallel.tensor=3" in done.stderr
-
-
-def test_masked_documents_cost_a_message_and_tables() -> None:
-    """One all-reduce of one int64 a step where not every target counts; RoPE's tables are a micro-batch's own."""
-    model = replace(MODEL, rope=True)
-    overrides = ("data.documents=masked", "data.boundary_loss=false")
-    joined, masked = run_each(2, configured(model=model), configured(model=model, overrides=overrides))
-    added = {message: count for message, count in masked.messages.items() if count != joined.messages.get(message)}
-    assert [(m.operation, m.num_bytes, count) for m, count in added.items()] == [("all-reduce", 8, 1)]
-    assert joined.messages.keys() <= masked.messages.keys()
-    # For the backward pass, once for all blocks: cosine and sine of 8 angles of each token, FP32, and where its
-    # document begins and ends, int32. (The numbers of the documents are the micro-batch's own.)
-    assert masked.memory.activations - joined.memory.activations == 128 * (8 + 1) * 2 * 4

@@ -9,10 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.planning.dry_run import Ledger
 from models import planned as stand_ins
-from models.attention import split_heads
-from models.execution import Execution
-from models.mamba2 import sections
-from models.mixer import rms_norm
 from models.positions import Documents
 from models.ssd import ScanInputs
 from tests.training.harness import alone
@@ -78,41 +74,6 @@ def test_the_scan() -> None:
         y.backward(dy)
         most = 8 * steps + 4 * products + 3 * 4 * states
         assert growth(ledger, before)[1] == pytest.approx(most, abs=SMALL)
-
-
-def test_compiled_functions_have_no_temporaries() -> None:
-    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
-        fused = Execution(compile=stand_ins.one_kernel)
-        x, weight = bf16(512, 256), fp32(256)
-        qkv = bf16(BATCH * LENGTH, (HEADS + 2 * KV_HEADS) * DIM).neg()
-        before = ledger.live_bytes
-        y = fused.pure(rms_norm)(x, weight, 1e-5)
-        assert growth(ledger, before) == (2 * y.numel(), 2 * y.numel())
-
-        before = ledger.live_bytes
-        tables = (torch.empty(LENGTH, DIM // 2), torch.empty(LENGTH, DIM // 2))
-        size, of_tables = 2 * qkv.numel(), 2 * 4 * LENGTH * DIM // 2
-        heads = fused.pure(split_heads)(qkv, LENGTH, HEADS // KV_HEADS, DIM, *tables)
-        assert growth(ledger, before) == (size + of_tables, size + of_tables)
-        del qkv  # splitting them keeps nothing
-        assert ledger.live_bytes - before == of_tables
-        torch.autograd.backward(heads, [torch.empty_like(t) for t in heads])
-
-
-def test_what_only_moves_numbers_keeps_nothing() -> None:
-    shapes, settings = ((BATCH * LENGTH, 2 * 50), (2 * 32, 4), (2 * 32,)), (LENGTH, 2, (16, 8, 2))
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        moved = sections(*(bf16(*shape) for shape in shapes), *settings)
-    assert not kept  # as PyTorch has it
-    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
-        leaves = [bf16(*shape) for shape in shapes]
-        before = ledger.live_bytes
-        planned = Execution(compile=stand_ins.one_kernel).pure(sections)(*(leaf.neg() for leaf in leaves), *settings)
-        assert [t.shape for t in planned] == [t.shape for t in moved]
-        made = sum(2 * t.numel() for t in planned)
-        assert ledger.live_bytes - before == pytest.approx(made, abs=SMALL)
-        torch.autograd.backward(planned, [torch.empty_like(t) for t in planned])
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -7,6 +7,7 @@ the StepState of the capture, so that nothing that the host counts on can get in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -14,26 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ParallelConfig, TrainConfig
+from megatron_fp4.measure.diagnostics import Probe
+from megatron_fp4.measure.gradient_noise import GradientNoise
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear import LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear, PrecisionController
 from megatron_fp4.precision.recipe import BF16, Recipe
-from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.build import graphs_refusal, made_by_pytorch
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
-from megatron_fp4.training.optimizer import build_optimizer
-from models.hybrid import HybridModel, build_model
-from models.initialization import initialize
 from tests.composing import CONFIGS, composed, plans_of
-from tests.models.builders import small_config
+from tests.measure.test_diagnostics_run import CONFIG, Run
 from tests.precision.reference import NVFP4
 from tests.training.harness import ToyBatch, alone, train_step
-
-CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64, pattern="M-")
 
 
 @pytest.fixture
@@ -42,42 +35,33 @@ def mesh() -> Iterator[ParallelMesh]:
         yield mesh
 
 
-class Job:
+class Job(Run):
     """A model, its optimizer and its graphs, if it has any."""
 
     def __init__(self, mesh: ParallelMesh, capture: Callable[..., Any] | None = None, required: bool = True) -> None:
-        self.mesh, self.step_state = mesh, StepState(seed=3)
-        self.model: HybridModel = build_model(CONFIG, mesh, torch.bfloat16)
-        settings: dict[str, Any] = {"units": [], "fp32_units": self.model.fp32_units(), "reshard": False}
-        apply_data_parallel(self.model, mesh, compute_dtype=torch.bfloat16, **settings)
-        initialize(self.model, CONFIG, seed=0)
-        self.linears = {name: linear.context for name, linear in self.model.linears()}
-        for name, context in self.linears.items():
-            context.name, context.step_state = name, self.step_state
+        super().__init__(mesh, NVFP4)
         self.follow(NVFP4)
-        self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2))
         self.said: list[str] = []
         self.graphs: MicroBatchGraphs | None = None
         if capture is not None:
             given: dict[str, Any] = {"required": required, "warn": self.said.append}
-            self.graphs = MicroBatchGraphs(
-                self.model, mesh, self.linears, capture=lambda *what: capture(self, *what), **given
-            )
+            given["capture"] = lambda *what: capture(self, *what)
+            self.graphs = MicroBatchGraphs(self.model, mesh, self.linears, **given)
 
     def follow(self, recipe: Recipe) -> None:
         """The second block stays in BF16."""
         for name, context in self.linears.items():
             context.recipe, context.weight_cache = BF16 if name.startswith("blocks.1") else recipe, None
 
-    def batches(self, step: int, length: int = 16, count: int = 3) -> list[ToyBatch]:
+    def sized(self, step: int, length: int, count: int) -> list[ToyBatch]:
         generator = torch.Generator().manual_seed(step)
         draws = torch.randint(0, CONFIG.vocab_size, (count, 2, 2, length), generator=generator)
         return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
 
-    def step(self, step: int, length: int = 16, count: int = 3) -> tuple[float, float, bool]:
-        """Loss, norm, and whether it was replayed."""
-        batches = self.batches(step, length, count)
+    def train(self, step: int, length: int = 16, count: int = 3) -> tuple[float, float, bool]:
+        """Loss, norm, and whether the step was replayed."""
         settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": self.graphs}
+        batches = self.sized(step, length, count)
         result = train_step(self.model, self.optimizer, batches, self.mesh, self.step_state, **settings)
         assert self.step_state.keys is None and all(p.grad is None for p in self.model.parameters())
         return result.loss, result.grad_norm, self.graphs is not None and self.graphs.captured
@@ -86,17 +70,12 @@ class Job:
         """What a run measures for its precision switch, before the step."""
         if self.graphs is not None:
             self.graphs.make_room()
-        rows = [PlannedLinear(LinearShape(name, 0, 0, 0), linear.recipe, "") for name, linear in self.linears.items()]
-        controller = PrecisionController(self.linears, Plan(tuple(rows)), self.step_state)
-        self.step_state.step = step
-        return gradient_noise(self.model, self.batches(step), self.mesh, controller)
+        found: GradientNoise = super().noise(step)
+        return found
 
     def validate(self) -> float:
         with torch.no_grad():
             return float(self.model(torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)))
-
-    def weights(self) -> list[Tensor]:
-        return [local_part(parameter).clone() for parameter in self.model.parameters()]
 
 
 class Again:
@@ -137,10 +116,10 @@ class Again:
         step_state.step, step_state.micro_batch = now
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a validation, a measurement, another recipe, and batches of other shapes and sizes, captured anew."""
-    monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: room)
+def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a watched step, a validation, a measurement that takes their memory, another recipe, and batches of other
+    shapes and sizes, captured anew."""
+    monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: False)
     eager, replayed = Job(mesh), Job(mesh, Again)
     was = []
     for step, (length, count) in enumerate([(16, 3)] * 8 + [(32, 3)] * 3 + [(32, 1)] * 3):
@@ -151,56 +130,29 @@ def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, room: bool, mo
             assert eager.validate() == replayed.validate()
             noise = replayed.noise(step)
             assert noise == eager.noise(step) and 1 < noise.ratio < 20
-        (*expected, _), (*found, captured) = eager.step(step, length, count), replayed.step(step, length, count)
+        probes = [Probe() for job in (eager, replayed) if step == 3]
+        with ExitStack() as attached:
+            for probe, job in zip(probes, (eager, replayed), strict=False):
+                attached.enter_context(probe.attached(job.linears))
+            (*expected, _), (*found, captured) = eager.train(step, length, count), replayed.train(step, length, count)
         assert found == expected
+        assert not probes or probes[0].collect([*eager.linears]) == probes[1].collect([*replayed.linears]) != {}
         was.append(captured)
-    assert was == [False, False, True, True, True] + [False, False, True] * 3
+    assert was == [False, False, True, False, True] + [False, False, True] * 3
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
-@pytest.mark.parametrize("count", [8, 6])
-def test_replays_add_gradients_up_by_the_tree(mesh: ParallelMesh, count: int) -> None:
+def test_replays_add_gradients_up_by_the_tree(mesh: ParallelMesh) -> None:
     mesh = replace(mesh, reproducible=True)
     eager, replayed = Job(mesh), Job(mesh, Again)
-    for step in range(EAGER_STEPS + 2):
-        (*expected, _), (*found, captured) = eager.step(step, count=count), replayed.step(step, count=count)
+    for step in range(EAGER_STEPS + 1):
+        (*expected, _), (*found, captured) = eager.train(step, count=6), replayed.train(step, count=6)
         assert found == expected
     assert captured
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
-class Watching:
-    """A probe, or a recheck's watcher."""
-
-    def forward(self, call: Any, x: Tensor, y: Tensor) -> None:
-        self.seen = True
-
-    def operand(self, make: Callable[[], Any], *rest: Any) -> Any:
-        self.seen = True
-        return make()
-
-    def product(self, gemm: str, multiply: Callable[[], Tensor], *rest: Any) -> Tensor:
-        return multiply()
-
-
-@pytest.mark.parametrize(("place", "room"), [("probe", True), ("watcher", False)])
-def test_a_watched_step_is_eager_and_has_the_memory(
-    mesh: ParallelMesh, place: str, room: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: room)
-    eager, replayed = Job(mesh), Job(mesh, Again)
-    was = []
-    for step in range(5):
-        watcher = Watching()
-        context: LinearContext = next(iter(replayed.linears.values()))
-        setattr(context, place, watcher if step == 3 else None)
-        (*expected, _), (*found, captured) = eager.step(step), replayed.step(step)
-        assert found == expected and hasattr(watcher, "seen") == (step == 3)
-        was.append(captured)
-    assert was == [False, False, True, room, True]  # all is compiled: captured again at once
-
-
-@pytest.mark.parametrize(("which", "required"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize(("which", "required"), [(2, False), (1, True)])
 def test_a_capture_that_fails_is_said_and_the_run_goes_on_unless_graphs_are_required(
     mesh: ParallelMesh, which: int, required: bool
 ) -> None:
@@ -216,9 +168,9 @@ def test_a_capture_that_fails_is_said_and_the_run_goes_on_unless_graphs_are_requ
     for step in range(4):
         if required and step == EAGER_STEPS:
             with pytest.raises(RuntimeError, match="not permitted"):
-                replayed.step(step)
+                replayed.train(step)
             return
-        assert replayed.step(step)[:2] == eager.step(step)[:2]
+        assert replayed.train(step)[:2] == eager.train(step)[:2]
     assert replayed.said == [
         "CUDA graphs: none, because a capture failed: RuntimeError: operation not permitted when stream is capturing"
     ]
@@ -238,11 +190,9 @@ def test_a_capture_that_fails_is_said_and_the_run_goes_on_unless_graphs_are_requ
 )
 def test_where_graphs_cannot_be(config: Config, ranks: int, device: str, backend: str, why: str) -> None:
     assert why in (graphs_refusal(config, ranks, device, backend) or "")
-    object.__setattr__(config.train, "cuda_graphs", "true")
+    required = replace(config, train=replace(config.train, cuda_graphs="true"))
     with pytest.raises(ConfigError, match=f"train.cuda_graphs=true cannot be: .*{why}.*; leave it at auto"):
-        graphs_refusal(config, ranks, device, backend)
-    object.__setattr__(config.train, "cuda_graphs", "false")
-    assert graphs_refusal(config, ranks, device, backend) == "as train.cuda_graphs says"
+        graphs_refusal(required, ranks, device, backend)
 
 
 # Of square blocks; those of one row have a kernel.
@@ -260,9 +210,9 @@ def test_operands_that_no_kernel_makes_are_not_captured(recipe: Recipe, why: str
     assert why in (graphs_refusal(Config(), 1, "cuda", "emulated", [BF16, NVFP4, recipe]) or "")
 
 
-@pytest.mark.parametrize("precision", sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml")))
-def test_every_recipe_of_ours_can_be_captured(precision: str) -> None:
-    plan, _ = plans_of(composed(f"precision={precision}"))
-    assert all(made_by_pytorch(row.recipe) is None for row in plan.rows)
+def test_every_recipe_of_ours_can_be_captured() -> None:
+    for precision in sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml")):
+        plan, _ = plans_of(composed(f"precision={precision}"))
+        assert all(made_by_pytorch(row.recipe) is None for row in plan.rows), precision
     for tensor in (1, 4):
         assert graphs_refusal(Config(parallel=ParallelConfig(tensor=tensor)), tensor, "cuda", "emulated") is None

@@ -10,7 +10,6 @@ from megatron_fp4.training.optimizer import WSDSchedule, build_optimizer, optimi
 from tests.training.harness import alone, toy
 
 PEAK = 3e-4
-DECAYS = get_args(get_type_hints(ScheduleConfig)["decay"])
 
 
 class Everything(nn.Module):
@@ -67,16 +66,16 @@ def schedule(num_steps: int = 1000, **changes: object) -> WSDSchedule:
     return WSDSchedule(ScheduleConfig(**changes), PEAK, num_steps)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("num_steps", [1, 2, 7, 600])
-def test_warmup_stable_decay(decay: str, num_steps: int) -> None:
-    wsd = schedule(num_steps, decay=decay)
-    rates = [wsd.lr(step) for step in range(num_steps)]
-    assert rates[-1] == PEAK * 0.01 and all(rate > 0 for rate in rates)
-    warmup, decaying = rates[: wsd.warmup_steps], rates[wsd.decay_start_step :]
-    assert warmup == [pytest.approx(PEAK * (step + 1) / len(warmup)) for step in range(len(warmup))]
-    assert all(rate == PEAK for rate in [*warmup[-1:], *rates[wsd.warmup_steps : wsd.decay_start_step]])
-    assert decaying[0] < PEAK and decaying == sorted(decaying, reverse=True)
+@pytest.mark.parametrize("decay", get_args(get_type_hints(ScheduleConfig)["decay"]))
+def test_warmup_stable_decay(decay: str) -> None:
+    for num_steps in (1, 2, 7, 600):
+        wsd = schedule(num_steps, decay=decay)
+        rates = [wsd.lr(step) for step in range(num_steps)]
+        assert rates[-1] == PEAK * 0.01 and all(rate > 0 for rate in rates)
+        warmup, decaying = rates[: wsd.warmup_steps], rates[wsd.decay_start_step :]
+        assert warmup == [pytest.approx(PEAK * (step + 1) / len(warmup)) for step in range(len(warmup))]
+        assert all(rate == PEAK for rate in [*warmup[-1:], *rates[wsd.warmup_steps : wsd.decay_start_step]])
+        assert decaying[0] < PEAK and decaying == sorted(decaying, reverse=True)
 
 
 def test_boundaries_and_a_rewarmed_switch() -> None:

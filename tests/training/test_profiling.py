@@ -11,33 +11,24 @@ from megatron_fp4.training.trainer import Step
 
 
 def run(folder, steps, window, rank=0):
-    profile = Profile()
     config = SimpleNamespace(run=SimpleNamespace(dir=str(folder)), logging=SimpleNamespace(profile_steps=window))
-    profile.trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=rank, device=torch.device("cpu")))
+    trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=rank, device=torch.device("cpu")))
+    profile, history = Profile(), MemoryHistory()
+    profile.trainer = history.trainer = trainer
+    history.start(0)
     for step in steps:
         with profile.around_step(Step(step, [], 0.0)):
             torch.ones(step + 2, 3) @ torch.ones(3, 4)
-    profile.close()
-    history = MemoryHistory()
-    history.trainer = profile.trainer
-    history.start(0)
-    history.close()
+    for callback in (profile, history):
+        callback.close()
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_window_is_written(tmp_path):
+def test_a_window_is_written_on_the_first_rank_and_cut_at_the_runs_end(tmp_path):
+    assert run(tmp_path, range(3), [1, 2], rank=1) == run(tmp_path, range(5, 8), [1, 2]) == []
     assert run(tmp_path, range(6), [2, 4]) == ["profile_steps_2-4.json.gz", "profile_steps_2-4.txt"]
     assert "aten::mm" in (tmp_path / "profile_steps_2-4.txt").read_text()
     events = json.loads(gzip.decompress((tmp_path / "profile_steps_2-4.json.gz").read_bytes()))["traceEvents"]
     assert sum(event.get("name") == "aten::mm" for event in events) == 3
-
-
-def test_a_window_is_cut_at_the_runs_ends(tmp_path):
-    assert run(tmp_path, range(3), [2, 9]) == ["profile_steps_2-3.json.gz", "profile_steps_2-3.txt"]
     (resumed := tmp_path / "resumed").mkdir()
-    assert "profile_steps_6-7.txt" in run(resumed, range(5, 9), [3, 7])
-
-
-def test_off_by_default_on_other_ranks_and_after_the_window(tmp_path):
-    assert run(tmp_path, range(3), []) == run(tmp_path, range(3), [1, 2], rank=1) == []
-    assert run(tmp_path, range(5, 8), [1, 2]) == []
+    assert run(resumed, range(5, 9), [3, 11]) == ["profile_steps_6-9.json.gz", "profile_steps_6-9.txt"]

@@ -18,6 +18,7 @@ from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.runtime import signals
 from megatron_fp4.runtime.errors import ExitCode, exit_code_of
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training.callbacks import replicas
@@ -63,8 +64,8 @@ def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Dif
     trainer.begin(0)
     for _ in trainer.steps(0, 2):
         pass
-    state = [tensor.clone() for tensor in (_tensor(trainer, WEIGHT), _tensor(trainer, WEIGHT, "exp_avg"))]
-    state += [_tensor(trainer, NORM).clone(), torch.get_rng_state()]
+    touched = [_tensor(trainer, WEIGHT), _tensor(trainer, WEIGHT, "exp_avg"), _tensor(trainer, NORM)]
+    state, generator = [tensor.clone() for tensor in touched], torch.get_rng_state()
     consumed, found = trainer.data.loader.consumed_samples, {}
     for name, (disturb, _, _) in FAULTS.items():
         callback._compared = None
@@ -76,32 +77,26 @@ def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Dif
             callback.compare(2)
         assert exit_code_of(error.value) is ExitCode.WRONG_NUMBERS
         found[name] = str(error.value), replicas.compare(trainer)[1]
-        _tensor(trainer, WEIGHT).copy_(state[0])
-        _tensor(trainer, WEIGHT, "exp_avg").copy_(state[1])
-        _tensor(trainer, NORM).copy_(state[2])
-        torch.set_rng_state(state[3])
+        for tensor, before in zip(touched, state, strict=True):
+            tensor.copy_(before)
+        torch.set_rng_state(generator)
         trainer.data.loader.consumed_samples = consumed
     return found
 
 
-@pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, list[Difference]]]]:
-    folder = tmp_path_factory.mktemp("disturbed")
-    return launch(_disturbed, 4, [*SMALL, *FAST, *small_corpus(folder), f"run.dir={folder}/run"], seconds=240.0)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_one_rank_is_named_on_all(disturbed, fault: str) -> None:
-    _, named, ranks = FAULTS[fault]
-    assert len({of_rank[fault][0] for of_rank in disturbed}) == 1
-    message, differences = disturbed[0][fault]
-    assert sorted(list(difference.sums) for difference in differences) == ranks
-    assert all(difference.names == [named] for difference in differences)
-    assert f"hold different {named}" in message and "agreed after step 1." in message
-    # Four against one says who is wrong, one against one does not.
-    assert ("against the majority: 3" in message) == (len(ranks[0]) == 4)
-    assert all(difference.values or fault in ("generator", "data") for difference in differences)
-    assert ("scripts/replay.py" in message) == (len(ranks[0]) == 2)
+def test_a_fault_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
+    settings = [*SMALL, *FAST, *small_corpus(tmp_path), f"run.dir={tmp_path}/run"]
+    found = launch(_disturbed, 4, settings, seconds=240.0)
+    for fault, (_, named, ranks) in FAULTS.items():
+        assert len({of_rank[fault][0] for of_rank in found}) == 1
+        message, differences = found[0][fault]
+        assert sorted(list(difference.sums) for difference in differences) == ranks
+        assert all(difference.names == [named] for difference in differences)
+        assert f"hold different {named}" in message and "agreed after step 1." in message
+        # Four against one says who is wrong, one against one does not.
+        assert ("against the majority: 3" in message) == (len(ranks[0]) == 4)
+        assert all(difference.values or fault in ("generator", "data") for difference in differences)
+        assert ("scripts/replay.py" in message) == (len(ranks[0]) == 2)
 
 
 class Disturb(Callback):
@@ -123,6 +118,7 @@ def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "callbacks_of", lambda config: [*callbacks(config), Disturb()]),
+        mock.patch.object(signals, "LOOK_EVERY", 0.0),
     ):
         config = pretrain.configure([*overrides, f"run.dir={run_dir}"])
         for _ in range(2):

@@ -1,4 +1,5 @@
-"""A training step: any number of ranks is one, gradients and norms by their definitions, updates and skips."""
+"""A training step: gradients and norms by their definitions, updates and skips. (That any mesh is one rank:
+tests/distributed/test_equality.py.)"""
 
 from __future__ import annotations
 
@@ -26,32 +27,6 @@ from megatron_fp4.training.step import (
 from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, train_step, whole
 
 
-def _train(rank: int, replicate: int = 1, tp_size: int = 1, reshard: bool = False) -> tuple[list[StepResult], Tensor]:
-    mesh = toy_mesh(tp_size, replicate=replicate)
-    model, optimizer = toy(mesh, on_tp=tp_size > 1)
-    step_state, settings = StepState(seed=0), {"lr": 1e-2, "clip_norm": 1.0}
-    results = [
-        train_step(model, optimizer, toy_batches(step, mesh), mesh, step_state, step=step, reshard=reshard, **settings)
-        for step in range(3)
-    ]
-    assert step_state.weights_version == 3 and not any(r.skipped or r.requests.stop for r in results)
-    return results, whole(model.head.weight)
-
-
-def test_any_mesh_is_one_rank() -> None:
-    """Data parallel twice, with parameters freed in between, hybrid, and DTensors on two axes."""
-    single, weight = launch(_train, 1)[0]
-    sharded = launch(_train, 2)
-    for outcomes in (sharded, launch(_train, 4, 2), launch(_train, 4, 1, 2)):
-        for results, found in outcomes:
-            assert results == outcomes[0][0] and torch.equal(found, outcomes[0][1])
-            assert [r.loss for r in results] == pytest.approx([r.loss for r in single], rel=1e-5)
-            assert [r.grad_norm for r in results] == pytest.approx([r.grad_norm for r in single], rel=1e-5)
-            assert torch.allclose(found, weight, atol=1e-5)
-    for again in (launch(_train, 2), launch(_train, 2, 1, 1, True)):
-        assert again[0][0] == sharded[0][0] and torch.equal(again[0][1], sharded[0][1])
-
-
 def always(loss: float, norm: float) -> bool:
     """The host decides, because SGD cannot leave out an update on the device."""
     return True
@@ -71,23 +46,19 @@ class Watching(nn.Module):
         return self.weight * tokens.float().mean()
 
 
-def _constant(index: int, value: float) -> ToyBatch:
-    return ToyBatch(index, torch.tensor([[value]]), torch.tensor([[0]]))
-
-
 def test_the_step_state_the_loss_and_the_clipped_update() -> None:
     with alone() as mesh:
         step_state = StepState(seed=0)
         model = Watching(step_state)
         optimizer = torch.optim.SGD(model.parameters(), lr=123.0)
-        batches, settings = [_constant(4, 1.0), _constant(6, 5.0)], {"lr": 0.5, "accept": always}
-        result = train_step(model, optimizer, batches, mesh, step_state, step=7, clip_norm=2.0, **settings)
-        assert (result.loss, result.grad_norm, result.skipped) == (3.0, 3.0, False)
-        assert model.seen == [(7, 4, 0), (7, 6, 0)] and step_state.weights_version == 1
-        assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0)
-        assert model.weight.grad is None and not result.requests.stop
-        settings["requests"] = StepRequests(stop=True)
-        assert train_step(model, optimizer, batches, mesh, step_state, step=8, clip_norm=0.0, **settings).requests.stop
+        batches = [
+            ToyBatch(index, torch.tensor([[value]]), torch.tensor([[0]])) for index, value in ((4, 1.0), (6, 5.0))
+        ]
+        told: dict[str, Any] = {"lr": 0.5, "accept": always, "requests": StepRequests(stop=True)}
+        result = train_step(model, optimizer, batches, mesh, step_state, step=7, clip_norm=2.0, **told)
+    assert (result.loss, result.grad_norm, result.skipped, result.requests) == (3.0, 3.0, False, StepRequests(True))
+    assert model.seen == [(7, 4, 0), (7, 6, 0)] and step_state.weights_version == 1
+    assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0) and model.weight.grad is None
 
 
 def _ahead_or_not(rank: int, clip_norm: float, factor: float) -> tuple[list[dict[str, Tensor]], list[StepResult]]:
@@ -161,21 +132,17 @@ def _sixty_four(rank: int) -> tuple[Tensor, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     generator = torch.Generator().manual_seed(0)
     # Small integers: every FP32 sum below is exact, whatever its order, and few BF16 sums are.
-    batches = [
-        ToyBatch(index, *torch.randint(-15, 16, (3, 10), generator=generator).split([6, 4], dim=1))
-        for index in range(64)
-    ]
+    draws = (torch.randint(-15, 16, (3, 10), generator=generator) for _ in range(64))
+    batches = [ToyBatch(index, *drawn.split([6, 4], dim=1)) for index, drawn in enumerate(draws)]
     mine = batches[rank :: mesh.dp_size]
     train_step(model, optimizer, mine, mesh, StepState(seed=0), step=0, lr=1.0, clip_norm=0.0, accept=always)
     exact = torch.stack([b.targets.double().T @ b.tokens.double() for b in batches]).sum(0) / 64
     return -whole(model.weight), exact
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_of_64_micro_batches_are_summed_in_fp32(world_size: int) -> None:
-    summed, exact = launch(_sixty_four, world_size)[0]
-    assert summed.dtype == torch.float32
-    assert torch.equal(summed.double(), exact)
+def test_gradients_of_64_micro_batches_are_summed_in_fp32() -> None:
+    summed, exact = launch(_sixty_four, 2)[0]
+    assert summed.dtype == torch.float32 and torch.equal(summed.double(), exact)
     assert not torch.equal(exact.bfloat16().double(), exact)
 
 
@@ -233,22 +200,18 @@ def test_every_element_counts_once_and_replicated_parameters_are_summed_over_tp(
         assert [set(g.flatten().tolist()) for g in summed] == [{group}, {rank + 1.0}, {group}]
 
 
-def test_norms_neither_overflow_nor_underflow() -> None:
+def test_norms_neither_overflow_nor_underflow_and_clipping_has_the_bits_of_the_definition() -> None:
+    parameter = nn.Parameter(torch.zeros(4))
     with alone() as mesh:
-        parameter = nn.Parameter(torch.zeros(4))
         for size in (1e30, 1e-30):
             parameter.grad = torch.full((4,), size)
             assert gradient_norm([parameter], mesh) == pytest.approx(2 * size, rel=1e-6)
         for bad in (math.nan, math.inf):
             parameter.grad = torch.tensor([1.0, bad, 0.0, 0.0])
             assert not math.isfinite(gradient_norm([parameter], mesh))
-
-
-@pytest.mark.parametrize("norm", [0.3, 1.0, 1.0000001, 1e9, 1e-30])
-@pytest.mark.parametrize("clip_norm", [0.0, 1.0, 0.37])
-def test_clipping_has_the_bits_of_the_definition(norm: float, clip_norm: float) -> None:
-    parameter = nn.Parameter(torch.zeros(257))
-    gradient = torch.randn(257) * torch.logspace(-42, 20, 257)
-    parameter.grad = gradient.clone()
-    clip_gradients([parameter], torch.tensor(norm, dtype=torch.float64), clip_norm)
-    assert torch.equal(parameter.grad, gradient * (clip_norm / norm) if 0 < clip_norm < norm else gradient)
+    parameter, gradient = nn.Parameter(torch.zeros(257)), torch.randn(257) * torch.logspace(-42, 20, 257)
+    for clip_norm in (0.0, 1.0, 0.37):
+        for norm in (0.3, 1.0, 1.0000001, 1e9, 1e-30):
+            parameter.grad = gradient.clone()
+            clip_gradients([parameter], torch.tensor(norm, dtype=torch.float64), clip_norm)
+            assert torch.equal(parameter.grad, gradient * (clip_norm / norm) if 0 < clip_norm < norm else gradient)

@@ -81,15 +81,12 @@ class SkippedSteps(Callback):
         self.trainer.log.metrics.event(step.done, "skip", **self.state_dict())
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
-        """The updates since the checkpoint are undone."""
         self.without_update = done - checkpoint
 
     def state_dict(self) -> Any:
-        """The counts."""
         return {"consecutive": self.consecutive, "total": self.total, "without_update": self.without_update}
 
     def load_state_dict(self, state: Any) -> None:
-        """Those of a checkpoint, also of a run that counted less."""
         self.consecutive, self.total = state["consecutive"], state["total"]
         self.without_update = state.get("without_update", self.consecutive)
 
@@ -134,7 +131,6 @@ class Spikes(Callback):
         self._history: list[tuple[float, float]] = []  # loss and gradient norm of accepted steps, the oldest first
 
     def before_step(self, step: Step) -> None:
-        """Steps of another data phase or precision are no measure."""
         regime = f"{self.trainer.phase(step.index)}, {self.trainer.plan_name}"
         if self.config.action != "none" and regime != self._regime:
             self._regime, self._history = regime, []
@@ -210,7 +206,6 @@ class Spikes(Callback):
         self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :] if known else []
 
     def state_dict(self) -> Any:
-        """Counts and history."""
         return {
             "in_row": self.in_row,
             "total": self.total,

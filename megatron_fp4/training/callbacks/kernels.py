@@ -66,7 +66,6 @@ class Kernels(Callback):
         self._pinned: PinnedKernels | None = None
 
     def start(self, done: int) -> None:
-        """Tune what is not known yet, on the first rank."""
         trainer = self.trainer
         trainer.progress.at(0, "tune and test kernels")
         if not (mixers := trainer.model.autotuned_mixers()):
@@ -91,11 +90,9 @@ class Kernels(Callback):
                 log.warning("%s could not be written (%s)", path, error)
 
     def state_dict(self) -> Any:
-        """The choices; None if nothing is pinned."""
         return None if self._pinned is None else self._pinned.record()
 
     def load_state_dict(self, state: Any) -> None:
-        """Those of a checkpoint, for `start`."""
         self._saved = state
 
 

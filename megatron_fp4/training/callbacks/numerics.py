@@ -31,11 +31,9 @@ class LinearCheck(Callback):
     """Compares one linear with the reference every `precision.recheck_interval` steps, on its own tensors."""
 
     def start(self, done: int) -> None:
-        """The linears take turns by the step alone."""
         self._recheck = Recheck(self.trainer.config.precision.recheck_interval, self.trainer.precision.linears)
 
     def around_step(self, step: Step) -> AbstractContextManager[object]:
-        """One linear is watched if one is due."""
         return self._recheck.watching(step.index)
 
     def after_step(self, step: Step) -> None:
@@ -52,7 +50,6 @@ class Switch(Callback):
     name = "switch"
 
     def before_step(self, step: Step) -> None:
-        """Measure if that is due, and switch if it is time."""
         trainer = self.trainer
         if trainer.precision.before_step(step.index, lambda: self._measure(step).ratio):
             trainer.log.switch(step.index)
@@ -70,11 +67,9 @@ class Switch(Callback):
         return noise
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
-        """The plan is again that of the checkpoint."""
         self.load_state_dict(state)
 
     def state_dict(self) -> Any:
-        """Whether and when it switched."""
         return self.trainer.precision.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -107,13 +102,11 @@ class QuantizationDiagnostics(Callback):
     _probe: Probe | None = None
 
     def around_step(self, step: Step) -> AbstractContextManager[object]:
-        """With a probe at each linear if the step is due."""
         due = step.index % self.trainer.config.precision.diagnostics.interval == 0
         self._probe = Probe() if due else None
         return nullcontext() if self._probe is None else self._probe.attached(self.trainer.precision.linears)
 
     def after_step(self, step: Step) -> None:
-        """Record what was measured, if anything is quantized."""
         if self._probe is not None and (found := self._probe.collect(list(self.trainer.precision.linears))):
             record = diagnostics_record(found)
             self.trainer.log.metrics.record(step.done, "diagnostics", record, diagnostics_scalars(record))

@@ -31,7 +31,6 @@ class Profile(Callback):
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        """Begins and ends the window."""
         first, last = self.trainer.config.logging.profile_steps
         if self._profile is None and self.trainer.mesh.rank == 0 and first <= step.done <= last:
             activities = [ProfilerActivity.CPU]
@@ -66,13 +65,11 @@ class MemoryHistory(Callback):
     _recording = False
 
     def start(self, done: int) -> None:
-        """On the first rank, if it has a GPU."""
         if self.trainer.mesh.rank == 0 and self.trainer.mesh.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
             self._recording = True
 
     def close(self) -> None:
-        """Write the snapshot."""
         if self._recording:
             path = Path(self.trainer.config.run.dir) / "memory_snapshot.pickle"
             torch.cuda.memory._dump_snapshot(str(path))

@@ -70,22 +70,18 @@ class Replicas(Callback):
     """Ends the run where ranks that should hold the same do not."""
 
     def start(self, done: int) -> None:
-        """Ranks begin alike."""
         self._agreed: int | None = None
         self._compared: int | None = None
         self.compare(done)
 
     def after_step(self, step: Step) -> None:
-        """Compare if it is due."""
         if is_due(self.trainer.config.run.replicas_interval, step.done):
             self.compare(step.done)
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
-        """Other weights have come from the disk."""
         self._compared = None
 
     def on_checkpoint(self, done: int) -> None:
-        """What differs is not saved."""
         self.compare(done)
 
     def compare(self, done: int) -> None:

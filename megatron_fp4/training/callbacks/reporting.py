@@ -61,7 +61,6 @@ class Banner(Callback):
     """Prints model, plan, numerics, batches and data phases, unless the run only writes what it lacks."""
 
     def start(self, done: int) -> None:
-        """After `done` steps."""
         trainer, config, models = self.trainer, self.trainer.config, self.trainer.models
         if trainer.missing is not None:
             return
@@ -98,7 +97,6 @@ class Records(Callback):
     """Writes what a step did, how fast it was and where it is in the data, to metrics.jsonl and the console."""
 
     def after_step(self, step: Step) -> None:
-        """After measurements, so that their time is the step's."""
         trainer = self.trainer
         log, config, device = trainer.log, trainer.config, trainer.mesh.device
         seconds = time.perf_counter() - step.began
@@ -134,7 +132,6 @@ class Summary(Callback):
     closed."""
 
     def conclude(self) -> None:
-        """From the records' last validation, on the first rank."""
         trainer, config, console = self.trainer, self.trainer.config, self.trainer.log.console
         if trainer.mesh.rank != 0:
             return

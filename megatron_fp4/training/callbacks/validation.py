@@ -32,7 +32,6 @@ class AtValidation(Callback):
             self.record(done)
 
     def after_step(self, step: Step) -> None:
-        """If it is due."""
         config = self.trainer.config
         if step.done == config.train.steps or is_due(config.validation.interval, step.done):
             self.record(step.done)
