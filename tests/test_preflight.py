@@ -72,7 +72,7 @@ def test_the_command(data: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     command = ["--check", *FEW, *data, f"run.dir={tmp_path}/run"]
     assert pretrain.main(command) == 0
     (*_, last) = capsys.readouterr().out.splitlines()
-    assert last == "ok: 1 rank, 4,096 tokens, 1.0 GiB a rank, about 2 hours on GPUs"
+    assert last == "ok: 1 rank, 4,096 tokens, 1.0 GiB a rank, about 2.0 hours on GPUs"
     assert pretrain.main([*command, "data.sources.code=/nowhere/code"]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("pretrain.py: data.sources.code: /nowhere/code.idx does not") and not printed.out
@@ -102,7 +102,7 @@ def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
     lines = check(trained, "train.steps=12")
     assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
     assert any(line.startswith("data: phases after sample 32: were none; are") for line in lines)
-    assert lines[-1] == "ok: 1 rank, 6,144 tokens, 1.0 GiB a rank, about 2 hours on GPUs for the 8 steps that are left"
+    assert lines[-1] == "ok: 1 rank, 6,144 tokens, 1.0 GiB a rank, about 2.0 hours on GPUs for the 8 steps that are left"
 
 
 @pytest.mark.usefixtures("no_plan")
