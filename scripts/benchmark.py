@@ -39,6 +39,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from data.storage import default_cache_dir
+from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, init_distributed, leave_distributed
@@ -53,7 +54,6 @@ from megatron_fp4.training.build import (
     initialized_model,
     set_determinism,
     sharded_model,
-    world_size,
 )
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
@@ -204,7 +204,7 @@ class RandomRun:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.graphs = None
         if graphs:
-            self.graphs = graphs_for(config, model_provider, self.mesh, self.model, self.controller, print)
+            self.graphs = graphs_for(config, model_provider, self.mesh, self.model, self.controller.linears, print)
         if mixers := self.model.autotuned_mixers():
             rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
             pin_kernels(rehearse, None, default_cache_dir() / "autotuning")
@@ -313,9 +313,11 @@ def memory(options: argparse.Namespace) -> int:
     if options.plan_only:
         config = configure([*options.overrides, "run.dry=true"])
         execution = model_provider.planned_execution(config)
-        dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, model_provider, *parts), execution)
+        dry = dry_run(
+            config, place_in_run().world_size, lambda *parts: sharded_model(config, model_provider, *parts), execution
+        )
         kernels = ", ".join(sorted(execution.kernels))
-        plan = {"ranks": world_size(), "planned": asdict(dry.memory), "planned_kernels": kernels}
+        plan = {"ranks": place_in_run().world_size, "planned": asdict(dry.memory), "planned_kernels": kernels}
         return written(plan, options.output, [f"planned {dry.memory.peak / GIB:.2f} GiB ({kernels})"])
     if not torch.cuda.is_available():
         raise ConfigError("needs an NVIDIA GPU to measure; or use --plan-only")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.runtime.errors import is_users_to_mend
+from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
 
@@ -227,6 +228,16 @@ def initialized_model(
     model.to_empty(device=mesh.device)
     models.initialize(model, config.model, config.run.seed)
     return model, controller
+
+
+def graphs_for(
+    config: Config, models: ModelProvider, mesh: ParallelMesh, model: Any, linears: Any, warn: Callable[[str], None]
+) -> MicroBatchGraphs | None:
+    """What replays the micro-batches of `model`, whose `linears` these are; None where they run eagerly. warn: is told
+    if a capture fails."""
+    if why_eager(config, models) is not None:
+        return None
+    return MicroBatchGraphs(model, mesh, linears, required=config.train.cuda_graphs == "true", warn=warn)
 
 
 def is_refusal(error: Exception) -> bool:

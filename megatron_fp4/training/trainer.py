@@ -44,11 +44,10 @@ from megatron_fp4.training.build import (
     check_samples,
     configuration_errors,
     execution_of,
+    graphs_for,
     initialized_model,
     is_refusal,
-    why_eager,
 )
-from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule, build_optimizer
 from megatron_fp4.training.providers import DataProvider, MicroBatch, ModelProvider
 from megatron_fp4.training.step import StepRequests, StepResult, accumulate, update
@@ -191,10 +190,7 @@ class Trainer:
             max_failed_saves=_MAX_FAILED_SAVES,
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         )
-        self.graphs: MicroBatchGraphs | None = None
-        if why_eager(config, models) is None:
-            required, warn = config.train.cuda_graphs == "true", self.log.console.text
-            self.graphs = MicroBatchGraphs(self.model, mesh, self.precision.linears, required=required, warn=warn)
+        self.graphs = graphs_for(config, models, mesh, self.model, self.precision.linears, self.log.console.text)
         self.callbacks = list(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
