@@ -48,7 +48,7 @@ from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersErr
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, explain, sole_run
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
-from megatron_fp4.training.build import check_start, device_type_of, plans_of, set_determinism
+from megatron_fp4.training.build import device_type_of, plans_of, set_determinism
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
@@ -56,7 +56,7 @@ from megatron_fp4.training.callbacks.profiling import MemoryHistory, Profile
 from megatron_fp4.training.callbacks.replicas import Replicas
 from megatron_fp4.training.callbacks.reporting import Banner, Records, Summary, report
 from megatron_fp4.training.callbacks.validation import Validation
-from megatron_fp4.training.trainer import Callback, Trainer
+from megatron_fp4.training.trainer import Callback, Trainer, check_start
 from models import provider as models
 
 CONFIGS = Path(__file__).resolve().parent / "configs"

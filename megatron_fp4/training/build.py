@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from megatron_fp4.checkpoint.find import check_initialization, check_resume
 from megatron_fp4.config.checks import place_in_run, validate
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend, OperandRequest
@@ -39,20 +37,6 @@ from megatron_fp4.runtime.errors import is_users_to_mend
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
-
-
-def check_start(config: Config, models: ModelProvider, data: DataProvider) -> None:
-    """Raise ConfigError for the first thing that this process sees, before data is opened, why a start with `config`,
-    or its dry run, cannot be."""
-    # A dry run plans for machines that are not here.
-    device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
-    check(config, models, data, place_in_run().world_size, device_type)
-    check_resume(config)
-    check_initialization(config)
-    check_baseline(config)
-    if not config.run.dry:
-        execution_of(config, models)
-        why_eager(config, models)
 
 
 def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int, device_type: str) -> None:

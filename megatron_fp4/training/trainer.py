@@ -26,11 +26,12 @@ from megatron_fp4.checkpoint import config_diff
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.files import origin_state
-from megatron_fp4.checkpoint.find import Resumed, would_overwrite
+from megatron_fp4.checkpoint.find import Resumed, check_initialization, check_resume, would_overwrite
+from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.run_folder import Missing, missing_of
+from megatron_fp4.logging.run_folder import Missing, check_baseline, missing_of
 from megatron_fp4.logging.run_log import RunLog, TimeLedger
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
@@ -41,12 +42,14 @@ from megatron_fp4.runtime.revision import revision
 from megatron_fp4.runtime.signals import StopConditions
 from megatron_fp4.training.build import (
     backend_of,
+    check,
     check_samples,
     configuration_errors,
     execution_of,
     graphs_for,
     initialized_model,
     is_refusal,
+    why_eager,
 )
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule, build_optimizer
 from megatron_fp4.training.providers import DataProvider, MicroBatch, ModelProvider
@@ -473,6 +476,20 @@ class Trainer:
             stops.obeyed()
             self.log.stop(done, stops.why_stop)
         return finished
+
+
+def check_start(config: Config, models: ModelProvider, data: DataProvider) -> None:
+    """Raise ConfigError for the first thing that this process sees, before data is opened, why a start with `config`,
+    or its dry run, cannot be."""
+    # A dry run plans for machines that are not here.
+    device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
+    check(config, models, data, place_in_run().world_size, device_type)
+    check_resume(config)
+    check_initialization(config)
+    check_baseline(config)
+    if not config.run.dry:
+        execution_of(config, models)
+        why_eager(config, models)
 
 
 def any_rank(flag: bool, mesh: ParallelMesh) -> bool:
