@@ -189,7 +189,7 @@ def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, step
     compute something else.
     """
     callbacks = [
-        Kernels(default_cache_dir() / "autotuning", write=False),
+        Kernels(default_cache_dir() / "autotuning"),
         SelfTest(),
         *([LinearCheck()] if config.precision.recheck_interval else []),
         Switch(),
