@@ -167,7 +167,8 @@ class MicroBatchLoader:
         if self.num_workers == 0:
             slot = np.empty(micro_batches.slot_size, np.int32)
             for number in range(len(micro_batches)):
-                micro_batches.read_into(number, slot)
+                for read in micro_batches.reads(number, slot):
+                    read()
                 yield make(number, micro_batches.content(slot))
             return
         most = max(self.num_micro_batches(span.first_step) for span in self.schedule.spans)

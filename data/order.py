@@ -22,6 +22,7 @@ keeps from which sample on there were how many files (`Growth`).
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -133,18 +134,19 @@ class _Groups:
     """The groups of all sources that were used last, of up to `documents` documents together."""
 
     def __init__(self, documents: int) -> None:
-        self._left = documents
+        self._left, self._lock = documents, threading.Lock()
         self._kept: OrderedDict[tuple[DocumentOrder, int, int], _Group] = OrderedDict()
 
     def get(self, order: DocumentOrder, epoch: int, group: int) -> _Group:
         key = (order, epoch, group)
-        if key not in self._kept:
-            self._kept[key] = made = order.shuffle_group(epoch, group)
-            self._left -= len(made.starts)
-        self._kept.move_to_end(key)
-        while self._left < 0 and len(self._kept) > 1:
-            self._left += len(self._kept.popitem(last=False)[1].starts)
-        return self._kept[key]
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = made = order.shuffle_group(epoch, group)
+                self._left -= len(made.starts)
+            self._kept.move_to_end(key)
+            while self._left < 0 and len(self._kept) > 1:
+                self._left += len(self._kept.popitem(last=False)[1].starts)
+            return self._kept[key]
 
 
 # Of all sources of a process: 16 bytes a document. Every source of a blend has a group under way.

@@ -174,15 +174,16 @@ def open_indexed(
     _refuse_shared(trained, held_out)
 
     def open_all(key: str, named: Mapping[str, list[str]]) -> dict[str, TokenSource]:
-        streams = {}
-        for name, found in named.items():
+        def open_one(name: str) -> TokenSource:
             try:
-                streams[name] = open_source(found, remote_cache)
+                stream = open_source(named[name], remote_cache)
             except (FileNotFoundError, ValueError) as error:
                 raise type(error)(f"{key}.{name}: {error}") from error
             if opened is not None:
-                _check_tokenizer(f"{key}.{name}", streams[name], opened, tokenizer)
-        return streams
+                _check_tokenizer(f"{key}.{name}", stream, opened, tokenizer)
+            return stream
+
+        return dict(zip(named, side_by_side(open_one, named), strict=True))
 
     return DataBundle(open_all("data.sources", trained), open_all("data.validation", held_out), opened)
 

@@ -32,10 +32,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Generic, NamedTuple, NoReturn, TypeVar
@@ -47,6 +51,10 @@ from data.schedule import PhaseSchedule, PhaseSpan
 
 READY, FAILED = b"+", b"!"
 ERROR_BYTES = 1 << 16
+# Of a worker that reads side by side.
+_THREADS = 24
+# A sample that takes longer has waited for its disk or store; so many micro-batches after it are read side by side.
+_SLOW_SECONDS, _SIDE_BY_SIDE = 1e-3, 256
 _LONG_TEXT = 8000  # characters
 # A worker that is killed closes its pipe a moment before it can be asked for its exit code.
 _SECONDS_TO_DIE = 10.0
@@ -125,15 +133,18 @@ class RankMicroBatches:
         parts = slot.reshape(-1, self.micro_batch_size, self._seq_length + 1)
         return SlotContent(parts[0], parts[1] if self.masked else None)
 
-    def read_into(self, number: int, slot: np.ndarray) -> None:
-        """Read micro-batch `number` into `slot`, int32 [slot_size]. Raises what the sources raise."""
-        tokens, documents = self.content(slot)
+    def reads(self, number: int, slot: np.ndarray) -> list[Callable[[], None]]:
+        """Calls that read micro-batch `number` into `slot`, int32 [slot_size], a row each, in any order and by any
+        thread. They raise what the sources raise."""
+        content = self.content(slot)
         _, first = self._place(number)
-        for row in range(self.micro_batch_size):
-            _, name, ordinal = self.schedule.locate(first + row)
-            tokens[row], numbers = self.sources[name].sample(ordinal, self.masked)
-            if documents is not None:
-                documents[row] = numbers
+        places = [self.schedule.locate(first + row) for row in range(self.micro_batch_size)]
+        return [partial(self._read, content, row, *place[1:]) for row, place in enumerate(places)]
+
+    def _read(self, content: SlotContent, row: int, source: str, ordinal: int) -> None:
+        content.tokens[row], numbers = self.sources[source].sample(ordinal, self.masked)
+        if content.documents is not None:
+            content.documents[row] = numbers
 
 
 class Task(NamedTuple):
@@ -357,16 +368,43 @@ def main(rank_pid: int, task_file: int, memory_file: int, wanted: int, ready: in
 
 
 def _work(task: Task, memory: mmap.mmap, wanted: int, ready: int) -> None:
-    """Read all micro-batches of `task`, never more than its slots ahead; returns early when the rank is gone."""
+    """Read all micro-batches of `task`, never more than its slots ahead; returns early when the rank is gone.
+
+    A sample waits for its disk or store once for each of its documents. After a slow one, the next are read side by
+    side; quick ones, which would wait for Python's lock instead, are not.
+    """
     micro_batches, free, slots = task.micro_batches, task.num_slots, task.slots(memory)
+    pool = ThreadPoolExecutor(_THREADS)
+    reading: deque[list[Future[None]]] = deque()
+    alone = 0  # the next turn whose micro-batch is read alone
+
+    def deliver(left: int) -> None:
+        """Wait until no more than `left` micro-batches are being read."""
+        while len(reading) > left:
+            for row in reading.popleft():
+                row.result()
+            os.write(ready, READY)
+
     for turn, number in enumerate(range(task.worker, len(micro_batches), task.num_workers)):
         if free == 0:
+            deliver(0)
             free = len(os.read(wanted, 4096))
             if free == 0:
                 return
-        micro_batches.read_into(number, slots[turn % task.num_slots])
         free -= 1
+        reads = micro_batches.reads(number, slots[turn % task.num_slots])
+        if turn < alone:
+            reading.append([pool.submit(read) for read in reads])
+            deliver(_THREADS // len(reads))
+            continue
+        deliver(0)
+        began = time.perf_counter()
+        for read in reads:
+            read()
+        if time.perf_counter() - began > _SLOW_SECONDS * len(reads):
+            alone = turn + _SIDE_BY_SIDE
         os.write(ready, READY)
+    deliver(0)
 
 
 def _pickled(error: Exception) -> bytes:

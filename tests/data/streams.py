@@ -4,6 +4,7 @@ workers import them."""
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,30 @@ class SteeredStream(CountingStream):
     def readings(self) -> int:
         """How many readings there were, by the log."""
         return self.log.stat().st_size if self.log is not None and self.log.exists() else 0
+
+
+class SlowStream(CountingStream):
+    """Documents of 3 tokens, each read in 2 ms. log: a file of as many bytes as reads were under way at once, at most.
+    fails_at: that token cannot be read."""
+
+    lock, under_way, most = threading.Lock(), 0, 0
+
+    def __init__(self, log: Path, fails_at: int = -1) -> None:
+        super().__init__([3] * 1000)
+        self.log, self.fails_at = log, fails_at
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        of = SlowStream
+        with of.lock:
+            of.under_way += 1
+            of.most = max(of.most, of.under_way)
+            self.log.write_bytes(b"+" * of.most)
+        time.sleep(0.002)
+        with of.lock:
+            of.under_way -= 1
+        if start <= self.fails_at < start + length:
+            raise ValueError(f"token {self.fails_at} cannot be read")
+        return super().tokens(start, length)
 
 
 class TwoArgumentsError(Exception):

@@ -21,7 +21,7 @@ from data.loader import MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
 from data.workers import LoaderError
-from tests.data.streams import SteeredStream
+from tests.data.streams import SlowStream, SteeredStream
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -156,6 +156,26 @@ def test_workers_are_whole_steps_ahead_and_no_further(tmp_path: Path, num_worker
         time.sleep(0.1)
         assert stream.readings() == ahead
     steps.close()
+
+
+@pytest.mark.parametrize("fails_at", [-1, 2000])
+def test_samples_of_a_slow_disk_are_read_side_by_side(tmp_path: Path, fails_at: int) -> None:
+    """And are those that are read one by one, up to the same error."""
+    found = []
+    for num_workers in (0, 1):
+        stream = SlowStream(tmp_path / "log", fails_at)
+        source = SampleSource("code", stream, seq_length=30, seed=0, vocab_size=5000)
+        schedule = PhaseSchedule([Phase("main", 1.0, {"code": 1.0})], num_steps=20, global_batch_size=8)
+        steps = MicroBatchLoader(schedule, {"code": source}, 2, 0, 1, num_workers).steps(0, 20)
+        taken: list[object] = []
+        try:
+            taken += ([batch.tokens.tolist() for batch in step] for step in steps)
+        except ValueError as error:
+            taken.append(str(error))
+        found.append(taken)
+        assert (stream.log.stat().st_size > 8) == (num_workers == 1)
+    assert found[0] == found[1]
+    assert (len(found[0]) < 20) == (fails_at >= 0) and len(found[0]) > 2
 
 
 def test_workers_do_without_torch() -> None:
