@@ -10,8 +10,6 @@ from torch import Tensor
 
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.support import BACKENDS
-from megatron_fp4.quantization import rounding
-from megatron_fp4.quantization.rounding import round_e2m1_stochastic
 from scripts import prove_backend
 
 
@@ -59,14 +57,6 @@ def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch) -> None:
     printed = capsys.readouterr().out
     assert "faults.**" in printed and "All that was tested" not in printed
     assert any(line.startswith("- emulated: nvfp4, 128 tokens") and seen in line for line in printed.splitlines())
-
-
-def test_the_reference_is_judged_too(monkeypatch) -> None:
-    cpu = torch.device("cpu")
-    assert all(holds for _, holds in prove_backend.definitions(cpu))
-    monkeypatch.setattr(rounding, "round_e2m1_nearest", lambda x: round_e2m1_stochastic(x, torch.full_like(x, 0.45)))
-    wrong = [what for what, holds in prove_backend.definitions(cpu) if not holds]
-    assert wrong == [f"{name}: codes are the nearest of all" for name in ("nvfp4", "mxfp4")]
 
 
 def test_misuse(capsys) -> None:

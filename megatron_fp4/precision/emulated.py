@@ -7,19 +7,17 @@ the same thing up to the order of accumulation. The tensor scale must *not* be f
 cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two scales are exact in BF16 as well; under
 FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
-Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of
-`quantization/kernels` and cuBLAS; for operands that those do not make (four-over-six in square blocks, unusual
-transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on that device, slower by tens of times. The
-codes are the same bits everywhere; a warning says once why a device does without the kernels. The accumulation order of
-tensor cores is not imitated.
+On a CPU, PyTorch computes. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of `quantization/kernels`
+and cuBLAS do; for operands that those do not make (four-over-six in square blocks, unusual transforms, stochastic FP8,
+FP32 activations), and on other GPUs, PyTorch on that device, slower by tens of times. The codes are the same bits
+everywhere; a warning says once why a device does without the kernels.
 
-Weights are kept as 4-bit codes: 0.56 bytes a parameter where values take 2. fprop and dgrad multiply by one weight
-W [out, in] and its transpose. Square blocks rounded to nearest have the same codes along both dimensions
-(`quantization/square_blocks.py`), so one packed copy serves both, for all micro-batches of a step. A GEMM unpacks it to
-BF16 values, which are exact and gone after it. `packed_weight` makes the codes from the whole weight of this rank, or
-FSDP gathers those that ranks made of their shards (`parallel/gathered_codes.py`); both are the same bits. On a CPU, and
-where the kernels do not run, values are kept instead (`keeps_codes`): unpacking is slow there in relation to the
-products. The numbers are the same.
+On a GPU weights are kept as 4-bit codes: 0.56 bytes a parameter where values take 2. Square blocks rounded to nearest
+have the same codes along both dimensions (`quantization/square_blocks.py`), so one packed copy serves fprop and dgrad,
+for all micro-batches of a step. A GEMM unpacks it to BF16 values, which are exact and gone after it. `packed_weight`
+makes the codes from the whole weight of this rank, or FSDP gathers those that ranks made of their shards
+(`parallel/gathered_codes.py`); both are the same bits. On a CPU values are kept instead (`keeps_codes`): unpacking is
+slow there in relation to the products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GEMMs of BF16 operands on an NVIDIA GPU with a scale that lives on the device, applied in FP32 before rounding.
+"""GEMMs of BF16 operands on an NVIDIA GPU with a scale that lies on the device, applied in FP32 before rounding.
 
     out = (alpha * (a b)) in BF16 or FP32,    alpha = amax_a * amax_b / (36 * 448^2) for NVFP4
     total += alpha * (a b) in FP32,           rounded once: the weight gradient of later micro-batches
@@ -7,14 +7,12 @@ alpha comes out of the quantizers as a device scalar: reading it on the host wou
 multiplying it on afterwards costs another pass over the output in FP32. cuBLAS takes it from device memory
 (`CUBLAS_POINTER_MODE_DEVICE`), which PyTorch does not offer, so `cublasGemmEx` is called here through PyTorch's own
 handle: its stream, its workspace, its library. Partial sums are kept in FP32 (PyTorch's default allows BF16 partial
-sums in split-k kernels).
+sums in split-k kernels). Where cuBLAS cannot be reached this way, `torch.mm` with FP32 output and one scale-and-round
+pass do the same arithmetic; a warning says so once.
 
 Rows of `a` that are padding in equal groups are left out by a batched GEMM, one matrix a group: what comes out needs no
 copy, and is where the gradient lies. For groups whose rows are no multiple of 8 (the 12B's 2836) cuBLAS takes kernels
 of old tensor cores (25 ms for 16,384 tokens, 5 at the rate of other GEMMs): there the padding is computed as well.
-
-Where cuBLAS cannot be reached this way, `torch.mm` with FP32 output and one scale-and-round pass do the same
-arithmetic; a warning says so once.
 """
 
 from __future__ import annotations

@@ -219,12 +219,13 @@ def build_plan(
 
 def _first_exception(shape: LinearShape, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
     """The first exception that covers a linear, and the pattern that its name matches."""
-    for i, exception in enumerate(exceptions):
-        if not exception.blocks or shape.letter in exception.blocks:
-            for pattern in exception.names:
-                if fnmatch.fnmatchcase(shape.name, pattern):
-                    return i, pattern
-    return None
+    matches = (
+        (i, pattern)
+        for i, exception in enumerate(exceptions)
+        for pattern in exception.names
+        if (not exception.blocks or shape.letter in exception.blocks) and fnmatch.fnmatchcase(shape.name, pattern)
+    )
+    return next(matches, None)
 
 
 def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[LinearShape]) -> None:
@@ -306,8 +307,8 @@ def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
     )
 
 
+# Measurements of the gradient noise in a row that must lie below the threshold.
 PATIENCE = 3
-"""Measurements of the gradient noise in a row that must lie below the threshold."""
 
 
 @dataclass

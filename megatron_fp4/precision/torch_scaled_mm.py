@@ -14,14 +14,11 @@ k is along the dot product; block scales lie in cuBLAS's tiles (quantization/ten
 scales into the FP32 sum. Such a GEMM reads both sides along the dot product ("TN"). An operand along the rows of a
 tensor is therefore quantized there, as ever, and its bytes are transposed. Square blocks have the same codes along both
 dimensions: these are made once and exchanged. cuBLAS wants whole 16 of output columns, which whole blocks are, and
-whole 32 along the dot product: codes are filled up to them here, with zeros.
-
-FSDP gathers weights in square blocks, and tensor-parallel ranks their slices of the tokens, as codes and scales in
-their plain order; cuBLAS's order is made of what was gathered.
+whole 32 along the dot product: codes are filled up to them here, with zeros. What is gathered (weights in square
+blocks, slices of the tokens) travels as codes and scales in their plain order.
 
 What has no packed kernel (four-over-six in square blocks, transforms of other sizes, fresh signs but MS-EDEN's) is
-quantized in PyTorch, as in the emulated backend. What it cannot do (`support.py`): other formats, two formats
-in one GEMM, codes of fprop in another.
+quantized in PyTorch, as in the emulated backend.
 
 Not run: no Blackwell chip was at hand. The self-test compares codes, products and poison before the first step.
 """
@@ -60,10 +57,7 @@ _DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes
 
 @dataclass(frozen=True)
 class _Format:
-    """How `scaled_mm` takes operands of a format.
-
-    per_byte: codes a byte. recipe, swizzle: what its scales are and how they lie, block scales first.
-    """
+    """How `scaled_mm` takes a format: codes a byte, their dtype, what its scales are and how they lie."""
 
     per_byte: int
     codes: torch.dtype
@@ -71,19 +65,10 @@ class _Format:
     swizzle: list[SwizzleType]
 
 
+_NVFP4_SCALES, _TILES = [ScalingType.BlockWise1x16, ScalingType.TensorWise], SwizzleType.SWIZZLE_32_4_4
 FORMATS = {
-    "nvfp4": _Format(
-        per_byte=2,
-        codes=torch.float4_e2m1fn_x2,
-        recipe=[ScalingType.BlockWise1x16, ScalingType.TensorWise],
-        swizzle=[SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE],
-    ),
-    "mxfp8": _Format(
-        per_byte=1,
-        codes=torch.float8_e4m3fn,
-        recipe=[ScalingType.BlockWise1x32],
-        swizzle=[SwizzleType.SWIZZLE_32_4_4],
-    ),
+    "nvfp4": _Format(2, torch.float4_e2m1fn_x2, _NVFP4_SCALES, [_TILES, SwizzleType.NO_SWIZZLE]),
+    "mxfp8": _Format(1, torch.float8_e4m3fn, [ScalingType.BlockWise1x32], [_TILES]),
 }
 
 

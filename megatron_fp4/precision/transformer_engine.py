@@ -11,23 +11,17 @@ parameters, and weights quantized once a step.
     x, dy  transposed, [m, n]     columnwise_data  [m, n],  the same of the (transformed) transpose
     W                             both, from 16x16 (FP8: 128x128) blocks
 
-MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows.
-
-Where it can run: NVFP4 on compute capability 10.0, 10.3, 12.0 and 12.1, MXFP8 on 10.x, FP8 blocks on 9.0 and 10.x
-(`support.py` says why not elsewhere, and which release each needs).
+MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows. Quantizers may write NVFP4 scales in the
+order that cuBLAS reads (`optimize_for_gemm`); `NativeOperand.decoded` puts them back for all others.
 
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
-Transformer Engine's (8 bits each), from a generator that is seeded here for every tensor by the same key that the
-emulation draws from: they depend on seed, step, micro-batch, linear and shard, so a resumed run repeats them, but not
-on the mesh. (Transformer Engine builds the state of each launch from that generator, which lives on the host, and takes
-no other: seeding it starts nothing on the device.)
+Transformer Engine's (8 bits each), from a generator on the host that is seeded here for every tensor by the same key
+that the emulation draws from: they depend on seed, step, micro-batch, linear and shard, so a resumed run repeats them,
+but not on the mesh.
 
 NaN and inf: Transformer Engine's kernels take the maximum by instructions that drop NaN, and convert NaN to the largest
 code; nothing that they return shows it. So the tensor is read once more, right after the quantizer, and NaN or inf in
 it makes its maximum (FP8: its scales) NaN.
-
-Quantizers may write NVFP4 scales in the order that cuBLAS reads (`optimize_for_gemm`), where their kernels can; GEMMs
-would otherwise reorder them at every call. `NativeOperand.decoded` puts them back for all others.
 """
 
 from __future__ import annotations
@@ -214,16 +208,15 @@ class TransformerEngineBackend(Backend):
         if columns is not None and rows is not None and columns.operand == rows.operand and columns.operand.quantized:
             made: tuple[Any, Any] = self._quantize(x, columns, rows)
             return lambda: made[0], lambda: made[1]
+        return self._maker(x, columns, None), self._maker(x, None, rows)
 
-        def along_columns() -> Any:
-            assert columns is not None
-            return self._quantize(x, columns, None)[0] if columns.operand.quantized else quantize_operand(x, columns)
-
-        def along_rows() -> Any:
-            assert rows is not None
-            return self._quantize(x, None, rows)[1] if rows.operand.quantized else quantize_operand(x, rows, True)
-
-        return None if columns is None else along_columns, None if rows is None else along_rows
+    def _maker(self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None) -> MakeOperand | None:
+        request = columns or rows
+        if request is None:
+            return None
+        if not request.operand.quantized:
+            return functools.partial(quantize_operand, x, request, transposed=columns is None)
+        return lambda: self._quantize(x, columns, rows)[columns is None]
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
@@ -266,7 +259,7 @@ class TransformerEngineBackend(Backend):
         wants = rows is not None, rows is not None and rows.rht > 0, request.signs == "fixed"
         key = (request.operand, *wants, request.amax_group, x.device.index)
         if key not in self._quantizers:
-            self._quantizers[key] = _new_quantizer(request.operand, *wants, request.amax_group)
+            self._quantizers[key] = _new_quantizer(*key[:-1])
         x = x.to(request.dtype).contiguous()
         draws = nullcontext() if request.key is None else _seeded(request.key, x.device)
         with torch.cuda.device(x.device), draws:

@@ -8,7 +8,7 @@ so one packed copy serves fprop and dgrad:
 
 0.5625 (0.53) bytes an element, besides NVFP4's one FP32 scale of the tensor. Rows are whole: those of several parts of
 a weight, laid one after another, are those of the weight. Parts may begin anywhere: what a row needs besides itself is
-the largest magnitude of its block, whose other rows another rank may hold, and that of the tensor. So it goes in
+the largest magnitude of its block, whose other rows another rank may hold, and that of the tensor. So there are
 three passes,
 
     block_maxima     a part's rows -> the largest magnitude of each of its blocks, of its own rows alone
@@ -16,15 +16,10 @@ three passes,
     quantize_rows    a part's rows and the maxima -> codes and scales
     unpack_rows      codes and scales -> `code * scale` in BF16, which is exact
 
-and the numbers are bit for bit those of `encode_nvfp4` and `encode_mxfp4` of the whole.
-
-Blocks are counted in padded rows: a weight may consist of equal groups of rows (the heads of a packed projection), each
-padded with zeros to whole blocks, so that no block lies in two groups. The padding is never stored; `unpack_rows` puts
-it in.
-
-On an NVIDIA GPU rows in BF16, or FP32 rows that count as rounded to BF16, go through the kernels of
-`kernels/square_blocks.py`; everything else goes through PyTorch, with the same bits. Not here: stochastic rounding,
-transforms, four-over-six (whose choice sums errors over a block).
+and the numbers are bit for bit those of `encode_nvfp4` and `encode_mxfp4` of the whole, by PyTorch or by the kernels of
+`kernels/square_blocks.py`. Blocks are counted in padded rows: a weight may consist of equal groups of rows (the heads
+of a packed projection), each padded with zeros to whole blocks, so that no block lies in two groups. The padding is
+never stored; `unpack_rows` puts it in.
 """
 
 from __future__ import annotations

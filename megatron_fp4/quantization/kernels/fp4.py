@@ -9,30 +9,25 @@ rows (both sides of wgrad, whose dot product runs over tokens):
     unpack             read packed codes -> values along the rows
 
 What limits the two in the middle is instructions: for sm_90 some 12 (18 with stochastic rounding) an element along the
-columns, and 19 (23, of which the transform is 7) along the rows. So blocks of one row have four pairs in a thread,
-which compute their scale in two threads and not in four; what can be done to both halves of a pair at once is (maxima,
-clamp, scale, sign, codes); and a multiplication stands in for a shift, whose unit issues every other cycle. Two kernels
-are faster than one for both operands, whose registers leave too few warps, and let the first GEMM free its operand
-before the second is made.
+columns, and 19 (23, of which the transform is 7) along the rows. So what can be done to both halves of a pair at once
+is (maxima, clamp, scale, sign, codes), and a multiplication stands in for a shift, whose unit issues every other cycle.
+Two kernels are faster than one for both operands, whose registers leave too few warps, and let the first GEMM free its
+operand before the second is made.
 
-The kernels that go over all tiles have one axis of programs, tiles side by side first: CUDA allows 2^31 programs along
-the first axis and 65535 along the others. No load or store has a mask: a program that reaches beyond the last column
-works on the last block again, and writes there what others write.
+No load or store has a mask: a program that reaches beyond the last column works on the last block again, and writes
+there what others write. CUDA allows 2^31 programs along the first axis and 65535 along the others, so the kernels that
+go over all tiles have one axis.
 
 "Values" are `code * block scale` in BF16, which is exact, in the layout of x: a GEMM reads either orientation as it
 lies, so nothing is ever transposed. A block along the rows is 16 (32) rows of one column and lies within one thread,
-like the Hadamard transform's tile: each is a chain of elementwise operations on one vector per row.
-
-The unit of all data is a *pair*: the BF16 values of an even and the following odd column in one int32, so that loads
-are wide and half of the logic handles two elements an instruction. A program works on `[GROUPS, PAIRS]` pairs at a
-time, PAIRS being half a block.
+like the Hadamard transform's tile: each is a chain of elementwise operations on one vector per row. The unit of all
+data is a *pair*: the BF16 values of an even and the following odd column in one int32. A program works on
+`[GROUPS, PAIRS]` pairs at a time, PAIRS being half a block.
 
 Packed along columns (`PACKED`): code bytes [rows, columns / 2], the even column in the low nibble, and scale bytes
-[rows, columns / BLOCK], those of square blocks in each of their rows.
-
-Packed along rows: int32 words [rows / BLOCK, BLOCK / 4, columns / 2]; nibble r of a word's low half is the code of row
-r of four in the even column, of its high half in the odd one. Scale bytes, even column first, are
-[rows / BLOCK, columns].
+[rows, columns / BLOCK], those of square blocks in each of their rows. Packed along rows: int32 words
+[rows / BLOCK, BLOCK / 4, columns / 2]; nibble r of a word's low half is the code of row r of four in the even column,
+of its high half in the odd one. Scale bytes, even column first, are [rows / BLOCK, columns].
 
 What keeps bits equal to the reference:
 - IEEE division and reciprocal, no flushing of subnormals, no contraction into FMA (`enable_fp_fusion=False` at every
@@ -42,9 +37,6 @@ What keeps bits equal to the reference:
 - Stochastic rounding adds u * spacing to the value where the reference adds u to value / spacing: spacings are powers
   of two, so both round alike.
 - Only the sign of zeros in values may differ, and no GEMM shows it; the sign in packed codes is the reference's.
-
-Not here, and left to the reference: four-over-six in other blocks than those of one row along the columns, transforms
-of other sizes than the block's, transforms along the columns, signs drawn per call, FP8.
 """
 
 # ruff: noqa: SIM102 (conditions on constants are kept apart)
