@@ -1,4 +1,5 @@
-"""Transformer Engine on a CPU: its quantizers and its GEMM by the reference quantizers, in its storage layouts.
+"""Transformer Engine's NVFP4 on a CPU: its quantizer and its GEMM by the reference quantizer, in its storage layout.
+(Its FP8 runs on GPUs that are at hand: tests/gpu/test_transformer_engine.py.)
 
 What its kernels do and the reference does not: NaN is dropped from maxima and becomes the largest code, every negative
 zero has code 8, draws have 8 bits and come from CUDA's default generator, padding is left as it was found, and scales
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.quantization import nvfp4
-from megatron_fp4.quantization.formats import quantize, quantize_nvfp4
+from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.rounding import (
     e2m1_codes,
@@ -34,32 +35,23 @@ from megatron_fp4.quantization.rounding import (
 
 FOUND = 0x5A  # what padding holds
 GEMMS: list[dict[str, Any]] = []
-_BOTH = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "quantizer", "fake_dtype")
+_SIDES = ("data", "scale_inv")
+_NAMES = {
+    *(f"{side}_{part}" for side in ("rowwise", "columnwise") for part in _SIDES),
+    *("amax_rowwise", "amax_columnwise", "quantizer", "fake_dtype", "fp4_dtype", "with_gemm_swizzled_scales"),
+    *("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"),
+}
 
 
-class Storage:
-    """What both quantizers return, and what the GEMM takes: named tensors and settings."""
-
-    names: tuple[str, ...] = ()
+class NVFP4TensorStorage:
+    """What the quantizer returns, and what the GEMM takes: named tensors and settings."""
 
     def __init__(self, **parts: Any) -> None:
-        assert set(parts) == set(self.names), set(parts) ^ set(self.names)
+        assert set(parts) == _NAMES, set(parts) ^ _NAMES
         self.parts = parts
 
     def get_metadata(self) -> dict[str, Any]:
         return dict(self.parts)
-
-
-class NVFP4TensorStorage(Storage):
-    names = (
-        *_BOTH,
-        *("amax_rowwise", "amax_columnwise", "fp4_dtype", "with_gemm_swizzled_scales"),
-        *("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"),
-    )
-
-
-class Float8BlockwiseQTensorStorage(Storage):
-    names = (*_BOTH, "fp8_dtype", "is_2D_scaled")
 
 
 class NVFP4Quantizer:
@@ -142,29 +134,6 @@ class NVFP4Quantizer:
         return pack_codes(codes), padded(made.scales.view(torch.uint8), 128, 4), made.amax.reshape(1).clone()
 
 
-class Float8BlockQuantizer:
-    log: list[dict[str, Any]]
-
-    def __init__(self, fp8_dtype, *, rowwise, columnwise, force_pow_2_scales, block_scaling_dim) -> None:
-        self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
-        self.internal = False
-
-    def __call__(self, x: Tensor) -> Float8BlockwiseQTensorStorage:
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and self.internal and self.rowwise
-        self.log.append({"shape": tuple(x.shape), "quantizer": self})
-        square = self.block_scaling_dim == 2
-        parts: dict[str, Any] = {}
-        for name, rows, wanted in (("rowwise", x, True), ("columnwise", x.t(), self.columnwise)):
-            block = (128, 128) if square else (1, 128)
-            made = quantize(rows.nan_to_num(nan=0.0), "fp8", block, power_of_two_scales=self.force_pow_2_scales)
-            scales = padded(made.scales[::128], 1, 4) if square else padded(made.scales.t(), 1, 4)
-            parts |= {f"{name}_data": made.codes.view(torch.uint8) if wanted else None}
-            parts |= {f"{name}_scale_inv": scales if wanted else None}
-        return Float8BlockwiseQTensorStorage(
-            **parts, quantizer=self, fake_dtype=torch.bfloat16, fp8_dtype=self.fp8_dtype, is_2D_scaled=square
-        )
-
-
 def general_gemm(
     A, B, *, out_dtype, layout, grad, use_split_accumulator, out=None, accumulate=False
 ) -> tuple[Any, ...]:
@@ -182,20 +151,12 @@ def general_gemm(
     return out, None, None, None
 
 
-def decoded(storage: Storage, side: str) -> Tensor:
+def decoded(storage: NVFP4TensorStorage, side: str) -> Tensor:
     """FP64 [rows, k] of one direction; the other is not there."""
     parts = storage.parts
     other = "columnwise" if side == "rowwise" else "rowwise"
     assert parts[f"{other}_data"] is None and parts[f"{other}_scale_inv"] is None
     data, scales = parts[f"{side}_data"], parts[f"{side}_scale_inv"]
-    if isinstance(storage, Float8BlockwiseQTensorStorage):
-        num_blocks = data.shape[1] // 128
-        values = data.view(torch.float8_e4m3fn).to(torch.float64).unflatten(1, (-1, 128))
-        if parts["is_2D_scaled"]:
-            scales = scales[:, :num_blocks].repeat_interleave(128, 0)[: data.shape[0]]
-        else:
-            scales = scales[:num_blocks, : data.shape[0]].t()
-        return (values * scales.to(torch.float64)[..., None]).flatten(1)
     if parts["with_gemm_swizzled_scales"]:
         scales = scales.flatten()[slots(*scales.shape)]
     scales = scales[: data.shape[0], : data.shape[1] // 8].view(torch.float8_e4m3fn).to(torch.float64)
@@ -229,12 +190,10 @@ def installed(spoil: str = "") -> Iterator[list[dict[str, Any]]]:
     the transform), `order` (of scales), `own maximum` (of each rank).
     """
     log: list[dict[str, Any]] = []
-    settings = {"log": log, "spoil": spoil}
     library = SimpleNamespace(
         e4m3="E4M3",
         general_gemm=general_gemm,
-        NVFP4Quantizer=type("NVFP4Quantizer", (NVFP4Quantizer,), settings),
-        Float8BlockQuantizer=type("Float8BlockQuantizer", (Float8BlockQuantizer,), settings),
+        NVFP4Quantizer=type("NVFP4Quantizer", (NVFP4Quantizer,), {"log": log, "spoil": spoil}),
     )
     GEMMS.clear()
     with (

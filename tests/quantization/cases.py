@@ -14,12 +14,10 @@ def tensors(rows: int, columns: int, seed: int = 0) -> dict[str, np.ndarray]:
     spikes[rng.integers(rows), rng.integers(columns)] = 1e4
     zero_blocks = gauss.copy()
     zero_blocks[: rows // 2, : columns // 2] = 0
-    grid = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6], (rows, columns))
     halfway = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5], gauss.shape)
     halfway[:, ::16] = 6
     named = {
         "gauss": gauss,
-        "gauss_odd_scale": gauss * 0.0137,
         "bf16": torch.from_numpy(gauss).bfloat16().double().numpy(),
         "student_t": rng.standard_t(2, (rows, columns)),
         "wide": np.exp(6 * gauss) * np.sign(rng.standard_normal((rows, columns))),
@@ -27,13 +25,10 @@ def tensors(rows: int, columns: int, seed: int = 0) -> dict[str, np.ndarray]:
         "nearly_subnormal": gauss * 2e-36,
         "huge": np.clip(gauss * 1.1e38, -3.4028234e38, 3.4028234e38),
         "integer": rng.integers(-8, 9, (rows, columns)),
-        "constant": np.full((rows, columns), 0.7),
         "sparse": gauss * (rng.random((rows, columns)) < 0.04),
         "zero_blocks": zero_blocks,
         "spike": spikes,
-        "grid": grid,
         "halfway": halfway,
-        "zero": np.zeros((rows, columns)),
         "negative_zero": np.full((rows, columns), -0.0),
     }
     return {name: np.ascontiguousarray(values.astype(np.float32)) for name, values in named.items()}

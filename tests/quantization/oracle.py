@@ -18,28 +18,18 @@ FLT_MAX = np.finfo(np.float32).max
 
 # Code c of E2M1 (sign bit 8, exponent bits 6, mantissa bit 1).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-def _e4m3_table() -> np.ndarray:
-    """The 127 non-negative finite values of E4M3, indexed by code; 448 is the last, code 127 is NaN."""
-    table = []
-    for code in range(127):
-        exponent, mantissa = code >> 3, code & 7
-        table.append((mantissa / 8) * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-    return np.array(table)
-
-
-E4M3 = _e4m3_table()
+# The 127 non-negative finite values of E4M3, indexed by code; 448 is the last, code 127 is NaN.
+E4M3 = np.array(
+    [(c / 8) * 2.0**-6 if c < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3) - 7) for c in range(127)], dtype=np.float64
+)
 
 
 def nearest(magnitude: np.ndarray, table: np.ndarray) -> np.ndarray:
     """The code of the entry of an ascending table nearest to each magnitude; a tie goes to the even code."""
     distance = np.abs(magnitude.astype(np.float64)[..., None] - table)
-    closest = distance.min(axis=-1, keepdims=True)
-    tied = distance == closest
+    tied = distance == distance.min(axis=-1, keepdims=True)
     assert tied.sum(axis=-1).max(initial=1) <= 2
-    odd = np.arange(len(table)) % 2
-    return np.argmin(np.where(tied, odd, 2), axis=-1).astype(np.uint8)
+    return np.argmin(np.where(tied, np.arange(len(table)) % 2, 2), axis=-1).astype(np.uint8)
 
 
 def e2m1(x: np.ndarray) -> np.ndarray:
@@ -72,13 +62,8 @@ class Quantized:
 def _block_amax(x: np.ndarray, block_rows: int, width: int) -> np.ndarray:
     """Largest magnitude of each block, repeated over the block's rows: (rows, blocks)."""
     rows, columns = x.shape
-    assert rows % block_rows == 0 and columns % width == 0
-    result = np.zeros((rows, columns // width), dtype=np.float32)
-    for top in range(0, rows, block_rows):
-        for block in range(columns // width):
-            tile = x[top : top + block_rows, block * width : (block + 1) * width]
-            result[top : top + block_rows, block] = np.abs(tile).max()
-    return result
+    blocks = np.abs(x).reshape(rows // block_rows, block_rows, columns // width, width)
+    return np.repeat(blocks.max(axis=(1, 3)), block_rows, axis=0)
 
 
 def _spread(per_block: np.ndarray, width: int) -> np.ndarray:
@@ -99,15 +84,12 @@ def wanted_scale(block_amax: np.ndarray, tensor_scale: np.float32) -> np.ndarray
 def _encode(x: np.ndarray, scale: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
     """Steps 3 and 4: the codes of x under E4M3 block scales; encode = 1 / (scale * (1 / S)), a true division."""
     decode = scale.astype(F32) * (F32(1) / tensor_scale)
-    encode = np.minimum(F32(1) / decode, FLT_MAX)
-    scaled = x * _spread(encode, 16)
+    scaled = x * _spread(np.minimum(F32(1) / decode, FLT_MAX), 16)
     assert scaled.dtype == np.float32
     return e2m1(np.clip(scaled, F32(-6), F32(6)))
 
 
-def nvfp4(
-    x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, never_four: bool = False, squared: bool = False
-) -> Quantized:
+def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, squared: bool = False) -> Quantized:
     """NVFP4 with 1x16 (block_rows = 1) or 16x16 blocks (appendix B, in single precision, in this order).
 
     Four over six: a tensor scale for a cap of 256; each block keeps the scale for 6 unless the scale for 4 (times 1.5)
@@ -128,27 +110,21 @@ def nvfp4(
         if four_over_six:
             scale_4 = e4m3(np.clip(np.minimum(wanted * F32(1.5), FLT_MAX), F32(-448), F32(448)))
             codes_4 = _encode(x, scale_4, factor)
-            error_6 = _single_precision_error(x, codes, scale, amax, cap, block_rows, squared)
-            error_4 = _single_precision_error(x, codes_4, scale_4, amax, cap, block_rows, squared)
-            four = (error_4 < error_6) & (not never_four)
-            scale = np.where(four, scale_4, scale)
-            codes = np.where(_spread(four, 16), codes_4, codes)
-    return Quantized(codes, scale, float(amax), nvfp4_values(codes, scale, amax, cap))
-
-
-def nvfp4_values(codes: np.ndarray, scale: np.ndarray, amax: float, cap: float = 448) -> np.ndarray:
-    """Decoded values, in double: code * scale * amax / (6 * 448)."""
-    return E2M1[codes] * _spread(scale, 16) * (float(amax) / (6 * cap))
+            error_6 = _single_precision_error(x, codes, scale, amax, block_rows, squared)
+            error_4 = _single_precision_error(x, codes_4, scale_4, amax, block_rows, squared)
+            scale = np.where(error_4 < error_6, scale_4, scale)
+            codes = np.where(_spread(error_4 < error_6, 16), codes_4, codes)
+    return Quantized(codes, scale, float(amax), E2M1[codes] * _spread(scale, 16) * (float(amax) / (6 * cap)))
 
 
 def _single_precision_error(
-    x: np.ndarray, codes: np.ndarray, scale: np.ndarray, amax: np.float32, cap: float, block_rows: int, squared: bool
+    x: np.ndarray, codes: np.ndarray, scale: np.ndarray, amax: np.float32, block_rows: int, squared: bool
 ) -> np.ndarray:
     """Sums of absolute or squared errors as Transformer Engine adds them up: the columns of a block in order, then its
     rows by halves. Choices that err alike are decided by these roundings."""
     # A tensor that would overflow counts as a smaller one; a power of two moves no digit.
     unit = F32(2.0**-20 if 1e34 < amax < np.inf else 1)
-    decoded = E2M1[codes].astype(F32) * _spread(scale, 16).astype(F32) * (amax * unit) / F32(6 * cap)
+    decoded = E2M1[codes].astype(F32) * _spread(scale, 16).astype(F32) * (amax * unit) / F32(6 * 256)
     error = np.abs(decoded - x * unit).reshape(len(x), -1, 16)
     if squared:
         error = np.square(error * F32(2.0 ** -np.floor(np.log2(amax))) if amax > 0 else error)
@@ -164,21 +140,16 @@ def _single_precision_error(
     return np.repeat(tiles[:, 0], 16, axis=0)
 
 
-def block_error(x: np.ndarray, decoded: np.ndarray, block_rows: int) -> np.ndarray:
-    """Sum of absolute errors of each 16-wide block, repeated over the block's rows, in double precision."""
-    error = np.abs(x.astype(np.float64) - decoded)
-    rows, columns = x.shape
-    per_block = error.reshape(rows // block_rows, block_rows, columns // 16, 16).sum(axis=(1, 3))
-    return np.repeat(per_block, block_rows, axis=0)
+def _power_of_two_up(wanted: np.ndarray) -> np.ndarray:
+    """The smallest powers of two in 2^-127 .. 2^127 that are not below `wanted` (doubles)."""
+    powers = np.exp2(np.arange(-127, 128, dtype=np.float64))
+    return powers[np.minimum(np.searchsorted(powers, wanted), len(powers) - 1)]
 
 
 def mxfp4(x: np.ndarray, block_rows: int = 1) -> Quantized:
     """MXFP4 with 1x32 or 32x32 blocks: the smallest power of two s in 2^-127 .. 2^127 with amax <= 6 s."""
     x = np.asarray(x, dtype=F32)
-    block_amax = _block_amax(x, block_rows, 32).astype(np.float64)
-    scale = np.full(block_amax.shape, 2.0**-127)
-    for exponent in range(-127, 127):
-        scale = np.where(6 * 2.0**exponent < block_amax, 2.0 ** (exponent + 1), scale)
+    scale = _power_of_two_up(_block_amax(x, block_rows, 32).astype(np.float64) / 6)
     codes = e2m1(np.clip(x / _spread(scale, 32), -6, 6))
     return Quantized(codes, scale, float(np.abs(x).max(initial=0)), E2M1[codes] * _spread(scale, 32))
 
@@ -189,9 +160,7 @@ def mxfp8(x: np.ndarray, block_rows: int = 1) -> Quantized:
     x = np.asarray(x, dtype=F32)
     wanted = _block_amax(x, block_rows, 32) * (F32(1) / F32(448))
     assert wanted.dtype == np.float32
-    scale = np.full(wanted.shape, 2.0**-127)
-    for exponent in range(-127, 127):
-        scale = np.where(2.0**exponent < wanted.astype(np.float64), 2.0 ** (exponent + 1), scale)
+    scale = _power_of_two_up(wanted.astype(np.float64))
     values = e4m3(np.clip(x.astype(np.float64) / _spread(scale, 32), -448, 448))
     return Quantized(values, scale, float(np.abs(x).max(initial=0)), values * _spread(scale, 32))
 
@@ -217,19 +186,15 @@ def fp8(x: np.ndarray, block_rows: int = 1, power_of_two: bool = False) -> Quant
 PAPER_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=np.float64)
 
 
-def hadamard(size: int) -> np.ndarray:
-    """Sylvester's matrix of +-1, unnormalized."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
-
-
 def rht(x: np.ndarray, signs: np.ndarray = PAPER_SIGNS) -> np.ndarray:
-    """(x diag(signs) H) / sqrt(size) on tiles of len(signs) along the last dimension, in double, not rounded."""
+    """(x diag(signs) H) / sqrt(size) on tiles of len(signs) along the last dimension, in double, not rounded; H is
+    Sylvester's matrix."""
     size = len(signs)
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < size:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     tiles = np.asarray(x, dtype=np.float64).reshape(-1, size)
-    return ((tiles * signs) @ hadamard(size) / np.sqrt(size)).reshape(x.shape)
+    return ((tiles * signs) @ hadamard / np.sqrt(size)).reshape(x.shape)
 
 
 def gemm(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -238,8 +203,6 @@ def gemm(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def snr_db(exact: np.ndarray, approximate: np.ndarray) -> float:
-    """Signal to noise in decibels, infinite without noise."""
+    """Signal to noise in decibels."""
     exact = np.asarray(exact, dtype=np.float64)
-    if np.array_equal(exact, approximate):
-        return np.inf
     return float(10 * np.log10(np.square(exact).sum() / np.square(exact - approximate).sum()))

@@ -69,15 +69,15 @@ def test_every_product_of_code_and_scale_is_exact_in_bf16():
 @pytest.mark.parametrize("below", range(7))
 def test_stochastic_rounding_is_unbiased_between_every_two_neighbours(below):
     low, high, num = GRID[below], GRID[below + 1], 2**16
-    for index, fraction in enumerate((2**-7, 0.125, 0.3, 0.5, 0.9, 1 - 2**-7)):
+    for index, fraction in enumerate((2**-7, 0.3, 0.5, 1 - 2**-7)):
         value = torch.tensor(low + fraction * (high - low))
-        actual_fraction = (value.item() - low) / (high - low)
+        share = (value.item() - low) / (high - low)
         uniform = rounding_draws(RoundingKey(1000 * below + 10 * index), 256, num // 256, "cpu")
         for sign in (1, -1):
             rounded = round_e2m1_stochastic((sign * value).expand(256, num // 256).contiguous(), uniform)
             assert set(rounded.unique().tolist()) == {sign * low, sign * high}
-            error = (rounded == sign * high).double().mean().item() - actual_fraction
-            assert abs(error) < 4 * (actual_fraction * (1 - actual_fraction) / num) ** 0.5
+            error = (rounded == sign * high).double().mean().item() - share
+            assert abs(error) < 4 * (share * (1 - share) / num) ** 0.5
 
 
 # Draws.
@@ -179,12 +179,11 @@ def test_neighbours_in_rows_and_columns_are_independent(draws, shift):
         assert abs(chi_square_z(near * 16 + far, 256)) < 5
 
 
-@pytest.mark.parametrize("changed", [(0, 1235), (1, 8), (2, 4), (3, "blocks.3.mixer.in_proj"), (4, "wgrad_gradient")])
-def test_other_coordinates_give_independent_draws(draws, changed):
-    other = list(COORDINATES)
-    other[changed[0]] = changed[1]
-    others = unsigned(random_bits(rounding_key(*other), ROWS, COLUMNS, "cpu"))
-    for mine, theirs in ((draws, others), (draws, others.T), (draws[1:], others[:-1]), (draws[:, 1:], others[:, :-1])):
-        assert abs(correlation(mine.astype(float), theirs.astype(float))) < 4.5
-        for shift in (0, 28):
-            assert abs(chi_square_z(((mine >> shift) & 15) * 16 + ((theirs >> shift) & 15), 256)) < 5
+def test_other_coordinates_give_independent_draws(draws):
+    for index, changed in enumerate((1235, 8, 4, "blocks.3.mixer.in_proj", "wgrad_gradient")):
+        other = (*COORDINATES[:index], changed, *COORDINATES[index + 1 :])
+        others = unsigned(random_bits(rounding_key(*other), ROWS, COLUMNS, "cpu"))
+        for mine, theirs in ((draws, others), (draws, others.T), (draws[1:], others[:-1])):
+            assert abs(correlation(mine.astype(float), theirs.astype(float))) < 4.5
+            for shift in (0, 28):
+                assert abs(chi_square_z(((mine >> shift) & 15) * 16 + ((theirs >> shift) & 15), 256)) < 5

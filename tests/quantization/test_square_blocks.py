@@ -15,7 +15,6 @@ from megatron_fp4.quantization.tensor import QuantizedTensor
 # Groups, rows of one without and with padding, and where its rows are cut: at blocks, within one, into pieces that are
 # smaller than a block, and so that some parts have no rows.
 CUTS = {
-    "at blocks": (1, 96, 96, [0, 32, 64, 96]),
     "anywhere": (1, 96, 96, [0, 41, 82, 96]),
     "smaller than a block": (1, 64, 64, [*range(0, 65, 7), 64]),
     "groups with padding": (4, 50, 64, [0, 67, 134, 200]),
@@ -75,17 +74,6 @@ def test_parts_with_shared_maxima_make_the_codes_of_the_whole(name: str, form: s
     assert torch.equal(torch.cat([part[1] for part in rows]), scales)
     values = unpack_rows(codes.contiguous(), scales.contiguous(), RowBlocks(form, group_rows, padded_rows, 0, len(w)))
     assert torch.equal(values, made.block_values().to(torch.bfloat16))
-
-
-def test_a_part_by_itself_makes_other_codes_where_it_is_cut() -> None:
-    """What the exchange of maxima is for."""
-    w = weight(96)
-    _, codes, _ = expected(w, "nvfp4", 96, 96)
-    blocks = RowBlocks("nvfp4", 96, 96, 41, 82)
-    part = w[41:82]
-    alone, _ = quantize_rows(part, blocks, block_maxima(part, blocks), w.abs().amax().float())
-    assert torch.equal(alone[7:39], codes[48:80])
-    assert not torch.equal(alone, codes[41:82])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

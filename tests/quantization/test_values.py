@@ -79,18 +79,14 @@ def test_leading_dimensions_are_rows_and_any_float_dtype_is_taken(name: str) -> 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @SQUARE
 def test_a_non_finite_element_poisons_its_block_and_of_nvfp4_everything(name: str, bad: float, square: bool) -> None:
-    width = FORMATS[name][2]
+    form, _, width, *_ = FORMATS[name]
     x = torch.randn(128, 256)
     x[3, 140] = bad
-    roundings = [{}] if name == "mxfp8" else [{}, {"rounding": "stochastic", "key": rounding_key(0)}]
-    for settings in roundings:
-        finite = torch.isfinite(quantized(name, x, square, **settings).dequantize())
-        if FORMATS[name][0] == "nvfp4":
-            assert not finite.any()
-        else:
-            first = 140 // width * width
-            assert not finite[slice(0, width) if square else slice(3, 4), first : first + width].any()
-            assert int((~finite).sum()) == (width if square else 1) * width
+    for rounding in ("nearest",) if name == "mxfp8" else ("nearest", "stochastic"):
+        finite = torch.isfinite(quantized(name, x, square, rounding=rounding, key=rounding_key(0)).dequantize())
+        poisoned = torch.zeros(128, 256, dtype=torch.bool)
+        poisoned[slice(0, width) if square else slice(3, 4), 140 // width * width :][:, :width] = True
+        assert torch.equal(~finite, poisoned | torch.tensor(form == "nvfp4"))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -137,14 +133,6 @@ def test_stochastic_rounding_of_fp8_is_unbiased_down_to_subnormals() -> None:
         assert set(values[:, column].unique().tolist()) <= {low, high}
         share = (point - low) / (high - low)
         assert abs(values[:, column].mean().item() - point) < 4 * (high - low) * (share * (1 - share) / 1024) ** 0.5
-
-
-def test_without_a_key_stochastic_rounding_follows_torch() -> None:
-    x = torch.randn(16, 64)
-    torch.manual_seed(1)
-    first, second = (quantize_nvfp4(x, rounding="stochastic").codes for _ in range(2))
-    torch.manual_seed(1)
-    assert torch.equal(quantize_nvfp4(x, rounding="stochastic").codes, first) and not torch.equal(first, second)
 
 
 # The order of operations.
@@ -231,10 +219,6 @@ def test_four_over_six_prefers_six_on_ties_and_four_where_it_is_better(square: b
     assert codes_of(made)[0, 0] == 7 and made.scales.float().unique().tolist() == [256.0]
     made = quantized("four over six", better_in_four, square)
     assert codes_of(made)[0, :2].tolist() == [6, 5] and made.scales.float().unique().tolist() == [384.0]
-    x = tensors(32, 64)["gauss"]
-    six = oracle.nvfp4(x, 1, four_over_six=True, never_four=True)
-    ours = quantized("four over six", torch.from_numpy(x)).dequantize().double().numpy()
-    assert (oracle.block_error(x, ours, 1) <= oracle.block_error(x, six.values, 1) * (1 + 1e-5)).all()
 
 
 def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
@@ -244,10 +228,8 @@ def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
         (r"'up'.*'nearest' or 'stochastic'", (x, (1, 16), "up")),
         (r"33 columns \(shape \(16, 33\)\).*16; pad to 48 with zeros", (torch.randn(16, 33),)),
         (r"20 rows \(shape \(4, 5, 32\)\).*16; pad to 32 with zeros", (torch.randn(4, 5, 32), (16, 16))),
-        ("is a scalar or has no elements", (torch.tensor(1.0),)),
         ("is a scalar or has no elements", (torch.empty(0, 16),)),
+        (r"floating-point.*int64", (torch.ones(16, 16, dtype=torch.int64),)),
     ):
-        with pytest.raises(ValueError, match=wrong):
+        with pytest.raises((ValueError, TypeError), match=wrong):
             quantize_nvfp4(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"floating-point.*int64"):
-        quantize_nvfp4(torch.ones(16, 16, dtype=torch.int64))

@@ -23,24 +23,25 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 5
 
 
-class Faulty(EmulatedBackend):
-    """Spoils one code of dgrad's gradients from step `step` on."""
+def spoil_gradients(run: Run, first: int) -> None:
+    """One code of dgrad's gradients is wrong from step `first` on."""
 
-    def __init__(self, run: Run, step: int) -> None:
-        self.run, self.step = run, step
+    class Faulty(EmulatedBackend):
+        def operands(self, x: Any, columns: Any, rows: Any) -> Any:
+            along_columns, along_rows = super().operands(x, columns, rows)
+            if run.step_state.step < first or columns is None or columns.slot != DGRAD_GRADIENT:
+                return along_columns, along_rows
 
-    def operands(self, x: Any, columns: Any, rows: Any) -> Any:
-        along_columns, along_rows = super().operands(x, columns, rows)
-        if self.run.step_state.step < self.step or columns is None or columns.slot != DGRAD_GRADIENT:
-            return along_columns, along_rows
+            def spoiled() -> Any:
+                made = along_columns()
+                values = made.unpacked().clone()
+                values.view(-1)[values.abs().argmax()] *= -1
+                return replace(made, values=values)
 
-        def spoiled() -> Any:
-            made = along_columns()
-            values = made.unpacked().clone()
-            values.view(-1)[values.abs().argmax()] *= -1
-            return replace(made, values=values)
+            return spoiled, along_rows
 
-        return spoiled, along_rows
+    for context in run.linears.values():
+        context.backend = Faulty()
 
 
 def _train(run: Run, interval: int, start: int = 0) -> tuple[list[Any], list[Rechecked | None]]:
@@ -77,38 +78,21 @@ def test_a_rechecked_run_is_the_same_run_and_has_no_fault(world: int, tp_size: i
         assert all(rechecked.comparisons in (alone, alone + 1) for rechecked in found)
 
 
-def _spoiled_on_one_rank(rank: int, tp_size: int) -> Any:
-    run = Run(toy_mesh(tp_size), NVFP4)
+def _spoiled_on_one_rank(rank: int) -> Any:
+    run = Run(toy_mesh(), NVFP4)
     if rank == 1:
-        for context in run.linears.values():
-            context.backend = Faulty(run, step=2)
-
-    recheck, found = Recheck(2, run.linears), []
-    for step in range(NUM_STEPS):
-        with recheck.watching(step):
-            run.step(step)
-        found.append(recheck.collect())
-    return found
+        spoil_gradients(run, first=2)
+    return _train(run, 2)[1]
 
 
 def test_a_fault_on_one_rank_is_known_to_all() -> None:
-    for found in launch(_spoiled_on_one_rank, 2, 1):
+    for found in launch(_spoiled_on_one_rank, 2):
         assert found[1] is found[3] is None
         assert found[0].faults == []
         for rechecked in (found[2], found[4]):
             assert rechecked.linear == LINEARS[rechecked.step // 2]
             (fault,) = rechecked.faults
             assert fault.startswith("rank 1: dgrad_gradient: values differ in 1 of ")
-
-
-def test_a_resumed_run_keeps_the_turns() -> None:
-    straight = launch(_turns, 1, 0)[0]
-    assert launch(_turns, 1, 3)[0] == straight[3:]
-
-
-def _turns(rank: int, start: int) -> list[Any]:
-    found = _train(Run(toy_mesh(), NVFP4), 1, start)[1]
-    return [(rechecked.linear, rechecked.step) for rechecked in found if rechecked is not None]
 
 
 @pytest.fixture
@@ -126,25 +110,15 @@ def faulty_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
 
 
-def _pretrain(folder: Path, corpus: Path, *overrides: str) -> int:
-    fast = [
-        "data.num_workers=0",
-        "train.steps=4",
-        "validation.interval=0",
-        "run.device=cpu",
-        "logging.tensorboard=false",
-    ]
-    return pretrain.main([*SMALL, *fast, f"run.dir={folder}", f"data.cache_dir={corpus}", *overrides])
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(faulty_products, corpus, tmp_path, capsys) -> None:
-    assert _pretrain(tmp_path, corpus, "precision.recheck_interval=1") == 4
+def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(
+    faulty_products: None, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = ["data.num_workers=0", "train.steps=4", "validation.interval=0", "run.device=cpu"]
+    places = [f"run.dir={tmp_path}", f"data.cache_dir={corpus}", "logging.tensorboard=false"]
+    assert pretrain.main([*SMALL, *fast, *places, "precision.recheck_interval=1"]) == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
-    (event,) = [record for record in _records(tmp_path) if record.get("event") == "recheck"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [record for record in records if record.get("event") == "recheck"]
     step = event["step"]
     assert 1 < step < 4
     assert f"pretrain.py: recheck of {event['linear']} in step {step}: rank 0: " in line
