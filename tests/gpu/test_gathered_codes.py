@@ -1,30 +1,17 @@
-"""Weights as 4-bit codes on GPUs: the kernels against the reference on the CPU, bit for bit, linears that keep codes,
-and, on two GPUs or more, runs that gather them against runs that do not."""
+"""Weights as 4-bit codes on a GPU: kernels against the reference on the CPU bit for bit, linears that keep codes."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import tempfile
-from pathlib import Path
-from unittest import mock
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
-from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, PackedWeight
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
-from megatron_fp4.training.optimizer import build_optimizer
-from tests.distributed.hybrid import NVFP4, micro_batches, whole
-from tests.distributed.test_gathered_codes import model_on
-from tests.training.harness import train_step
+from tests.distributed.hybrid import NVFP4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -94,43 +81,3 @@ def test_a_linear_keeps_codes_and_has_the_results_of_values(groups: int) -> None
         results.append((y, inputs.grad, weight.grad))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-
-
-def train(rank: int, world: int, layout: dict[str, int], codes: bool, folder: str) -> None:
-    """A few steps of the small model on GPU `rank`; writes losses, weights and how many gatherings of codes."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank))
-    mesh, step_state = build_mesh(ParallelConfig(**layout), torch.device("cuda", rank)), StepState(seed=11)
-    with mock.patch.object(LinearContext, "gathers_codes", False) if not codes else mock.patch.dict(os.environ):
-        model = model_on(mesh, torch.bfloat16, reshard=True)
-        for name, linear in model.linears():
-            linear.context.name, linear.context.recipe, linear.context.step_state = name, NVFP4, step_state
-        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
-        losses = [
-            train_step(
-                model, optimizer, micro_batches(step, mesh, 4 * world), mesh, step_state,
-                step=step, lr=1e-3, clip_norm=1.0, reshard=True,
-            ).loss
-            for step in range(3)
-        ]  # fmt: skip
-    weights = [whole(parameter).cpu() for parameter in model.parameters()]
-    Path(folder, f"rank_{rank}").write_bytes(pickle.dumps((losses, weights)))
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2}], ids=["data parallel", "tensor parallel 2"])
-def test_runs_that_gather_codes_are_bit_for_bit_those_that_do_not(layout: dict[str, int]) -> None:
-    world = min(torch.cuda.device_count(), 4)
-    needed = 2 * layout.get("tensor", 1)
-    if world < needed:
-        pytest.skip(f"needs {needed} GPUs")
-    found = []
-    for codes in (True, False):
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(train, (world, layout, codes, folder), nprocs=world)
-            found.append([pickle.loads(Path(folder, f"rank_{rank}").read_bytes()) for rank in range(world)])
-    for (losses, weights), (other_losses, other_weights) in zip(*found, strict=True):
-        assert losses == other_losses
-        assert all(torch.equal(one, other) for one, other in zip(weights, other_weights, strict=True))

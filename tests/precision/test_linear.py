@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fp4.precision import emulated
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from tests.precision import reference as ref
@@ -240,3 +241,51 @@ def test_recomputation_gives_identical_gradients(reentrant):
         gradients.append((mine_x.grad, mine_w.grad))
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+# ----------------------------------------------------------------------------------------- draws, signs and kept codes
+
+
+@pytest.mark.parametrize("recipe", [ref.NVFP4, ref.QUARTET2], ids=lambda recipe: recipe.name)
+def test_the_backward_pass_uses_the_coordinates_of_its_forward_pass(recipe):
+    """Draws and signs, also of what is made of forward codes: with several micro-batches in flight the StepState has
+    moved on when the gradient arrives."""
+    x, w, dy = ref.tensors(128, 128, 128)
+    expected = ref.run(x, w, dy, ref.context_of(recipe))
+    context = ref.context_of(recipe)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    y = quantized_linear(x, w, context)
+    context.step_state.micro_batch, context.step_state.step = 5, 6
+    y.backward(dy)
+    assert torch.equal(x.grad, expected[1]) and torch.equal(w.grad, expected[2])
+    # And other ones in every other: kept codes of the weight are the same, what is made of them is not.
+    again = ref.run(x, w, dy, context)
+    assert torch.equal(again[0], expected[0])
+    assert not torch.equal(again[1], expected[1]) and not torch.equal(again[2], expected[2])
+
+
+def test_fresh_signs_change_with_the_call_and_fixed_ones_do_not():
+    operands = ref.tensors(128, 128, 128)
+    for signs, same in (("fixed", True), ("none", True), ("fresh", False)):
+        context, results = ref.context_of(ref.nearest(replace(ref.NVFP4, rht_signs=signs))), []
+        for context.step_state.step, context.step_state.micro_batch in ((0, 0), (0, 1), (1, 0)):
+            results.append(ref.run(*operands, context)[2])
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            assert torch.equal(results[one], results[other]) == same
+
+
+@pytest.mark.parametrize("name, groups", [("nvfp4", 1), ("nvfp4", 3), ("mxfp4_2d", 3)])
+def test_a_weight_kept_as_codes_has_the_results_of_values(name, groups, monkeypatch):
+    x, w, dy = ref.tensors(40, 64, 50 * groups, dtype=torch.bfloat16)
+    results = []
+    for codes in (True, False):
+        monkeypatch.setattr(emulated, "keeps_codes", lambda device, codes=codes: codes)
+        context, weight, found = ref.context_of(RECIPES[name], num_groups=groups), torch.nn.Parameter(w.float()), []
+        for _ in range(2):
+            inputs = x.clone().requires_grad_()
+            y = quantized_linear(inputs, weight, context)
+            y.backward(dy)
+            found += [y.detach(), inputs.grad]
+        assert isinstance(context.weight_cache[1].values, emulated.PackedWeight) == codes
+        results.append((*found, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

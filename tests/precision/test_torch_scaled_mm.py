@@ -3,7 +3,6 @@
 No chip here multiplies such codes: the GEMM is one that decodes its arguments (tests/quantization/cublas.py).
 """
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
-from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.precision.verify import Case
 from tests.precision import reference as ref
 from tests.quantization import cublas
@@ -110,63 +109,9 @@ def test_codes_are_the_quantizers_and_filled_up_with_zeros(operand, columns):
     assert torch.equal(cublas.decoded(codes, made.scales)[:, : x.shape[1]], made.unpacked())
 
 
-# ----------------------------------------------------------------------------------------------------------- self-test
-
-CASE = Case(64, 96, 3 * 40, 3, NVFP4)
-EIGHT = replace(CASE, inputs=160, recipe=MXFP8)
-
-
-class Spoiled(TorchBackend):
-    """Each operand spoiled before it is multiplied."""
-
-    def __init__(self, spoil) -> None:
-        self.spoil = spoil
-
-    def operands(self, x, columns, rows):
-        def spoiled(maker):
-            operand = maker()
-            return self.spoil(operand) if isinstance(operand, PackedOperand) else operand
-
-        return tuple(maker and functools.partial(spoiled, maker) for maker in super().operands(x, columns, rows))
-
-
-def one_code(operand: PackedOperand) -> PackedOperand:
-    codes = operand.codes.clone()
-    codes[20, 11] ^= 0x10
-    return replace(operand, codes=codes)
-
-
-def plain_scales(operand: PackedOperand) -> PackedOperand:
-    scales = torch.zeros_like(operand.scales.view(torch.uint8))
-    flat = operand.decoded().scales.view(torch.uint8).flatten()
-    scales[: flat.numel()] = flat
-    return replace(operand, scales=scales.view(operand.scales.dtype))
-
-
-def encode_scale(operand: PackedOperand) -> PackedOperand:
-    return replace(operand, scale=1 / operand.scale)
-
-
-def faults(made: TorchBackend, case: Case = CASE) -> list[str]:
-    return [str(finding) for finding in verify.check(made, case, torch.device("cpu")) if finding.fault]
-
-
 @pytest.mark.parametrize("name", ["nvfp4", "quartet 2", "mxfp8, square weights"])
 def test_the_self_test_passes(name):
     recipe = RECIPES[name]
-    assert faults(TorchBackend(), Case(*inputs_for(recipe, (64, 96, 120)), 3, recipe)) == []
-
-
-@pytest.mark.parametrize(
-    ("spoil", "case", "seen"),
-    [
-        (one_code, CASE, "fprop_activation codes: values differ in 1 of"),
-        (plain_scales, CASE, "wgrad_activation codes: values differ"),
-        (encode_scale, CASE, "fprop_weight codes: tensor scale differ"),
-        (one_code, CASE, "dgrad_gradient draws: values differ"),
-        (plain_scales, EIGHT, "dgrad_weight codes: values differ"),
-    ],
-)
-def test_the_self_test_notices(spoil, case, seen):
-    found = faults(Spoiled(spoil), case)
-    assert any(seen in fault for fault in found), found
+    case = Case(*inputs_for(recipe, (64, 96, 120)), 3, recipe)
+    found = verify.check(TorchBackend(), case, torch.device("cpu"))
+    assert [str(finding) for finding in found if finding.fault] == []
