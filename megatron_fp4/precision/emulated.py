@@ -210,27 +210,23 @@ class EmulatedBackend(Backend):
         The kernels measure x at once; the operands are made when they are asked for, so that the first need not live
         beside the second.
         """
+
+        def made(request: OperandRequest, kernels: Fused | None, along: str) -> GemmOperand:
+            if kernels is None:
+                return quantize_operand(x, request, transposed=along == "rows")
+            return GemmOperand(kernels.operand(along, keep=request.keep), kernels.scales.get(along), True)
+
         of_columns, of_rows = fused_kernels(x, columns, rows)
-        exchanged = None
         if rows is not None and of_rows is None and codes_transpose(rows):
             # The 4-bit kernels make square blocks along the columns alone.
-            exchanged, _ = fused_kernels(x, rows, None)
-
-        def along_columns() -> GemmOperand:
-            assert columns is not None
-            if of_columns is None:
-                return quantize_operand(x, columns)
-            return GemmOperand(of_columns.along_columns(keep=columns.keep), of_columns.columns_scale, True)
-
-        def along_rows() -> GemmOperand:
-            assert rows is not None
-            if of_rows is not None:
-                return GemmOperand(of_rows.along_rows(keep=rows.keep), of_rows.rows_scale, True)
+            exchanged, _ = fused_kernels(x, unkept := replace(rows, keep=False), None)
             if exchanged is not None:
-                return GemmOperand(exchanged.along_columns(), exchanged.columns_scale, True).transposed()
-            return quantize_operand(x, rows, transposed=True)
-
-        return None if columns is None else along_columns, None if rows is None else along_rows
+                along_columns = None if columns is None else functools.partial(made, columns, of_columns, "columns")
+                return along_columns, lambda: made(unkept, exchanged, "columns").transposed()
+        return (
+            None if columns is None else functools.partial(made, columns, of_columns, "columns"),
+            None if rows is None else functools.partial(made, rows, of_rows, "rows"),
+        )
 
     def gemm(
         self,
@@ -281,25 +277,20 @@ def fused_kernels(
 
     Where the same kernels make both, x is measured once.
     """
-
-    def kernels(request: OperandRequest | None, along: str) -> type[Fused] | None:
-        if request is None or not request.operand.quantized or request.dtype != torch.bfloat16:
-            return None
-        if not cuda.gpu.available(x.device):
-            return None
-        return format_of(request.operand.format).kernels(side_of(request), along)
-
-    of_columns, of_rows = kernels(columns, "columns"), kernels(rows, "rows")
-    first = None if columns is None or of_columns is None else side_of(columns)
-    second = None if rows is None or of_rows is None else side_of(rows)
+    found: dict[str, tuple[type[Fused], Side]] = {}
+    for along, request in (("columns", columns), ("rows", rows)):
+        if request is not None and request.operand.quantized and request.dtype == torch.bfloat16:
+            side = side_of(request)
+            kernels = format_of(side.format).kernels(side, along) if cuda.gpu.available(x.device) else None
+            if kernels is not None:
+                found[along] = kernels, side
     group = next((request.amax_group for request in (columns, rows) if request is not None), None)
-    if first and second and of_columns is not None and of_columns is of_rows and first.format == second.format:
-        both = of_columns(x, first, second, amax_group=group)
+    if len(found) == 2 and len({(kernels, side.format) for kernels, side in found.values()}) == 1:
+        (kernels, first), (_, second) = found.values()
+        both = kernels(x, first, second, amax_group=group)
         return both, both
-    return (
-        None if of_columns is None else of_columns(x, first, None, amax_group=group),
-        None if of_rows is None else of_rows(x, None, second, amax_group=group),
-    )
+    made = {along: kernels(x, **{along: side}, amax_group=group) for along, (kernels, side) in found.items()}
+    return made.get("columns"), made.get("rows")
 
 
 def codes_transpose(request: OperandRequest) -> bool:

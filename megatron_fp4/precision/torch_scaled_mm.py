@@ -226,9 +226,7 @@ def _makers(
 
     def made(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | GemmOperand:
         if fused is not None:
-            codes, scales = fused.code_bytes(along)
-            scale = fused.columns_scale if along == "columns" else fused.rows_scale
-            return PackedOperand.of(codes, scales, scale, request.operand)
+            return PackedOperand.of(*fused.code_bytes(along), fused.scales.get(along), request.operand)
         operand, transposed = request.operand, along == "rows"
         if not operand.quantized:
             return quantize_operand(x, request, transposed)

@@ -99,22 +99,21 @@ class Packed(Protocol):
 
 
 class Fused(ABC):
-    """A tensor x [n, m], of which kernels make two operands, each when it is asked for.
+    """A tensor x [n, m], of which kernels make two operands, each when it is asked for: along its `columns`
+    [n, k = m], and along its `rows` [m, k = n].
 
-    columns_scale, rows_scale: FP32 0-dim factors from values to real values, None for 1; written when the operand is
-    made.
+    scales: by direction, FP32 0-dim factors from values to real values, where there are any; written when the operand
+    is made.
     """
 
-    columns_scale: Tensor | None = None
-    rows_scale: Tensor | None = None
-
     def __init__(
-        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
+        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
     ) -> None:
         """x: BF16, or FP32 that counts as rounded to BF16. columns, rows: what will be made along its columns and along
         its rows, of one format. amax_group: ranks that hold the other shards, for formats with a tensor scale.
         """
-        self.x, self.columns, self.rows = x, columns, rows
+        self.x, self.sides = x, {"columns": columns, "rows": rows}
+        self.scales: dict[str, Tensor] = {}
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
@@ -125,13 +124,9 @@ class Fused(ABC):
         return not side.hadamard and side.key is None and not side.four_over_six
 
     @abstractmethod
-    def along_columns(self, *, keep: bool = False) -> Tensor | Packed:
-        """The operand [n, k = m]: `code * block scale` in BF16, or codes and scales where that is not exact. keep: as
-        small as it can be, to be sent, the parts of the rows one after the other."""
-
-    @abstractmethod
-    def along_rows(self, *, keep: bool = False) -> Tensor | Packed:
-        """The operand [m, k = n]. keep: as small as it can be, to wait for the backward pass."""
+    def operand(self, along: str, *, keep: bool = False) -> Tensor | Packed:
+        """`code * block scale` in BF16, or codes and scales where that is not exact. keep: as small as it can be, to be
+        sent, the parts of the tokens one after the other, or to wait for the backward pass."""
 
     def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
         """The operand along `columns` or `rows` for a GEMM of codes: these in their plain order, uint8 [rows, k / codes

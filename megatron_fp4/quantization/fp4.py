@@ -142,23 +142,23 @@ class FusedFP4(Fused):
     for."""
 
     def __init__(
-        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
+        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
     ) -> None:
         x = aligned(x)
         super().__init__(x, columns, rows)
-        side = columns or rows
-        assert side is not None
-        self.block = side.block[1]
-        assert x.shape[0] % self.block == x.shape[1] % self.block == 0, f"{side.format}: {tuple(x.shape)}"
+        of = columns or rows
+        assert of is not None
+        self.block = of.block[1]
+        assert x.shape[0] % self.block == x.shape[1] % self.block == 0, f"{of.format}: {tuple(x.shape)}"
         self.size = (x.shape[0], x.shape[1] // self.block)
         hadamard = rows is not None and rows.hadamard > 0
         signs = FIXED_SIGNS & ((1 << self.block) - 1) if rows is not None and hadamard and rows.signs == "fixed" else 0
         self._transform = {"HADAMARD": hadamard, "SIGNS": signs, "FACTOR": 1.0 / math.sqrt(self.block)}
         self._fp32 = x.dtype == torch.float32
         self._amax = self._hashes = self.x  # stand-ins that no kernel reads
-        self._scaled = side.format == "nvfp4"
-        self.columns_scale = torch.empty((), device=x.device) if self._scaled and columns is not None else None
-        self.rows_scale = torch.empty((), device=x.device) if self._scaled and rows is not None else None
+        self._scaled = of.format == "nvfp4"
+        if self._scaled:
+            self.scales = {along: torch.empty((), device=x.device) for along, side in self.sides.items() if side}
         self._measure(*(None if side is None else side.key for side in (columns, rows)))
         if self._scaled and amax_group is not None:
             # As integers NaN is the largest of all; as floats a reduction may lose it.
@@ -207,28 +207,32 @@ class FusedFP4(Fused):
             },
         )
 
-    def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
-        """BF16 values [rows, k = columns], or with `keep` their codes."""
-        assert self.columns is not None
-        (rows, columns), stochastic = self.x.shape, self.columns.key is not None
+    def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedRows | PackedColumns:
+        """BF16 values, or with `keep` their codes."""
+        side = self.sides[along]
+        assert side is not None
+        return self._along_columns(side, keep) if along == "columns" else self._along_rows(side, keep)
+
+    def _along_columns(self, side: Side, keep: bool) -> Tensor | PackedRows:
+        rows, columns = self.x.shape
         if keep:
             sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // self.block), torch.uint8)
             out = self.x, *new_pair(*sizes, self.x.device)
         else:
             out = (torch.empty_like(self.x, dtype=torch.bfloat16),) * 3
-        square = self.columns.block[0] > 1
+        square = side.block[0] > 1
         groups = (_QUANTIZE_SQUARES if square else _QUANTIZE_COLUMNS) // self.block
         tile_rows = self.block if square else _ROWS
         grid, tiles = self._grid(groups, tile_rows)
         launch(
             _QUANTIZE_ALONG_COLUMNS,
             grid,
-            (self.x, *out, self._amax, self._or_x(self.columns_scale), self._hashes, *self.size, tiles),
+            (self.x, *out, self._amax, self.scales.get("columns", self.x), self._hashes, *self.size, tiles),
             {
                 "BLOCK": self.block,
-                "BLOCK_ROWS": self.columns.block[0],
+                "BLOCK_ROWS": side.block[0],
                 "ROWS": tile_rows,
-                "STOCHASTIC": stochastic,
+                "STOCHASTIC": side.key is not None,
                 "PACKED": keep,
                 "FP32": self._fp32,
                 "GROUPS": groups,
@@ -236,9 +240,7 @@ class FusedFP4(Fused):
         )
         return PackedRows(*out[1:]) if keep else out[0]
 
-    def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
-        """BF16 values [columns, k = rows], or with `keep` their codes."""
-        assert self.rows is not None
+    def _along_rows(self, side: Side, keep: bool) -> Tensor | PackedColumns:
         if keep:
             blocks, width = self.x.shape[0] // self.block, self.x.shape[1] // 2
             sizes = ((blocks, self.block // 4, width), torch.int32), ((blocks, width), torch.int16)
@@ -250,10 +252,10 @@ class FusedFP4(Fused):
         launch(
             _QUANTIZE_ALONG_ROWS,
             grid,
-            (self.x, out, scales, self._amax, self._or_x(self.rows_scale), self._hashes, *self.size, tiles),
+            (self.x, out, scales, self._amax, self.scales.get("rows", self.x), self._hashes, *self.size, tiles),
             {
                 "BLOCK": self.block,
-                "STOCHASTIC": self.rows.key is not None,
+                "STOCHASTIC": side.key is not None,
                 "PACKED": keep,
                 **self._transform,
                 "FP32": self._fp32,
@@ -264,12 +266,9 @@ class FusedFP4(Fused):
 
     def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
         """Codes uint8 [rows, k / 2], the even column in the low nibble, and scale bytes [rows, k / block]."""
-        packed = self.along_columns(keep=True) if along == "columns" else self.along_rows(keep=True)
+        packed = self.operand(along, keep=True)
         assert not isinstance(packed, Tensor)
         return packed.transposed() if isinstance(packed, PackedColumns) else (packed.codes, packed.scales)
-
-    def _or_x(self, scale: Tensor | None) -> Tensor:
-        return self.x if scale is None else scale
 
     def _grid(self, groups: int, rows: int) -> tuple[tuple[int], int]:
         """The grid of a quantizing kernel, and how many tiles of `rows` rows each program does."""
@@ -289,9 +288,7 @@ class FusedFourOverSix(FusedFP4):
         plain = side.four_over_six and not side.hadamard and side.key is None
         return plain and side.block[0] == 1 and along == "columns"
 
-    def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
-        """BF16 values [rows, k = columns], or with `keep` their codes."""
-        assert self.columns is not None and self.columns_scale is not None
+    def _along_columns(self, side: Side, keep: bool) -> Tensor | PackedRows:
         rows, columns = self.x.shape
         sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // 16), torch.uint8)
         codes, scales = new_pair(*sizes, self.x.device)
@@ -299,8 +296,8 @@ class FusedFourOverSix(FusedFP4):
         launch(
             _FOUR_OVER_SIX,
             (-(-blocks // _FOUR_OVER_SIX_BLOCKS),),
-            (pairs, codes.view(torch.int64), scales, self._amax.view(torch.float32), self.columns_scale, blocks),
-            {"SQUARED": self.columns.four_over_six_error == "squared", "BLOCKS": _FOUR_OVER_SIX_BLOCKS},
+            (pairs, codes.view(torch.int64), scales, self._amax.view(torch.float32), self.scales["columns"], blocks),
+            {"SQUARED": side.four_over_six_error == "squared", "BLOCKS": _FOUR_OVER_SIX_BLOCKS},
         )
         packed = PackedRows(codes, scales)
         return packed if keep else packed.values()

@@ -91,20 +91,12 @@ class BlockScaled:
 class FusedFP8(Fused):
     """Nothing is measured beforehand: each operand is made by itself."""
 
-    def along_columns(self, *, keep: bool = False) -> Tensor | BlockScaled:
-        """The operand [n, k = m]: BF16 values with power-of-two scales, else codes in BF16 and their scales; keep:
-        codes of one byte."""
-        return self._made(along_rows=False, keep=keep)
-
-    def along_rows(self, *, keep: bool = False) -> Tensor | BlockScaled:
-        """The operand [m, k = n], likewise; keep: codes of one byte."""
-        return self._made(along_rows=True, keep=keep)
-
-    def _made(self, along_rows: bool, keep: bool) -> Tensor | BlockScaled:
-        side = self.rows if along_rows else self.columns
+    def operand(self, along: str, *, keep: bool = False) -> Tensor | BlockScaled:
+        """BF16 values with power-of-two scales, else codes in BF16 and their scales; keep: codes of one byte."""
+        side = self.sides[along]
         assert side is not None
         x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
-        rows, columns = reversed(side.block) if along_rows else side.block
+        rows, columns = side.block if along == "columns" else reversed(side.block)
         assert num_rows % rows == num_columns % columns == 0, f"fp8: {tuple(x.shape)} in blocks of {rows}x{columns}"
         kind = "values" if side.power_of_two_scales else "bytes" if keep else "codes"
         out = torch.empty_like(x, dtype=torch.uint8 if kind == "bytes" else torch.bfloat16)
@@ -116,7 +108,7 @@ class FusedFP8(Fused):
             {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "POWER_OF_TWO": side.power_of_two_scales, "OUT": kind},
         )
         codes = out.view(torch.float8_e4m3fn) if kind == "bytes" else out
-        if along_rows:
+        if along == "rows":
             codes, scales = codes.t(), scales.t()
         return codes if kind == "values" else BlockScaled(codes, scales)
 

@@ -92,13 +92,11 @@ class PackedMXFP8:
 class FusedMXFP8(Fused):
     """Nothing is measured beforehand: each operand is made by itself."""
 
-    def along_columns(self, *, keep: bool = False) -> Tensor:
-        """BF16 values [n, k = m] in any case."""
-        return self._quantized("columns", codes=False)[0]
-
-    def along_rows(self, *, keep: bool = False) -> Tensor | PackedMXFP8:
-        """BF16 values [m, k = n], or with `keep` their codes."""
-        made, scales = self._quantized("rows", codes=keep)
+    def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedMXFP8:
+        """BF16 values, or along the rows with `keep` codes."""
+        made, scales = self._quantized(along, codes=keep and along == "rows")
+        if along == "columns":
+            return made
         return PackedMXFP8(made, scales) if keep else made.t()
 
     def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
@@ -112,7 +110,7 @@ class FusedMXFP8(Fused):
 
     def _quantized(self, along: str, codes: bool) -> tuple[Tensor, Tensor]:
         """Values and nothing in particular, or codes and scales in the kernel's layout."""
-        side = self.columns if along == "columns" else self.rows
+        side = self.sides[along]
         assert side is not None
         x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
         rows, columns = side.block if along == "columns" else reversed(side.block)

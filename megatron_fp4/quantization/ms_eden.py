@@ -121,36 +121,30 @@ class FusedMSEden(Fused):
     """A tensor [rows, columns], rows (columns) being whole groups where there is an operand along them."""
 
     def __init__(
-        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
+        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
     ) -> None:
         super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows)
-        self._along_columns = None if columns is None else _Rows(self.x.t().contiguous(), columns, amax_group)
-        self._along_rows = None if rows is None else _Rows(self.x, rows, amax_group)
-        self.columns_scale, self.rows_scale = (
-            None if made is None else made.scale for made in (self._along_columns, self._along_rows)
-        )
+        self._made: dict[str, _Rows] = {}
+        for along, side in self.sides.items():
+            if side is not None:
+                tensor = self.x if along == "rows" else self.x.t().contiguous()
+                self._made[along] = _Rows(tensor, side, amax_group)
+                self.scales[along] = self._made[along].scale
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
         """MS-EDEN, after its transform with signs that are drawn."""
         return side.ms_eden and side.hadamard == GROUP and side.signs == "fresh" and side.block == (1, BLOCK)
 
-    def along_columns(self, *, keep: bool = False) -> Tensor:
-        """BF16 values [n, k = m] in any case, once: the transpose is gone then."""
-        made, self._along_columns = self._along_columns, None
-        assert made is not None, "made before, or not asked for"
-        return made.values()
-
-    def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
-        """BF16 values [m, k = n], or with `keep` their codes."""
-        assert self._along_rows is not None
-        return self._along_rows.packed() if keep else self._along_rows.values()
+    def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedColumns:
+        """BF16 values, or along the rows with `keep` codes. Along the columns once: the transpose is gone then."""
+        if along == "columns":
+            return self._made.pop(along).values()
+        return self._made[along].packed() if keep else self._made[along].values()
 
     def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
         """Codes uint8 [rows, k / 2], the even column in the low nibble, and scale bytes [rows, k / block]."""
-        made = self._along_columns if along == "columns" else self._along_rows
-        assert made is not None
-        return made.packed().transposed()
+        return self._made[along].packed().transposed()
 
 
 class _Rows:

@@ -109,7 +109,7 @@ def test_kernels_read_keys_from_the_device(hadamard: int) -> None:
     def made(columns: RoundingKey, rows: RoundingKey) -> list[Tensor]:
         sides = Side("nvfp4", (1, 16), key=columns), Side("nvfp4", (1, 16), hadamard, key=rows)
         both = FusedFP4(x, *sides)
-        return [both.along_columns(), both.along_rows().contiguous()]
+        return [both.operand("columns"), both.operand("rows").contiguous()]
 
     expected = made(*keys)
     for pair in (other, [other[0], keys[1]], [keys[0], other[1]]):

@@ -18,6 +18,7 @@ from megatron_fp4.quantization.rounding import RoundingKey, rounding_key, unpack
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 INF, NAN = float("inf"), float("nan")
+ALONG = ("columns", "rows")
 
 
 def normal(rows: int = 96, columns: int = 224) -> Tensor:
@@ -79,19 +80,18 @@ def same(actual: Tensor | None, expected: Tensor | None) -> bool:
 def check(kernels: type[Fused], x: Tensor, along: str, given: Side, side: Side, made: Fused | None = None) -> None:
     """One operand of x in all its forms. given: the side as the kernels get it. made: them, if they exist already."""
     values, codes, scales, scale = reference(x if along == "columns" else x.t(), side)
-    made = made or kernels(x.cuda(), *((given, None) if along == "columns" else (None, given)))
+    made = made or kernels(x.cuda(), **{along: given})
     # Which codes stand under a scale of NaN does not matter; large numbers may overflow in a transform.
     finite = x.isfinite().all() and (scale is None or scale.isfinite())
     code_bytes, scale_bytes = made.code_bytes(along)
     assert torch.equal(scale_bytes.cpu(), scales) or (side.ms_eden and not finite)
     assert torch.equal(unpack_codes(code_bytes.cpu()), codes) or not finite
-    make = made.along_columns if along == "columns" else made.along_rows
     if not (side.ms_eden and along == "columns"):  # which is made once, as values
-        packed = make(keep=True)
+        packed = made.operand(along, keep=True)
         assert not isinstance(packed, Tensor) and same(packed.values(), values)
-    found = make()
+    found = made.operand(along)
     assert isinstance(found, Tensor) and same(found, values)
-    assert same(made.columns_scale if along == "columns" else made.rows_scale, scale)
+    assert same(made.scales.get(along), scale)
 
 
 def sides(form: str) -> list[tuple[Side, Side]]:
@@ -158,7 +158,7 @@ def test_the_branchless_reciprocal_is_correctly_rounded() -> None:
         for largest in amax[:: 8 if exponent else 1].tolist():
             x = (scales / 448 * largest).bfloat16()[:, None] * torch.linspace(0.05, 1, 16)
             x = torch.cat((x, torch.full((2, 16), largest))).bfloat16()
-            made = FusedFP4(x.cuda(), side, None).along_columns()
+            made = FusedFP4(x.cuda(), side).operand("columns")
             assert isinstance(made, Tensor) and same(made, reference(x, side)[0]), largest
 
 
@@ -169,21 +169,15 @@ FP8_CASES = {
 }
 
 
-def made_by(kernels: type[Fused], x: Tensor, side: Side, along_rows: bool, keep: bool = False) -> object:
-    if along_rows:
-        return kernels(x, None, side).along_rows(keep=keep)
-    return kernels(x, side, None).along_columns(keep=keep)
-
-
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("block_rows", [1, 128])
-@pytest.mark.parametrize("along_rows", [False, True])
+@pytest.mark.parametrize("along", ALONG)
 @pytest.mark.parametrize("case", FP8_CASES)
-def test_fp8(case: str, along_rows: bool, block_rows: int, power_of_two: bool) -> None:
+def test_fp8(case: str, along: str, block_rows: int, power_of_two: bool) -> None:
     x, side = FP8_CASES[case].bfloat16(), Side("fp8", (block_rows, 128), power_of_two_scales=power_of_two)
-    expected = quantize(x.t() if along_rows else x, "fp8", side.block, power_of_two_scales=power_of_two)
+    expected = quantize(x if along == "columns" else x.t(), "fp8", side.block, power_of_two_scales=power_of_two)
     for keep in (False, True):
-        made = made_by(FusedFP8, x.cuda(), side, along_rows, keep)
+        made = FusedFP8(x.cuda(), **{along: side}).operand(along, keep=keep)
         if power_of_two:
             assert isinstance(made, Tensor) and same(made, expected.dequantize(torch.bfloat16))
             continue
@@ -196,7 +190,7 @@ def test_fp8(case: str, along_rows: bool, block_rows: int, power_of_two: bool) -
 @pytest.mark.parametrize("m, n, k", [(80, 336, 512), (1040, 16, 1280)])
 def test_fp8_products(m: int, n: int, k: int) -> None:
     a, b, side = normal(m, k).bfloat16().cuda(), normal(k, n).bfloat16().cuda(), Side("fp8", (1, 128))
-    left, right = made_by(FusedFP8, a, side, False), made_by(FusedFP8, b, side, True, keep=True)
+    left, right = FusedFP8(a, side).operand("columns"), FusedFP8(b, rows=side).operand("rows", keep=True)
     assert isinstance(left, BlockScaled) and isinstance(right, BlockScaled)
     exact = left.values().double() @ right.values().double().t()
     product = matmul_fp8(left, right, torch.float32).double()
@@ -211,22 +205,22 @@ MXFP8_CASES = {
 
 
 @pytest.mark.parametrize("block_rows", [1, 32])
-@pytest.mark.parametrize("along_rows", [False, True])
+@pytest.mark.parametrize("along", ALONG)
 @pytest.mark.parametrize("case", MXFP8_CASES)
-def test_mxfp8(case: str, along_rows: bool, block_rows: int) -> None:
+def test_mxfp8(case: str, along: str, block_rows: int) -> None:
     x, side = MXFP8_CASES[case].bfloat16(), Side("mxfp8", (block_rows, 32))
     given = (MXFP8_CASES[case] if case == "fp32 input" else x).cuda()
-    expected = quantize(x.t() if along_rows else x, "mxfp8", side.block)
-    made = made_by(FusedMXFP8, given, side, along_rows)
+    expected = quantize(x if along == "columns" else x.t(), "mxfp8", side.block)
+    fused = FusedMXFP8(given, **{along: side})
+    made = fused.operand(along)
     assert isinstance(made, Tensor) and made.dtype == torch.bfloat16
     assert same(made, expected.dequantize(torch.bfloat16))
     finite = (expected.scales != 255).repeat_interleave(32, -1)  # the codes under a scale of NaN do not matter
-    fused = FusedMXFP8(given, None, side) if along_rows else FusedMXFP8(given, side, None)
-    codes, scales = fused.code_bytes("rows" if along_rows else "columns")
+    codes, scales = fused.code_bytes(along)
     assert codes.is_contiguous() and torch.equal(codes.cpu()[finite], expected.codes.view(torch.uint8)[finite])
     assert torch.equal(scales.cpu(), expected.scales)
-    if along_rows:
-        kept = fused.along_rows(keep=True)
+    if along == "rows":
+        kept = fused.operand(along, keep=True)
         assert isinstance(kept, PackedMXFP8)
         assert same(kept.values(), expected.dequantize(torch.bfloat16))
         assert torch.equal(kept.scales.cpu().t(), expected.scales)
@@ -235,8 +229,8 @@ def test_mxfp8(case: str, along_rows: bool, block_rows: int) -> None:
 
 def test_mxfp8_of_more_tokens_than_a_grid_has_rows() -> None:
     x, side = normal(32, 32).bfloat16().repeat(70_000, 1).cuda(), Side("mxfp8", (1, 32))
-    for along_rows in (False, True):
-        made = made_by(FusedMXFP8, x, side, along_rows)
+    for along in ALONG:
+        made = FusedMXFP8(x, **{along: side}).operand(along)
         assert isinstance(made, Tensor)
-        made = made.t() if along_rows else made
+        made = made if along == "columns" else made.t()
         assert torch.equal(made[-32:], made[:32])

@@ -48,8 +48,8 @@ def test_packed_operands_unpack_to_the_values(format_: str, parts: int) -> None:
             x[3 + slice_] *= -300
             made.append(FusedFP4(x, side, side))
         for along in ("columns", "rows"):
-            values = [getattr(one, f"along_{along}")() for one in made]
-            packed = [getattr(one, f"along_{along}")(keep=True) for one in made]
+            values = [one.operand(along) for one in made]
+            packed = [one.operand(along, keep=True) for one in made]
             assert all(torch.equal(one.values(), each) for one, each in zip(packed, values, strict=True))
             joined = packed[0].joined()(torch.cat([one.message() for one in packed]))
             assert torch.equal(joined.values(), torch.cat(values, 0 if along == "columns" else 1))

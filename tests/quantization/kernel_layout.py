@@ -31,28 +31,24 @@ class PackedFP4(FusedFP4):
     """`FusedFP4` of NVFP4 on a CPU."""
 
     def __init__(
-        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: dist.ProcessGroup | None = None
+        self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: Any = None
     ) -> None:
-        self.x, self.columns, self.rows = x.to(torch.bfloat16), columns, rows
-        self.columns_scale, self.rows_scale = (None if side is None else torch.empty(()) for side in (columns, rows))
-        along_rows = self.x.t() if rows is None else _transformed(self.x.t(), rows)
-        self.maxima = torch.stack((self.x.abs().amax(), along_rows.abs().amax())).float()
-        if amax_group is not None:
-            dist.all_reduce(self.maxima, op=dist.ReduceOp.MAX, group=amax_group)
+        self.x, self.sides = x.to(torch.bfloat16), {"columns": columns, "rows": rows}
+        self.scales = {along: torch.empty(()) for along, side in self.sides.items() if side is not None}
+        turned = self.x.t() if rows is None else _transformed(self.x.t(), rows)
+        self.maxima = {"columns": self.x.abs().amax().float(), "rows": turned.abs().amax().float()}
+        for amax in self.maxima.values() if amax_group is not None else ():
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_group)
 
-    def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
-        assert self.columns is not None and self.makes(self.columns, "columns")
-        made = _quantized(self.x, self.columns, self.maxima[0])
-        self.columns_scale.copy_(made.decode_scale())
-        return PackedRows(made.codes, made.scales.view(torch.uint8)) if keep else made.block_values().bfloat16()
-
-    def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
-        assert self.rows is not None and self.makes(self.rows, "rows")
-        made = _quantized(_transformed(self.x.t(), self.rows), self.rows, self.maxima[1])
-        self.rows_scale.copy_(made.decode_scale())
-        if keep:
-            return words(unpack_codes(made.codes).t(), made.scales.view(torch.uint8).t())
-        return made.block_values().bfloat16()
+    def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedRows | PackedColumns:
+        side = self.sides[along]
+        assert side is not None and self.makes(side, along)
+        made = _quantized(self.x if along == "columns" else _transformed(self.x.t(), side), side, self.maxima[along])
+        self.scales[along].copy_(made.decode_scale())
+        if not keep:
+            return made.block_values().bfloat16()
+        scales = made.scales.view(torch.uint8)
+        return PackedRows(made.codes, scales) if along == "columns" else words(unpack_codes(made.codes).t(), scales.t())
 
 
 class UnpackingKernels(NvidiaGPU):
