@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import torch
 
 from megatron_fp4.training.callbacks.kernels import choices_in, live_autotuners, record_of
 from scripts.fingerprint import state_digest
+from tests.programs import environments_of_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
@@ -47,23 +47,14 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 
 def run(folder: Path, cache: Path, ranks: int, overrides: list[str], kill_after: int = 0) -> str:
     """Run pretrain.py to its end, or until `kill_after` steps are recorded; returns what the first rank printed."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "pretrain.py", *SMALL, *overrides, f"run.dir={folder}"]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
-    if ranks > 1:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    common = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
     programs = []
-    for rank in range(ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+    for rank, environment in enumerate(environments_of_ranks(ranks) if ranks > 1 else [dict(os.environ)]):
         with folder.with_name(f"{folder.name}.rank_{rank}.log").open("w") as output:
-            programs.append(
-                subprocess.Popen(
-                    command, cwd=ROOT, env={**environment, **place}, stdout=output, stderr=subprocess.STDOUT
-                )
-            )
+            command = [sys.executable, "pretrain.py", *SMALL, *overrides, f"run.dir={folder}"]
+            settings = {"cwd": ROOT, "env": environment | common, "stdout": output, "stderr": subprocess.STDOUT}
+            programs.append(subprocess.Popen(command, **settings))
     until = time.monotonic() + 240
     while any(program.poll() is None for program in programs):
         killed = kill_after and len(steps_of(folder)) >= kill_after

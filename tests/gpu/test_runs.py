@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,14 +42,8 @@ RUNS = {
 
 def run(folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
     """The records of a run."""
-    done = subprocess.run(
-        [sys.executable, "pretrain.py", *overrides, f"run.dir={folder}"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "pretrain.py", *overrides, f"run.dir={folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

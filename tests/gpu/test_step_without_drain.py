@@ -44,10 +44,7 @@ def trained(
     accept: Callable[[float, float], bool] | None, clip_norm: float
 ) -> tuple[dict[str, torch.Tensor], list[tuple[float, float, bool]]]:
     """Weights, moments and step counts after five steps, the fourth of which has a gradient that is not finite."""
-    mesh, step_state = (
-        build_mesh(ParallelConfig(), torch.device("cuda", torch.cuda.current_device())),
-        StepState(seed=0),
-    )
+    mesh, step_state = build_mesh(ParallelConfig(), torch.device("cuda", 0)), StepState(seed=0)
     torch.manual_seed(0)
     model = ToyModel().cuda()
     apply_data_parallel(

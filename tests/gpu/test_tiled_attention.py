@@ -28,16 +28,19 @@ def heads(batch: int, length: int, dim: int) -> list[Tensor]:
     return [randn(batch, length, count, dim) for count in (8, 2, 2)]
 
 
+def attended(tensors: list[Tensor], dy: Tensor, documents: Documents | None = None) -> tuple[Tensor, ...]:
+    """The result and its gradients."""
+    y = attend_in_tiles(*tensors, documents)
+    return (y.detach(), *torch.autograd.grad(y, tensors, dy))
+
+
 def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
     """With FP64, no further than BF16's rounding of scores' gradients leads; and three runs with one another."""
     copies = [t.detach().double().requires_grad_() for t in tensors]
     expected = attend(*copies, documents)
     dy = torch.randn_like(tensors[0])
     reference = torch.autograd.grad(expected, copies, dy.double())
-    runs = []
-    for _ in range(3):
-        y = attend_in_tiles(*tensors, documents)
-        runs.append((y.detach(), *torch.autograd.grad(y, tensors, dy)))
+    runs = [attended(tensors, dy, documents) for _ in range(3)]
     for index, (ours, theirs) in enumerate(zip(runs[0], (expected, *reference), strict=True)):
         assert ours.dtype == torch.bfloat16 and relative_error(ours, theirs.detach()) < 1e-2, index
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
@@ -64,19 +67,15 @@ def test_a_document_is_what_it_is_alone(lengths: list[list[int]]) -> None:
     documents = Documents(numbers_of(lengths))
     tensors = heads(*documents.numbers.shape, 64)
     dy = torch.randn_like(tensors[0])
-    y = attend_in_tiles(*tensors, documents)
-    expected = (y, *torch.autograd.grad(y, tensors, dy))
+    expected = attended(tensors, dy, documents)
     for row, span in spans(lengths)[::7]:
         others = [torch.randn_like(t) * 3 for t in (*tensors, dy)]
         for t, own in zip(others, (*tensors, dy), strict=True):
             t[row, span] = own.detach()[row, span]
-        changed = [t.requires_grad_() for t in others[:3]]
-        y = attend_in_tiles(*changed, documents)
-        results = (y, *torch.autograd.grad(y, changed, others[3]))
+        results = attended([t.requires_grad_() for t in others[:3]], others[3], documents)
         assert all(torch.equal(a[row, span], b[row, span]) for a, b in zip(results, expected, strict=True))
         alone = [t.detach()[row : row + 1, span].clone().requires_grad_() for t in tensors]
-        y = attend_in_tiles(*alone)
-        results = (y, *torch.autograd.grad(y, alone, dy[row : row + 1, span]))
+        results = attended(alone, dy[row : row + 1, span])
         assert all(relative_error(b[row, span], a[0]) < 1e-2 for a, b in zip(results, expected, strict=True))
 
 
@@ -86,8 +85,7 @@ def test_in_a_cuda_graph(masked: bool) -> None:
     dy = torch.randn_like(tensors[0])
 
     def step() -> tuple[Tensor, ...]:
-        y = attend_in_tiles(*tensors, Documents(numbers) if masked else None)
-        return (y.detach(), *torch.autograd.grad(y, tensors, dy))
+        return attended(tensors, dy, Documents(numbers) if masked else None)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
