@@ -51,8 +51,7 @@ from megatron_fp4.parallel.fsdp_private import (
     parameters_of,
 )
 from megatron_fp4.parallel.layers import QuantizedLinear
-from megatron_fp4.precision.backend import CodesOfWeight
-from megatron_fp4.precision.emulated import attach_codes
+from megatron_fp4.precision.emulated import PackedWeight, attach_codes
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.rounding import E4M3_MAX
@@ -218,7 +217,7 @@ class GatheredWeight:
         """Rows of all ranks, one after another."""
         codes, scales = (part[: self.num_rows] for part in outputs)
         assert self._gathered is not None and out is self._gathered
-        attach_codes(self._gathered, CodesOfWeight(codes, scales, self.all_blocks, self.scale))
+        attach_codes(self._gathered, PackedWeight(codes, scales, self.all_blocks, scale=self.scale))
 
     def _placeholder(self) -> nn.Parameter:
         """Shape, dtype and place of the weight, and NaN wherever one looks."""

@@ -36,7 +36,7 @@ from megatron_fp4.quantization.rounding import RoundingKey
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.quantization.square_blocks import RowBlocks
+    from megatron_fp4.precision.emulated import PackedWeight
     from megatron_fp4.quantization.tensor import QuantizedTensor
 
 
@@ -102,18 +102,6 @@ class OperandRequest:
     dtype: torch.dtype = torch.bfloat16
     amax_group: ProcessGroup | None = None
     keep: bool = field(default=False, compare=False)
-
-
-@dataclass(frozen=True)
-class CodesOfWeight:
-    """What FSDP gathered instead of a weight [out, in]: codes uint8 [out, in / 2] and scales uint8 [out, in / block] of
-    all rows (`quantization/square_blocks.py`), to be read as `blocks` says, and FP32 0-dim the factor of its values
-    (None: 1)."""
-
-    codes: Tensor
-    scales: Tensor
-    blocks: RowBlocks
-    scale: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -199,7 +187,7 @@ class Backend(ABC):
         """Whether FSDP can gather fprop's weight as codes that are dgrad's too (`quantization/square_blocks.py`)."""
         return False
 
-    def weight_of_codes(self, gathered: CodesOfWeight, operand: Operand) -> tuple[Any, Any]:
+    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[Any, Any]:
         """fprop's and dgrad's operand of a weight that was gathered as codes, which the backend `packs`."""
         raise NotImplementedError
 

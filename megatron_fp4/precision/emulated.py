@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.precision.backend import Backend, CodesOfWeight, MakeOperand, OperandRequest, RowGroups, added
+from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
@@ -123,12 +123,14 @@ class GemmOperand:
 @dataclass(frozen=True)
 class PackedWeight:
     """Codes uint8 [out, in / 2] and scales uint8 [out, in / block] of a weight without its padding, contiguous, to be
-    read as `blocks` of the whole weight say; exchanged: transposed."""
+    read as `blocks` of the whole weight say. exchanged: transposed. scale: of codes that FSDP gathered instead of a
+    weight, FP32 0-dim the factor of their values (None: 1)."""
 
     codes: Tensor
     scales: Tensor
     blocks: RowBlocks
     exchanged: bool = False
+    scale: Tensor | None = None
 
     def values(self) -> Tensor:
         """BF16 `code * scale` [padded out, in], or exchanged [in, padded out]."""
@@ -140,12 +142,12 @@ class PackedWeight:
         return replace(self, exchanged=not self.exchanged)
 
 
-def attach_codes(weight: Tensor, codes: CodesOfWeight) -> None:
+def attach_codes(weight: Tensor, codes: PackedWeight) -> None:
     """Attach gathered codes to `weight`, which has no values."""
     _local(weight)._codes_of_weight = codes  # type: ignore[attr-defined]
 
 
-def codes_of(weight: Tensor) -> CodesOfWeight | None:
+def codes_of(weight: Tensor) -> PackedWeight | None:
     """What `attach_codes` attached to `weight`; None: it has values."""
     return getattr(_local(weight), "_codes_of_weight", None)
 
@@ -195,10 +197,9 @@ class EmulatedBackend(Backend):
         """4-bit square blocks."""
         return in_square_blocks(request)
 
-    def weight_of_codes(self, gathered: CodesOfWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:
+    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:
         """The codes as they are, or their values where these are kept."""
-        packed = PackedWeight(gathered.codes, gathered.scales, gathered.blocks)
-        values = packed if keeps_codes(gathered.codes.device) else packed.values()
+        values = gathered if keeps_codes(gathered.codes.device) else gathered.values()
         fprop = GemmOperand(values, gathered.scale, quantized=True)
         return fprop, fprop.transposed()
 

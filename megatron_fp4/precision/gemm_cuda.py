@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.backend import RowGroups, added
-from megatron_fp4.quantization.fp4 import scale_and_cast
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +62,7 @@ def scaled_matmul(
     if library is not None and a.numel() and b.numel():
         return _gemm_ex(library, a, b, alpha, out_dtype, total, rows)
     product = torch.mm(a, b, out_dtype=torch.float32)
-    product = product.to(out_dtype) if alpha is None else scale_and_cast(product, alpha, out_dtype)
-    return added(product, total, rows)
+    return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)
 
 
 def _gemm_ex(

@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from megatron_fp4.precision.backend import Backend, CodesOfWeight, MakeOperand, OperandRequest, RowGroups, added
+from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import (
     EMULATED,
     Gather,
     GemmOperand,
+    PackedWeight,
     codes_transpose,
     encode_operand,
     fused_kernels,
@@ -164,7 +165,7 @@ class TorchBackend(Backend):
         """NVFP4's square blocks."""
         return in_square_blocks(request) and request.operand.format in FORMATS
 
-    def weight_of_codes(self, gathered: CodesOfWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
+    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
         """Copies of the codes in cuBLAS's layout, of both directions, which a step keeps."""
         blocks = gathered.blocks
         padding = (0, 0, 0, blocks.padded_group_rows - blocks.group_rows)

@@ -46,7 +46,6 @@ _QUANTIZE_ALONG_ROWS = Kernel(
     "fp4.quantize_rows_kernel", num_warps=2, types=(None, _I32, _I16, _F32, _F32, _I32, *([1] * 3))
 )
 _UNPACK = Kernel("fp4.unpack_kernel", types=(_I32, _I16, _I32, *([1] * 4)))
-_SCALE_CAST = Kernel("fp4.scale_cast_kernel", num_warps=8)
 _FOUR_OVER_SIX = Kernel("fp4.four_over_six_kernel")
 
 
@@ -301,14 +300,6 @@ class FusedFourOverSix(FusedFP4):
         )
         packed = PackedRows(codes, scales)
         return packed if keep else packed.values()
-
-
-def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(x * alpha).to(dtype)` of contiguous FP32 `x` in one pass, `alpha` FP32 0-dim on the device."""
-    out = torch.empty_like(x, dtype=dtype)
-    grid = (-(-x.numel() // 4096),)
-    launch(_SCALE_CAST, grid, (x, alpha, out, x.numel()), {"SIZE": 4096})
-    return out
 
 
 def hash_starts(key: RoundingKey | None, columns_apart: int = 1) -> tuple[int, int]:

@@ -23,7 +23,6 @@ from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel
 from megatron_fp4.quantization.formats import FORMATS, quantize_nvfp4
-from megatron_fp4.quantization.fp4 import scale_and_cast
 from megatron_fp4.quantization.rounding import rounding_key, unpack_codes
 from tests.planning.gpu_path import without_launches
 from tests.quantization import kernel_layout
@@ -110,7 +109,6 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
             request = OperandRequest(Operand(name, FORMATS[name].blocks[1]))
             packed = packed_weight(x, request, 128, 128)
             assert packed.unpacked().shape == (128, 128)
-        scale_and_cast(x.float(), torch.empty(()), x.dtype)
         for kernel, arguments, constants in started:
             names, wanted = known[kernel.name]
             assert len(arguments) == len(names), kernel
@@ -121,7 +119,7 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
         # How each is compiled: a kernel's numbers depend on fusion, its speed on warps.
         assert {kernel.name for kernel in seen if kernel.enable_fp_fusion} == {"fp8.matmul_fp8_kernel"}
         warps = {kernel.name: kernel.num_warps for kernel in seen if kernel.num_warps != 4}
-        assert warps == {"fp4.quantize_rows_kernel": 2, "fp4.scale_cast_kernel": 8, "fp8.quantize_fp8_kernel": 8}
+        assert warps == {"fp4.quantize_rows_kernel": 2, "fp8.quantize_fp8_kernel": 8}
         assert {kernel.name for kernel in seen if kernel.types is not None} == {
             *(f"fp4.{name}_kernel" for name in ("measure", "quantize_columns", "quantize_rows", "unpack")),
             *(f"square_blocks.{name}_kernel" for name in ("maxima", "quantize", "unpack")),

@@ -346,14 +346,6 @@ def unpack_kernel(
 
 
 @triton.jit
-def scale_cast_kernel(x_ptr, alpha_ptr, out_ptr, count, SIZE: tl.constexpr):
-    """out = (x * alpha) in out's dtype, x FP32."""
-    offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    mask = offsets < count
-    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask) * tl.load(alpha_ptr), mask)
-
-
-@triton.jit
 def four_over_six_kernel(
     x_ptr,  # [blocks, 8] pairs of BF16
     codes_ptr,  # out: int64 [blocks], 16 nibbles, the first element in the lowest
