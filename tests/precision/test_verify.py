@@ -15,13 +15,7 @@ from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
-from megatron_fp4.precision.recipe import (
-    DGRAD_GRADIENT,
-    SLOTS,
-    WGRAD_GRADIENT,
-    Operand,
-    OperandSlot,
-)
+from megatron_fp4.precision.recipe import DGRAD_GRADIENT, SLOTS, WGRAD_GRADIENT, Operand, OperandSlot
 from megatron_fp4.precision.verify import (
     Case,
     Recheck,
@@ -50,7 +44,7 @@ class Spoiled(EmulatedBackend):
 
     def __init__(
         self,
-        values: Callable[[Tensor], Tensor] | None = None,
+        values: Callable[[Tensor], Tensor] = lambda t: t,
         product: Callable[..., Tensor] = lambda t, total: t,
         operand: str = "",
         request: Callable[[OperandRequest], OperandRequest] = lambda request: request,
@@ -60,15 +54,14 @@ class Spoiled(EmulatedBackend):
         self.draws_ours = draws_ours
 
     def operands(self, x, columns, rows):
-        changed = [request and self.request(request) for request in (columns, rows)]
-
         def spoil(maker, request):
             operand = maker()
-            if self.values is None or not operand.quantized or self.operand not in ("", request.slot.name):
+            if not operand.quantized or self.operand not in ("", request.slot.name):
                 return operand
             return replace(operand, values=self.values(operand.unpacked()))
 
-        pairs = zip(super().operands(x, *changed), (columns, rows), strict=True)
+        makers = super().operands(x, *(request and self.request(request) for request in (columns, rows)))
+        pairs = zip(makers, (columns, rows), strict=True)
         return tuple(maker and (lambda maker=maker, request=request: spoil(maker, request)) for maker, request in pairs)
 
     def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total=None, rows=None) -> Tensor:
@@ -133,15 +126,14 @@ def test_a_wrong_backend_is_noticed(spoiled, seen):
 
 
 def test_a_fault_stops_the_run_and_is_named():
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("CUDA Error: invalid argument\nin some file")
+
     with alone():
         assert "no difference" in verify.require(Spoiled(), [CASE], CPU)
         with pytest.raises(SelfTestError, match=r"nvfp4, 128 tokens, 128 -> 256: fprop_activation codes") as error:
             verify.require(Spoiled(values=one_changed), [CASE], CPU)
         assert "precision.backend=emulated" in str(error.value)
-
-        def fail(*_: Any) -> Tensor:
-            raise RuntimeError("CUDA Error: invalid argument\nin some file")
-
         with pytest.raises(SelfTestError, match=r"kernels: failed: CUDA Error: invalid argument$"):
             verify.require(Spoiled(product=fail), [CASE], CPU)
 
@@ -150,7 +142,6 @@ def test_a_fault_stops_the_run_and_is_named():
 
 ROWS = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
 N, K = ROWS.shape
-SIDES = {DGRAD_GRADIENT: ROWS, WGRAD_GRADIENT: ROWS.t().contiguous()}
 NO_TRANSFORM = changed(NVFP4, wgrad_rht=0)
 
 
@@ -166,53 +157,41 @@ def uniform_of(number: int, *shape: int) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(number))
 
 
-def fault_of(uniform: Callable[[int], Tensor]) -> str:
-    """What is found of one operand with such draws."""
-    (found,) = fairness({DGRAD_GRADIENT: ROWS}, lambda i: {DGRAD_GRADIENT: drawn(uniform(i))}, NO_TRANSFORM).values()
-    return found
-
-
-@pytest.mark.parametrize(
-    "uniform",
-    [
-        lambda number: uniform_of(number, N, 1).expand(N, K),
-        lambda number: uniform_of(number, 1, K).expand(N, K),
-        lambda number: uniform_of(number, N, K // 16).repeat_interleave(16, 1),
-        lambda number: uniform_of(number, 16, K).repeat(N // 16, 1),
-        lambda number: torch.stack(((half := uniform_of(number, N, K // 2)), 1 - half), dim=-1).flatten(1),
-    ],
-    ids=["one draw a row", "a column", "a block", "repeats every 16 rows", "antithetic neighbours"],
-)
-def test_draws_that_elements_of_one_operand_share_are_noticed(uniform):
-    """Each element by itself is fair."""
-    fault = fault_of(uniform)
-    assert "sums over" in fault and "of the variance of independent draws" in fault
+SHARED = "of the variance of independent draws"
 
 
 @pytest.mark.parametrize(
     ("uniform", "seen"),
     [
+        # Each element by itself is fair: one draw a row, a column, a block; repeated; antithetic neighbours.
+        (lambda number: uniform_of(number, N, 1).expand(N, K), SHARED),
+        (lambda number: uniform_of(number, 1, K).expand(N, K), SHARED),
+        (lambda number: uniform_of(number, N, K // 16).repeat_interleave(16, 1), SHARED),
+        (lambda number: uniform_of(number, 16, K).repeat(N // 16, 1), SHARED),
+        (lambda number: torch.stack(((half := uniform_of(number, N, K // 2)), 1 - half), dim=-1).flatten(1), SHARED),
         (lambda number: uniform_of(number // 2, N, K), "its spread is"),
         (lambda number: uniform_of(0, N, K), "two draws are the same"),
         (lambda number: torch.rand(N, K), "gives other draws"),
         (lambda number: (uniform_of(number, N, K) - 0.02).clamp(min=0), "goes up too often"),
     ],
 )
-def test_unfair_draws_are_noticed(uniform, seen):
-    assert seen in fault_of(uniform)
+def test_unfair_draws_of_one_operand_are_noticed(uniform, seen):
+    found = fairness({DGRAD_GRADIENT: ROWS}, lambda i: {DGRAD_GRADIENT: drawn(uniform(i))}, NO_TRANSFORM)
+    assert seen in found["dgrad_gradient"]
 
 
 def test_two_operands_that_share_their_draws_are_noticed():
     """As where two launches start from one state of a generator, and where an element has one draw for both copies.
     Independent ones of 8 bits are fair."""
+    sides = {DGRAD_GRADIENT: ROWS, WGRAD_GRADIENT: ROWS.t().contiguous()}
 
     def draw(number: int, how: str) -> dict[OperandSlot, Any]:
         one, other = ((uniform_of(number + i, *shape) * 256).floor() / 256 for i, shape in ((0, (N, K)), (100, (K, N))))
         other = {"apart": other, "element": one.t(), "index": one.reshape(K, N)}[how]
-        return {DGRAD_GRADIENT: drawn(one), WGRAD_GRADIENT: drawn(other, SIDES[WGRAD_GRADIENT])}
+        return {DGRAD_GRADIENT: drawn(one), WGRAD_GRADIENT: drawn(other, sides[WGRAD_GRADIENT])}
 
     for how in ("apart", "element", "index"):
-        found = fairness(SIDES, lambda number, how=how: draw(number, how), NO_TRANSFORM)
+        found = fairness(sides, lambda number, how=how: draw(number, how), NO_TRANSFORM)
         assert found["dgrad_gradient"] == found["wgrad_gradient"] == ""
         fault = found["dgrad_gradient and wgrad_gradient"]
         assert (fault == "") if how == "apart" else f"go together at the same {how}: correlation +0." in fault
@@ -221,17 +200,24 @@ def test_two_operands_that_share_their_draws_are_noticed():
 # ------------------------------------------------------------------------------------------------------------- recheck
 
 
-def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor, step: int = 0) -> Rechecked:
+def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor) -> Rechecked:
     """Two micro-batches of a step under the watcher."""
     recheck, weight = Recheck(1, {context.name: context}), w.clone().requires_grad_()
     with alone():
-        with recheck.watching(step):
+        with recheck.watching(0):
             for context.step_state.micro_batch in (3, 7):
                 quantized_linear(x.clone().requires_grad_(), weight, context).backward(dy)
         assert context.watcher is None
         found = recheck.collect()
     assert found is not None
     return found
+
+
+def faults_of(backend: EmulatedBackend, *tensors: Tensor, recipe=ref.NVFP4) -> list[str]:
+    given = tensors or ref.tensors(32, 64, 48)
+    return [
+        fault.removeprefix("rank 0: ") for fault in rechecked(ref.context_of(recipe, backend=backend), *given).faults
+    ]
 
 
 @pytest.mark.parametrize(
@@ -257,29 +243,24 @@ def test_the_emulation_is_the_reference_and_its_products_keep_their_bits(recipe,
 
 @pytest.mark.parametrize("name", [slot.name for slot in SLOTS])
 def test_one_wrong_code_in_any_operand_is_found(name):
-    context = ref.context_of(ref.ALL_THE_WAY, backend=Spoiled(values=one_changed, operand=name))
-    (fault,) = rechecked(context, *ref.tensors(32, 64, 48)).faults
-    assert fault.startswith(f"rank 0: {name}: values differ in 1 of ")
+    (fault,) = faults_of(Spoiled(values=one_changed, operand=name), recipe=ref.ALL_THE_WAY)
+    assert fault.startswith(f"{name}: values differ in 1 of ")
 
 
 def test_a_wrong_product_is_found():
-    for product, seen in (
-        (lambda t, _: t * 1.02, ["fprop", "dgrad", "wgrad"]),
-        (beta(0), ["wgrad product added to a gradient"]),
-        (beta(2), ["wgrad product added to a gradient"]),
-    ):
-        context = ref.context_of(ref.NVFP4, backend=Spoiled(product=product))
-        found = rechecked(context, *ref.tensors(32, 64, 48)).faults
-        assert all(fault.startswith(f"rank 0: {name}") for fault, name in zip(found[: len(seen)], seen, strict=True))
+    found = faults_of(Spoiled(product=lambda t, _: t * 1.02))
+    assert [fault.split()[0] for fault in found[:3]] == ["fprop", "dgrad", "wgrad"]
+    for factor in (0, 2):
+        assert faults_of(Spoiled(product=beta(factor)))[0].startswith("wgrad product added to a gradient")
 
 
 def test_nan_that_disappears_is_found():
     x, w, dy = ref.tensors(32, 64, 48)
     x[5, 7] = float("nan")
-    assert rechecked(ref.context_of(ref.NVFP4), x, w, dy).faults == []
-    hidden = Spoiled(request=lambda r: r)
+    assert faults_of(Spoiled(), x, w, dy) == []
+    hidden = Spoiled()
     hidden.operands = lambda x, columns, rows: EmulatedBackend.operands(hidden, x.nan_to_num(), columns, rows)  # type: ignore[method-assign]
-    (fault, *_) = rechecked(ref.context_of(ref.NVFP4, backend=hidden), x, w, dy).faults
+    fault, *_ = faults_of(hidden, x, w, dy)
     assert "is finite although it was made of NaN or inf" in fault
 
 
@@ -303,35 +284,32 @@ def native(rows: Tensor, operand: Operand, rht: int = 0) -> te.NativeOperand:
     return te.NativeOperand(quantized.codes, quantized.scales.view(torch.uint8), quantized.amax.view(1), layout)
 
 
-def request_of(operand: Operand, rht: int) -> OperandRequest:
-    return OperandRequest(operand, rht, key=rounding_key("ours") if operand.drawn else None)
+def fault_of(made: te.NativeOperand, x: Tensor, rht: int, exact: bool = False) -> str:
+    operand = made.layout.operand
+    request = OperandRequest(operand, rht, key=rounding_key("ours") if operand.drawn else None)
+    return operand_fault(made, x, request, exact=exact)
 
 
 @pytest.mark.parametrize("operand", [ROW, DRAWN], ids=str)
 def test_native_operands_may_draw_and_add_up_by_themselves(operand):
     for rht in (0, 16):
-        assert operand_fault(native(UNLIKE, operand, rht), UNLIKE, request_of(operand, rht)) == ""
+        assert fault_of(native(UNLIKE, operand, rht), UNLIKE, rht) == ""
     after = random_hadamard_transform(UNLIKE, 16, fixed_signs(16))
     step = torch.randint(-1, 2, after.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int16)
     moved = native((after.view(torch.int16) + step).view(torch.bfloat16), operand)
-    assert operand_fault(moved, UNLIKE, request_of(operand, 16)) == ""
-    assert operand_fault(moved, UNLIKE, request_of(operand, 16), exact=True) != ""
+    assert fault_of(moved, UNLIKE, 16) == "" and fault_of(moved, UNLIKE, 16, exact=True) != ""
 
 
 @pytest.mark.parametrize(("operand", "rht"), [(ROW, 0), (DRAWN, 16)], ids=str)
 def test_wrong_native_operands_are_found(operand, rht):
-    made, request = native(UNLIKE, operand, rht), request_of(operand, rht)
+    made = native(UNLIKE, operand, rht)
     codes, scales = made.data.clone(), made.scales.clone()
     # The code of the largest value of a block becomes zero; a scale is halved.
     codes.view(-1)[int((codes.view(-1) & 0xF == 7).nonzero()[0])] &= 0xF0
     scales[3, 5] -= 8
     others = native(UNLIKE.roll(1, 0), operand, rht) if operand is DRAWN else native(UNLIKE, DRAWN, rht)
-    wrong = {"data": codes, "scales": scales, "amax": made.amax * 1.02}
-    for spoiled in (
-        *(replace(made, **{part: value}) for part, value in wrong.items()),
-        replace(made, data=others.data),
-    ):
-        assert operand_fault(spoiled, UNLIKE, request)
+    for wrong in ({"data": codes}, {"scales": scales}, {"amax": made.amax * 1.02}, {"data": others.data}):
+        assert fault_of(replace(made, **wrong), UNLIKE, rht)
 
 
 def test_the_hardware_s_negative_zero_is_no_fault():
@@ -341,4 +319,4 @@ def test_the_hardware_s_negative_zero_is_no_fault():
     made = native(x, ROW)
     signed = made.data | (exact[:, 0::2] * 8).to(torch.uint8) | (exact[:, 1::2] * 128).to(torch.uint8)
     assert exact.any() and not torch.equal(signed, made.data)
-    assert operand_fault(replace(made, data=signed), x, request_of(ROW, 0)) == ""
+    assert fault_of(replace(made, data=signed), x, 0) == ""
