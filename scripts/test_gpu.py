@@ -77,7 +77,6 @@ STEPS = (
     tests("CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", needs=FUSED),
     tests("gathered codes", "test_gathered_codes"),
     tests("messages of tensor parallelism", "test_tensor_parallel", gpus=2),
-    tests("generation", "test_generation"),
     Step(
         "a round of faults, each run finished afterwards and equal",
         ("-m", "tests.fault_round", "--device", "cuda", "--steps", "40", "--kills", "2", "--jobs", "8", *VERY_SMALL),

@@ -1,7 +1,6 @@
 """Stand-ins for Triton's autotuner and mamba-ssm's kernels, for machines without a GPU.
 
-`Autotuner` has of Triton 3.6's class what training/autotuning.py relies on, and tunes in the same order of calls. With
-`real=True` the kernels are made with the installed class instead.
+`Autotuner` has of Triton 3.6's class what training/callbacks/kernels.py relies on, and tunes in the same order of calls.
 """
 
 from __future__ import annotations
@@ -70,33 +69,25 @@ class Kernel:
         return [float(self.launches.pop() != self.fastest)]
 
 
-def install(fastest: int, sizes: tuple[int, ...] = (64, 32, 128), real: bool = False) -> dict[str, Kernel]:
+def install(fastest: int, sizes: tuple[int, ...] = (64, 32, 128)) -> dict[str, Kernel]:
     """Put a package mamba_ssm into this process: `scan`, whose configurations have hooks, and `norm`, under heuristics.
 
     fastest: the block size that this process will find fastest. sizes: those that the kernels have.
     """
-    if real:
-        from triton.runtime import autotuner as triton  # type: ignore[import-not-found,unused-ignore]
-    else:
-        triton = ModuleType("triton.runtime.autotuner")
-        triton.Autotuner, triton.Heuristics = Autotuner, Heuristics  # type: ignore[attr-defined]
+    triton: Any = ModuleType("triton.runtime.autotuner")
+    triton.Autotuner, triton.Heuristics = Autotuner, Heuristics
     sys.modules["triton.runtime.autotuner"] = triton
-    config = triton.Config if real else Config
     kernels = {name: Kernel(name, fastest) for name in ("scan", "norm")}
 
     def tuner(kernel: Kernel, hooked: bool) -> Any:
         hook = (lambda named: kernel.hooked.append(named["n"])) if hooked else None
-        configs = [config({"BLOCK_SIZE_M": size}, num_warps=4, num_stages=3, pre_hook=hook) for size in sizes]
-        if real:
-            return triton.Autotuner(kernel, ["x", "n"], configs, ["n"], None, None, do_bench=kernel.bench)
+        configs = [Config({"BLOCK_SIZE_M": size}, pre_hook=hook) for size in sizes]
         return Autotuner(kernel, ["x", "n"], configs, ["n"], kernel.bench)
 
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.ops.triton.ssd_combined"):
         sys.modules[name] = ModuleType(name)
     combined: Any = sys.modules["mamba_ssm.ops.triton.ssd_combined"]
-    combined.scan = tuner(kernels["scan"], hooked=True)
-    norm = tuner(kernels["norm"], hooked=False)
-    combined.norm = triton.Heuristics(norm, ["x", "n"], {}) if real else Heuristics(norm)
+    combined.scan, combined.norm = tuner(kernels["scan"], True), Heuristics(tuner(kernels["norm"], False))
     return kernels
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -27,9 +26,6 @@ from tests.training.kernels import call, install
 
 HERE = {"gpu": "H200", "triton": "3.6.0"}
 SCAN, NORM = "mamba_ssm.ops.triton.ssd_combined.scan", "mamba_ssm.ops.triton.ssd_combined.norm"
-REAL = pytest.param(
-    True, marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"), id="Triton's"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +53,13 @@ def start(folder: Path, fastest: int, saved: dict[str, Any] | None = None) -> tu
     return pinned, sum(kernel.benchmarks for kernel in kernels.values())
 
 
-@pytest.mark.parametrize("real", [pytest.param(False, id="a stand-in"), REAL])
-def test_a_choice_comes_back_from_json_and_is_not_tuned_again(real: bool) -> None:
-    install(fastest=32, real=real)
+def test_a_choice_comes_back_from_json_and_is_not_tuned_again() -> None:
+    install(fastest=32)
     call(128)
     record = json.loads(json.dumps(record_of(HERE, choices_of(live_autotuners()))))
     assert record["environment"] == HERE and sizes(record) == {(SCAN, (128,)): 32, (NORM, (128,)): 32}
 
-    kernels = install(fastest=128, real=real)
+    kernels = install(fastest=128)
     assert put_back(choices_in(record), live_autotuners()) == []
     call(128)
     assert all((kernel.benchmarks, kernel.launches) == (0, [32]) for kernel in kernels.values())
@@ -89,10 +84,7 @@ def test_a_second_run_in_one_process_tunes_like_the_first(tmp_path: Path) -> Non
     assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "late sizes are again not compared"
 
 
-@pytest.mark.parametrize("real", [pytest.param(False, id="a stand-in"), REAL])
-def test_what_is_timed_is_compiled_side_by_side_before(
-    real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_timed_is_compiled_side_by_side_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's mode for that; what a run comes to later, and what is known, is not."""
     entered: list[int] = []
 
@@ -105,9 +97,8 @@ def test_what_is_timed_is_compiled_side_by_side_before(
 
         def __exit__(self, *error: object) -> None: ...
 
-    kernels = install(fastest=128, real=real)
-    triton = sys.modules["triton"] if real else ModuleType("triton")
-    monkeypatch.setattr(triton, "AsyncCompileMode", Mode, raising=False)
+    kernels, triton = install(fastest=128), ModuleType("triton")
+    triton.AsyncCompileMode = Mode  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton", triton)
     with alone():
         pin_kernels(lambda: call(128), None, tmp_path)
