@@ -29,7 +29,6 @@ from megatron_fp4.config.precision_schema import (
     WgradConfig,
 )
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import QuantizedTensor
 
@@ -96,11 +95,6 @@ class Operand:
     def drawn(self) -> bool:
         """Whether its codes depend on draws: its elements (`stochastic`) or its block scales (`ms_eden`) do."""
         return self.rounding != "nearest"
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """Elements that are quantized together, (rows, columns): a block, or the group that MS-EDEN corrects."""
-        return (1, MS_EDEN_GROUP) if self.rounding == "ms_eden" else self.block
 
     def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> QuantizedTensor:
         """FP32 `rows` [rows, k] in the operand's format.
@@ -245,7 +239,7 @@ def rounded_to_nearest(recipe: Recipe) -> Recipe:
         left, right = (replace(operand, rounding="nearest") for operand in gemm.operands)
         return replace(gemm, left=left, right=right)
 
-    return replace(recipe, fprop=nearest(recipe.fprop), dgrad=nearest(recipe.dgrad), wgrad=nearest(recipe.wgrad))
+    return replace(recipe, **{name: nearest(gemm) for name, gemm in recipe.gemms.items()})
 
 
 def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
@@ -279,5 +273,4 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
                 f"has {after}, but a linear has one for all; make them equal, or set precision.switch.scope=both"
             )
         shared[option] = after if takes else before
-    name = f"{current.name}, {scope} {other.name}"
-    return Recipe(name, gemms["fprop"], gemms["dgrad"], gemms["wgrad"], shared["rht_signs"], shared["amax"])
+    return Recipe(f"{current.name}, {scope} {other.name}", **gemms, **shared)

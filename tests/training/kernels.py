@@ -1,6 +1,6 @@
 """Stand-ins for Triton's autotuner and mamba-ssm's kernels, for machines without a GPU.
 
-`Autotuner` has of Triton 3.6's class what training/callbacks/kernels.py relies on, and tunes in the same order of calls.
+`Autotuner` has of Triton 3.6's class what training/callbacks/kernels.py relies on, and tunes in the same order.
 """
 
 from __future__ import annotations
