@@ -239,7 +239,7 @@ def rounded_to_nearest(recipe: Recipe) -> Recipe:
         left, right = (replace(operand, rounding="nearest") for operand in gemm.operands)
         return replace(gemm, left=left, right=right)
 
-    return replace(recipe, **{name: nearest(gemm) for name, gemm in recipe.gemms.items()})
+    return replace(recipe, fprop=nearest(recipe.fprop), dgrad=nearest(recipe.dgrad), wgrad=nearest(recipe.wgrad))
 
 
 def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
@@ -273,4 +273,4 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
                 f"has {after}, but a linear has one for all; make them equal, or set precision.switch.scope=both"
             )
         shared[option] = after if takes else before
-    return Recipe(f"{current.name}, {scope} {other.name}", **gemms, **shared)
+    return Recipe(f"{current.name}, {scope} {other.name}", *gemms.values(), **shared)
