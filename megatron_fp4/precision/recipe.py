@@ -273,4 +273,5 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
                 f"has {after}, but a linear has one for all; make them equal, or set precision.switch.scope=both"
             )
         shared[option] = after if takes else before
-    return Recipe(f"{current.name}, {scope} {other.name}", *gemms.values(), **shared)
+    fprop, dgrad, wgrad = gemms.values()
+    return Recipe(f"{current.name}, {scope} {other.name}", fprop, dgrad, wgrad, **shared)
