@@ -36,7 +36,6 @@ from megatron_fp4.quantization.rounding import RoundingKey
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.emulated import PackedWeight
     from megatron_fp4.quantization.tensor import QuantizedTensor
 
 
@@ -187,8 +186,8 @@ class Backend(ABC):
         """Whether FSDP can gather fprop's weight as codes that are dgrad's too (`quantization/square_blocks.py`)."""
         return False
 
-    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[Any, Any]:
-        """fprop's and dgrad's operand of a weight that was gathered as codes, which the backend `packs`."""
+    def weight_of_codes(self, gathered: Any, operand: Operand) -> tuple[Any, Any]:
+        """fprop's and dgrad's operand of a weight that was gathered as codes (`emulated.PackedWeight`), as it `packs`."""
         raise NotImplementedError
 
     @abstractmethod
