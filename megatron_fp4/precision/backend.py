@@ -187,7 +187,7 @@ class Backend(ABC):
         return False
 
     def weight_of_codes(self, gathered: Any, operand: Operand) -> tuple[Any, Any]:
-        """fprop's and dgrad's operand of a weight that was gathered as codes (`emulated.PackedWeight`), as it `packs`."""
+        """fprop's and dgrad's operand of a weight that was gathered as codes, an `emulated.PackedWeight`."""
         raise NotImplementedError
 
     @abstractmethod
