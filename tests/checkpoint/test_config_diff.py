@@ -103,15 +103,6 @@ def test_what_the_switch_resolves_to() -> None:
     assert [change.key for change in configuration_changes(saved(), other)] == ["precision.switch.target"]
 
 
-def test_values_of_the_environment_are_compared_as_they_are_written() -> None:
-    text = {"data.cache_dir": "${oc.env:SCRATCH}/c"}
-    before = saved(data__cache_dir="/old/c", from_environment=text)
-    assert configuration_changes(before, config(data__cache_dir="/new/c", from_environment=text)) == []
-    assert configuration_changes(before, config(data__cache_dir="/new/c")) == [
-        Change("data.cache_dir", "${oc.env:SCRATCH}/c", "/new/c")
-    ]
-
-
 def test_a_recipe_of_which_no_step_is_left_before_the_switch() -> None:
     bf16, switches = PrecisionConfig(name="bf16"), SwitchConfig("before_decay")
     now = config(precision=PrecisionConfig(name="nvfp4", switch=switches))

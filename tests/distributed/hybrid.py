@@ -88,9 +88,8 @@ LAYOUTS = {
     "tp2": Layout(2, tensor=2),
     "tp2_without_sequence_parallel": Layout(2, tensor=2, sequence=False, reshard=True),
     "dp2": Layout(2, reshard=True),
-    "hsdp2": Layout(2, replicate=2),
-    "tp4": Layout(4, tensor=4),
     "tp2_dp2": Layout(4, tensor=2),
+    "tp2_dp2_each": Layout(4, tensor=2, reduce="each"),
     "tp2_hsdp2": Layout(4, tensor=2, replicate=2),
     "hsdp2_dp2": Layout(4, replicate=2, reshard=True),
 }

@@ -26,17 +26,19 @@ from tests.training.harness import launch, toy_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
+SECOND, NEWEST = "step_00000002", "step_00000003"
+
 
 def test_the_newest_or_a_given_one(root: Path, tmp_path: Path, mesh: ParallelMesh) -> None:
     assert Job(tmp_path / "none", mesh).resume() is None
     assert Job(root, mesh).resume() == 3 == Job(root, mesh).resume("required")
     assert Job(root, mesh).resume("never") is None
-    assert Job(root, mesh).resume(str(root / "step_00000002")) == 2
+    assert Job(root, mesh).resume(str(root / SECOND)) == 2
     with pytest.raises(ValueError, match="step_00000009 is not a folder; give auto"):
         Job(root, mesh).resume(str(root / "step_00000009"))
-    flip_a_bit(root / "step_00000002" / "__0_0.distcp")
+    flip_a_bit(root / SECOND / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"is damaged: .*__0_0\.distcp has changed"):
-        Job(root, mesh).resume(str(root / "step_00000002"))
+        Job(root, mesh).resume(str(root / SECOND))
     with pytest.raises(ValueError, match=r"is damaged: .*manifest\.json is missing"):
         Job(root.parent / "another", mesh).resume(str(root.parent))
 
@@ -63,19 +65,19 @@ def _pipe(path: Path) -> None:
 def test_any_damage_falls_back_loudly(
     root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture, name: str, harm: Callable[[Path], None]
 ) -> None:
-    harm(root / "step_00000003" / name)
+    harm(root / NEWEST / name)
     assert Job(root, mesh).resume() == 2
     loud = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(loud) == 2 and "DAMAGED: step_00000003: " in loud[0] and name in loud[0]
-    assert "was moved to" in loud[1] and loud[1].endswith("step_00000003.damaged; resuming from step_00000002")
-    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003.damaged"]
-    assert (root / "latest").read_text() == "step_00000002\n"
+    assert len(loud) == 2 and f"DAMAGED: {NEWEST}: " in loud[0] and name in loud[0]
+    assert loud[1].endswith(f"{NEWEST}.damaged; resuming from {SECOND}")
+    assert names(root) == ["latest", "step_00000001", SECOND, f"{NEWEST}.damaged"]
+    assert (root / "latest").read_text() == f"{SECOND}\n"
 
 
 def test_damaged_ones_are_kept_and_the_step_is_saved_again(root: Path, mesh: ParallelMesh) -> None:
     for again in range(3):
-        flip_a_bit(root / "step_00000003" / "__0_0.distcp")
-        (root / "step_00000002" / ".metadata").unlink(missing_ok=True)
+        flip_a_bit(root / NEWEST / "__0_0.distcp")
+        (root / SECOND / ".metadata").unlink(missing_ok=True)
         job = Job(root, mesh, keep=1)
         assert job.resume() == 1
         job.checkpointer.keep = 0 if again < 2 else 1
@@ -83,27 +85,27 @@ def test_damaged_ones_are_kept_and_the_step_is_saved_again(root: Path, mesh: Par
         job.save(3)
         assert Job(root, mesh).checkpointer.steps_after(3) == []
     kept = [f"step_0000000{step}.damaged{more}" for step in (2, 3) for more in ("", ".1", ".2")]
-    assert names(root) == ["latest", *kept[:3], "step_00000003", *kept[3:]]  # keep=1 prunes checkpoints, none of these
+    assert names(root) == ["latest", *kept[:3], NEWEST, *kept[3:]]  # keep=1 prunes checkpoints, none of these
 
 
 def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: ParallelMesh) -> None:
-    manifest = files.read_manifest(root / "step_00000003")
-    files.write_manifest(root / "step_00000003", dataclasses.replace(manifest, format=files.FORMAT + 1))
+    manifest = files.read_manifest(root / NEWEST)
+    files.write_manifest(root / NEWEST, dataclasses.replace(manifest, format=files.FORMAT + 1))
     with pytest.raises(ValueError, match=r"has format \d, .* resume with the version that wrote it"):
         Job(root, mesh).resume()
     job = Job(root, mesh)
     assert job.resume(str(root / "step_00000001")) == 1 and job.checkpointer.steps_after(1) == [2, 3]
-    assert "step_00000003" in names(root)
+    assert NEWEST in names(root)
 
 
-@pytest.mark.parametrize("content", [None, "step_00000001\n", "step_99999999\n", "a folder"])
+@pytest.mark.parametrize("content", ["step_00000001\n", "step_99999999\n", "a folder"])
 def test_whatever_the_pointer_is(
-    root: Path, mesh: ParallelMesh, content: str | None, caplog: pytest.LogCaptureFixture
+    root: Path, mesh: ParallelMesh, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (root / "latest").unlink()
     if content == "a folder":
         (root / "latest").mkdir()
-    elif content is not None:
+    else:
         (root / "latest").write_text(content)
     job = Job(root, mesh)
     assert job.resume() == 3
@@ -111,9 +113,8 @@ def test_whatever_the_pointer_is(
     assert job.save(4).is_dir()
 
 
-def test_what_interrupted_saves_left_is_removed(
-    root: Path, tmp_path: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_interrupted_saves_left_is_removed(root: Path, tmp_path: Path, mesh: ParallelMesh) -> None:
+    """And nothing that a link in its place leads to."""
     (root / "step_00000008.tmp").mkdir()
     (root / "step_00000008.tmp" / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / "elsewhere").mkdir()
@@ -121,8 +122,7 @@ def test_what_interrupted_saves_left_is_removed(
     (root / "step_00000009.tmp").symlink_to(tmp_path / "elsewhere")
     job = Job(root, mesh)
     assert job.resume() == 3
-    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003"]
-    assert "removed unfinished step_00000008.tmp" in caplog.text and (tmp_path / "elsewhere" / "kept").exists()
+    assert names(root) == ["latest", "step_00000001", SECOND, NEWEST]
     (root / "step_00000004.tmp").symlink_to(tmp_path / "elsewhere")
     job.save(4)
     assert Job(root, mesh).resume() == 4 and (tmp_path / "elsewhere" / "kept").exists()
@@ -132,7 +132,7 @@ def test_pruning_and_saving_a_step_again(tmp_path: Path, mesh: ParallelMesh) -> 
     job = Job(tmp_path, mesh, keep=2)
     for step in (1, 2, 3, 4):
         job.save(step)
-    assert names(tmp_path) == ["latest", "step_00000003", "step_00000004"]
+    assert names(tmp_path) == ["latest", NEWEST, "step_00000004"]
     again = Job(tmp_path, mesh)
     assert again.resume() == 4
     before = (tmp_path / "step_00000004" / "manifest.json").stat()
@@ -150,46 +150,32 @@ def test_another_run_is_refused(root: Path, mesh: ParallelMesh, caplog: pytest.L
         other.resume()
     for part in ("hidden: 12 in the checkpoint, 16 now", "tokenizer: '(absent)'", "checkpoint.allow_mismatch=true"):
         assert part in str(caught.value)
-    assert other.resume(allow_mismatch=True) == 3
-    assert "although it differs" in caplog.text
+    assert other.resume(allow_mismatch=True) == 3 and "although it differs" in caplog.text
     other.model.extra = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"has no tensor model\.extra\.weight"):
         other.resume(allow_mismatch=True)
 
 
-def _resume_with_another_view(rank: int, root: str) -> tuple[int | None, list[int]]:
-    """Rank 1 sees an empty folder, as on a file system that is slow to show what another host wrote."""
-    if rank == 1:
-        files.list_checkpoints = lambda root: []  # type: ignore[assignment]
-    job = Job(Path(root), toy_mesh())
-    return job.resume(), job.checkpointer.steps_after(1)
-
-
-def test_the_first_rank_decides(root: Path) -> None:
-    flip_a_bit(root / "step_00000003" / "trainer.json")
-    assert launch(_resume_with_another_view, 2, str(root)) == [(2, [2])] * 2
-    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003.damaged"]
-
-
-# Damage that one rank alone finds, and damage that is there
-
-
-def _resume_with_trouble(rank: int, root: str, sick: int, trouble: str) -> list[Any]:
-    """Resume as some would, with trouble that rank `sick` alone has in its shards of the newest checkpoint."""
+def _on_two(rank: int, root: str, sick: int, trouble: str) -> list[Any]:
+    """Save step 4 on two ranks, or resume from the newest and from step 3 with trouble that rank `sick` alone has."""
+    mesh, outcomes = toy_mesh(), list[Any]()
+    if trouble == "none, saving":
+        Job(Path(root), mesh).save(4)
+        return outcomes
     digest_to = shards._digest_to
 
     def troubled(end: int, position: int, file: Any, digest: Any) -> None:
-        if Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).parent.name == "step_00000003":
+        if Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).parent.name == NEWEST:
             if trouble == "io":
                 raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a name, as reading an open file has it
             digest.update(b"x")
         digest_to(end, position, file, digest)
 
-    if rank == sick and trouble:
+    if rank == sick and trouble in ("io", "hash"):
         shards._digest_to = troubled
-    outcomes: list[Any] = []
-    mesh = toy_mesh()
-    for resume in ("auto", str(Path(root) / "step_00000003")):
+    if rank == sick and trouble == "an empty folder":  # a file system that is slow to show what another host wrote
+        files.list_checkpoints = lambda root: []  # type: ignore[assignment]
+    for resume in ("auto", str(Path(root) / NEWEST)):
         try:
             outcomes.append(Job(Path(root), mesh).resume(resume))
         except (CheckpointError, ValueError) as error:
@@ -201,25 +187,21 @@ def _resume_with_trouble(rank: int, root: str, sick: int, trouble: str) -> list[
 def test_what_one_rank_alone_finds_damaged_is_not_moved(root: Path, trouble: str, sick: int) -> None:
     """A bad client or bad memory of one: an error that starts again elsewhere (no refusal), with rank and host."""
     before = names(root)
-    results = launch(_resume_with_trouble, 2, str(root), sick, trouble)
+    results = launch(_on_two, 2, str(root), sick, trouble)
     assert results[0] == results[1]
     for kind, message in results[0]:
         assert kind is CheckpointError  # neither a refusal nor the damage itself
         assert f"rank {sick}: " in message and f"(on {socket.gethostname()})" in message
-        assert "step_00000003" in message and "finds it whole" in message
+        assert NEWEST in message and "finds it whole" in message
     assert names(root) == before
 
 
-def _save_on_two(rank: int, root: str) -> None:
-    Job(Path(root), toy_mesh()).save(4)
-
-
-def test_damage_that_only_another_rank_reads_is_moved(root: Path) -> None:
-    """Rank 0 has no need of that file, and finds it damaged when it looks."""
-    launch(_save_on_two, 2, str(root))
+def test_damage_that_only_another_rank_reads_is_moved_as_the_first_rank_decides(root: Path) -> None:
+    """Rank 0 has no need of that file, and finds it damaged when it looks; rank 1 sees no checkpoints at all."""
+    launch(_on_two, 2, str(root), 1, "none, saving")
     flip_a_bit(root / "step_00000004" / "__1_0.distcp")
-    assert launch(_resume_with_trouble, 2, str(root), 1, "")[0][0] == 3
-    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003", "step_00000004.damaged"]
+    assert launch(_on_two, 2, str(root), 1, "an empty folder") == [[3, 3]] * 2
+    assert names(root) == ["latest", "step_00000001", SECOND, NEWEST, "step_00000004.damaged"]
 
 
 @pytest.mark.parametrize("steps", [(3,), (1, 2, 3)])
@@ -238,7 +220,7 @@ def test_a_file_that_no_rank_can_read(
     monkeypatch.setattr(files, "open_plain", failing)
     if len(steps) == 1:
         assert Job(root, mesh).resume() == 2
-        assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003.damaged"]
+        assert names(root) == ["latest", "step_00000001", SECOND, f"{NEWEST}.damaged"]
     else:
         with pytest.raises(CheckpointError, match=r"can be read .*Input/output error") as caught:
             Job(root, mesh).resume()
@@ -284,7 +266,7 @@ def test_a_run_that_lost_its_checkpoints_is_refused(
         (run_dir / trace).write_text("step_00000007\n")
     job = Job(run_dir / "checkpoints", mesh)
     with pytest.raises(ValueError, match=found) as caught:
-        job.resume(str(root / "step_00000003") if resume == "branch" else resume)
+        job.resume(str(root / NEWEST) if resume == "branch" else resume)
     assert Path(trace).name in str(caught.value) and "choose another run.dir" in str(caught.value)
     assert ("checkpoint.resume=never" in str(caught.value)) == (resume != "branch") and "\n" not in str(caught.value)
     assert job.resume("never") is None
@@ -296,17 +278,13 @@ def test_killed_before_the_first_checkpoint(
     records(tmp_path, BEGUN, STEP)
     assert Job(tmp_path / "checkpoints", mesh).resume() is None
     assert "made 7 steps and no checkpoint; beginning at step 0 again" in caplog.text
+    with pytest.raises(ValueError, match=r"checkpoint\.resume=required, but there is no checkpoint .*mount its disk"):
+        Job(tmp_path / "checkpoints", mesh).resume("required")
     # And in the place of one that was given up by checkpoint.resume=never.
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step_00000900\n")
     records(tmp_path, {**BEGUN, "resume": "never"}, STEP)
     assert Job(tmp_path / "checkpoints", mesh).resume() is None
-
-
-def test_an_empty_folder_is_refused_where_a_checkpoint_is_required(tmp_path: Path, mesh: ParallelMesh) -> None:
-    """An unmounted disk."""
-    with pytest.raises(ValueError, match=r"checkpoint\.resume=required, but there is no checkpoint .*mount its disk"):
-        Job(tmp_path / "checkpoints", mesh).resume("required")
 
 
 def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
@@ -315,8 +293,7 @@ def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
     before = names(root)
     with pytest.raises(ValueError, match=r"none is whole.*step_00000001.*another run\.dir"):
         Job(root, mesh).resume()
-    assert names(root) == before
-    assert Job(root, mesh).resume("never") is None
+    assert names(root) == before and Job(root, mesh).resume("never") is None
 
 
 # A run that began from another one's checkpoint
@@ -326,47 +303,38 @@ def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
 def branch(root: Path, tmp_path: Path, mesh: ParallelMesh) -> Job:
     """A run that began from step 2 of `root`'s, and saved step 5."""
     job = Job(tmp_path / "branch" / "checkpoints", mesh)
-    assert job.resume(str(root / "step_00000002")) == 2
+    assert job.resume(str(root / SECOND)) == 2
     job.save(5)
     return job
 
 
 def test_a_branch_resumes_from_its_own(root: Path, branch: Job, mesh: ParallelMesh) -> None:
     again = Job(branch.root, mesh)
-    assert again.resume(str(root / "step_00000002")) == 5
+    assert again.resume(str(root / SECOND)) == 5
     again.save(6)
     origin = again.checkpointer.origin
-    assert origin is not None and (origin.path, origin.step) == (str(root / "step_00000002"), 2)
+    assert origin is not None and (origin.path, origin.step) == (str(root / SECOND), 2)
     shutil.rmtree(root)  # the parent may go
     once_more = Job(branch.root, mesh)
-    assert once_more.resume(str(root / "step_00000002")) == 6 and once_more.checkpointer.origin == origin
-    flip_a_bit(branch.root / "step_00000006" / "__0_0.distcp")
-    assert Job(branch.root, mesh).resume(str(root / "step_00000002")) == 5
-    flip_a_bit(branch.root / "step_00000005" / "__0_0.distcp")
+    assert once_more.resume(str(root / SECOND)) == 6 and once_more.checkpointer.origin == origin
+    for step in (5, 6):
+        flip_a_bit(branch.root / f"step_0000000{step}" / "__0_0.distcp")
     with pytest.raises(ValueError, match="none is whole"):  # not from the parent unasked
-        Job(branch.root, mesh).resume(str(root / "step_00000002"))
+        Job(branch.root, mesh).resume(str(root / SECOND))
 
 
 def test_a_branch_of_another_origin_is_refused(root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path) -> None:
+    """The same checkpoint elsewhere, or made again in the same bits, is none."""
     with pytest.raises(ValueError, match=r"of a run that began from .*step_00000002 .*choose another run\.dir"):
         Job(branch.root, mesh).resume(str(root / "step_00000001"))
     with pytest.raises(ValueError, match=r"began at step 0 .*newest is step_00000003"):
         Job(root, mesh).resume(str(branch.root / "step_00000005"))
-    moved = shutil.copytree(root / "step_00000002", tmp_path / "archive" / "parent")
-    assert Job(branch.root, mesh).resume(str(moved)) == 5  # the same checkpoint elsewhere
-
-
-def test_a_branch_beside_a_parent_that_was_made_again(
-    root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path
-) -> None:
-    parent, again = root / "step_00000002", Job(tmp_path / "made_again", mesh)
-    again.resume(str(parent))
-    made_again = again.save(2, seconds=1.5)  # the same bits in another folder, with other times
+    moved = shutil.copytree(root / SECOND, tmp_path / "archive" / "parent")
+    assert Job(branch.root, mesh).resume(str(moved)) == 5
+    again = Job(tmp_path / "made_again", mesh)
+    again.resume(str(root / SECOND))
+    made_again = again.save(2, seconds=1.5)  # with other times
     assert Job(branch.root, mesh).resume(str(made_again)) == 5
     (made_again / "manifest.json").write_text("not JSON")
     with pytest.raises(ValueError, match="of a run that began from"):
         Job(branch.root, mesh).resume(str(made_again))
-    anew = Job(root, mesh)
-    torch.rand(1)  # so that the generators are others
-    anew.save(2)
-    assert Job(branch.root, mesh).resume(str(parent)) == 5

@@ -37,8 +37,6 @@ pytestmark = pytest.mark.slow
 CASES: dict[str, tuple[Layout, torch.dtype, Backend]] = {
     "dp3": (Layout(3, num_micro_batches=6), torch.float32, EMULATED),
     "hsdp2_dp2": (Layout(4, replicate=2, reshard=True, num_micro_batches=8), torch.bfloat16, EMULATED),
-    "tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.float32, EMULATED),
-    "torch, dp3": (Layout(3, num_micro_batches=6), torch.bfloat16, TorchBackend()),
     "torch, tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.bfloat16, TorchBackend()),
 }
 STEPS = 5

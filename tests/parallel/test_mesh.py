@@ -14,7 +14,7 @@ from megatron_fp4.parallel.mesh import init_distributed
 from tests.training.harness import launch
 
 _END = """
-import atexit, sys, time
+import time
 import torch.distributed as dist
 from megatron_fp4.parallel import mesh
 
@@ -23,24 +23,15 @@ def hang():
 
 mesh.EXIT_SECONDS = 0.5
 mesh.init_distributed("cpu", 10)
-if sys.argv[1] == "in the group's end":
-    dist.destroy_process_group = hang
-if sys.argv[1] == "in the interpreter's end":
-    atexit.register(hang)
+dist.destroy_process_group = hang
 mesh.leave_distributed()
-print("left")
-mesh.end_process(3)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["in the group's end", "in the interpreter's end"])
-def test_no_end_hangs(where):
-    done = subprocess.run([sys.executable, "-c", _END, where], capture_output=True, text=True, timeout=50)
-    if where == "in the group's end":
-        assert (done.returncode, done.stdout) == (1, "") and "in hang" in done.stderr
-    else:
-        assert (done.returncode, done.stdout, done.stderr) == (3, "left\n", "")
+def test_a_group_that_hangs_in_its_end_does_not_hold_the_machines():
+    done = subprocess.run([sys.executable, "-c", _END], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "") and "in hang" in done.stderr
 
 
 def _start_twice(rank: int, port: int) -> list[float]:

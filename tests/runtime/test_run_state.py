@@ -24,7 +24,6 @@ from megatron_fp4.runtime.errors import ExitCode, exit_code_of
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, write_state
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
-from tests.test_slurm import decide
 from tests.training.harness import launch
 
 # Holds the lock of the folder argv[1] for argv[2] seconds, with a forked child that outlives it.
@@ -89,15 +88,12 @@ def test_a_file_system_without_locks_is_a_warning(mesh: ParallelMesh, tmp_path, 
     assert "has no locks" in caplog.text
 
 
-def test_a_folder_that_cannot_be_is_one_line(mesh: ParallelMesh, tmp_path):
+def test_a_disk_that_fails_is_a_crash_and_a_folder_that_cannot_be_a_refusal(mesh: ParallelMesh, tmp_path, monkeypatch):
+    """A refused run is given up by schedulers, a crashed one started again, maybe on other nodes."""
     (tmp_path / "file").write_text("")
     refusal = r"run\.dir=.*file.* cannot be written to"
     with pytest.raises(ConfigError, match=refusal), sole_run(tmp_path / "file" / "run"):
         pytest.fail("in no folder")
-
-
-def test_a_disk_that_fails_is_a_crash_and_no_refusal(mesh: ParallelMesh, tmp_path, monkeypatch):
-    """A refused run is given up by schedulers, a crashed one started again, maybe on other nodes."""
     opened = os.open
 
     def failing(path, *args: Any) -> int:
@@ -124,7 +120,8 @@ def state(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "state.json").read_text())
 
 
-def test_a_start_is_running_until_it_ends(mesh: ParallelMesh, tmp_path: Path) -> None:
+def test_a_start_is_running_until_it_ends(mesh: ParallelMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that refuses to take it is a warning."""
     progress = Progress()
     with RunState(tmp_path, True, progress) as kept:
         assert state(tmp_path)["state"] == "running" and state(tmp_path)["pid"] == os.getpid()
@@ -137,18 +134,5 @@ def test_a_start_is_running_until_it_ends(mesh: ParallelMesh, tmp_path: Path) ->
     assert (written["state"], written["step"], written["reason"]) == ("diverged", 12, "NonFiniteError: ten in a row")
     with RunState(tmp_path, False, progress):
         assert state(tmp_path) == written
-
-
-def test_the_slurm_script_reads_what_is_written(tmp_path: Path) -> None:
-    decide(tmp_path, "begin")
-    write_state(tmp_path, "stopped", 3, "the file STOP", 3)
-    requeued, why = decide(tmp_path, "end", "0")
-    assert not requeued and "the file STOP" in why
-    write_state(tmp_path, "diverged", 3, 'NonFiniteError: 10 steps "in a row"', 0)
-    requeued, why = decide(tmp_path, "end", "0")
-    assert not requeued and "diverged" in why and "in a row" in why
-
-
-def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_state(tmp_path / "gone", "running", 0, "", 0)
     assert "could not write" in caplog.text
