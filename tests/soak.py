@@ -4,16 +4,15 @@
 
 A round is one run of a very small model, started by the same command until it is finished. Each start is killed: one
 rank or all, at one of `PLACES` or at any moment; now and then the newest checkpoint is damaged before the next start.
-Some rounds are on an ext4 image that loses power or on a disk that fills up (as root; otherwise a line says that they
-were left out). Every round is then compared with a run that was left alone: each step's loss, gradient norm and all
-else but times, once; validation losses; bits of weights, moments and generators of the last checkpoints; no file or
-folder too many. Prints a table, and each difference; exit code 1 if there is any, with the folder of that round kept.
+Some rounds are on an ext4 image that loses power (as root; otherwise a line says that they were left out). Every round
+is then compared with a run that was left alone: each step's loss, gradient norm and all else but times, once;
+validation losses; bits of weights, moments and generators of the last checkpoints; no file or folder too many. Prints a
+table, and each difference; exit code 1 if there is any, with the folder of that round kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib
 import json
@@ -169,7 +168,7 @@ def arm(kill: Kill, pids: list[Path]) -> None:
     setattr(owner, place.name, instead)
 
 
-# Disks: one that loses power, one that is full, and checkpoints that rot
+# A disk that loses power, and checkpoints that rot
 
 
 class NotPermittedError(Exception):
@@ -177,23 +176,19 @@ class NotPermittedError(Exception):
 
 
 class Disk:
-    """A file system of its own, mounted at `folder`/disk: one of `kind` "power", an ext4 image, of which a copy is what
-    a power cut leaves, or a small tmpfs that can be filled ("full")."""
+    """An ext4 file system of its own, mounted at `folder`/disk; a copy of its image is what a power cut leaves."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path) -> None:
         if os.geteuid() != 0:
             raise NotPermittedError("a disk of its own needs root")
-        self.kind, self.image, self.mount = kind, folder / "image", folder / "disk"
+        self.image, self.mount = folder / "image", folder / "disk"
         self.mount.mkdir(parents=True)
-        if kind == "power":
-            with self.image.open("wb") as file:
-                file.truncate(48 << 20)
-            _command("mkfs.ext4", "-q", "-F", self.image)
+        with self.image.open("wb") as file:
+            file.truncate(48 << 20)
+        _command("mkfs.ext4", "-q", "-F", self.image)
         self._up()
 
     def _up(self) -> None:
-        if self.kind == "full":
-            return _command("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", self.mount)
         _command("mount", "-o", "loop", self.image, self.mount)
         device = subprocess.run(["findmnt", "-no", "SOURCE", self.mount], capture_output=True, text=True).stdout.strip()
         self._statistics = Path("/sys/block", Path(device).name, "stat")
@@ -217,22 +212,6 @@ class Disk:
         copy.replace(self.image)
         self._up()
 
-    def fill(self, free: int) -> None:
-        """Leave about `free` bytes."""
-        size = shutil.disk_usage(self.mount).free - free
-        if size > 0:
-            with contextlib.suppress(OSError), (self.mount / "filler").open("ab") as file:
-                os.posix_fallocate(file.fileno(), file.tell(), size)
-
-    def empty(self) -> None:
-        """Give the room back."""
-        (self.mount / "filler").unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        """Unmount."""
-        with contextlib.suppress(NotPermittedError):
-            _command("umount", self.mount)
-
 
 def _command(*words: str | Path) -> None:
     try:
@@ -254,14 +233,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(found, key=index)
 
 
-def damage_newest(run_dir: Path, draw: random.Random) -> tuple[str, Path, int] | None:
-    """Damage the newest checkpoint in one of three ways, if there is one before it: how, its folder, and its inode,
-    which stays when it is renamed."""
-    found = checkpoints(run_dir)
-    if len(found) < 2:
-        return None
-    inode = found[-1].stat().st_ino
-    file = draw.choice(sorted(path for path in found[-1].iterdir() if path.stat().st_size > 0))
+def damage(folder: Path, draw: random.Random) -> str:
+    """Damage a checkpoint in one of three ways; returns how."""
+    file = draw.choice(sorted(path for path in folder.iterdir() if path.stat().st_size > 0))
     what = draw.choice(["a flipped bit", "a cut-off end", "a missing file"])
     if what == "a missing file":
         file.unlink()
@@ -271,7 +245,7 @@ def damage_newest(run_dir: Path, draw: random.Random) -> tuple[str, Path, int] |
         content = bytearray(file.read_bytes())
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         file.write_bytes(content)
-    return what, found[-1], inode
+    return what
 
 
 # Whether a run came out as another one did
@@ -384,62 +358,55 @@ class Soak:
 
     def round(self, index: int) -> None:
         """One run from its first start to its end, and the comparison."""
-        draw, scratch = self.draw, self.folder / f"round_{index:03d}"
+        draw, scratch, disk = self.draw, self.folder / f"round_{index:03d}", None
         scratch.mkdir()
-        mode = self.mode if self.mode != "both" else ("sync", "async")[index % 2]
-        kind, disk = {3: "power", 6: "full"}.get(index % 8, "kills"), None
-        if kind != "kills":
+        mode, kind = self.mode if self.mode != "both" else ("sync", "async")[index % 2], "kills"
+        if index % 6 == 3:
             try:
-                disk = Disk(scratch, kind)
+                disk, kind = Disk(scratch), "power cuts"
             except NotPermittedError as error:
                 kind = f"kills ({error})"
         self.counts[f"rounds of {kind}"] += 1
         run_dir = (scratch if disk is None else disk.mount) / "run"
         before, damaged = len(self.wrong), 0
-        hurt: tuple[str, Path, int] | None = None
+        hurt: tuple[Path, int] | None = None
         # Of a short soak, each way of saving gets its half.
         left = min(PER_ROUND, -(-self.wanted // 2), self.wanted - self.kills.total())
         while left > 0 and len(self.wrong) == before:
             left -= 1
-            if disk is not None and disk.kind == "power" and draw.random() < 0.4:
+            if disk is not None and draw.random() < 0.4:
                 self.power_cut(scratch, disk, run_dir, mode)
                 continue
-            killed, code = self.disturbed(scratch, run_dir, mode, disk)
-            if disk is not None and disk.kind == "full":
-                disk.empty()
-            elif not killed and code != 0:
+            killed, code = self.disturbed(scratch, run_dir, mode)
+            if not killed and code != 0:
                 self.wrong.append(f"a start that was left alone ended with {code}; {scratch}/output")
             if not killed and code == 0:
                 break
             # Not another one before the damage was found: two intact ones would be needed.
-            found = hurt is None or not hurt[1].exists() or hurt[1].stat().st_ino != hurt[2]
-            if found and draw.random() < 0.15 and (hurt := damage_newest(run_dir, draw)) is not None:
-                self.counts[f"checkpoints with {hurt[0]}"] += 1
+            found = hurt is None or not hurt[0].exists() or hurt[0].stat().st_ino != hurt[1]
+            if found and draw.random() < 0.15 and (newest := checkpoints(run_dir)[1:][-1:]):
+                hurt = newest[0], newest[0].stat().st_ino  # which stays when it is renamed
+                self.counts[f"checkpoints with {damage(newest[0], draw)}"] += 1
                 damaged += 1
         if len(self.wrong) == before:
             _, code = self.start(scratch, run_dir, mode)
             if code != 0:
                 self.wrong.append(f"a last start ended with {code}; see {scratch}/output")
             else:
-                power = disk is not None and disk.kind == "power"
-                found_here = differences(self._alone / "run", run_dir, damaged, power)
-                self.wrong += [f"round {index}: {line}" for line in found_here]
+                lines = differences(self._alone / "run", run_dir, damaged, disk is not None)
+                self.wrong += [f"round {index}: {line}" for line in lines]
         if disk is not None:
             if len(self.wrong) > before:
                 shutil.copytree(run_dir, scratch / "run", dirs_exist_ok=True)
-            disk.remove()
+            _command("umount", disk.mount)
         if len(self.wrong) == before:
             shutil.rmtree(scratch)
 
-    def disturbed(self, scratch: Path, run_dir: Path, mode: str, disk: Disk | None) -> tuple[bool, int]:
+    def disturbed(self, scratch: Path, run_dir: Path, mode: str) -> tuple[bool, int]:
         """One start, killed somewhere; whether it was, and its exit code."""
-        draw = self.draw
-        if disk is not None and disk.kind == "full":
-            self.counts["disks filled"] += 1
-            return self.start(scratch, run_dir, mode, moment=draw.random(), fill=disk)
+        draw, resumes = self.draw, bool(checkpoints(run_dir))
         if draw.random() < 0.25:
             return self.start(scratch, run_dir, mode, moment=draw.random() * 0.6)
-        resumes = bool(checkpoints(run_dir))
         places = {
             name: place
             for name, place in PLACES.items()
@@ -453,34 +420,18 @@ class Soak:
         return self.start(scratch, run_dir, mode, Kill(name, nth, victim, draw.random() < 0.4, draw.random() < 0.5))
 
     def start(
-        self,
-        scratch: Path,
-        run_dir: Path,
-        mode: str,
-        kill: Kill | None = None,
-        moment: float | None = None,
-        fill: Disk | None = None,
+        self, scratch: Path, run_dir: Path, mode: str, kill: Kill | None = None, moment: float | None = None
     ) -> tuple[bool, int]:
         """Start the run and see it end; whether it was killed, and the exit code of the first rank that failed.
 
-        kill: where a rank kills itself. moment: or when, as a share of the time that a whole run takes; with fill, the
-        disk is filled then, and sometimes a kill follows.
+        kill: where a rank kills itself. moment: or when, as a share of the time that a whole run takes.
         """
-        draw, processes = self.draw, self.launch(scratch, run_dir, mode, kill)
-        place = "any moment" if kill is None else kill.place
-
-        def ended_within(seconds: float) -> bool:
-            return bool(wait([process.sentinel for process in processes], timeout=seconds))
-
-        killed = False
-        if moment is not None and not ended_within(moment * self._seconds):
-            if fill is not None:
-                fill.fill(draw.choice([0, 4096, draw.randrange(400_000)]))
-                place = "any moment, disk full"
-            if fill is None or (draw.random() < 0.5 and not ended_within(draw.random() * self._seconds)):
-                killed = True
-                for process in processes if draw.random() < 0.5 else [draw.choice(processes)]:
-                    process.kill()
+        draw, processes, killed = self.draw, self.launch(scratch, run_dir, mode, kill), False
+        sentinels = [process.sentinel for process in processes]
+        if moment is not None and not wait(sentinels, timeout=moment * self._seconds):
+            killed = True
+            for process in processes if draw.random() < 0.5 else [draw.choice(processes)]:
+                process.kill()
         deadline = time.monotonic() + HANGS
         while waiting := [process for process in processes if process.is_alive()]:
             if not wait([process.sentinel for process in waiting], timeout=max(0.0, deadline - time.monotonic())):
@@ -495,7 +446,7 @@ class Soak:
         codes = [process.exitcode for process in processes]
         killed |= kill is not None and -signal.SIGKILL in codes
         if killed:
-            self.kills[place, mode] += 1
+            self.kills["any moment" if kill is None else kill.place, mode] += 1
         elif kill is not None:
             self.counts["starts that did not come to their place"] += 1
         return killed, next((code for code in codes if code not in (0, -signal.SIGKILL)), 0)
@@ -546,8 +497,7 @@ class Soak:
 
     def table(self) -> str:
         """Of what was done."""
-        rows = [(place, self.kills[place, "sync"], self.kills[place, "async"]) for place in PLACES]
-        rows += [(p, self.kills[p, "sync"], self.kills[p, "async"]) for p in ("any moment", "any moment, disk full")]
+        rows = [(p, self.kills[p, "sync"], self.kills[p, "async"]) for p in (*PLACES, "any moment")]
         rows.append(("all kills", sum(row[1] for row in rows), sum(row[2] for row in rows)))
         lines = [f"{'killed at':<32}{'sync':>6}{'async':>7}", *(f"{name:<32}{a:>6}{b:>7}" for name, a, b in rows), ""]
         lines += [f"{count:>5} {what}" for what, count in sorted(self.counts.items())]

@@ -134,7 +134,7 @@ def only_state(run_dir: Path) -> bytes:
 
 
 def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: Start) -> None:
-    """Also where state.json alone is left: after other refusals, in version 0.2's words, and of a run that was killed."""
+    """Also where state.json alone is left: after another refusal, in version 0.2's words, and of a killed run."""
     shutil.rmtree(copy / "checkpoints")
     metrics = (copy / "metrics.jsonl").read_bytes()
     output = start(copy, code=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,67 +22,51 @@ def test_a_short_soak(tmp_path: Path) -> None:
     assert {mode for _, mode in soak.kills} == {"sync", "async"} and soak.kills.total() >= 4
 
 
-def record(path: Path) -> dict[str, Any]:
-    written = write_file(path, path.read_bytes())
-    return {"size": written.size, "sha256": written.sha256}
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """What two runs of four steps leave, as far as it is compared."""
     found = []
     for folder in (tmp_path / "alone", tmp_path / "killed"):
-        steps: list[dict[str, Any]] = [
-            {"kind": "step", "step": n, "loss": 4.0 - n, "step_time": 0.1} for n in (1, 2, 3, 4)
-        ]
-        steps.insert(2, {"kind": "validation", "step": 2, "losses": {"a": 3.0}})
+        steps = [{"kind": "step", "step": n, "loss": 4.0 - n, "step_time": 0.1} for n in (1, 2, 3, 4)]
         for step in (2, 4):
             checkpoint = folder / "checkpoints" / f"step_{step:08d}"
             checkpoint.mkdir(parents=True)
-            (checkpoint / "__0_0.distcp").write_bytes(b"weights" * step)
-            (checkpoint / "trainer.json").write_text(json.dumps({"skipped": 0, "config": {"run": str(folder)}}))
-            files = {path.name: record(path) for path in sorted(checkpoint.iterdir())}
-            (checkpoint / "manifest.json").write_text(json.dumps({"save_index": step, "files": files}))
+            trainer = json.dumps({"skipped": 0, "config": {"run": str(folder)}})
+            written = {
+                "__0_0.distcp": write_file(checkpoint / "__0_0.distcp", b"weights"),
+                "trainer.json": write_file(checkpoint / "trainer.json", trainer),
+            }
+            manifest = {"save_index": step, "files": {name: asdict(record) for name, record in written.items()}}
+            (checkpoint / "manifest.json").write_text(json.dumps(manifest))
         (folder / "checkpoints" / "latest").write_text("step_00000004\n")
         (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))
         found.append(folder)
     return found
 
 
-def edit(path: str, old: str, new: str) -> Any:
-    def change(run: Path) -> None:
-        text = (run / path).read_text()
-        assert old in text
-        (run / path).write_text(text.replace(old, new))
-
-    return change
-
-
-def rewrite_weights(run: Path) -> None:
-    """Other weights, with a manifest that knows them."""
-    folder = run / "checkpoints" / "step_00000004"
-    (folder / "__0_0.distcp").write_bytes(b"Weights" * 4)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["__0_0.distcp"] = record(folder / "__0_0.distcp")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("path", "old", "new", "found"),
     [
-        (edit("metrics.jsonl", '"step_time": 0.1', '"step_time": 0.7'), None),
-        (lambda run: (run / "metrics.jsonl.1").touch(), None),  # of a start before the first checkpoint
-        (edit("metrics.jsonl", '"loss": 1.0', '"loss": 1.0000001'), "records of kind step of steps [3]"),
-        (edit("metrics.jsonl", '"step": 3', '"step": 4'), "records of kind step are of steps [1, 2, 4, 4]"),
-        (rewrite_weights, "step_00000004/__0_0.distcp has other bits"),
-        (edit("checkpoints/step_00000004/trainer.json", '"skipped": 0', '"skipped": 1'), "differs in ['skipped']"),
-        (edit("checkpoints/latest", "4", "2"), "`latest` names step_00000002"),
-        (lambda run: (run / "checkpoints" / "step_00000002.tmp").mkdir(), "left over: checkpoints/step_00000002.tmp"),
-        (lambda run: shutil.rmtree(run / "checkpoints" / "step_00000002"), "checkpoints are ['step_00000004']"),
+        ("metrics.jsonl", '"step_time": 0.1', '"step_time": 0.7', None),
+        ("metrics.jsonl.1", "", "of a start before the first checkpoint", None),
+        ("metrics.jsonl", '"loss": 1.0', '"loss": 1.0000001', "records of kind step of steps [3]"),
+        ("metrics.jsonl", '"step": 3', '"step": 4', "records of kind step are of steps [1, 2, 4, 4]"),
+        (
+            "checkpoints/step_00000004/__0_0.distcp",
+            "w",
+            "W",
+            "step_00000004/__0_0.distcp is not what its manifest says",
+        ),
+        ("checkpoints/step_00000004/trainer.json", '"skipped": 0', '"skipped": 1', "differs in ['skipped']"),
+        ("checkpoints/latest", "4", "2", "`latest` names step_00000002"),
+        ("checkpoints/step_00000002.tmp", "", "left", "left over: checkpoints/step_00000002.tmp"),
     ],
-)  # fmt: skip
-def test_each_difference_is_seen(runs: list[Path], change: Any, found: str | None) -> None:
-    change(runs[1])
+)
+def test_each_difference_is_seen(runs: list[Path], path: str, old: str, new: str, found: str | None) -> None:
+    changed = runs[1] / path
+    text = changed.read_text() if old else ""
+    assert old in text
+    changed.write_text(text.replace(old, new))
     lines = differences(*runs)
     assert any(found in line for line in lines) if found else lines == []
 
