@@ -102,12 +102,21 @@ def rewrite_metrics(run_dir: Path, keep: Callable[[dict[str, Any]], bool]) -> No
     (run_dir / "metrics.jsonl").write_text("".join(line for line in lines if keep(json.loads(line))))
 
 
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
 def test_a_damaged_checkpoint_is_moved_aside_on_two_ranks(
     finished: Path, copy: Path, data: list[str], tmp_path: Path
 ) -> None:
     """Also a pointer that is empty and a folder of a save that was cut off."""
-    shard = checkpoint(copy, 8) / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:-7])
+    cut(checkpoint(copy, 8) / "__0_0.distcp")
     damaged = {path.name: path.read_bytes() for path in checkpoint(copy, 8).iterdir()}
     (copy / "checkpoints" / "latest").write_text("")
     (copy / "checkpoints" / "step_00000010.tmp").mkdir()

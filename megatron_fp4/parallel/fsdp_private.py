@@ -20,79 +20,56 @@ NAMES = {
     ("_fsdp_param_group.py", "FSDPParamGroup"): ["fsdp_params", "post_backward", "reduce_grads"],
     ("_fsdp_param.py", "ParamModuleInfo"): ["module"],
     ("_fsdp_param.py", "FSDPParam"): [
-        "_module_info",
-        "_orig_size",
-        "_sharded_local_tensor",
-        "_sharded_param_data",
-        "_init_extensions",
-        "_unsharded_param",
-        "all_gather_outputs",
-        "sharded_param",
-        "unsharded_param",
-        "fsdp_pre_all_gather",
-        "fsdp_post_all_gather",
+        *("_module_info", "_orig_size", "_sharded_local_tensor", "_sharded_param_data", "_init_extensions"),
+        *("_unsharded_param", "all_gather_outputs", "sharded_param", "unsharded_param"),
+        *("fsdp_pre_all_gather", "fsdp_post_all_gather"),
     ],
 }
 
 
 class ShardedParameter:
-    """FSDP2's own object for a parameter: its shard, and what it is gathered into."""
+    """FSDP2's own object for a parameter: its shard, and what it is gathered into.
+
+    module: which has the parameter. size: of the whole parameter (of its tensor-parallel part).
+    """
 
     def __init__(self, param: Any) -> None:
         self._param = param
-
-    @property
-    def module(self) -> nn.Module:
-        """Which has the parameter."""
-        module: nn.Module = self._param._module_info.module
-        return module
-
-    @property
-    def size(self) -> torch.Size:
-        """Of the whole parameter (of its tensor-parallel part)."""
-        size: torch.Size = self._param._orig_size
-        return size
+        self.module: nn.Module = param._module_info.module
+        self.size: torch.Size = param._orig_size
 
     @property
     def shard(self) -> Tensor:
         """This rank's part, without padding. Initialization and loading may put another tensor in its place."""
-        shard: Tensor = self._param._sharded_local_tensor
-        return shard
+        return self._param._sharded_local_tensor  # type: ignore[no-any-return]
 
     @property
     def padded_shard(self) -> Tensor:
         """The shard, flat, as large as every rank's."""
-        shard: Tensor = self._param._sharded_param_data
-        return shard
+        return self._param._sharded_param_data  # type: ignore[no-any-return]
 
     @property
     def sharded(self) -> nn.Parameter:
         """What the optimizer sees; its gradient is the reduced one."""
-        parameter: nn.Parameter = self._param.sharded_param
-        return parameter
+        return self._param.sharded_param  # type: ignore[no-any-return]
 
     @property
     def gathered(self) -> nn.Parameter:
         """What the forward pass sees; its gradient is the one before the reduction."""
-        parameter: nn.Parameter = self._param.unsharded_param
-        return parameter
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether `set_hooks` has put hooks on the present shard."""
-        return hasattr(self.shard, "fsdp_pre_all_gather")
+        return self._param.unsharded_param  # type: ignore[no-any-return]
 
     def set_hooks(self, hooks: Any) -> None:
         """From the next gathering on: what `hooks.fsdp_pre_all_gather` gives is sent, and
         `hooks.fsdp_post_all_gather` makes the parameter of what came. None: the shard is sent, as ever."""
         shard: Any = self.shard
-        if hooks is not None:
-            shard.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather
-            shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather
-        elif self.has_hooks:
+        present = hasattr(shard, "fsdp_pre_all_gather")
+        if present == (hooks is not None):
+            return
+        if present:
             del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
         else:
-            return
+            shard.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather
+            shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather
         self._param._init_extensions()
 
     def forget_messages(self) -> None:
@@ -126,8 +103,7 @@ def initialize_lazily(unit: FSDPModule) -> None:
 
 def is_last_backward(model: FSDPModule) -> bool:
     """What `set_is_last_backward` was told."""
-    last: bool = model._get_fsdp_state()._state_ctx.is_last_backward
-    return last
+    return model._get_fsdp_state()._state_ctx.is_last_backward
 
 
 def reduction_streams(model: FSDPModule) -> Sequence[torch.cuda.Stream]:

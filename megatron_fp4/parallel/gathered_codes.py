@@ -44,12 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.parallel.fsdp_private import (
-    ShardedParameter,
-    initialize_lazily,
-    is_last_backward,
-    parameters_of,
-)
+from megatron_fp4.parallel.fsdp_private import ShardedParameter, initialize_lazily, is_last_backward, parameters_of
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.precision.emulated import PackedWeight, attach_codes
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient
@@ -70,8 +65,7 @@ def gather_in_fp32(unit: FSDPModule, modules: Sequence[nn.Module]) -> None:
     def before_forward(*_: Any) -> None:
         initialize_lazily(unit)  # which may put other tensors in the place of shards
         for one in mine:
-            if not one.parameter.has_hooks:
-                one.parameter.set_hooks(one)
+            one.parameter.set_hooks(one)
 
     if mine:
         assert isinstance(unit, nn.Module)
@@ -100,12 +94,9 @@ def gather_codes(
     gathering = []
     for unit in units:
         assert isinstance(unit, FSDPModule)
-        mine = [
-            GatheredWeight(parameter, module, specs[module], shards, compute_dtype)
-            for parameter in parameters_of(unit)
-            if isinstance(module := parameter.module, QuantizedLinear)
-        ]
-        if mine:
+        linears = [(one, one.module) for one in parameters_of(unit) if isinstance(one.module, QuantizedLinear)]
+        if linears:
+            mine = [GatheredWeight(one, of, specs[of], shards, compute_dtype) for one, of in linears]
             gathering.append((unit, mine))
     if gathering:
         together = GatheredCodes(model, gathering, shards, reshard)
@@ -197,11 +188,6 @@ class GatheredWeight:
         if not codes:
             self.parameter.set_hooks(None)
 
-    def hang(self) -> None:
-        """See that FSDP finds the hooks: loading may have put another tensor in the shard's place."""
-        if self.as_codes and not self.parameter.has_hooks:
-            self.parameter.set_hooks(self)
-
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         """Codes and scales of this rank's rows, as many as FSDP2 wants of each rank."""
         assert self.maxima is not None, "codes are gathered in forward passes of the whole model"
@@ -263,7 +249,8 @@ class GatheredCodes:
                 if any(weight.as_codes for weight in weights):
                     unit.reshard()  # nothing, unless they were gathered and not computed with
             for weight in self.weights:
-                weight.hang()
+                if weight.as_codes:  # again: loading may have put another tensor in the shard's place
+                    weight.parameter.set_hooks(weight)
             self._maxima.measure()
             self._version = version
         if self.reshard:

@@ -157,7 +157,7 @@ def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """
     if mesh.tp_size == 1:
         return x_td
-    ways = (all_gather_tokens, reduce_scatter_tokens) if mesh.sequence_parallel else (_itself, all_reduce_sum)
+    ways = (all_gather_tokens, _reduce_scatter_tokens) if mesh.sequence_parallel else (_itself, _all_reduce)
     return _Collective.apply(x_td, mesh, *ways)  # type: ignore[return-value]
 
 
@@ -169,7 +169,7 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """
     if mesh.tp_size == 1:
         return y_td
-    ways = (reduce_scatter_tokens, all_gather_tokens) if mesh.sequence_parallel else (all_reduce_sum, _itself)
+    ways = (_reduce_scatter_tokens, all_gather_tokens) if mesh.sequence_parallel else (_all_reduce, _itself)
     return _Collective.apply(y_td, mesh, *ways)  # type: ignore[return-value]
 
 
@@ -178,13 +178,11 @@ def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     return start_all_gather(x_td, mesh.tp_group, beside=False).wait()
 
 
-def reduce_scatter_tokens(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
-    """[tokens, dim] partial sums -> [tokens / tp, dim] sums."""
+def _reduce_scatter_tokens(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     return start_reduce_scatter(y_td, mesh.tp_group, beside=False).wait()
 
 
-def all_reduce_sum(x: Tensor, mesh: ParallelMesh) -> Tensor:
-    """The sum over tensor-parallel ranks, in a new tensor."""
+def _all_reduce(x: Tensor, mesh: ParallelMesh) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=mesh.tp_group)
     return out

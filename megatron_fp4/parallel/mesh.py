@@ -130,11 +130,10 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft if soft == resource.RLIM_INFINITY else max(soft, enough), hard))
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if restarts > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1":
         # torchrun's own store still has the addresses of the processes before (torch 2.11 to 2.13), for which all would
@@ -201,12 +200,9 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     if world % math.prod(config.sizes.values()) != 0:
         sizes = " times ".join(f"parallel.{key}={size}" for key, size in config.sizes.items())
         raise ValueError(f"world size {world} is not a multiple of {sizes}")
-    dims: tuple[int, ...] = (shard, config.tensor)
-    names: tuple[str, ...] = ("dp", "tp")
-    for key, size in config.sizes.items():
-        if key != "tensor" and size > 1:
-            dims, names = (size, *dims), (key, *names)
-    sequence = config.tensor > 1 if config.sequence is None else config.sequence and config.tensor > 1
-    device_mesh = init_device_mesh(device.type, dims, mesh_dim_names=names)
+    axes = {"replicate": config.replicate} if config.replicate > 1 else {}
+    axes |= {"dp": shard, "tp": config.tensor}
+    sequence = config.tensor > 1 and config.sequence is not False
+    device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     each = config.reduce_gradients == "each"
     return ParallelMesh(device_mesh, device, sequence, each, config.reproducible)

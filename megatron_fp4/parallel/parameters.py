@@ -102,9 +102,7 @@ def is_replicated(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return True
     names = parameter.device_mesh.mesh_dim_names or ()
-    if "tp" not in names:
-        return True
-    return parameter.placements[names.index("tp")].is_replicate()
+    return "tp" not in names or parameter.placements[names.index("tp")].is_replicate()
 
 
 def global_offsets(parameter: Tensor) -> tuple[int, ...]:
@@ -114,9 +112,8 @@ def global_offsets(parameter: Tensor) -> tuple[int, ...]:
     """
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
-    offsets = [0] * parameter.dim()
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
-    extent = list(parameter.shape)
+    offsets, extent = [0] * parameter.dim(), list(parameter.shape)
     for axis in sorted(range(mesh.ndim), key=lambda i: names[i] != "tp"):
         placement = parameter.placements[axis]
         if placement.is_replicate():

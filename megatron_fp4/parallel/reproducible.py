@@ -94,10 +94,8 @@ class GradientTree:
 
     def _add_group(self, module: FSDPModule, reduce_each: bool) -> None:
         parameters, index = parameters_of(module), len(self._groups)
-        if reduce_each:
-            self._groups.append(lambda: [parameter.sharded for parameter in parameters])
-        else:
-            self._groups.append(lambda: [parameter.gathered for parameter in parameters])
+        self._groups.append(lambda: [one.sharded if reduce_each else one.gathered for one in parameters])
+        if not reduce_each:
             before_reduction(module, lambda: self._finish(index))
 
     def begin(self) -> None:
@@ -109,11 +107,12 @@ class GradientTree:
         """After each leaf but this rank's last: take its gradients. copied: out of the memory of a CUDA graph, which
         the next leaf writes."""
         self._wait()
-        for parameters, sums in zip(self._groups, self._sums, strict=True):
-            gradients, leaves = _gradients(parameters()), 1
+        for group, sums in zip(self._groups, self._sums, strict=True):
+            parameters, leaves = group(), 1
+            gradients = _gradients(parameters)
             if copied:
                 gradients = [gradient.clone() for gradient in gradients]
-            for parameter in parameters():
+            for parameter in parameters:
                 parameter.grad = None
             while sums and sums[-1][0] == leaves:
                 torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
@@ -128,10 +127,9 @@ class GradientTree:
 
     def _finish(self, index: int) -> None:
         sums = self._sums[index]
-        if sums:
-            gradients = _gradients(self._groups[index]())
-            while sums:
-                torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
+        gradients = _gradients(self._groups[index]()) if sums else []
+        while sums:
+            torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
 
     def _wait(self) -> None:
         if self._reduced_beside is not None:
@@ -140,5 +138,6 @@ class GradientTree:
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """This rank's parts; all have one."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    assert len(gradients) == len(parameters), "without one, sums would be of gradients of different parameters"
+    return gradients
