@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from megatron_fp4.runtime.progress import state_of_process
@@ -41,8 +42,8 @@ class Job:
     def start(self) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += [str(ROOT / "pretrain.py"), f"run.dir={self.dir}", *self.overrides]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -79,15 +80,6 @@ class Job:
         numbers = [tuple(record[key] for key in ("step", "loss", "grad_norm")) for record in self.steps()]
         return numbers, state_digest(self.dir / "checkpoints" / self.newest())
 
-    def stopped(self, workers: list[int]) -> str:
-        """Waits for the workers' end, who were asked to stop."""
-        began = time.monotonic()
-        self.process.wait(SECONDS)
-        await_gone(workers)
-        state = json.loads((self.dir / "state.json").read_text())
-        assert state["state"] == "stopped" and self.newest() == f"step_{state['step']:08d}", (state, self.newest())
-        return f"stopped after step {state['step']}, saved, gone after {time.monotonic() - began:.1f} s"
-
 
 def await_gone(processes: list[int]) -> None:
     began = time.monotonic()
@@ -117,34 +109,34 @@ def kill_while_saving(job: Job, chance: random.Random) -> str:
 
 
 def stop_one_rank(job: Job, chance: random.Random) -> str:
-    workers, began = job.workers(), time.monotonic()
+    workers = job.workers()
     os.kill(workers[1], signal.SIGSTOP)
     code = job.process.wait(SECONDS)
-    took = time.monotonic() - began
     for process in workers:
         if state_of_process(process) != "gone":
             os.kill(process, signal.SIGKILL)
     lines = job.output.read_text(errors="replace").splitlines()
     named = [line for line in lines if "rank 1" in line and ("stop" in line or "stand" in line)]
     assert code != 0 and named, "rank 1 was not named"
-    return f"ended with {code} after {took:.0f} s: {named[0].strip()[:150]}"
+    return f"ended with {code}: {named[0].strip()[:150]}"
 
 
-def signal_launcher(number: signal.Signals) -> Callable[[Job, random.Random], str]:
-    def fault(job: Job, chance: random.Random) -> str:
-        workers = job.workers()
-        job.process.send_signal(number)
-        return job.stopped(workers)
-
-    return fault
+def signal_launcher(number: signal.Signals, job: Job, chance: random.Random) -> str:
+    workers, began = job.workers(), time.monotonic()
+    job.process.send_signal(number)
+    job.process.wait(SECONDS)
+    await_gone(workers)
+    state = json.loads((job.dir / "state.json").read_text())
+    assert state["state"] == "stopped" and job.newest() == f"step_{state['step']:08d}", (state, job.newest())
+    return f"stopped after step {state['step']}, saved, gone after {time.monotonic() - began:.1f} s"
 
 
 FAULTS: dict[str, Callable[[Job, random.Random], str]] = {
     "one rank killed": kill_one_rank,
     "all killed while saving": kill_while_saving,
     "one rank stopped (SIGSTOP)": stop_one_rank,
-    "SIGTERM to torchrun": signal_launcher(signal.SIGTERM),
-    "torchrun killed": signal_launcher(signal.SIGKILL),
+    "SIGTERM to torchrun": partial(signal_launcher, signal.SIGTERM),
+    "torchrun killed": partial(signal_launcher, signal.SIGKILL),
 }
 
 
@@ -160,22 +152,16 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_intermixed_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix="fault_round_"))
     overrides = [
-        f"run.device={options.device}",
-        f"train.steps={options.steps}",
-        "checkpoint.interval=3",
-        "validation.interval=0",
-        "parallel.timeout_seconds=30",
-        f"data.cache_dir={folder}/corpus",
-        *options.overrides,
+        *(f"run.device={options.device}", f"train.steps={options.steps}", f"data.cache_dir={folder}/corpus"),
+        *("checkpoint.interval=3", "validation.interval=0", "parallel.timeout_seconds=30", *options.overrides),
     ]
     straight = Job(folder / "straight", overrides)
     straight.finish()
     expected = straight.digest()
 
     def undergo(case: tuple[str, int]) -> tuple[str, str, str]:
-        name, number = case
-        chance = random.Random(f"{options.seed} {case}")
-        job = Job(folder / re.sub(r"\W+", "_", f"{name} {number}"), overrides)
+        name, chance = case[0], random.Random(f"{options.seed} {case}")
+        job = Job(folder / re.sub(r"\W+", "_", f"{case}"), overrides)
         try:
             job.start()
             first = chance.randint(4, max(options.steps * 2 // 3, 5))

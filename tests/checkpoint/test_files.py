@@ -73,43 +73,6 @@ def test_an_old_manifest_that_cannot_be_read_ends_nothing(tmp_path: Path, monkey
     assert old.is_dir()
 
 
-def test_damaged_files(tmp_path: Path) -> None:
-    folder = make(tmp_path, 200, 1)
-    record = files.read_manifest(folder).files["shard"]
-    assert files.check_file(folder, "shard", record) is None
-    (folder / "shard").write_bytes(b"x" * 99 + b"y")
-    assert "has changed" in str(files.check_file(folder, "shard", record))
-    os.truncate(folder / "shard", 50)
-    assert str(files.check_file(folder, "shard", record)) == "shard has 50 bytes instead of 100"
-    (folder / "shard").unlink()
-    assert str(files.check_file(folder, "shard", record)) == "shard is missing"
-
-
-def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:
-    assert files.scan(tmp_path / "nowhere") == ([], [])
-    make(tmp_path, 400, 1)
-    make(tmp_path, 200, 3)  # the run went back and saved again
-    make(tmp_path, 300, 2)
-    (make(tmp_path, 100, 9) / files.MANIFEST).unlink()
-    make(tmp_path, 500, 10, ".tmp")
-    readable, broken = files.scan(tmp_path)
-    assert [folder.name[-3:] for folder, _ in [*readable, *broken]] == ["200", "300", "400", "100"]
-    assert files.next_save_index(tmp_path) == 4
-
-
-def test_publish_and_pointer(tmp_path: Path) -> None:
-    assert files.read_pointer(tmp_path) is None
-    old = make(tmp_path, 200, 1)
-    files.write_pointer(old)
-    staging = make(tmp_path, 200, 2, ".tmp")
-    files.publish(staging, old)
-    assert names(tmp_path) == {"step_00000200", "latest"}
-    assert files.read_manifest(old).save_index == 2
-    assert files.read_pointer(tmp_path) == "step_00000200"
-    (tmp_path / "latest").write_text("")
-    assert files.read_pointer(tmp_path) is None
-
-
 def test_prune_keeps_the_newest_the_pointed_and_the_damaged(tmp_path: Path) -> None:
     for index in range(1, 6):
         make(tmp_path, 100 * index, index)

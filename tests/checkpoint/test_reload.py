@@ -24,9 +24,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(
-    ("damage", "asynchronous"), [("none", False), ("none", True), ("a bit", True), ("the folder", False)]
-)
+@pytest.mark.parametrize(("damage", "asynchronous"), [("none", True), ("a bit", True), ("the folder", False)])
 def test_reload(damage: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = files.publish
 

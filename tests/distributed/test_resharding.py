@@ -24,7 +24,7 @@ from tests.training.harness import launch, train_step
 
 pytestmark = pytest.mark.slow
 
-ONE, TP2, DP2 = Layout(1), Layout(2, tensor=2), Layout(2, reshard=True)
+ONE, TP2, DP2, HSDP2 = Layout(1), Layout(2, tensor=2), Layout(2, reshard=True), Layout(4, tensor=2, replicate=2)
 IDENTITY = run_identity(Config(model=MODEL), {"tokenizer": "one"})
 
 
@@ -85,10 +85,11 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_one_rank_to_two_and_back(trained: Run, sharded: list[Run], tmp_path: Path) -> None:
-    data_parallel = launch(run, 2, DP2, trained.checkpoint(), str(tmp_path / "two"), 0)
-    (back,) = launch(run, 1, ONE, sharded[0].checkpoint(), str(tmp_path / "one"), 0)
-    for one in (*sharded, *data_parallel, back):
+def test_one_rank_to_two_and_four_and_back(trained: Run, sharded: list[Run], tmp_path: Path) -> None:
+    replicas = launch(run, 4, HSDP2, sharded[0].checkpoint(), str(tmp_path / "four"), 0)
+    data_parallel = launch(run, 2, DP2, replicas[0].checkpoint(), str(tmp_path / "two"), 0)
+    (back,) = launch(run, 1, ONE, data_parallel[0].checkpoint(), str(tmp_path / "one"), 0)
+    for one in (*sharded, *replicas, *data_parallel, back):
         assert_equal(one.weights, trained.weights)
         assert_equal(one.moments, trained.moments)
         assert relative_error(one.logits, trained.logits) < 1e-6

@@ -52,18 +52,6 @@ def write_again(folder: Path, *but: int) -> None:
             write(folder, found._replace(time=time.time()))
 
 
-def test_places_are_ordered_and_loading_is_data() -> None:
-    progress = Progress()
-    progress.at(3, "update")
-    progress.at(3, "save")
-    assert progress.place[:3] == (3, "save", 1)
-    seen = []
-    for batch in progress.loading(["a", "b"], 4):
-        seen.append((batch, progress.place[:3]))
-        progress.at(progress.place.step, "update")
-    assert seen == [("a", (4, "data", 0)), ("b", (5, "data", 0))]
-
-
 def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
     write(tmp_path, report(0), report(1), report(2, order=1, phase="data"), report(3))
     found = diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path))

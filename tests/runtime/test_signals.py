@@ -138,16 +138,3 @@ def test_files_are_seen_by_the_first_rank_and_removed_when_obeyed(
     first.obeyed()
     assert not (tmp_path / "STOP").exists()
     assert first.stop and first.why_stop == "the file STOP"  # it has been obeyed, not taken back
-
-
-def test_minutes_count_from_the_start_of_the_process(tmp_path: Path) -> None:
-    request = StopRequest()
-    conditions = StopConditions(tmp_path, 2.0, request, active=True)
-    request.began -= 119
-    assert not conditions.stop
-    request.began -= 2
-    assert conditions.stop and conditions.why_stop == "run.max_minutes=2"
-    assert not StopConditions(tmp_path, 2.0, request, active=False).stop  # clocks differ: one decides
-    assert not StopConditions(tmp_path, 0.0, request, active=True).stop
-    request.received = signal.SIGHUP
-    assert conditions.why_stop == "SIGHUP"
