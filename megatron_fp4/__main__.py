@@ -57,8 +57,7 @@ def put_first(folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([folder_name, *others])
     for name in ROOMS:
         there = sys.modules.get(name)
-        found = PathFinder.find_spec(name)
-        origin: str | None = getattr(there, "__file__", None) if there is not None else getattr(found, "origin", None)
+        origin: str | None = getattr(there or PathFinder.find_spec(name), "__file__" if there else "origin", None)
         if origin is None or folder not in Path(origin).resolve().parents:
             where = f"that of {origin}" if origin else "missing"
             raise ValueError(f"the module {name} is {where}, not {folder}/{name}; remove what imports it at start")

@@ -59,15 +59,13 @@ def exit_code(failed: dict[int, int]) -> int:
     torchrun sends TERM to those that are left, so what one of them chose itself tells more than a signal does.
     """
     codes = [code for _, code in sorted(failed.items())]
-    if codes[0] < 0 and -codes[0] in _handed_on and len(set(codes)) == 1:
+    if len(set(codes)) == 1 and -codes[0] in _handed_on:
         return 128 - codes[0]  # so early that no worker listened yet
     chosen = [code for code in codes if code > 0]
-    if not chosen:
-        return _CRASHED
     if _HUNG in chosen:  # the others failed of waiting for it
         return _HUNG
     # A run that was told twice to leave has workers that were still saving.
-    return next((code for code in chosen if code != _STOPPED), _STOPPED)
+    return next((code for code in chosen if code != _STOPPED), _STOPPED if chosen else _CRASHED)
 
 
 def _hand_on(number: int, frame: FrameType | None) -> None:

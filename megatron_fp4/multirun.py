@@ -7,6 +7,7 @@ Here one after another, each in a process of its own on all GPUs of this machine
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import signal
 import subprocess
 import sys
@@ -44,15 +45,18 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
     run_dir = next((str(o.value()) for o in parsed if o.key_or_group == "run.dir"), "runs/sweep")
     if len(fixed) == len(parsed):
         raise ConfigError("--multirun has nothing to vary; give a key several values, such as run.seed=1,2")
-    for batch in BasicSweeper.split_arguments(parsed, None):
-        for job in batch:
-            compose_config([*job, *folders], config_dir)
+    for job in itertools.chain.from_iterable(BasicSweeper.split_arguments(parsed, None)):
+        compose_config([*job, *folders], config_dir)
     codes: list[int] = []
 
     def run(_: object) -> int:
         own = HydraConfig.get()
         given = [one for one in own.overrides.task if not one.startswith("run.dir=")]
-        command = [*_start(), str(program), *given, *folders, f"run.dir='{own.runtime.output_dir}'"]
+        import torch
+
+        gpus = torch.cuda.device_count()
+        launcher = ["-m", "megatron_fp4.launch", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+        command = [sys.executable, *launcher, str(program), *given, *folders, f"run.dir='{own.runtime.output_dir}'"]
         print(f"--- {' '.join(command[1:])}", flush=True)
         codes.append(_wait(command))
         if codes[-1] == _STOPPED:
@@ -78,15 +82,6 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
     ]
     hydra.main(config_path=str(config_dir), config_name="config", version_base="1.3")(run)()
     return next((code for code in codes if code), 0)
-
-
-def _start() -> list[str]:
-    """What starts a program on every GPU here."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    launcher = ["-m", "megatron_fp4.launch", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
-    return [sys.executable, *launcher]
 
 
 def _wait(command: Sequence[str]) -> int:

@@ -337,8 +337,7 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
             for name, record in manifest.files.items():
                 with files.opened(folder, name, record):
                     pass
-            trainer: dict[str, Any] = json.loads(files.read_checked(folder, files.TRAINER, manifest.files))
-            return trainer
+            return json.loads(files.read_checked(folder, files.TRAINER, manifest.files))  # type: ignore[no-any-return]
 
         return sync.on_rank0("read it", look)
 
@@ -346,11 +345,10 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
         found = Finder(root, sync, load, only_look=True).choose(resume)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    start = 0 if found is None else found.step
-    broken = {damage.name for damage in found.damaged} if found is not None else set()
-    later = [files.step_of(each) for each in files.list_checkpoints(root) if each.name not in broken]
-    if max(later, default=0) > start:
-        raise ConfigError(would_overwrite(resume, start, root, max(later)))
+    start, broken = (0, ()) if found is None else (found.step, [damage.name for damage in found.damaged])
+    last = max((files.step_of(each) for each in files.list_checkpoints(root) if each.name not in broken), default=0)
+    if last > start:
+        raise ConfigError(would_overwrite(resume, start, root, last))
     return found
 
 
@@ -405,10 +403,9 @@ def _source(given: str) -> tuple[Path, Manifest]:
     try:
         folder = files.checkpoint_in(Path(os.path.realpath(given)))
         return folder, files.read_manifest(folder)
-    except OtherFormatError as error:
-        raise RefusedError(f"{INITIALIZE}={given} is of another version: {error}; give another checkpoint") from error
     except DamagedCheckpointError as error:
-        raise RefusedError(f"{INITIALIZE}={given} is damaged: {error}; give another checkpoint") from error
+        how = "of another version" if isinstance(error, OtherFormatError) else "damaged"
+        raise RefusedError(f"{INITIALIZE}={given} is {how}: {error}; give another checkpoint") from error
     except ValueError as error:
         raise RefusedError(f"{INITIALIZE}={error}") from error
 
@@ -475,9 +472,8 @@ def check_begun_from(begun: Origin | None, given: str, root: Path, sync: RankSyn
         if begun is None:
             return False
         was = Path(begun.path)
-        if path in (was, was.parent, was.parent.parent):
-            return True
-        return any(begun.is_in(folder) for folder in (path, path / was.name, path / "checkpoints" / was.name))
+        places = (path, path / was.name, path / "checkpoints" / was.name)
+        return path in (was, was.parent, was.parent.parent) or any(map(begun.is_in, places))
 
     if sync.on_rank0("compare origins", known):
         return

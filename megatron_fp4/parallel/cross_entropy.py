@@ -170,11 +170,12 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 rows = x[chunk] if uncounted is None else x[chunk].masked_fill(uncounted[chunk], 0)
                 dw = kernels.add_product(dw, logits.t(), rows)
             del logits  # before the next chunk's are made
+        ctx.gradients, ctx.dtype, ctx.num_targets = (dx, dw), x.dtype, num_tokens
         if num_targets is None or uncounted is None:
-            ctx.gradients, ctx.dtype, ctx.num_targets = (dx, dw), x.dtype, num_tokens
             return losses.mean()
-        dx = None if dx is None else dx.masked_fill_(uncounted, 0)
-        ctx.gradients, ctx.dtype, ctx.num_targets = (dx, dw), x.dtype, max(num_targets, 1)
+        if dx is not None:
+            dx.masked_fill_(uncounted, 0)
+        ctx.num_targets = max(num_targets, 1)
         return losses.masked_fill_(uncounted[:, 0], 0).sum() / ctx.num_targets
 
     @staticmethod

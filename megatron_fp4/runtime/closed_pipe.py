@@ -2,8 +2,8 @@
 whose output goes to a full disk ends with a line that says so.
 
 Not by SIGPIPE, which Python ignores: that would also come of the pipes and sockets between processes, where whoever
-writes has something to say, and would leave behind what is cleaned up by exceptions. A run of pretrain.py trains on
-(report/console.py).
+writes has something to say, and would leave what exceptions clean up. A run of pretrain.py trains on
+(logging/console.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EXIT_CODE = 128 + signal.SIGPIPE
 
 
 class ReaderLeftError(SystemExit):
-    """Nobody reads standard output any more."""
+    """No process reads standard output any more."""
 
 
 def end_without_reader() -> None:
-    """Let this process raise ReaderLeftError where it writes to its standard output and no process reads that any more.
+    """Let this process raise ReaderLeftError where it writes to a standard output that no process reads any more.
 
     It ends with exit code 141 then, or with its own if only the last of its output was still to be written.
     """

@@ -27,6 +27,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
@@ -51,7 +52,7 @@ class StopRequest:
         self.received: signal.Signals | None = None
         self._first_at = 0.0
         self._said = self._over = False
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
         self._parent = os.getppid()
         self._wakeup: tuple[int, int] | None = None
 
@@ -79,7 +80,7 @@ class StopRequest:
     def close(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
         self._previous.clear()
         if self._wakeup is not None:
             writer, before = self._wakeup
@@ -97,10 +98,7 @@ class StopRequest:
 
     def over(self) -> None:
         """The run has ended, everything is written and said: a signal that comes while the process leaves is only
-        remembered.
-
-        torchrun sends TERM to whoever is still there when another worker has left, which is no second signal.
-        """
+        remembered. torchrun sends TERM to whoever is still there when another worker has left."""
         self._over = True
 
     def __enter__(self) -> StopRequest:
@@ -130,16 +128,14 @@ class StopRequest:
             for number in numbers:
                 if number not in SIGNALS:  # SIGCHLD of loader workers, for instance
                     continue
-                first, name = not self._said, signal.Signals(number).name
                 self._receive(number, None)
+                name, again = signal.Signals(number).name, time.monotonic() - self._first_at >= SECOND_AFTER
                 if self._over:
                     continue
-                if first:
+                if not self._said:
                     self._say(f"{name}: stopping after this step; another signal leaves at once")
                     self._said = True
-                elif time.monotonic() - self._first_at >= SECOND_AFTER and not (
-                    number == signal.SIGHUP and self.orphaned
-                ):
+                elif again and not (number == signal.SIGHUP and self.orphaned):
                     self._say(f"{name}, the second signal: leaving at once, nothing is saved")
                     if os.isatty(1):  # a progress bar hides the cursor, which nothing else brings back
                         os.write(1, b"\x1b[?25h")
@@ -148,7 +144,7 @@ class StopRequest:
 
     def _say(self, text: str) -> None:
         if os.environ.get("RANK", "0").strip() == "0":  # a wrong value is refused elsewhere
-            # On a terminal the cursor is behind a progress bar and "^C", which give way to the line.
+            # On a terminal the cursor is after a progress bar and "^C", which give way to the line.
             begin = "\r\x1b[2K" if os.isatty(2) else ""
             os.write(2, f"{begin}pretrain.py: {text}\n".encode())
 
