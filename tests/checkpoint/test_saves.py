@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 import torch
 
 from megatron_fp4.checkpoint import checkpointer, files, shards
-from megatron_fp4.checkpoint.checkpointer import CheckpointError
+from megatron_fp4.checkpoint.checkpointer import CheckpointError, CheckpointGoneError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
-from tests.distributed.one_rank import Job, names
+from megatron_fp4.precision.fp32_gradients import local_part
+from tests.distributed.one_rank import Job, flip_a_bit, names
 from tests.training.harness import alone
 
 FULL = OSError(28, "No space left on device", "shard")
@@ -123,6 +125,34 @@ def test_an_abandoned_save_is_not_published(trial: Callable[..., Job], monkeypat
     with pytest.raises(CheckpointError):
         one.checkpointer.finish()
     assert trial(asynchronous=True).resume() == 1 and names(one.root) == ["latest", FIRST]
+
+
+@pytest.mark.parametrize("damage", ["none", "a bit", "the folder"])
+def test_a_checkpoint_is_loaded_again_or_nothing_changes(
+    trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """In the middle of its run, whose steps take less time than the save."""
+    publish = files.publish
+    monkeypatch.setattr(files, "publish", lambda *folders: (time.sleep(0.5), publish(*folders)))
+    one = trial(asynchronous=True)
+    assert one.checkpointer.last_step() is None
+    folder, draws = one.save(1, note=1), torch.get_rng_state()
+    one.fill(7.0)
+    torch.rand(3)
+    version, parts = one.step_state.weights_version, (one.model, one.optimizer, one.step_state)
+    assert one.checkpointer.last_step() == 1
+    if damage == "none":
+        again = one.checkpointer.load(None, *parts, allow_mismatch=False)
+        assert (again.step, again.folder, again.trainer["note"]) == (1, folder, 1)
+    else:
+        flip_a_bit(folder / "__0_0.distcp") if damage == "a bit" else folder.rename(folder.with_name("elsewhere"))
+        with pytest.raises(CheckpointGoneError, match=FIRST):
+            one.checkpointer.load(None, *parts, allow_mismatch=False)
+    loaded = damage == "none"
+    assert {local_part(p).unique().item() for p in one.model.parameters()} == {1.0 if loaded else 7.0}
+    assert torch.equal(torch.get_rng_state(), draws) == loaded
+    # Quantized weights that linears kept are of other weights.
+    assert (one.step_state.weights_version > version) == loaded
 
 
 def test_a_description_of_files_is_made_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

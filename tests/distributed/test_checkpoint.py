@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megatron_fp4.checkpoint import checkpointer as checkpointer_module
 from megatron_fp4.checkpoint import files as checkpoint_files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
-from megatron_fp4.checkpoint.shards import _HashingFile
+from megatron_fp4.checkpoint.shards import _HashingFile, capture_random_state, state_of
 from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.signals import StopRequest
@@ -36,6 +38,10 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _draws() -> list[float]:
+    return [random.random(), float(np.random.normal()), torch.rand(()).item()]
 
 
 def run(
@@ -71,7 +77,7 @@ def run(
                 step=step, lr=1e-2, clip_norm=1.0, requests=StepRequests(stop=stop.requested),
             )  # fmt: skip
             losses.append((result.loss, result.grad_norm))
-            draws += [random.random(), float(np.random.normal()), torch.rand(()).item()]
+            draws += _draws()
             done, stopped = step + 1, result.requests.stop
             if done % interval == 0 or stopped or done == until:
                 checkpointer.save(
@@ -192,19 +198,19 @@ def _disk_full(rank: int, root: str, victim: int) -> tuple[str, set[str], set[st
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity={"run": 1})
     checkpointer.resume("auto", model, optimizer, StepState(0), allow_mismatch=False)
 
-    def save() -> None:
+    def save_again() -> None:
         checkpointer.save(3, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
 
     checkpointer_module._PAUSES = (0.0,)
     if rank == victim:  # this rank's writes fail after 1,000 bytes of a file
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError) as caught:
-        save()
+        save_again()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    torch.distributed.barrier()
+    dist.barrier()
     left = names(Path(root))
-    torch.distributed.barrier()
-    save()  # the process is still good for another try
+    dist.barrier()
+    save_again()  # the process is still good for another try
     return str(caught.value), left, names(Path(root)), checkpoint_files.next_save_index(Path(root))
 
 
@@ -222,3 +228,38 @@ def test_sigterm_to_one_rank_saves_and_resumes(root: Path, straight: list[dict[s
     assert "step_00000006" in names(root)
     assert equal(stopped[0]["final"], straight[0]["final"])
     assert launch(run, 2, str(root), 6)[1]["start"] == 6
+
+
+def _save_as_format_1(rank: int, root: str) -> dict[str, Any]:
+    """As the first version of this project saved: weights and moments, and what is drawn next."""
+    mesh = toy_mesh()
+    model, optimizer = toy(mesh, seed=3)
+    for step in range(3):
+        settings = {"step": step, "lr": 1e-2, "clip_norm": 1.0}
+        train_step(model, optimizer, toy_batches(step, mesh), mesh, StepState(seed=0), **settings)
+    folder = Path(root) / "step_00000003"
+    folder.mkdir(exist_ok=True)
+    save(state_of(model, optimizer), storage_writer=FileSystemWriter(folder))
+    checkpoint_files.write_file(folder / f"rng_{rank:05d}.pt", capture_random_state(mesh.device))
+    dist.barrier()
+    if rank == 0:
+        checkpoint_files.write_file(folder / "trainer.json", '{"note": [1, 0.1]}')
+        records = {path.name: checkpoint_files.write_file(path, path.read_bytes()) for path in folder.iterdir()}
+        manifest = checkpoint_files.Manifest(1, 3, 24, 192, 2, {"run": 1}, records, "2.7.0", format=1)
+        checkpoint_files.write_manifest(folder, manifest)
+    return {"state": snapshot(model, optimizer), "draws": _draws()}
+
+
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_a_checkpoint_of_format_1_loads_on_any_number_of_ranks(tmp_path: Path, world_size: int) -> None:
+    """The next save is of today's format, and does not touch the old one."""
+    saved = launch(_save_as_format_1, 2, str(tmp_path))
+    folder = tmp_path / "step_00000003"
+    shards, generators = {"__0_0.distcp", "__1_0.distcp"}, {"rng_00000.pt", "rng_00001.pt"}
+    assert names(folder) == {"manifest.json", "trainer.json", ".metadata", *shards, *generators}
+    for before, after in zip(saved, launch(run, world_size, str(tmp_path), 4), strict=False):
+        assert (after["start"], after["trainer"], after["consumed"]) == (3, {"note": [1, 0.1]}, (24, 192))
+        assert equal(after["loaded"], before["state"])
+        assert (after["draws"] == before["draws"]) == (world_size == 2)
+    readable, _ = checkpoint_files.scan(tmp_path)
+    assert [(manifest.save_index, manifest.format) for _, manifest in readable] == [(2, 2), (1, 1)]
