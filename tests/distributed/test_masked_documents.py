@@ -10,6 +10,7 @@ from megatron_fp4.measure.diagnosis import diagnose_nonfinite, diagnose_spike
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.validation import evaluate
 from megatron_fp4.training.step import StepResult, accumulate
+from tests.distributed import hybrid
 from tests.distributed.hybrid import (
     LAYOUTS,
     ONE,
@@ -18,12 +19,9 @@ from tests.distributed.hybrid import (
     MicroBatch,
     Result,
     masked_micro_batches,
-    relative_error,
     sharded_model,
-    train,
-    whole,
 )
-from tests.training.harness import alone, launch
+from tests.training.harness import alone, launch, whole
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -34,7 +32,7 @@ def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
 
     Along the way: what is said of the first step, as if it had been a spike, and of one that was not finite.
     """
-    result = train(rank, layout, "fp32", STEPS, masked_micro_batches)
+    result = hybrid.train(rank, layout, "fp32", STEPS, masked_micro_batches)
     mesh, step_state = layout.mesh(), StepState(seed=0)
     model, mine = sharded_model(layout, mesh, RECIPES["fp32"], step_state), masked_micro_batches(9, mesh)
     first = StepResult(result.losses[0], result.norms[0], skipped=True)
@@ -57,7 +55,7 @@ def test_a_mesh_is_one_process(one, name):
         assert result.losses == pytest.approx(expected.losses, rel=1e-5)
         assert result.norms == pytest.approx(expected.norms, rel=1e-5)
         for key in expected.gradients:
-            assert relative_error(result.gradients[key], expected.gradients[key]) < 1e-5, key
+            assert hybrid.relative_error(result.gradients[key], expected.gradients[key]) < 1e-5, key
         assert losses == pytest.approx(held_out, rel=1e-5)
 
 
@@ -83,7 +81,7 @@ def test_every_target_that_counts_weighs_the_same(one):
     assert one[0].losses[0] == pytest.approx(loss, rel=1e-5)
     clipping = min(1.0, 1.0 / one[0].norms[0])
     for name, gradient in gradients.items():
-        assert relative_error(one[0].gradients[name], gradient * clipping) < 1e-5, name
+        assert hybrid.relative_error(one[0].gradients[name], gradient * clipping) < 1e-5, name
 
 
 def test_a_batch_without_targets_that_count_has_no_loss_and_no_gradient():

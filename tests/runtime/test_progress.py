@@ -116,17 +116,6 @@ def test_a_hang_is_told_once_with_its_stack(
     assert "step 7, a phase that hangs" in stack and "test_a_hang_is_told_once_with_its_stack" in stack
 
 
-def test_an_error_of_others_gets_the_diagnosis(mesh: ParallelMesh, tmp_path: Path, monkeypatch) -> None:
-    for text, noted in (("gloo: Timed out waiting 20000ms for recv operation", True), ("shapes differ", False)):
-        watch = Progress().watched(tmp_path, 600)
-        monkeypatch.setattr(watch, "_world_size", 2)
-        monkeypatch.setattr(watch, "diagnosis", lambda: "rank 1 is stopped")
-        with pytest.raises(RuntimeError) as caught, watch:
-            raise RuntimeError(text)
-        assert (getattr(caught.value, "__notes__", []) == ["rank 1 is stopped"]) == noted
-        assert f"RuntimeError: {text}" in report_path(tmp_path / FOLDER, 0).read_text()
-
-
 # A process on rank 0 of 1 whose main thread, or another one, does one thing to a disk that hangs; state.json beside it.
 _HANGS = """
 import os, sys, threading, time
