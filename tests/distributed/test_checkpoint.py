@@ -237,6 +237,8 @@ def _save_as_format_1(rank: int, root: str) -> dict[str, Any]:
     for step in range(3):
         settings = {"step": step, "lr": 1e-2, "clip_norm": 1.0}
         train_step(model, optimizer, toy_batches(step, mesh), mesh, StepState(seed=0), **settings)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(rank + 50)
     folder = Path(root) / "step_00000003"
     folder.mkdir(exist_ok=True)
     save(state_of(model, optimizer), storage_writer=FileSystemWriter(folder))
