@@ -119,17 +119,20 @@ def _planned(options: argparse.Namespace, recipes: Mapping[str, Config], configs
     """By recipe, the time of a token on `--gpu` over BF16's."""
     from analysis.branches import named_recipes
     from megatron_fp4.config.compose import compose_config
-    from megatron_fp4.planning.gpus import gpu_named, seconds_of_a_token
+    from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
     from megatron_fp4.training.build import plans_of
     from models import provider as models
 
+    if not (options.gpu in GPUS and GPUS[options.gpu].fp4):
+        known = ", ".join(name for name, gpu in GPUS.items() if gpu.fp4)
+        raise ValueError(f"--gpu {options.gpu}: those with tensor cores for FP4 are {known}")
     if options.model:
         _, named = named_recipes(options.recipes, configs)
         recipes = {name: compose_config([f"model={options.model}", *of], configs) for name, of in named.items()}
-    gpu, seconds = gpu_named(options.gpu), {}
+    gpu, seconds = GPUS[options.gpu], {}
     for name, config in recipes.items():
         flops = models.training_flops_per_token(config.model, config.train.sequence_length)
-        seconds[name] = seconds_of_a_token(gpu, plans_of(config, models)[0], flops, config.run.dry_mfu)
+        seconds[name] = seconds_of_a_token(gpu, plans_of(config, models)[0], flops, config.run.dry_mfu, native=True)
     return {name: of / seconds["bf16"] for name, of in seconds.items()}
 
 

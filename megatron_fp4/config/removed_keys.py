@@ -35,6 +35,7 @@ _REMOVED = {
     "run.dry_host_bandwidth": (None, "a plan assumes 300 GB/s within a host; leave it out"),
     "run.dry_host_ms": (None, "a plan assumes 3 ms of Python a linear; leave it out"),
     "run.dry_network_bandwidth": (None, "a plan assumes 40 GB/s between hosts; leave it out"),
+    "run.dry_peak_tflops": (None, "parallel.gpu names the GPU that a plan is for; leave it out"),
     "run.replay_action": ("end", "a difference ends the run; leave it out, or set run.replay_interval=0"),
     "spikes.min_history": (None, "half of spikes.window steps are needed; set that instead"),
     "run.file_mode": (None, "set the umask of the shell, such as umask 027, instead"),

@@ -401,6 +401,8 @@ class ParallelConfig:
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
     The others wait in one while the first rank tunes kernels whose choices neither the checkpoint nor the machine has.
     Loader workers that deliver nothing for four fifths of it end the run too.
+    gpu: which GPU `run.dry=true` and `--check` plan for: its rates, links and memory (null: an H100's rates and links,
+    and memory without a limit).
     """
 
     tensor: AtLeastOne = 1
@@ -410,6 +412,7 @@ class ParallelConfig:
     reduce_gradients: Literal["once", "each"] = "once"
     reproducible: bool = False
     timeout_seconds: Seconds = 600
+    gpu: Literal["h100", "h200", "b200", "gb200", "gb300", "rtx_pro_6000"] | None = None
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> ParallelConfig:
@@ -442,8 +445,7 @@ class RunConfig:
     replicas_interval: every so many steps (0: never), and before each checkpoint, ranks compare what they should hold
         alike (training/callbacks/replicas.py), whose difference ends the run.
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
-    dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches while it computes, and
-        the peak in TFLOP/s (the default is an H200's for dense BF16).
+    dry_mfu: what its time assumes: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches.
     dry_ranks_per_host: how many there are on one, for what messages take.
     max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
         Leave room before a time limit: the step in progress and the checkpoint come on top.
@@ -458,7 +460,6 @@ class RunConfig:
     max_minutes: NotNegative = 0.0
     dry: bool = False
     dry_mfu: PositiveShare = 0.5
-    dry_peak_tflops: Positive = 989.0
     dry_ranks_per_host: AtLeastOne = 8
 
     @model_validator(mode="after")

@@ -7,7 +7,8 @@ before); the second is measured.
 
 Linears are those of the emulated backend on an NVIDIA GPU whose kernels do nothing: operands go through the fused
 quantizers' own code, and what those do not make (four-over-six, unusual transforms, FP32 activations) goes through
-PyTorch, as on a GPU.
+PyTorch, as on a GPU. With Transformer Engine, weights and the tokens of tensor-parallel ranks travel in BF16; its own
+temporaries are not known.
 
 A `Ledger` is a dispatch mode: it sees every operation, keeps a list of the storages that are alive (views share one)
 and adds up the messages of `torch.distributed`. Memory is counted as PyTorch's CUDA allocator counts it
@@ -38,7 +39,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
-from megatron_fp4.precision.backend import Backend, RowGroups
+from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups
 from megatron_fp4.precision.emulated import EmulatedBackend, codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.gemm_cuda import computed_alone
@@ -152,13 +153,13 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> DryRun:
-    """Take two steps of `config` on `world_size` ranks.
+def dry_run(config: Config, world_size: int, build: Build, execution: Any, codes_travel: bool = True) -> DryRun:
+    """Take two steps of `config` on `world_size` ranks. codes_travel: between them, as the backend allows.
 
     build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
     of its linears, which the given backend computes. execution: these kernels, `planned_execution` of the provider.
     """
-    with fake_ranks(world_size), planned_gpu() as backend:
+    with fake_ranks(world_size), planned_gpu(codes_travel) as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, step_state = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
         model, controller = build(mesh, step_state, execution, backend)
@@ -266,16 +267,23 @@ def _allocated(
 
 
 class PlanningBackend(EmulatedBackend):
-    """Products that are allocated as on a GPU: codes become values, as for cuBLAS."""
+    """Products that are allocated as on a GPU: codes become values, as for cuBLAS. codes_travel: between ranks."""
 
     scaled_matmul = staticmethod(_allocated)
 
+    def __init__(self, codes_travel: bool) -> None:
+        self.joins = self._codes_travel = codes_travel
+
+    def packs(self, request: OperandRequest) -> bool:
+        """As the emulation, if codes travel."""
+        return self._codes_travel and super().packs(request)
+
 
 @contextmanager
-def planned_gpu() -> Iterator[PlanningBackend]:
+def planned_gpu(codes_travel: bool = True) -> Iterator[PlanningBackend]:
     """Inside, tensors are on an H100 or H200 that allocates and computes nothing; a linear's backend there."""
     with cuda.on(AllocatingGPU()):
-        yield PlanningBackend()
+        yield PlanningBackend(codes_travel)
 
 
 class _Watch:

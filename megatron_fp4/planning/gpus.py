@@ -1,14 +1,13 @@
-"""How much faster a step is in 4 bits on a GPU that is not here.
-
-Linears go by the rates of its tensor cores, quantizers by the bytes that they move, everything else is as in BF16:
+"""GPUs that a plan can be for, and how long a token takes to train on one: linears by the rates of its tensor cores,
+quantizers by the bytes that they move, everything else as in BF16.
 
     BF16        training FLOPs / (mfu * peak)                   everything together
     a GEMM      FLOPs / (share of the peak of its operands)     both E2M1: FP4's; both quantized: FP8's; else BF16's
     quantizers  2 bytes an element read, as often as its formats need, and the codes written
 
-Quantizing weights is left out: it is done once a step. So are messages and the host. These are bounds of the hardware
-with a few shares, not measurements: nothing here ran on Blackwell. Against what others measured there, see
-tests/planning/test_gpus.py.
+Emulated GEMMs take BF16's time. Quantizing weights is left out: it is done once a step. These are bounds of the
+hardware with a few shares, not measurements: nothing here ran on Blackwell. tests/planning/test_gpus.py compares them
+with what others measured there.
 """
 
 from __future__ import annotations
@@ -30,51 +29,52 @@ _FOUR_OVER_SIX = 7.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """Of its data sheet: dense TFLOP/s by the operands' width, TB/s of its memory."""
+    """Of its data sheet: dense TFLOP/s by the operands' width (0: none), TB/s and GB of its memory. links: GB/s that it
+    sends to others of its host, two thirds of the data sheet's, as measured on H200s."""
 
     bf16: float
     fp8: float
     fp4: float
     bandwidth: float
-
-    def gemm_rate(self, gemm: Gemm) -> float:
-        """FLOP/s that a large GEMM reaches."""
-        kind = "fp4" if all(map(_in_4_bits, gemm.operands)) else "fp8"
-        kind = kind if all(operand.quantized for operand in gemm.operands) else "bf16"
-        return _REACHED[kind] * getattr(self, kind) * 1e12
+    memory: float
+    links: float
 
 
 GPUS = {
-    "b200": Gpu(2250, 4500, 9000, 8.0),
-    "gb200": Gpu(2500, 5000, 10000, 8.0),
-    "gb300": Gpu(2500, 5000, 15000, 8.0),
-    "rtx_pro_6000": Gpu(504, 1007, 2015, 1.79),
+    "h100": Gpu(989, 1979, 0, 3.35, 80, 300),
+    "h200": Gpu(989, 1979, 0, 4.8, 141, 300),
+    "b200": Gpu(2250, 4500, 9000, 8.0, 180, 600),
+    "gb200": Gpu(2500, 5000, 10000, 8.0, 186, 600),
+    "gb300": Gpu(2500, 5000, 15000, 8.0, 279, 600),
+    "rtx_pro_6000": Gpu(504, 1007, 2015, 1.79, 96, 40),
 }
 
 
-def gpu_named(name: str) -> Gpu:
-    """The row of `name`. Raises ValueError for another."""
-    if name not in GPUS:
-        raise ValueError(f"--gpu {name}: known, with tensor cores for FP4, are {', '.join(GPUS)}; see {__name__}.GPUS")
-    return GPUS[name]
-
-
-def seconds_of_a_token(gpu: Gpu, plan: Plan, training_flops: float, mfu: float) -> float:
+def seconds_of_a_token(gpu: Gpu, plan: Plan, training_flops: float, mfu: float, native: bool) -> float:
     """Of training on one GPU.
 
     training_flops: of a token, forward and backward. mfu: the share of the BF16 peak that BF16 training reaches.
+    native: whether tensor cores multiply the codes.
     """
     bf16 = gpu.bf16 * 1e12
     linears = 3 * plan.linear_flops_per_token / (_REACHED["bf16"] * bf16)
     rest = max(0.0, training_flops / (mfu * bf16) - linears)
-    return rest + sum(_seconds_of_linear(gpu, row.linear, row.recipe) for row in plan.rows)
+    return rest + sum(_seconds_of_linear(gpu, row.linear, row.recipe, native) for row in plan.rows)
 
 
-def _seconds_of_linear(gpu: Gpu, linear: LinearShape, recipe: Recipe) -> float:
-    gemms = sum(linear.flops_per_token / gpu.gemm_rate(gemm) for gemm in recipe.gemms.values())
+def _seconds_of_linear(gpu: Gpu, linear: LinearShape, recipe: Recipe, native: bool) -> float:
+    rates = [_rate(gpu, gemm if native else Gemm()) for gemm in recipe.gemms.values()]
+    gemms = sum(linear.flops_per_token / rate for rate in rates)
     of_tokens = {"activation": linear.in_features, "gradient": linear.out_features}
     moved = sum(size * _bytes_moved([recipe[slot] for slot in SLOTS_OF[name]]) for name, size in of_tokens.items())
     return gemms + moved / (_BANDWIDTH_REACHED * gpu.bandwidth * 1e12)
+
+
+def _rate(gpu: Gpu, gemm: Gemm) -> float:
+    """FLOP/s that a large GEMM reaches."""
+    kind = "fp4" if all(map(_in_4_bits, gemm.operands)) else "fp8"
+    kind = kind if all(operand.quantized for operand in gemm.operands) else "bf16"
+    return float(_REACHED[kind] * getattr(gpu, kind) * 1e12)
 
 
 def _bytes_moved(uses: list[Operand]) -> float:

@@ -7,20 +7,20 @@ start finds.
 
 How long a step takes, by the largest of three bounds: what the GPU computes, what the links carry, what Python does.
 
-    compute    model FLOPs over `run.dry_mfu` of the peak, plus the messages that nothing hides
+    compute    what gpus.py expects of `parallel.gpu`, plus the messages that nothing hides
     messages   those that run beside the computation, on the busiest axis
     host       Python for every linear of every micro-batch, unless CUDA graphs replay it: the GPU cannot be faster
                than it is given work
 
 Which messages are hidden is known by who sends them (`hidden`). The constants are chosen from profiles on H200s, but
-that of a replay, which is assumed; the keys `run.dry_*` replace those that depend on the machine.
+that of a replay, which is assumed.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ from megatron_fp4.logging.console import (
     with_unit,
 )
 from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
-from megatron_fp4.precision.plan import PrecisionController, PrecisionSwitch, recipes_in
-from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.planning.gpus import GPUS, Gpu, seconds_of_a_token
+from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.training.build import (
     check_samples,
     configuration_errors,
@@ -71,8 +71,8 @@ _HOST_MS_OF_A_REPLAY = 1.0
 # linears at size 4.
 _HOST_MS = 3.0
 _HOST_MS_OF_TENSOR_PARALLELISM = 1.3
-# GB/s that a rank sends to ranks of its host (NVLink) and of others (one adapter of 400 Gb/s).
-_HOST_BANDWIDTH, _NETWORK_BANDWIDTH = 300.0, 40.0
+# GB/s that a rank sends to ranks of other hosts (one adapter of 400 Gb/s).
+_NETWORK_BANDWIDTH = 40.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
     memory, seconds = _needs(config, models, place.world_size, opened.phases, found, start)
     print(
         "memory and time: as planned for GPUs (run.dry=true has their parts), at "
-        f"run.dry_mfu={config.run.dry_mfu:g} of run.dry_peak_tflops={config.run.dry_peak_tflops:g}, without "
+        f"run.dry_mfu={config.run.dry_mfu:g} of the peak of parallel.gpu={config.parallel.gpu or 'h100'}, without "
         "validation and saves"
     )
     rest = f", about {long_time(seconds)}{'' if device_type_of(config) == 'cuda' else ' on GPUs'}"
@@ -149,11 +149,15 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
 
 
 def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> None:
-    """Print what the run would need on WORLD_SIZE ranks, without running it."""
+    """Print what the run would need on WORLD_SIZE ranks, without running it.
+
+    Raises ConfigError, after that, if it does not fit into the memory of `parallel.gpu`.
+    """
     ranks, plans = place_in_run().world_size, plans_of(config, models)
     phases, execution = _planned_phases(config, data.phases(config), 0), models.planned_execution(config)
-    dry = dry_run(config, ranks, lambda *parts: sharded_model(config, models, *parts), execution)
-    times = [(phase, step_time(config, models, ranks, dry, phase, recipes_in(plans))) for phase in phases]
+    codes_travel = planned_backend(config) != "transformer_engine"
+    dry = dry_run(config, ranks, lambda *parts: sharded_model(config, models, *parts), execution, codes_travel)
+    times = [(phase, step_time(config, models, ranks, dry, phase, plans)) for phase in phases]
     num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
     console = RunConsole(config.train.steps)
     console.text(f"kernels: {models.describe_execution(execution, config.model.pattern)}")
@@ -164,6 +168,17 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
         console.table(_messages_table(dry))
     console.table(_time_table(times, config, ranks))
     console.table(facts_table("Work and time", _time_facts(config, models, ranks, times)))
+    _check_memory(config, dry)
+
+
+def _check_memory(config: Config, dry: DryRun) -> None:
+    """Raise ConfigError if a rank needs more than the GPU has that is named."""
+    if config.parallel.gpu is not None and dry.memory.peak > (memory := gpu_of(config.parallel).memory * 1e9):
+        raise ConfigError(
+            f"a rank needs {dry.memory.peak / _GIB:.1f} GiB and parallel.gpu={config.parallel.gpu} has "
+            f"{memory / _GIB:.1f}; set train.activation_checkpointing=selective, parallel.reshard=true or a smaller "
+            "train.micro_batch_size, or raise parallel.tensor"
+        )
 
 
 def _check_run_dir(run_dir: Path) -> None:
@@ -218,9 +233,11 @@ def _needs(
                 controller.load_state_dict(found.trainer["switch"])
         return model, controller
 
-    dry = dry_run(config, ranks, build, models.planned_execution(config))
-    recipes, left = recipes_in(plans_of(config, models)), _planned_phases(config, phases, start)
-    seconds = sum(phase.num_steps * step_time(config, models, ranks, dry, phase, recipes).seconds for phase in left)
+    codes_travel = planned_backend(config) != "transformer_engine"
+    dry = dry_run(config, ranks, build, models.planned_execution(config), codes_travel)
+    _check_memory(config, dry)
+    plans, left = plans_of(config, models), _planned_phases(config, phases, start)
+    seconds = sum(phase.num_steps * step_time(config, models, ranks, dry, phase, plans).seconds for phase in left)
     return dry.memory.peak, seconds
 
 
@@ -295,7 +312,8 @@ def _time_facts(
     return {
         "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({with_unit(per_token, 'FLOP')})",
         "model FLOPs of the run": f"{flops:.4g} ({with_unit(flops, 'FLOP')})",
-        "utilization assumed, while computing": f"{run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s per rank",
+        "assumed while computing": f"BF16 at {run.dry_mfu:.0%} of {gpu_of(parallel).bf16:g} TFLOP/s per rank",
+        "linears by": planned_backend(config),
         "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none: nothing is sent",
         "time of the run": long_time(sum(phase.num_steps * time.seconds for phase, time in times)),
     }
@@ -313,10 +331,10 @@ def step_time(
     ranks: int,
     dry: DryRun,
     phase: PlannedPhase,
-    recipes: Iterable[Recipe] = (),
+    plans: tuple[Plan, Plan | None],
 ) -> StepTime:
-    """The bounds of a step of `phase` on so many ranks. recipes: of the linears."""
-    train, run, parallel, backend = config.train, config.run, config.parallel, config.precision.backend
+    """The bounds of a step of `phase` on so many ranks. plans: before and after the switch; time is that before it."""
+    train, run, parallel = config.train, config.run, config.parallel
     micro_batches = phase.batch_size // (train.micro_batch_size * parallel.data_parallel_size(ranks))
     exposed, beside = 0.0, dict[str, float]()
     for message, count in dry.messages_of(micro_batches).items():
@@ -328,16 +346,32 @@ def step_time(
         waited_for = min(dry.ends.get(message, 0), count) if hidden(message) else count
         exposed += waited_for * seconds
         beside[message.group] = beside.get(message.group, 0.0) + (count - waited_for) * seconds
+    native = planned_backend(config)
     host_ms = _HOST_MS_OF_A_REPLAY
-    if graphs_refusal(config, ranks, "cuda", "emulated" if backend == "auto" else backend, recipes) is not None:
+    if graphs_refusal(config, ranks, "cuda", native, recipes_in(plans)) is not None:
         of_linear = _HOST_MS + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
         host_ms = len(models.linear_shapes(config.model)) * of_linear
+    flops = models.training_flops_per_token(config.model, phase.sequence_length)
+    of_token = seconds_of_a_token(gpu_of(parallel), plans[0], flops, run.dry_mfu, native != "emulated")
     return StepTime(
-        compute=_flops_of_step(config, models, phase) / (ranks * run.dry_peak_tflops * 1e12 * run.dry_mfu),
+        compute=phase.batch_size * train.sequence_length * of_token / ranks,
         exposed=exposed,
         hidden=max(beside.values(), default=0.0),
         host=micro_batches * host_ms / 1e3,
     )
+
+
+def gpu_of(parallel: ParallelConfig) -> Gpu:
+    """The GPU that is planned for."""
+    return GPUS[parallel.gpu or "h100"]
+
+
+def planned_backend(config: Config) -> str:
+    """Who computes the linears there: Transformer Engine where there are tensor cores for FP4, if none is named."""
+    wanted = config.precision.backend
+    if wanted != "auto":
+        return wanted
+    return "transformer_engine" if gpu_of(config.parallel).fp4 and config.precision.name != "bf16" else "emulated"
 
 
 def axis_bandwidth(group: str, size: int, parallel: ParallelConfig, ranks: int, run: RunConfig) -> float:
@@ -347,5 +381,5 @@ def axis_bandwidth(group: str, size: int, parallel: ParallelConfig, ranks: int, 
     strides = {"tp": 1, "dp": parallel.tensor, "replicate": parallel.tensor * parallel.shards(ranks)}
     neighbours = min(size, max(1, run.dry_ranks_per_host // strides.get(group, 1)))
     if neighbours == size:
-        return _HOST_BANDWIDTH
-    return min(_HOST_BANDWIDTH, neighbours * _NETWORK_BANDWIDTH)
+        return gpu_of(parallel).links
+    return min(gpu_of(parallel).links, neighbours * _NETWORK_BANDWIDTH)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_fp4.planning.dry_run import DryRun, Message
+from megatron_fp4.planning.gpus import GPUS
 from megatron_fp4.planning.needs import PlannedPhase, StepTime, axis_bandwidth, hidden, step_time
+from megatron_fp4.precision.plan import Plan
 from models import provider as models
 from models.pattern import training_flops_per_token
 
@@ -19,18 +21,19 @@ HIDDEN_TOKENS = Message("reduce-scatter", "tp", 2, 120 * GB, is_async=True)
 WEIGHTS = Message("all-gather", "dp", 2, 60 * GB)  # 0.1 s
 EMPTY = DryRun(None, 4, {}, {}, {}, {})  # type: ignore[arg-type]
 MODEL = ModelConfig(pattern="*-")  # four linears
+PLANS = (Plan(()), None)  # all FLOPs are those of BF16
 
 
-def times(messages: dict[Message, int], ends: dict[Message, int] | None = None, **run: Any) -> StepTime:
-    """Of a step of two micro-batches on four ranks, with `messages` in each."""
+def times(messages: dict[Message, int], ends: dict[Message, int] | None = None, peak: float = 989) -> StepTime:
+    """Of a step of two micro-batches on four ranks, with `messages` in each. peak: TFLOP/s."""
     config = Config(
         model=MODEL,
         train=TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64),
         parallel=ParallelConfig(tensor=2),
-        run=RunConfig(**run),
     )
     dry = DryRun(None, 2, messages, messages, messages, ends or {})  # type: ignore[arg-type]
-    return step_time(config, models, 4, dry, PlannedPhase("main", 10, 8, 64))
+    with mock.patch.dict(GPUS, h100=replace(GPUS["h100"], bf16=peak)):
+        return step_time(config, models, 4, dry, PlannedPhase("main", 10, 8, 64), PLANS)
 
 
 def test_messages_within_a_host_and_between_hosts():
@@ -41,6 +44,7 @@ def test_messages_within_a_host_and_between_hosts():
     assert axis_bandwidth("dp", 2, ParallelConfig(tensor=4), 8, run) == 300
     assert axis_bandwidth("dp", 512, ParallelConfig(), 512, run) == 300  # eight adapters carry more than the links
     assert axis_bandwidth("replicate", 2, ParallelConfig(replicate=2), 16, run) == 40
+    assert axis_bandwidth("tp", 8, ParallelConfig(tensor=8, gpu="b200"), 512, run) == 600
     assert axis_bandwidth("tp", 8, parallel, 512, replace(run, dry_ranks_per_host=4)) == 160
 
 
@@ -54,16 +58,17 @@ def test_who_sends_a_message_says_whether_it_is_hidden():
 def test_the_largest_bound_is_the_step():
     flops = training_flops_per_token(MODEL, 64) * 8 * 64
     peak = flops / 4 / 1e12  # one second on each rank at a utilization of one
-    work = {"dry_peak_tflops": peak, "dry_mfu": 0.5}
-    found = times({TOKENS: 1}, **work)
+    found = times({TOKENS: 1}, peak=peak)
     assert found.compute == pytest.approx(2.0)
     assert found.seconds == pytest.approx(2.4, rel=1e-3) and found.bound == "compute"
     assert found.host == pytest.approx(2 * 4 * (3.0 + 1.3) / 1e3)  # two micro-batches of four linears
-    assert times({TOKENS: 6}, **work).bound == "messages"
-    assert times({HIDDEN_TOKENS: 6}, **work).seconds == pytest.approx(2.4, rel=1e-3)
-    assert times({HIDDEN_TOKENS: 6}, **work).bound == "messages"
+    assert times({TOKENS: 6}, peak=peak).bound == "messages"
+    assert times({HIDDEN_TOKENS: 6}, peak=peak).seconds == pytest.approx(2.4, rel=1e-3)
+    assert times({HIDDEN_TOKENS: 6}, peak=peak).bound == "messages"
     train = TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64)
-    graphs = Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4), run=RunConfig(**work))
-    assert step_time(graphs, models, 4, EMPTY, PlannedPhase("main", 10, 8, 64)).host == pytest.approx(4e-3)  # replayed
-    found = times({}, dry_peak_tflops=1e6)
+    graphs = Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4))
+    assert step_time(graphs, models, 4, EMPTY, PlannedPhase("main", 10, 8, 64), PLANS).host == pytest.approx(
+        4e-3
+    )  # replayed
+    found = times({}, peak=1e6)
     assert (found.bound, found.seconds) == ("host", found.host)
