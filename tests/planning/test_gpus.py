@@ -6,9 +6,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+import pretrain
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
+from megatron_fp4.planning.needs import planned_backend
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config
 from megatron_fp4.training.build import plans_of
@@ -57,6 +59,25 @@ def test_public_ratios(
 
 def test_the_configuration_knows_these_gpus() -> None:
     assert set(get_args(get_args(get_type_hints(ParallelConfig)["gpu"])[0])) == set(GPUS)
+
+
+def test_who_computes_the_linears_there() -> None:
+    for given, backend in (
+        ([], "emulated"),
+        (["parallel.gpu=h200"], "emulated"),
+        (["parallel.gpu=b200"], "transformer_engine"),
+        (["parallel.gpu=b200", "precision=bf16"], "emulated"),
+        (["parallel.gpu=b200", "precision.backend=torch"], "torch"),
+    ):
+        assert planned_backend(compose_config(given, CONFIGS)) == backend
+
+
+def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["model=transformer_1_2b", "train.micro_batch_size=64", "train.global_batch_size=64", "run.dry=true"]
+    assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
+    printed = capsys.readouterr()
+    assert "Memory of a rank" in printed.out
+    assert "GiB and parallel.gpu=h100 has 74.5; set train.activation_checkpointing=selective" in printed.err
 
 
 def test_emulated_gemms_take_the_time_of_bf16() -> None:
