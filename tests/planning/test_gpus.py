@@ -73,7 +73,7 @@ def test_who_computes_the_linears_there() -> None:
 
 
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["model=transformer_1_2b", "train.micro_batch_size=8", "train.global_batch_size=8", "run.dry=true"]
+    large = ["model=transformer_1_2b", "train.micro_batch_size=16", "train.global_batch_size=16", "run.dry=true"]
     large += ["train.sequence_length=8192"]
     assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
     printed = capsys.readouterr()
