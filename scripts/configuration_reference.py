@@ -1,8 +1,5 @@
 """Write docs/configuration.md: every key of a configuration with its type, default, range and explanation.
 
-    python scripts/configuration_reference.py            writes the page
-    python scripts/configuration_reference.py --check    exit code 1 if the page is not what it would write
-
 Everything is read from the dataclasses of megatron_fp4/config: types, ranges and defaults from their fields,
 explanations from their docstrings, where `key: text` or `key, other: text` explains keys and what comes first the
 section. What the default run sets otherwise (configs/config.yaml and the groups that it chooses) stands beside the
@@ -11,7 +8,6 @@ default.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import sys
@@ -50,24 +46,6 @@ and the options marked * below, stands behind an arrow.
 """
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only compare")
-    options = parser.parse_args(arguments)
-    if not PAGE.parent.is_dir():
-        print(f"configuration_reference.py: {PAGE.parent} is not there; run it in a checkout", file=sys.stderr)
-        return 2
-    written = page()
-    if not options.check:
-        PAGE.write_text(written)
-        return 0
-    if PAGE.read_text() == written:
-        return 0
-    print("docs/configuration.md is not current; run python scripts/configuration_reference.py", file=sys.stderr)
-    return 1
-
-
 def page() -> str:
     """The page's text."""
     default = compose_config([], CONFIGS)
@@ -86,7 +64,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def explanations(cls: type) -> tuple[str, dict[str, str]]:
+def _explanations(cls: type) -> tuple[str, dict[str, str]]:
     """What the docstring of a dataclass says of the whole, and, with those of its bases, of each key."""
     whole, found = "", dict[str, str]()
     for one in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
@@ -110,11 +88,12 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
         usual = {field.name: _own_default(field) for field in fields(cls)} if value is not None else {}
         others = [f"`{key}` {_shown(of)}" for key in usual if (of := getattr(value, key)) != usual[key]]
         has = f"; the default run has {', '.join(others)}" if others else ""
-        yield f"Keys as those of [{known[cls]}](#{_anchor(known[cls])}){has}."
+        anchor = re.sub(r"[^\w\-]", "", known[cls].lower())
+        yield f"Keys as those of [{known[cls]}](#{anchor}){has}."
         return
     known[cls] = path
-    whole, said = explanations(cls)
-    own: list[str] = []
+    whole, said = _explanations(cls)
+    rows: list[str] = []
     inner: list[tuple[str, Any, object]] = []
     hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):  # type: ignore[arg-type]
@@ -124,62 +103,41 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
         if is_dataclass(hint):
             inner.append((name, hint, None if current is MISSING else current))
             continue
-        inner += [(f"{name}[...]", one, None) for one in _parts(hint) if isinstance(one, type) and is_dataclass(one)]
-        row = f"`{field.name}`", type_name(hint), _default(field, current), said.get(field.name, "")
-        own.append("| " + " | ".join(map(_escaped, row)) + " |")
+        inner += [(f"{name}[...]", one, None) for one in get_args(hint) if isinstance(one, type) and is_dataclass(one)]
+        own = _own_default(field)
+        default = _shown(own) if current in (MISSING, own) else f"{_shown(own)} → {_shown(current)}"
+        row = f"`{field.name}`", _type_name(hint), default, said.get(field.name, "")
+        rows.append("| " + " | ".join(map(_escaped, row)) + " |")
     if whole:
         yield f"{whole}\n"
-    if own:
-        yield "| key | type | default | |"
-        yield "|---|---|---|---|"
-        yield from own
+    if rows:
+        yield from ("| key | type | default | |", "|---|---|---|---|", *rows)
     for name, nested_cls, current in inner:
         yield from _section(name, nested_cls, current, known)
 
 
-def type_name(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     """A type and its range in words, such as `integer ≥ 1`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _in_range(type_name(arguments[0]), arguments[1:])
+        limits = [part for one in arguments[1:] for part in (one, *getattr(one, "metadata", ()))]
+        lower = [f"> {of.gt:,}" if isinstance(of, Gt) else f"≥ {of.ge:,}" for of in limits if isinstance(of, (Gt, Ge))]
+        upper = [f"< {of.lt:,}" if isinstance(of, Lt) else f"≤ {of.le:,}" for of in limits if isinstance(of, (Lt, Le))]
+        upper = [limit for limit in upper if limit != f"≤ {MOST:,}"]  # the introduction has it
+        return " ".join([_type_name(arguments[0]), " and ".join([*lower, *upper])]).strip()
     if origin in (Union, types.UnionType):
-        return " or ".join(type_name(argument) for argument in arguments)
+        return " or ".join(_type_name(argument) for argument in arguments)
     if origin is Literal:
         return ", ".join(f"`{argument}`" for argument in arguments)
     if origin is list:
-        return f"list of {type_name(arguments[0])}"
+        return f"list of {_type_name(arguments[0])}"
     if origin is dict:
-        return f"mapping of names to {type_name(arguments[1])}"
-    if is_dataclass(hint):
-        return "mapping (below)"
-    return _NAMES[hint]
-
-
-def _in_range(name: str, metadata: tuple[Any, ...]) -> str:
-    limits = [part for one in metadata for part in (one, *getattr(one, "metadata", ()))]
-    lower = [f"> {one.gt:,}" if isinstance(one, Gt) else f"≥ {one.ge:,}" for one in limits if isinstance(one, (Gt, Ge))]
-    upper = [f"< {one.lt:,}" if isinstance(one, Lt) else f"≤ {one.le:,}" for one in limits if isinstance(one, (Lt, Le))]
-    upper = [limit for limit in upper if limit != f"≤ {MOST:,}"]  # the introduction has it
-    return " ".join([name, " and ".join([*lower, *upper])]).strip()
-
-
-def _parts(hint: Any) -> Iterator[Any]:
-    yield hint
-    for argument in get_args(hint):
-        yield from _parts(argument)
-
-
-def _default(field: Field[Any], current: object) -> str:
-    own = _own_default(field)
-    return _shown(own) if current in (MISSING, own) else f"{_shown(own)} → {_shown(current)}"
+        return f"mapping of names to {_type_name(arguments[1])}"
+    return "mapping (below)" if is_dataclass(hint) else _NAMES[hint]
 
 
 def _own_default(field: Field[Any]) -> object:
     return field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc, operator]
-
-
-def _anchor(heading: str) -> str:
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def _shown(value: object) -> str:
@@ -196,4 +154,6 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:] or not PAGE.parent.is_dir():
+        sys.exit(f"usage: python scripts/configuration_reference.py, in a checkout, writes {PAGE}")
+    PAGE.write_text(page())

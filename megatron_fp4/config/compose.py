@@ -356,7 +356,7 @@ def _checked(cls: type[_T], keys: Mapping[str, Any], folders: Sequence[Path], *p
     try:
         return cls(**keys)
     except ValidationError as error:
-        raise ConfigError(explain_value(error, keys, *path, folders=folders)) from error
+        raise ConfigError(explain_value(error, keys, path, folders)) from error
 
 
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,15 +23,17 @@ from megatron_fp4.config.schema import ADDED, Config
 HELP = "`python pretrain.py --help` lists every key and option"
 
 
-def explain_value(error: ValidationError, value: Any, *path: str | int, folders: Sequence[Path] = ()) -> str:
-    """What is wrong with the first value that the schema refuses, after the file among `folders` that has it. value:
-    what the schema was given for the key `path` (without: for a whole `Config`)."""
-    located = [(_location(one["loc"], value), one) for one in error.errors()]
+def explain_value(
+    error: ValidationError, values: Mapping[str, Any], path: Sequence[str], folders: Sequence[Path]
+) -> str:
+    """What is wrong with the first value that the schema refuses, after the file among `folders` that has it. values:
+    what the schema was given for the section at `path`."""
+    located = [(_location(one["loc"], values), one) for one in error.errors()]
     # A key of several types has an error for each; one that lies deeper is of the type that was meant.
     first = located[0][0]
     location = max((place for place, _ in located if place[: len(first)] == first), key=len)
     found = [one for place, one in located if place == location]
-    keys, wrong = [*path, *location], _at(value, location)
+    keys, wrong = [*path, *location], _at(values, location)
     where = _file_with(keys, wrong, folders)
     if found[0]["type"] == "unexpected_keyword_argument":
         return where + unknown_key(key_of(keys))
@@ -75,13 +77,11 @@ def _files(folders: Sequence[Path]) -> list[Path]:
 def explain(error: Exception, folders: Sequence[Path]) -> str:
     """What is wrong with the files in `folders`, or with how they and overrides go together. error: what Hydra,
     OmegaConf or the YAML parser raised."""
-    if isinstance(error, yaml.YAMLError):
-        mark = getattr(error, "problem_mark", None)
-        where = f"{mark.name}, line {mark.line + 1}" if mark else getattr(error, "name", folders[0])
-        return f"{where}: not valid YAML ({getattr(error, 'problem', None) or 'unreadable'}); correct that line"
+    if isinstance(error, yaml.YAMLError) and (mark := getattr(error, "problem_mark", None)):
+        return f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem}); correct that line"
     by = re.match(r"In '([^']+)'", str(error))
-    named = [folder / f"{by[1]}.yaml" for folder in folders if by and by[1] != "config"]
-    where = next((f"{path}: " for path in named if path.exists()), "")
+    named = [path for folder in folders if by and (path := folder / f"{by[1]}.yaml").exists() and by[1] != "config"]
+    where = f"{named[0]}: " if named else ""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         names = [name for name in error.options or [] if name]
@@ -90,23 +90,22 @@ def explain(error: Exception, folders: Sequence[Path]) -> str:
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
     key = str(getattr(cause, "full_key", "") or "")
-    if not key:
-        for path in [path for path in named if path.exists()] or _files(folders):
-            try:
-                content = yaml.safe_load(path.read_text())
-            except UnicodeDecodeError:
-                return f"{path} is no text in UTF-8, so no config file; choose another, or remove it"
-            except yaml.YAMLError:
-                continue
-            if content is not None and not isinstance(content, Mapping):
-                return f"{path} holds no keys but {shown(content)[:40]}; write `key: value` on a line each"
     if key and type_at(parts_of(key)) is None:
         return where + unknown_key(key)
     message = str(cause or error).strip().splitlines()[0].rstrip(".")
     message = re.sub(r'^KeyError raised while resolving interpolation: "(.*)"$', r"\1", message)
-    return (
-        f"{where}{key}: {message}; set it, or give {key.partition('[')[0]}=..." if key else f"{where}{message}; {HELP}"
-    )
+    if key:
+        return f"{where}{key}: {message}; set it, or give {key.partition('[')[0]}=..."
+    for path in named or _files(folders):
+        try:
+            content = yaml.safe_load(path.read_text())
+        except UnicodeDecodeError:
+            return f"{path} is no text in UTF-8, so no config file; choose another, or remove it"
+        except yaml.YAMLError:
+            continue
+        if content is not None and not isinstance(content, Mapping):
+            return f"{path} holds no keys but {shown(content)[:40]}; write `key: value` on a line each"
+    return f"{where}{message}; {HELP}"
 
 
 def unknown_key(key: str) -> str:
