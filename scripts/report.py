@@ -24,14 +24,14 @@ from megatron_fp4.runtime.errors import error_line
 from pretrain import CONFIGS
 
 
-def main() -> None:
-    """Write the page; exit code 2, with a line on stderr, if it cannot be."""
+def main(arguments: list[str]) -> int:
+    """Write the page; returns the exit code: 2, with a line on stderr, if it cannot be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", metavar="[NAME=]FOLDER", help="folders of runs")
     parser.add_argument("--baseline", metavar="[NAME=]FOLDER", help="what gaps are measured against")
     parser.add_argument("--output", help="where to write it (default: report.html in the folder of a single run)")
     parser.add_argument("--pictures", action="store_true", help="also draw the losses into their folders")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         defaults = yaml.safe_load(to_yaml(compose_config([], CONFIGS)))
         print(write_report(options.run, defaults=defaults, baseline=options.baseline, target=options.output))
@@ -39,9 +39,10 @@ def main() -> None:
             print(plot_loss(named_run(run)[1], options.baseline))
     except (OSError, ValueError) as error:
         print(f"report.py: {error_line(error, options.output)}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
     end_without_reader()
-    main()
+    sys.exit(main(sys.argv[1:]))

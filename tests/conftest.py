@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from data.builtin import open_builtin
+from data import builtin
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from tests.composing import quick_composing
@@ -61,10 +61,15 @@ def composed_quickly() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the built-in corpus at a vocabulary of 512, which takes some ten seconds to build: once for
-    all processes that run tests. Not to be changed."""
-    folder = _shared_folder(tmp_path_factory) / "corpus"
-    open_builtin(512, folder)
+    """A cache folder with the built-in corpus at a vocabulary of 512, of two packages of the standard library rather
+    than of all: once for all processes that run tests. Not to be changed."""
+    folder, whole = _shared_folder(tmp_path_factory) / "corpus", builtin.collect_documents
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            builtin, "collect_documents", lambda library: [*whole(library / "asyncio"), *whole(library / "email")]
+        )
+        patch.setattr(builtin, "check_enough", lambda *_: None)
+        builtin.open_builtin(512, folder)
     return folder
 
 

@@ -1,10 +1,8 @@
 """Programs as their users start them, in processes that come from a fork server with torch imported already: a start
 costs some tenths of a second instead of five.
 
-What such a process has in common with `python program.py`: a process id, arguments, an environment, a folder, files for
-what it prints, default handlers of signals, `__main__`, its exit code. What differs: modules of `PRELOAD` were imported
-before, so what happens while they are is for a test that starts Python itself. And it is killed, on Linux, when who
-started it is gone: tests that are killed leave no run behind that keeps the cores.
+Such a process is like `python program.py`, but that modules of `PRELOAD` were imported before, and that on Linux it is
+killed when who started it is gone: tests that are killed leave no run behind that keeps the cores.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,42 +14,34 @@ from megatron_fp4.runtime.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = (ROOT / "scripts" / "launch_node.sh").read_text()
+JOBSET = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "jobset.yaml").read_text())
 HOPELESS = {ExitCode.REFUSED, ExitCode.DIVERGED, ExitCode.WRONG_NUMBERS}
 
 
-@pytest.fixture(scope="module")
-def jobset() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "jobset.yaml").read_text())
-    return content
-
-
-def test_the_number_of_nodes_stands_three_times(jobset: dict[str, Any]) -> None:
-    job = jobset["spec"]["replicatedJobs"][0]
+def test_the_number_of_nodes_stands_three_times() -> None:
+    job = JOBSET["spec"]["replicatedJobs"][0]
     container = job["template"]["spec"]["template"]["spec"]["containers"][0]
     environment = {one["name"]: one.get("value") for one in container["env"]}
     nodes = int(environment["NNODES"])
     assert job["template"]["spec"]["parallelism"] == job["template"]["spec"]["completions"] == nodes > 1
-    name, network = jobset["metadata"]["name"], jobset["spec"]["network"]
+    name, network = JOBSET["metadata"]["name"], JOBSET["spec"]["network"]
     assert environment["MASTER_ADDR"] == f"{name}-{job['name']}-0-0.{network['subdomain']}"
     assert network["enableDNSHostnames"] is True
-    for name in environment:
-        assert f"${{{name}:-" in SCRIPT, f"launch_node.sh does not read {name}"
+    assert all(f"${{{name}:-" in SCRIPT for name in environment), "launch_node.sh does not read them all"
 
 
-def test_policies_know_every_exit_code(jobset: dict[str, Any]) -> None:
-    (rule,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+def test_policies_know_every_exit_code() -> None:
+    (rule,) = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     assert set(rule["onExitCodes"]["values"]) == {*map(int, HOPELESS), int(ExitCode.STOPPED)}
     actions = {}
     for code in rule["onExitCodes"]["values"]:
         # As Kubernetes words it.
         message = f"Container train for pod a/b failed with exit code {code} matching FailJob rule at index 0"
-        for one in jobset["spec"]["failurePolicy"]["rules"]:
+        for one in JOBSET["spec"]["failurePolicy"]["rules"]:
             if any(re.search(pattern, message) for pattern in one["onJobFailureMessagePatterns"]):
                 actions[code] = one["action"]
-    assert actions == {
-        **dict.fromkeys(map(int, HOPELESS), "FailJobSet"),
-        int(ExitCode.STOPPED): "RestartJobSetAndIgnoreMaxRestarts",
-    }
+    stopped = {int(ExitCode.STOPPED): "RestartJobSetAndIgnoreMaxRestarts"}
+    assert actions == {**dict.fromkeys(map(int, HOPELESS), "FailJobSet"), **stopped}
     told = {int(code) for code in re.findall(r"code=(\d+) ;;", SCRIPT)}
     assert told - {int(ExitCode.HUNG)} == set(rule["onExitCodes"]["values"])  # that one is started again
 

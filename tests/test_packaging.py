@@ -13,19 +13,38 @@ import yaml
 
 import megatron_fp4
 from megatron_fp4 import __main__ as command
+from tests.test_pretrain import small
 
+__all__ = ["small"]
 ROOT = Path(__file__).resolve().parent.parent
+# The command with several command lines, one after the other.
+PROGRAM = """
+import sys
+from megatron_fp4.__main__ import main
+for words in (["no_such_command"], ["prepare-data", "--help"], ["--check", *sys.argv[1:]]):
+    sys.argv = ["megatron-fp4", *words]
+    try:
+        main()
+    except SystemExit as end:
+        print("ended with", end.code, flush=True)
+"""
 
 
 def test_what_the_command_runs() -> None:
-    train, convert = ROOT / "pretrain.py", ROOT / "scripts" / "prepare_data.py"
+    train, prepare = ROOT / "pretrain.py", ROOT / "scripts" / "prepare_data.py"
     assert command.program([]) == command.program(["train"]) == (train, [])
     for one in ("model=tiny", "--check", "+a=1", "a='b c'"):
         assert command.program([one, "x=1"]) == (train, [one, "x=1"])
     for name in ("prepare_data", "prepare-data"):
-        assert command.program([name, "--help"]) == (convert, ["--help"])
+        assert command.program([name, "--help"]) == (prepare, ["--help"])
     with pytest.raises(ValueError, match=r"trian is no override .* commands: train .*prepare_data"):
         command.program(["trian"])
+
+
+def tracked() -> list[str]:
+    """The checkout's files that git does not ignore."""
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    return [name for name in listed.split() if (ROOT / name).exists()]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +52,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository's files as a wheel, unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"
-    tracked = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split()
-    for name in (name for name in tracked if not name.startswith("tests/") and (ROOT / name).exists()):
+    for name in (name for name in tracked() if not name.startswith("tests/")):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_bytes((ROOT / name).read_bytes())
     build = "import setuptools.build_meta as b; b.build_wheel('..')"
@@ -51,19 +69,15 @@ def test_a_wheel_has_everything_in_one_package(installed: Path) -> None:
     assert {path.name for path in installed.iterdir()} == {"megatron_fp4", info.name}
     assert (info / "top_level.txt").read_text().split() == ["megatron_fp4"]
     assert "megatron-fp4 = megatron_fp4.__main__:main" in (info / "entry_points.txt").read_text()
-    assert (installed / "megatron_fp4" / "py.typed").exists()
-    tracked = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split()
-    outside = ("tests/", "docs/", ".ci/")
-    rooms = [path for path in tracked if "/" in path and not path.startswith((*outside, "megatron_fp4/"))]
-    rooms += [path for path in tracked if "/" not in path and path.endswith(".py") and path != "setup.py"]
-    expected = {f"megatron_fp4/rooms/{path}" for path in rooms if (ROOT / path).exists()}
-    expected |= {path for path in tracked if path.startswith("megatron_fp4/") and (ROOT / path).exists()}
+    other = ("tests/", "docs/", ".ci/", "setup.py")
+    files = [name for name in tracked() if not name.startswith(other) and ("/" in name or name.endswith(".py"))]
+    expected = {name if name.startswith("megatron_fp4/") else f"megatron_fp4/rooms/{name}" for name in files}
     there = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
     assert expected <= there, f"missing: {sorted(expected - there)}"
 
 
 @pytest.mark.slow
-def test_the_installed_command_among_others_data_and_models(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_command_among_others_data_and_models(installed: Path, tmp_path: Path, small: list[str]) -> None:
     """In the current folder, first on PYTHONPATH. Without any extra."""
     for name in ("data", "models", "scripts", "exchange"):
         (tmp_path / name).mkdir()
@@ -72,20 +86,16 @@ def test_the_installed_command_among_others_data_and_models(installed: Path, tmp
     for name in ("wandb", "datasets", "pyarrow", "transformers", "safetensors", "lm_eval", "s3fs"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('an extra')\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed}"}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        here = [sys.executable, "-m", "megatron_fp4", *arguments]
-        return subprocess.run(here, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    checked = run("model=tiny", "--check", f"run.dir={tmp_path / 'run'}")
-    assert checked.returncode == 0, checked.stderr
-    usage = run("prepare-data", "--help")
-    assert usage.returncode == 0 and "--train-tokenizer" in usage.stdout, usage.stderr
-    wrong = run("no_such_command")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("megatron-fp4: no_such_command is no override")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *small, f"run.dir={tmp_path / 'run'}"],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("megatron-fp4: no_such_command is no override")
+    assert done.stdout.startswith("ended with 2\n") and "--train-tokenizer" in done.stdout
+    assert "\nok: 1 rank" in done.stdout
 
 
 def test_the_version_stands_once() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == megatron_fp4.__version__
-    assert citation["cff-version"] == "1.2.0" and citation["authors"] and citation["title"] == "megatron_fp4"

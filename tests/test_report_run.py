@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -34,9 +33,7 @@ def steps_of(run_dir: Path) -> int:
     return sum(line.startswith('{"kind": "step"') and line.endswith("}") for line in lines)
 
 
-def test_a_killed_run_resumes_and_its_page_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_resumes_and_its_page_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A small run whose length may change without changing what was: one phase, a learning rate that stays."""
     run_dir, corpus = tmp_path / "nvfp4", tmp_path / "corpus"
     corpus.mkdir()
@@ -77,7 +74,7 @@ def test_a_killed_run_resumes_and_its_page_tells(
     assert found is not None and found.starts == 2 and 0 < found.share < 1
     assert found.seconds["start-up"] > 0 and found.seconds["saves"] > 0
     assert found.seconds.get("lost work", 0.0) > 0 or lost < 10  # a killed start has its times every ten steps
-    assert json.loads((run_dir / "summary.json").read_text())["goodput"].endswith(tuple("%0123456789s"))
+    assert json.loads((run_dir / "summary.json").read_text())["goodput"] == str(found)
 
     page = (run_dir / REPORT_FILE).read_text()
     assert "loss above BF16 in percent" in page and "2 starts" in page
@@ -89,17 +86,12 @@ def test_a_killed_run_resumes_and_its_page_tells(
     assert (run_dir / REPORT_FILE).stat().st_mtime_ns == before
 
     # On demand, by the command; and a mistake is a line.
-    monkeypatch.setattr(
-        sys, "argv", ["report.py", f"A={run_dir}", f"B={other}", "--output", str(tmp_path / "two.html")]
-    )
     capsys.readouterr()
-    report.main()
+    assert report.main([f"A={run_dir}", f"B={other}", "--output", str(tmp_path / "two.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "two.html")
-    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
-    with pytest.raises(SystemExit) as end:
-        report.main()
+    assert report.main([str(tmp_path)]) == 2
     errors = capsys.readouterr().err
-    assert end.value.code == 2 and len(errors.splitlines()) == 1 and "name the folder of a run" in errors
+    assert len(errors.splitlines()) == 1 and "name the folder of a run" in errors
 
 
 def test_a_page_that_fails_is_one_warning(

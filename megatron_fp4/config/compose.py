@@ -273,7 +273,7 @@ def _whole(composed: Any, changes: Sequence[Override], folders: Sequence[Path]) 
     for added in ADDED:
         if added in keys:
             raise ConfigError(unknown_key(added))
-    config = _checked(Config, keys, folders)
+    config = _checked(Config, keys)
     config = replace(config, from_environment=_environment_texts(composed))
     config = replace(config, precision=_named(config, changes, folders))
     precision, texts = _with_recipes(config.precision, config, folders, "precision")
@@ -322,7 +322,7 @@ def _precision(
     merged = OmegaConf.merge(as_saved(replace(config, precision=PrecisionConfig(), from_environment=texts)), own)
     merged = _changed(merged, changes, folders)
     keys = _resolved(merged.precision, folders)
-    return _checked(PrecisionConfig, keys, folders, "precision"), _environment_texts(merged.precision, path)
+    return _checked(PrecisionConfig, keys, "precision"), _environment_texts(merged.precision, path)
 
 
 def _with_recipes(
@@ -351,12 +351,12 @@ def _changed(keys: Any, changes: Sequence[Override], folders: Sequence[Path]) ->
     return changed
 
 
-def _checked(cls: type[_T], keys: Mapping[str, Any], folders: Sequence[Path], *path: str) -> _T:
+def _checked(cls: type[_T], keys: Mapping[str, Any], *path: str) -> _T:
     """A `cls` of `keys`, which are those of the configuration at `path`."""
     try:
         return cls(**keys)
     except ValidationError as error:
-        raise ConfigError(explain_value(error, keys, path, folders)) from error
+        raise ConfigError(explain_value(error, keys, path)) from error
 
 
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,55 +22,28 @@ from megatron_fp4.config.schema import ADDED, Config
 HELP = "`python pretrain.py --help` lists every key and option"
 
 
-def explain_value(
-    error: ValidationError, values: Mapping[str, Any], path: Sequence[str], folders: Sequence[Path]
-) -> str:
-    """What is wrong with the first value that the schema refuses, after the file among `folders` that has it. values:
-    what the schema was given for the section at `path`."""
-    located = [(_location(one["loc"], values), one) for one in error.errors()]
+def explain_value(error: ValidationError, values: Mapping[str, Any], path: Sequence[str]) -> str:
+    """What is wrong with the first of `values`, those of the section at `path`, that the schema refuses."""
+    located = [(*_located(one["loc"], values), one) for one in error.errors()]
     # A key of several types has an error for each; one that lies deeper is of the type that was meant.
     first = located[0][0]
-    location = max((place for place, _ in located if place[: len(first)] == first), key=len)
-    found = [one for place, one in located if place == location]
-    keys, wrong = [*path, *location], _at(values, location)
-    where = _file_with(keys, wrong, folders)
+    place, wrong, _ = max((one for one in located if one[0][: len(first)] == first), key=lambda one: len(one[0]))
+    found, key = [one for its, _, one in located if its == place], key_of([*path, *place])
     if found[0]["type"] == "unexpected_keyword_argument":
-        return where + unknown_key(key_of(keys))
+        return unknown_key(key)
     said = " or ".join(dict.fromkeys(re.sub(r"^Value error, | or an instance of \w+", "", one["msg"]) for one in found))
     together = isinstance(wrong, Mapping) and found[0]["type"] == "value_error"  # settings of a section
-    return where + f"{key_of(keys)}{'' if together else '=' + shown(wrong)}: {said}".removeprefix(": ")
+    return f"{key}{'' if together else '=' + shown(wrong)}: {said}".removeprefix(": ")
 
 
-def _location(parts: Sequence[str | int], value: Any) -> list[str | int]:
-    """pydantic's place of an error without the types that it names between keys."""
+def _located(parts: Sequence[str | int], value: Any) -> tuple[list[str | int], Any]:
+    """pydantic's place of an error without the types that it names between keys, and the value there."""
     found: list[str | int] = []
     for part in parts:
         with contextlib.suppress(KeyError, IndexError, TypeError):
             value = value[part]
             found.append(part)
-    return found
-
-
-def _at(value: Any, location: Sequence[str | int]) -> Any:
-    """The value at a key's parts; an object equal to nothing else if there is none."""
-    try:
-        return functools.reduce(lambda node, part: node[part], location, value)
-    except (KeyError, IndexError, TypeError):
-        return object()
-
-
-def _file_with(keys: Sequence[str | int], value: Any, folders: Sequence[Path]) -> str:
-    """`FILE: ` of the config file that has `value` at `keys`; nothing if none has it."""
-    for file in _files(folders):
-        with contextlib.suppress(yaml.YAMLError, ValueError):  # a broken file that the run does not read
-            below = keys[file.parent.name == keys[0] :] if keys else []
-            if below and _at(yaml.safe_load(file.read_text()), below) == value:
-                return f"{file}: "
-    return ""
-
-
-def _files(folders: Sequence[Path]) -> list[Path]:
-    return [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
+    return found, value
 
 
 def explain(error: Exception, folders: Sequence[Path]) -> str:
@@ -96,7 +68,7 @@ def explain(error: Exception, folders: Sequence[Path]) -> str:
     message = re.sub(r'^KeyError raised while resolving interpolation: "(.*)"$', r"\1", message)
     if key:
         return f"{where}{key}: {message}; set it, or give {key.partition('[')[0]}=..."
-    for path in named or _files(folders):
+    for path in named or [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]:
         try:
             content = yaml.safe_load(path.read_text())
         except UnicodeDecodeError:

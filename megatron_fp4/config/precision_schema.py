@@ -165,8 +165,7 @@ class SwitchConfig:
 class DiagnosticsConfig:
     """Measurements of what quantization does to a run.
 
-    interval: steps between them, 0: none. The first is in the run's first step; after a resume or at a branch it is in
-        the first step that has a multiple of it behind it (a branch from step 200 with 50: at once, recorded as 201).
+    interval: steps between them, from the first step on; 0: none.
     """
 
     interval: AtLeastZero = 0

@@ -115,12 +115,11 @@ class PhaseConfig:
     """A span of training with one blend.
 
     name: shown in tables and logs; a checkpoint knows a phase by it.
-    fraction, steps, tokens: its length, at most one of them, a fraction of the run's steps; one phase of a run may have
-        none and gets the rest. Boundaries are whole steps.
+    fraction, steps, tokens: its length, at most one of them, a fraction of the run's steps; one phase may have none and
+        gets the rest. Boundaries are whole steps.
     blend: source name -> weight, or `tokens`: all sources, weighted by the tokens that they have.
-    global_batch_size, sequence_length: where they are not `train`'s. Batches that grow are a row of phases, which
-        continue the same blend. A phase of shorter sequences cuts each of `train.sequence_length` tokens into
-        several, so its steps have as many tokens.
+    global_batch_size, sequence_length: where they are not `train`'s. Shorter sequences are pieces of those of
+        `train.sequence_length` tokens, so a step has as many tokens.
     """
 
     name: str = "main"
@@ -146,13 +145,12 @@ class MegatronConfig:
 
     split: `--split`, such as `[949,50,1]`, if `--data-path` named the files: training takes the first share, and
         without `data.validation` the second one is held out. null: all, as with `--train-data-path`.
-    train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`: the order depends on it. null: up
-        to the end of this run.
-    consumed_samples: how many of them Megatron has trained on; this run begins after them. With `transitions`, of the
-        phase that it was in.
-    phases: `transitions`: each phase has an order of its own, as with `--phase-transition-iterations`; `relaunched`:
-        each takes up the order of its blend over the whole run, as when Megatron was started with another
-        `--data-path`.
+    train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`, on which the order depends. null:
+        up to the end of this run.
+    consumed_samples: how many of them Megatron has trained on (with `transitions`, in its last phase); this run begins
+        after them.
+    phases: `transitions`: each has an order of its own, as with `--phase-transition-iterations`; `relaunched`: each
+        takes up the order of its blend over the whole run, as when Megatron was started with another `--data-path`.
     weighted: whether the prefixes had weights; null: not if it is one. surplus: `--mid-level-dataset-surplus`.
     """
 
@@ -180,8 +178,7 @@ class DataConfig:
     order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
         `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
         already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).
-    seed: of that order; null means `run.seed`. Runs of one `run.seed` and several of these begin with the
-        same weights and read other samples; runs of several `run.seed` and one of these read the same.
+    seed: of that order, where `run.seed` is for everything else; null means `run.seed`.
     megatron: the run that `data.order=megatron` continues.
     phases: spans of the run, each with its own blend of sources; their lengths add up to the run.
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
@@ -237,8 +234,8 @@ class TrainConfig:
     activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
         or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
         In BF16, gradients have the same bits in all three (models/execution.py has the exception in FP32).
-    cuda_graphs: whether forward and backward of a micro-batch are captured once and replayed, with the same bits and
-        hardly any of the host's time (training/cuda_graphs.py): `true`, `false`, or `auto`: where they can be.
+    cuda_graphs: whether forward and backward of a micro-batch are captured once and replayed, with the same bits in
+        less of the host's time (training/cuda_graphs.py): `true`, `false`, or `auto`: where they can be.
     """
 
     steps: AtLeastOne = 300
@@ -259,7 +256,7 @@ class SpikesConfig:
     action: `none`; `skip` (no update with that batch); `rollback` (back to the last checkpoint's weights and moments,
         and on with the next batch: the data since then is skipped).
     threshold: in robust standard deviations above the median. window: accepted steps that it is taken over; half as
-        many must have been accepted, in the same data phase and precision, before a step can be a spike.
+        many, in the same data phase and precision, must come before a spike.
     max_in_row: so many spikes in a row, of rollbacks those to one checkpoint, end the run with a diagnosis.
     """
 
@@ -309,9 +306,8 @@ class CheckpointConfig:
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `required` (the same, and one must be there),
         `never`, or the path of a checkpoint: of another run, from which this one begins (its own go first on later
         starts), or of this one, to go back to.
-    initialize_from: begin at step 0 with the weights, and nothing else, of this checkpoint: of another run (or its
-        folder: the newest intact one), or an imported one, which has only weights. Later starts go on with the run's
-        own.
+    initialize_from: begin at step 0 with the weights alone of this checkpoint: of another run (or its folder: the
+        newest intact one), or an imported one. Later starts resume the run's own.
     export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
         Face folder, by a process beside the run (exchange/exports.py).
     export_format: of these folders' weights, as scripts/convert.py export-hf has them; NVFP4 (of ModelOpt or
@@ -399,8 +395,8 @@ class ParallelConfig:
     reproducible: the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does
     not depend on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay.
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
-    The others wait in one while the first rank tunes kernels whose choices neither the checkpoint nor the machine has.
-    Loader workers that deliver nothing for four fifths of it end the run too.
+    Ranks also wait in one while the first tunes kernels. Loader workers that deliver nothing for four fifths of it end
+    the run too.
     gpu: which GPU `run.dry=true` and `--check` plan for: its rates, links and memory (null: an H100's rates and links,
     and memory without a limit).
     """
@@ -447,8 +443,8 @@ class RunConfig:
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu: what its time assumes: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches.
     dry_ranks_per_host: how many there are on one, for what messages take.
-    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
-        Leave room before a time limit: the step in progress and the checkpoint come on top.
+    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit);
+        that step and the checkpoint come on top.
     """
 
     dir: PathText = "runs/default"

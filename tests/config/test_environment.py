@@ -11,32 +11,12 @@ import pytest
 
 from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved, to_yaml
 from megatron_fp4.config.schema import Config, ConfigError
+from tests.composing import CONFIGS, composed
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SECRET = "s3cret-value"
-
-
-@pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setenv("SECRET_DIR", SECRET)
-    monkeypatch.setenv("WEIGHT", "0.8125")
-    monkeypatch.delenv("NOT_SET", raising=False)
-    return compose_config(
-        [
-            "data.cache_dir=${oc.env:SECRET_DIR}/corpus",
-            "run.dir=${data.cache_dir}/run",  # through another key
-            "data.eod_token=${oc.env:NOT_SET,fallback}",
-            "data.blends={first: {code: '${oc.env:WEIGHT}', prose: 0.25}}",
-            "data.phases=[{name: a, fraction: 0.5, blend: {code: 1.0}}, "
-            "{name: b, fraction: '${oc.decode:${oc.env:HALF,0.5}}', blend: '${data.blends.first}'}]",
-        ],
-        CONFIGS,
-    )
-
-
 TEXTS = {
     "data.cache_dir": "${oc.env:SECRET_DIR}/corpus",
-    "run.dir": "${data.cache_dir}/run",
+    "run.dir": "${data.cache_dir}/run",  # through another key
     "data.eod_token": "${oc.env:NOT_SET,fallback}",
     "data.blends.first.code": "${oc.env:WEIGHT}",
     "data.phases[1].fraction": "${oc.decode:${oc.env:HALF,0.5}}",
@@ -44,17 +24,28 @@ TEXTS = {
 }
 
 
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("SECRET_DIR", SECRET)
+    monkeypatch.setenv("WEIGHT", "0.8125")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    second = ", ".join(f"{key}: '{TEXTS[f'data.phases[1].{key}']}'" for key in ("fraction", "blend"))
+    own = [f"{key}={TEXTS[key]}" for key in ("data.cache_dir", "run.dir", "data.eod_token")]
+    blends = f"data.blends={{first: {{code: '{TEXTS['data.blends.first.code']}', prose: 0.25}}}}"
+    phases = f"data.phases=[{{name: a, fraction: 0.5, blend: {{code: 1.0}}}}, {{name: b, {second}}}]"
+    return compose_config([*own, blends, phases], CONFIGS)
+
+
 def test_they_are_used_and_not_written(config: Config) -> None:
     assert config.data.cache_dir == f"{SECRET}/corpus" and config.run.dir == f"{SECRET}/corpus/run"
     assert config.data.phases[1].blend == {"code": 0.8125, "prose": 0.25}
     assert (config.data.phases[1].fraction, config.data.eod_token) == (0.5, "fallback")
     assert config.from_environment == TEXTS
-    for written in (to_yaml(config), json.dumps(as_saved(config))):
+    saved = as_saved(config)
+    for written in (to_yaml(config), json.dumps(saved)):
         assert SECRET not in written and "0.8125" not in written and "fallback}" in written
         assert "from_environment" not in written
-    saved = as_saved(config)
-    texts = {key: TEXTS[f"data.phases[1].{key}"] for key in ("fraction", "blend")}
-    assert saved["data"]["phases"][1] == {**saved["data"]["phases"][1], "name": "b", **texts}
+    assert saved["data"]["phases"][1]["blend"] == TEXTS["data.phases[1].blend"]
     assert saved["data"]["phases"][0]["fraction"] == 0.5 and saved["train"]["steps"] == config.train.steps
 
 
@@ -83,12 +74,12 @@ def test_precision_after_a_switch_and_of_exceptions(monkeypatch: pytest.MonkeyPa
     config = compose_config([exception, "precision.switch.target=of_here", "precision.switch.when=0.5"], tmp_path)
     assert config.after_switch is not None and config.after_switch.wgrad.rht == 0
     saved = as_saved(config)
-    assert saved["after_switch"]["wgrad"]["rht"] == "${oc.decode:${oc.env:RHT}}"
-    assert saved["precision"]["exceptions"][0]["recipe"]["wgrad"]["rht"] == "${oc.decode:${oc.env:RHT}}"
+    for written in (saved["after_switch"], saved["precision"]["exceptions"][0]["recipe"]):
+        assert written["wgrad"]["rht"] == "${oc.decode:${oc.env:RHT}}"
     assert config_from_saved(json.loads(json.dumps(saved)), [], tmp_path, trusted=True) == config
 
 
-def test_without_any_nothing_changes() -> None:
-    config = compose_config([], CONFIGS)
+def test_a_text_whose_key_is_gone_changes_nothing() -> None:
+    config = composed()
     assert config.from_environment == {}
     assert as_saved(replace(config, from_environment={"data.phases[7].name": "${oc.env:X}"})) == as_saved(config)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved
+from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from scripts import replay
-from tests.composing import CONFIGS
+from tests.composing import CONFIGS, composed
 
 SECRET = "canary-1234"
 
@@ -30,9 +30,9 @@ def trap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", caught)
 
 
-def saved(**data: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(json.dumps(as_saved(compose_config([], CONFIGS))))
-    content["data"].update(data)
+def saved(section: str = "data", **values: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(json.dumps(as_saved(composed())))
+    content[section] |= values
     return content
 
 
@@ -41,7 +41,6 @@ def saved(**data: Any) -> dict[str, Any]:
     [
         {"sources": {"code": "ftp://127.0.0.1/${oc.env:CANARY}/x"}},
         {"sources": {"code": ["/local/x", "http://127.0.0.1/x"]}},
-        {"sources": {"code": "/local/x"}},
         {"cache_dir": "/x/${oc.env:CANARY}"},
         {"tokenizer": "/local/tokenizer.json"},
     ],
@@ -49,28 +48,22 @@ def saved(**data: Any) -> dict[str, Any]:
 def test_data_is_refused_unless_it_is_given_or_the_run_is_trusted(data: dict[str, Any]) -> None:
     strange = saved(kind="indexed", **data)
     (key,) = ("data.sources.code" if "sources" in data else f"data.{name}" for name in data)
-    with pytest.raises(ConfigError, match=rf"has {key}=.* give --trust-config if the run is yours") as caught:
-        config_from_saved(strange, [], CONFIGS)
-    assert SECRET not in str(caught.value)
+    # Sources that are given beside it leave it there.
+    for overrides in ([], ["data.sources={prose: /mine}"]):
+        with pytest.raises(ConfigError, match=rf"has {key}=.* give --trust-config if the run is yours") as caught:
+            config_from_saved(strange, overrides, CONFIGS)
+        assert SECRET not in str(caught.value)
     given = config_from_saved(strange, [f"{key}=/mine/x"], CONFIGS)
     assert "/mine/x" in (given.data.sources.get("code"), given.data.cache_dir, given.data.tokenizer)
     trusted = config_from_saved(strange, [], CONFIGS, trusted=True)
     assert (SECRET in str(trusted.data)) == ("CANARY" in str(data))
 
 
-def test_merged_sources_are_not_given() -> None:
-    strange = saved(kind="indexed", sources={"code": "/local/x"})
-    with pytest.raises(ConfigError, match=r"data\.sources\.code=/local/x"):
-        config_from_saved(strange, ["data.sources={prose: /mine}"], CONFIGS)
-
-
 def test_values_of_the_environment_are_left_out_where_no_data_is_opened() -> None:
     config = config_from_saved(saved(cache_dir="/x/${oc.env:CANARY}"), [], CONFIGS, opens_data=False)
     assert config.data.cache_dir is None and SECRET not in str(config)
-    strange = saved()
-    strange["model"]["hidden_dim"] = "${oc.decode:${oc.env:CANARY}}"
     with pytest.raises(ConfigError, match=r"model\.hidden_dim=.* not used unasked"):
-        config_from_saved(strange, [], CONFIGS, opens_data=False)
+        config_from_saved(saved("model", hidden_dim="${oc.decode:${oc.env:CANARY}}"), [], CONFIGS, opens_data=False)
 
 
 @pytest.mark.parametrize("text", ["${oc.create:${oc.env:CANARY}}", "${hydra:runtime.cwd}", "${now:%Y}"])

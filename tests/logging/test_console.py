@@ -1,3 +1,7 @@
+"""What a run prints: lines, a bar, tables; and that an output that fails ends nothing."""
+
+from __future__ import annotations
+
 import io
 import math
 import re
@@ -6,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.logging.console import (
@@ -24,13 +29,13 @@ from megatron_fp4.training.callbacks.reporting import phases_table
 from tests.logging.written import metrics
 
 
-class Terminal(io.StringIO):
+class Stream(io.StringIO):
+    """terminal: whether it says that it is one. error: what a write raises."""
+
+    terminal, error = False, None
+
     def isatty(self) -> bool:
-        return True
-
-
-class FailingStream(io.StringIO):
-    error: OSError | None = None
+        return self.terminal
 
     def write(self, text: str) -> int:
         if self.error is not None:
@@ -38,17 +43,20 @@ class FailingStream(io.StringIO):
         return super().write(text)
 
 
-def shown(table) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(table)
-    return console.file.getvalue()
-
-
-def test_plain_lines_every_interval_at_the_end_and_of_skipped_steps():
+def shown(table: Table) -> str:
     stream = io.StringIO()
-    with RunConsole(total_steps=25, interval=10, stream=stream, memory_size=2.0) as console:
-        for step in range(1, 26):
-            console.step(replace(metrics(step, skipped=step == 3), peak_memory_gib=0.5 if step == 10 else None))
+    Console(file=stream, width=120).print(table)
+    return stream.getvalue()
+
+
+def test_plain_lines_every_interval_at_the_end_and_of_skipped_steps() -> None:
+    """On the first rank; the others print nothing."""
+    stream = Stream()
+    for active in (True, False):
+        with RunConsole(total_steps=25, interval=10, stream=stream, memory_size=2.0, active=active) as console:
+            for step in range(1, 26):
+                console.step(replace(metrics(step, skipped=step == 3), peak_memory_gib=0.5 if step == 10 else None))
+    console.table(facts_table("Done", {"steps": 5}))
     lines = stream.getvalue().splitlines()
     assert [line.split()[1:3] for line in lines] == [["step", f"{step}/25"] for step in (3, 10, 20, 25)]
     assert all(re.match(r"[0-2]\d:[0-5]\d:[0-5]\d  step ", line) for line in lines)  # the time of day
@@ -59,10 +67,11 @@ def test_plain_lines_every_interval_at_the_end_and_of_skipped_steps():
 
 
 @pytest.mark.parametrize("width", [40, 160])
-def test_a_terminal_gets_a_bar_and_the_numbers_that_fit(monkeypatch, width):
+def test_a_terminal_gets_a_bar_and_the_numbers_that_fit(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
+    stream = Stream()
+    stream.terminal = True
     with RunConsole(total_steps=25, stream=stream) as console:
         for step in range(1, 26):
             console.step(metrics(step))
@@ -73,18 +82,8 @@ def test_a_terminal_gets_a_bar_and_the_numbers_that_fit(monkeypatch, width):
     assert ("TFLOP/s" in last) == (width == 160) and "after step 25: above the bar" in plain
 
 
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_other_ranks_show_nothing(stream):
-    target = stream()
-    with RunConsole(total_steps=5, active=False, stream=target) as console:
-        console.step(metrics(1))
-        console.event(1, "switch")
-        console.table(facts_table("Done", {"steps": 5}))
-    assert target.getvalue() == ""
-
-
-def test_lines_are_not_wrapped_or_read_as_markup():
-    stream = io.StringIO()
+def test_lines_are_not_wrapped_or_read_as_markup() -> None:
+    stream = Stream()
     console = RunConsole(total_steps=5, stream=stream)
     console.event(3, "checkpoint [bold] " + "x" * 300)
     console.validation(1, {"code": 2.0, "prose": 4.0}, {"prose": 1.25})
@@ -94,12 +93,12 @@ def test_lines_are_not_wrapped_or_read_as_markup():
 
 
 @pytest.mark.parametrize(("error", "after"), [(OSError(28, "full"), "after\n"), (BrokenPipeError(32, "gone"), "")])
-def test_an_output_that_fails_ends_nothing(error, after):
+def test_an_output_that_fails_ends_nothing(error: OSError, after: str) -> None:
     """A full disk is waited for; a reader that has gone gets nothing more (rich would end the process)."""
-    stream = FailingStream()
+    stream = Stream()
     console = RunConsole(10, interval=1, stream=stream)
     console.text("before")
-    stream.error = error
+    stream.error = error  # type: ignore[assignment]
     console.step(metrics(1, loss=math.nan))
     console.table(facts_table("Facts", {"a": 1}))
     stream.error = None
@@ -107,7 +106,7 @@ def test_an_output_that_fails_ends_nothing(error, after):
     assert stream.getvalue() == "before\n" + after
 
 
-def test_the_plan_of_a_small_model_has_a_row_per_linear_and_of_a_large_one_ranges():
+def test_the_plan_of_a_small_model_has_a_row_per_linear_and_of_a_large_one_ranges() -> None:
     x4 = Operand("nvfp4", (1, 16))
     nvfp4 = Recipe("nvfp4", *[Gemm(x4, x4)] * 3)
     recipes = [BF16 if n in (3, 4, 9) else nvfp4 for n in range(12)]
@@ -119,7 +118,7 @@ def test_the_plan_of_a_small_model_has_a_row_per_linear_and_of_a_large_one_range
     assert "blocks.{0..2,5..8,10..11}.mixer.w" in text and "blocks.{3..4,9}.mixer.w" in text
 
 
-def test_the_tables_of_batch_and_phases():
+def test_the_tables_of_batch_and_phases() -> None:
     train = TrainConfig(steps=100, global_batch_size=768, micro_batch_size=2, sequence_length=8192)
     text = shown(batch_table(train, ParallelConfig(tensor=4, replicate=2), world_size=256, num_tokens=629_145_600))
     for part in ("2 replicas x 32 shards x 4 tensor-parallel", "768 sequences / (2 x 64 ranks)", "6,291,456"):
@@ -130,8 +129,8 @@ def test_the_tables_of_batch_and_phases():
     def use(source: str, share: float, epochs: float) -> SimpleNamespace:
         return SimpleNamespace(source=source, share=share, epochs=epochs, epochs_done=epochs)
 
-    whole = SimpleNamespace(name="broad", first_step=0, end_step=420, num_samples=3360, batch_size=8)
-    whole.sequence_length = None
+    phase = {"name": "broad", "first_step": 0, "end_step": 420, "num_samples": 3360, "batch_size": 8}
+    whole = SimpleNamespace(**phase, sequence_length=None)
     cut = SimpleNamespace(name="all", first_step=420, end_step=500, num_samples=640, batch_size=8, sequence_length=128)
     many = [use(f"s{i}", 0.01, i / 100) for i in range(100)]
     planned = [(whole, [use("code", 0.7, 1.5), use("prose", 0.3, 0.5)]), (cut, many)]
@@ -141,7 +140,7 @@ def test_the_tables_of_batch_and_phases():
     assert ["all", "421-500", "32", "x", "128", "s99", "1.00%", "3,277", "0.99", "0.99"] in lines
 
 
-def test_numbers_as_a_person_reads_them():
+def test_numbers_as_a_person_reads_them() -> None:
     numbers = [short_number(value) for value in (0, 12.34, 12345, 999_999, math.inf)]
     assert numbers == ["0", "12.3", "12.3k", "1M", "inf"]
     assert [short_time(value) for value in (0.2, 200, 18420, 1e6)] == ["0s", "3m20s", "5h07m", "11d13h"]

@@ -148,26 +148,8 @@ def test_texts_are_shown(tmp_path: Path, use: Callable[..., FakeWandb]) -> None:
     assert table == (["prompt", "text", "ended"], [["def", " f(x):\n    é", False], ["", None, False]])
 
 
-def test_a_tensorboard_whose_disk_fails_gets_it_all_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
-    (tmp_path / "tensorboard").touch()  # no folder can be made there
-    with closing(MetricsWriter(tmp_path, resume_step=1)) as writer:
-        writer.step(metrics(2))
-        while "LOGGING FAILED" not in caplog.text:
-            time.sleep(0.01)
-        (tmp_path / "tensorboard").unlink()
-        writer.step(metrics(3))
-        while "tensorboard works again" not in caplog.text:
-            time.sleep(0.01)
-    assert [point.step for point in board(tmp_path).Scalars("loss/train")] == [2, 3]
-
-
 @pytest.mark.parametrize(("settings", "why"), [({"refuses": True}, "no route"), ({"key": False}, "no API key")])
-def test_a_wandb_that_does_not_answer_is_offline(
-    tmp_path: Path, use: Callable[..., FakeWandb], settings: dict[str, bool], why: str
-) -> None:
+def test_a_wandb_that_does_not_answer_is_offline(tmp_path: Path, use: Any, settings: Any, why: str) -> None:
     fake = use(**settings)
     write(tmp_path, 0, 1, wandb_mode="online")
     run_id = known_run_id(tmp_path)
@@ -242,56 +224,49 @@ def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
     assert records[-1]["step"] == 3 and records[-1]["seconds"]["start-up"] > 0
 
 
-class Clock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-def record(path: Path, ledger: TimeLedger, step: int, kind: str = "time") -> None:
-    with path.open("a") as file:
-        file.write(json.dumps({"kind": kind, "step": step, **(ledger.record() if kind == "time" else {})}) + "\n")
-
-
-def train(ledger: TimeLedger, clock: Clock, first: int, last: int) -> None:
-    """Steps of a second each, with half a second of data wait; the first takes ten."""
-    for step in range(first, last + 1):
-        ledger.at(step, "data")
-        clock.now += 0.5
-        ledger.at(step, "before the step")
-        clock.now += 10 if step == first else 1
-
-
 def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_log, "time", clock := Clock())
-    path = tmp_path / "records"
+    """Steps of a second each, with half a second of data wait; the first takes ten."""
+    path, clock = tmp_path / "records", types.SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(run_log, "time", clock)
+
+    def record(ledger: TimeLedger, step: int, kind: str = "time") -> None:
+        with path.open("a") as file:
+            times = ledger.record() if kind == "time" else {}
+            file.write(json.dumps({"kind": kind, "step": step, **times}) + "\n")
+
+    def train(ledger: TimeLedger, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            ledger.at(step, "data")
+            clock.now += 0.5
+            ledger.at(step, "before the step")
+            clock.now += 10 if step == first else 1
+
     ledger = TimeLedger(began=90.0)
     ledger.at(0, "build")
     clock.now += 5
-    record(path, ledger, 0, "run")
-    train(ledger, clock, 1, 4)
+    record(ledger, 0, "run")
+    train(ledger, 1, 4)
     ledger.at(4, "save")
     clock.now += 2
-    record(path, ledger, 4)
-    train(ledger, clock, 5, 8)  # killed after that, with a checkpoint of step 4
-    record(path, ledger, 8)
+    record(ledger, 4)
+    train(ledger, 5, 8)  # killed after that, with a checkpoint of step 4
+    record(ledger, 8)
     whole = clock.now - 90.0
 
     clock.now += 1000
     again = TimeLedger(began=clock.now)
     again.resume(path, 4)
     cut_after(path, 4)
-    record(path, again, 4)
+    record(again, 4)
     assert again.seconds["lost work"] == pytest.approx(4 * 1.5 + 9)
-    train(again, clock, 5, 6)
-    record(path, again, 6, "run")
-    record(path, again, 6)
+    train(again, 5, 6)
+    record(again, 6, "run")
+    record(again, 6)
     found = goodput_of(iterate_records(path))
     assert found is not None and found.starts == 2
-    assert found.seconds == pytest.approx(
-        {"steps": 4.0, "first step": 20.0, "start-up": 15.0, "data wait": 3.0, "saves": 2.0, "lost work": 15.0}
-    )
+    expected = {"steps": 4.0, "first step": 20.0, "start-up": 15.0, "data wait": 3.0, "saves": 2.0, "lost work": 15.0}
+    assert found.seconds == pytest.approx(expected)
     assert sum(found.seconds.values()) == pytest.approx(whole + 10.5 + 1.5)
     assert str(found).startswith("6.8% of 59s in 2 starts; first step 33.9%")
     # A second fall back to the same checkpoint still knows the loss of the first.
