@@ -83,17 +83,13 @@ def test_wrong_input_is_one_line_and_exit_code_2(
         ([str(run_dir)], "name a step of it, as --step 123"),
         ([str(checkpoint), "--steps", "3"], "has no record of step 5, only of 1 to 4"),
         ([str(checkpoint), "--step", "2"], "step 2 does not lie after step 2"),
-        ([str(checkpoint), "--steps", "0"], "give --steps 1 or more"),
-        ([str(checkpoint), "--metrics", str(tmp_path / "none")], "none"),
         ([str(checkpoint), "run.deterministic=false"], "run.deterministic=false, whose bits"),
-        ([str(checkpoint), "train.stepz=3"], "train.stepz"),
         ([str(checkpoint), "run.seed=7"], "run.seed"),
         ([str(damaged)], "step_00000002"),
     ):
         assert replay.main([*arguments, "--trust-config"]) == 2, arguments
-        printed = capsys.readouterr().err
-        assert printed.startswith("replay.py: ") and expected in printed
-        assert "Traceback" not in printed
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("replay.py: ") and expected in line
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     assert replay.main([str(checkpoint), "--trust-config"]) == 2
     assert "made by 1 ranks and this is 2" in capsys.readouterr().err

@@ -41,11 +41,9 @@ def test_messages_within_a_host_and_between_hosts():
     assert axis_bandwidth("tp", 8, parallel, 512, run) == 300
     assert axis_bandwidth("dp", 64, parallel, 512, run) == 40  # one rank of the axis on each host
     assert axis_bandwidth("dp", 128, ParallelConfig(tensor=4), 512, run) == 80
-    assert axis_bandwidth("dp", 2, ParallelConfig(tensor=4), 8, run) == 300
     assert axis_bandwidth("dp", 512, ParallelConfig(), 512, run) == 300  # eight adapters carry more than the links
     assert axis_bandwidth("replicate", 2, ParallelConfig(replicate=2), 16, run) == 40
     assert axis_bandwidth("tp", 8, ParallelConfig(tensor=8, gpu="b200"), 512, run) == 600
-    assert axis_bandwidth("tp", 8, parallel, 512, replace(run, dry_ranks_per_host=4)) == 160
 
 
 def test_who_sends_a_message_says_whether_it_is_hidden():

@@ -153,9 +153,7 @@ def test_replays_add_gradients_up_by_the_tree(mesh: ParallelMesh) -> None:
 
 
 @pytest.mark.parametrize(("which", "required"), [(2, False), (1, True)])
-def test_a_capture_that_fails_is_said_and_the_run_goes_on_unless_graphs_are_required(
-    mesh: ParallelMesh, which: int, required: bool
-) -> None:
+def test_a_failed_capture_is_a_warning_or_an_error(mesh: ParallelMesh, which: int, required: bool) -> None:
     captures: list[Any] = []
 
     def failing(job: Job, function: Callable[[], Tensor], pool: Any) -> Any:
@@ -171,10 +169,8 @@ def test_a_capture_that_fails_is_said_and_the_run_goes_on_unless_graphs_are_requ
                 replayed.train(step)
             return
         assert replayed.train(step)[:2] == eager.train(step)[:2]
-    assert replayed.said == [
-        "CUDA graphs: none, because a capture failed: RuntimeError: operation not permitted when stream is capturing"
-    ]
-    assert len(captures) == which
+    (said,) = replayed.said
+    assert said.endswith("RuntimeError: operation not permitted when stream is capturing") and len(captures) == which
 
 
 @pytest.mark.parametrize(

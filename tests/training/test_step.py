@@ -147,7 +147,6 @@ def test_gradients_of_64_micro_batches_are_summed_in_fp32() -> None:
 
 
 def gradient_norm(parameters: list[nn.Parameter], mesh: Any) -> float:
-    """The global L2 norm, as a training step finds it."""
     total = squared_norm_share(parameters, mesh)
     dist.all_reduce(total)
     return math.sqrt(total.item())
