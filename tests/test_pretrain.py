@@ -144,19 +144,6 @@ def test_a_run_shows_and_writes_everything(straight: Straight, processes: int) -
 
 
 @pytest.mark.slow
-def test_started_again_it_is_finished_or_refused(straight: Straight, small: list[str], tmp_path: Path) -> None:
-    folder, _ = straight(1)
-    before = (folder / "metrics.jsonl").read_bytes()
-    assert "is finished" in run(1, [*small, f"run.dir={folder}"])
-    output = run(1, [*small, f"run.dir={folder}", "run.seed=7", f"train.steps={STEPS + 2}"], code=2)
-    assert "run.seed" in output and "allow_mismatch" in output
-    assert (folder / "metrics.jsonl").read_bytes() == before
-    after_the_switch = f"checkpoint.resume={folder}/checkpoints/step_00000007"
-    output = run(1, [*small, f"run.dir={tmp_path}", after_the_switch, "precision.switch.when=never"], code=2)
-    assert "from step 7: " in output and "precision.switch.when=never" in output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "at"), [(1, 7), (2, 6)], ids=["after the switch", "at it"])
 def test_resume_is_bitwise(straight: Straight, small: list[str], tmp_path: Path, processes: int, at: int) -> None:
     """Some steps, a checkpoint, a new process, the rest: losses and weights of the straight run, bit for bit."""

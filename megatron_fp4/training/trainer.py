@@ -479,8 +479,8 @@ class Trainer:
 
 
 def check_start(config: Config, models: ModelProvider, data: DataProvider) -> None:
-    """Raise ConfigError for the first thing that this process sees, before data is opened, why a start with `config`,
-    or its dry run, cannot be."""
+    """Raise ConfigError for the first thing that forbids a start with `config`, or its dry run, as far as this process
+    sees before any data is opened."""
     # A dry run plans for machines that are not here.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     check(config, models, data, place_in_run().world_size, device_type)
