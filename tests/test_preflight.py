@@ -139,9 +139,6 @@ def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Pat
 @pytest.mark.usefixtures("no_plan")
 def test_branches(check: Check, trained: Path, tmp_path: Path) -> None:
     start = checkpoint(trained, 2)
-    lines = check(tmp_path / "branch", f"checkpoint.resume={start}")
-    assert f"checkpoint: {start}, step 2 of 4" in lines
-    shutil.copytree(trained, tmp_path / "other")
-    assert "choose another run.dir to begin from" in refused(check, tmp_path / "other", f"checkpoint.resume={start}")
+    assert f"checkpoint: {start}, step 2 of 4" in check(tmp_path / "branch", f"checkpoint.resume={start}")
     lines = check(tmp_path / "new", f"checkpoint.initialize_from={trained}")
     assert f"checkpoint: none yet; begins at step 0 with the weights of {trained}" in lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,13 +24,12 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer
 from models.hybrid import build_model
 from models.initialization import initialize
+from tests.precision.reference import NVFP4
 from tests.training.harness import ToyBatch, launch, toy_mesh, train_step, whole
 
 pytestmark = pytest.mark.slow
 
-ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
-SR = replace(ROW, rounding="stochastic")
-NVFP4 = Recipe("nvfp4", Gemm(ROW, SQUARE), Gemm(SR, SQUARE), Gemm(SR, ROW, 16))
+ROW, SR = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
 ALL_THE_WAY = Recipe("all the way", Gemm(ROW, ROW), Gemm(SR, ROW), Gemm(SR, SR))
 CONFIG = ModelConfig(
     pattern="*-", vocab_size=64, hidden_dim=64, ffn_dim=128, num_query_heads=4, num_kv_heads=2, head_dim=16

@@ -20,16 +20,14 @@ from megatron_fp4.precision.recipe import SLOTS, Gemm, Operand, OperandSlot, Rec
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.tensor import QuantizedTensor
+from tests.precision.reference import NVFP4, QUARTET2
 from tests.recipes import changed
 from tests.training.harness import alone, launch, toy_mesh
 
-ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
+ROW = Operand("nvfp4", (1, 16))
 SR = replace(ROW, rounding="stochastic")
-NVFP4 = Recipe("nvfp4", Gemm(ROW, SQUARE), Gemm(SR, SQUARE), Gemm(SR, ROW, 16))
 MX, MX_SR = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
 FP8, FP8_SQUARE = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
-SIX = replace(ROW, four_over_six=True)
-EDEN, AGAIN = replace(ROW, rounding="ms_eden"), replace(ROW, rounding="ms_eden", source="forward")
 
 RECIPES = {
     "nvfp4": NVFP4,
@@ -39,7 +37,7 @@ RECIPES = {
         NVFP4, fprop_activation=replace(ROW, four_over_six=True), dgrad_rht=16, rht_signs="fresh"
     ),
     "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, source="codes"), wgrad_rht=0),
-    "by Quartet II": Recipe("by Quartet II", Gemm(SIX, SIX), Gemm(EDEN, AGAIN, 128), Gemm(EDEN, AGAIN, 128), "fresh"),
+    "by Quartet II": QUARTET2,
     "activations only": Recipe("activations only", Gemm(ROW), wgrad=Gemm(right=ROW, rht=16)),
 }
 

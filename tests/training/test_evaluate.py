@@ -2,16 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from data.indexed import TokenSource
-from data.validation import ValidationSet
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.callbacks.validation import evaluate
-from tests.training.harness import LENGTH, VOCAB_SIZE, ToyBatch, alone, launch, toy, toy_batches, toy_mesh, train_step
+from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, train_step
 
 NUM_GLOBAL = {"web": 3, "code": 1, "long": 5}  # with 2 ranks: 2 + 1, 1 + 0, 3 + 2
 
@@ -43,39 +40,6 @@ def test_the_mean_over_tokens_whatever_the_number_of_ranks() -> None:
     assert single["web"] == pytest.approx((2 * losses[0] + 2 * losses[1] + losses[2]) / 5, rel=1e-6)
     both = launch(_evaluate, 2)
     assert both[0] == both[1] == pytest.approx(single, rel=1e-6)
-
-
-class RandomTokens(TokenSource):
-    """Of four windows."""
-
-    num_tokens, num_documents = 4 * LENGTH + 1, 1
-
-    def tokens(self, start: int, length: int) -> np.ndarray:
-        return np.random.default_rng(0).integers(0, VOCAB_SIZE, self.num_tokens)[start : start + length]
-
-    def identity(self) -> str:
-        return "random"
-
-
-def _evaluate_windows(rank: int, num_samples: int, micro_batch_size: int) -> tuple[float, list[int]]:
-    """The held-out loss of the first windows, and how many of them each of this rank's micro-batches has."""
-    mesh = toy_mesh()
-    model, _ = toy(mesh)
-    source = ValidationSet("random", RandomTokens(), LENGTH, num_samples, VOCAB_SIZE)
-    batches = list(source.batches(micro_batch_size, mesh.dp_rank, mesh.dp_size))
-    return evaluate(model, {"random": batches}, mesh, StepState(0))["random"], [len(b.tokens) for b in batches]
-
-
-@pytest.mark.parametrize(("size", "shares"), [(1, [[1, 1], [1]]), (4, [[3], []])])
-def test_windows_that_do_not_divide_among_the_ranks(size: int, shares: list[list[int]]) -> None:
-    """What fills up ranks with fewer windows is not counted, and every window counts as much."""
-    with alone() as mesh:
-        model, _ = toy(mesh)
-        [whole] = ValidationSet("random", RandomTokens(), LENGTH, 3, VOCAB_SIZE).batches(4, 0, 1)
-        expected = np.mean([model(x[None], y[None]).item() for x, y in zip(whole.tokens, whole.targets, strict=True)])
-    found = launch(_evaluate_windows, 2, 3, size)
-    assert [rows for _, rows in found] == shares
-    assert found[0][0] == found[1][0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_leaves_no_trace_in_training() -> None:
