@@ -85,7 +85,7 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
         with only_run(config, signals) as (trainer, state):
             stops = StopConditions(Path(config.run.dir), config.run.max_minutes, signals, trainer.mesh.rank == 0)
             code = state.ended(*trainer.train(stops))
-            signals.over()  # first: torchrun may already be ending whoever is still there
+            signals.over()  # first: torchrun may already be ending the other ranks
             if code is ExitCode.FINISHED:
                 report(trainer, CONFIGS)
         return code

@@ -1,4 +1,4 @@
-"""How much of a gradient is quantization noise: the measurement behind the switch `gradient_noise`.
+"""How much of a gradient is quantization noise: the measurement of the switch `gradient_noise`.
 
 The criterion ("FP4 All the Way", arXiv 2505.19115, section 4.1 and appendix B.1): a step along g = grad L + e, with
 zero-mean noise e of standard deviation sigma_q in each of d coordinates, stops paying when

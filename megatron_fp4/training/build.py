@@ -1,6 +1,6 @@
 """From a configuration and a model provider to plans, kernels and the sharded model; what cannot run is refused first.
 
-Nothing here opens data, writes a file or knows a step. Whoever wants a model without a Trainer begins here.
+Nothing here opens data, writes a file or knows a step. Code that needs a model without a Trainer begins here.
 """
 
 from __future__ import annotations

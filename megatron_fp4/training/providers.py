@@ -1,4 +1,4 @@
-"""What training asks of whoever brings the model and the data: `pretrain.py` hands over one module of each.
+"""What training asks of the model and of the data: `pretrain.py` hands over one module of each.
 
 `models/provider.py` and `data/provider.py` are those of this project. Another model or another loader needs the same
 names; nothing under megatron_fp4 imports either.

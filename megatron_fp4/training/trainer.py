@@ -70,7 +70,7 @@ class Ending(NamedTuple):
 @dataclass
 class Step:
     """A training step. index: from 0. batch: this rank's micro-batches. began: `time.perf_counter()` of when it began
-    to wait for them. save: somebody wants a checkpoint after it, on all ranks alike."""
+    to wait for them. save: a checkpoint is wanted after it, on all ranks alike."""
 
     index: int
     batch: Sequence[MicroBatch]
