@@ -117,12 +117,7 @@ def export_megatron(
         # With these Megatron makes the keys that it looks for.
         "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": False},
     }
-    described = {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
+    described = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     buffer = io.BytesIO()
     torch.save(common, buffer)
     iteration = f"iter_{checkpoint.step:07d}"
@@ -240,28 +235,23 @@ def import_megatron(
     kept; None: what an export of ours has beside it.
     Raises ValueError, in one line, for what is not such a folder or none of our models, and OSError.
     """
-    opened = MegatronFolder(folder)
-    if wrong := [text for text in overrides if not text.startswith("model.") or "=" not in text]:
-        raise ValueError(f"{wrong[0]}: give model.key=value, such as model.num_kv_heads=8")
-    base = compose_config(list(overrides), config_dir)
-    keys = (text.partition("=")[0].removeprefix("model.") for text in overrides)
-    given = {key: getattr(base.model, key) for key in keys}
-    origin = folder.resolve()
-    if origin.name.startswith("iter_") or origin.name == "release":
-        origin = origin.parent
     try:
-        told = settings_of(opened.arguments)
-    except ValueError as error:
-        raise ValueError(f"{opened.folder / COMMON}: {error}") from error
-    settings, layers = _settings(opened, {**told, **given})
-    settings = {"name": name or origin.name, **settings, **given}
-    try:
+        if wrong := [text for text in overrides if not text.startswith("model.") or "=" not in text]:
+            raise ValueError(f"{wrong[0]}: give model.key=value, such as model.num_kv_heads=8")
+        base = compose_config(list(overrides), config_dir)
+        keys = (text.partition("=")[0].removeprefix("model.") for text in overrides)
+        given = {key: getattr(base.model, key) for key in keys}
+        opened, origin = MegatronFolder(folder), folder.resolve()
+        if origin.name.startswith("iter_") or origin.name == "release":
+            origin = origin.parent
+        found, layers = _settings(opened, {**settings_of(opened.arguments), **given})
+        settings = {"name": name or origin.name, **found, **given}
         config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
-    except ValueError as error:  # ConfigError is one, pydantic's another, of several lines
-        raise ValueError(f"{opened.folder}: {' '.join(str(error).split())}") from error
-    expected = list(parameters(config.model, layers))
-    _check_tensors(opened, expected)
+        expected = list(parameters(config.model, layers))
+        _check_tensors(opened, expected)
+    except (ValueError, DamagedCheckpointError) as error:  # ConfigError is one, pydantic's another, of several lines
+        raise ValueError(f"{folder}: {' '.join(str(error).split())}") from error
     if tokenizer is None:  # what an export writes beside the iteration
         beside = (folder / TOKENIZER, folder.resolve().parent / TOKENIZER)
         tokenizer = next((path for path in beside if path.is_dir()), None)
@@ -293,11 +283,10 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
     wanted += ["mamba_num_groups"] * ("M" in pattern) + ["rope_base"] * bool("*" in pattern and known.get("rope"))
     if missing := [key for key in wanted if key not in known]:
         listing = " ".join(f"model.{key}=..." for key in missing)
-        raise ValueError(f"{opened.folder}: neither shapes nor arguments ({COMMON}) tell all; add {listing}")
+        raise ValueError(f"neither shapes nor arguments ({COMMON}) tell all; add {listing}")
     if HEAD not in opened.tensors:
         raise ValueError(
-            f"{opened.folder} has no {HEAD}: its embedding and head are one, and models here have two; train with "
-            "--untie-embeddings-and-output-weights"
+            f"there is no {HEAD}, and models here have one; train with --untie-embeddings-and-output-weights"
         )
 
     def shape(letter: str, module: str) -> tuple[int, ...]:
@@ -322,7 +311,7 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
                 "mamba_chunk_size": 128,  # Megatron's; it moves rounding only
             }
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"{opened.folder}: shapes of its tensors are those of no model ({error})") from error
+        raise ValueError(f"the shapes of its tensors are those of no model ({error})") from error
     return found, layers
 
 
@@ -337,16 +326,14 @@ def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
     if is_gpt_model and stacked:
         return "*-" * (opened.shape(stacked[0]) or (1,))[0], "stacked"
     if not modules or stacked or sorted(modules) != list(range(len(modules))):
-        raise ValueError(f"{opened.folder} has no decoder.layers numbered from 0: no whole GPTModel and no MambaModel")
+        raise ValueError("it has no decoder.layers numbered from 0: no whole GPTModel and no MambaModel")
     if is_gpt_model:
         return "*-" * len(modules), "numbered"
     pattern = ""
     for number, names in sorted(modules.items()):
         if len(kinds := names & letters.keys()) != 1:
-            raise ValueError(
-                f"{opened.folder}: layer {number} has {', '.join(sorted(names))}; a layer of a hybrid is one of "
-                f"{', '.join(letters)}"
-            )
+            has, known = ", ".join(sorted(names)), ", ".join(letters)
+            raise ValueError(f"layer {number} has {has}; a layer of a hybrid is one of {known}")
         pattern += letters[kinds.pop()]
     return pattern, "numbered"
 
@@ -360,7 +347,7 @@ def _check_tensors(opened: MegatronFolder, expected: Sequence[Parameter]) -> Non
         is_cut = key in (EMBEDDING, HEAD) and have and want and have[0] > want[0] and have[1:] == want[1:]
         if have != want and not is_cut:
             is_there, should_be = ("no such tensor" if size is None else str(list(size)) for size in (have, want))
-            raise ValueError(f"{opened.folder}: {key} is {is_there} there, {should_be} in the model that it says it is")
+            raise ValueError(f"{key} is {is_there} there, {should_be} in the model that it says it is")
 
 
 def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:
@@ -375,19 +362,16 @@ class MegatronFolder:
     """An iteration's folder. folder: its path. tensors: the model's, by key. arguments: Megatron-LM's, as far as they
     are plain values; empty if it kept none. iteration: 0 if it is not known.
 
-    Raises ValueError, in one line that names the folder, if it is none, of another format or not whole.
+    Raises ValueError or DamagedCheckpointError if it is none, of another format or not whole.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = _iteration_in(folder)
-        try:
-            if (backend := _backend(self.folder / FORMAT)) != "torch_dist":
-                raise ValueError(f"its {FORMAT} says {backend}; save it with --ckpt-format torch_dist")
-            with files.open_plain(self.folder / METADATA) as file:
-                self._metadata: Metadata = read_metadata(file.readall(), foreign=True)
-            self.arguments, self.iteration = _read_common(self.folder / COMMON)
-        except (DamagedCheckpointError, ValueError) as error:
-            raise ValueError(f"{self.folder}: {error}") from error
+        if (backend := _backend(self.folder / FORMAT)) != "torch_dist":
+            raise ValueError(f"its {FORMAT} says {backend}; save it with --ckpt-format torch_dist")
+        with files.open_plain(self.folder / METADATA) as file:
+            self._metadata: Metadata = read_metadata(file.readall(), foreign=True)
+        self.arguments, self.iteration = _read_common(self.folder / COMMON)
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: saved
             for name, saved in self._metadata.state_dict_metadata.items()
@@ -421,7 +405,7 @@ class MegatronFolder:
 def _iteration_in(folder: Path) -> Path:
     """`folder` itself, or the iteration that its tracker file names."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give what Megatron-LM saved to, or an iter_* folder in it")
+        raise ValueError("it is not a folder; give what Megatron-LM saved to, or an iter_* folder in it")
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder

@@ -118,10 +118,7 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
         raise ValueError(MISSING) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises any type, with pages of text
-        raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
+    config = _loaded(folder, transformers.AutoConfig)
     settings = dict(getattr(config, "quantization_config", None) or {})
     if (method := settings.get("quant_method")) not in (None, "compressed-tensors"):
         raise ValueError(
@@ -130,15 +127,10 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
         )
     # Left packed, weights are decoded when the whole model is first called, which scoring does not do.
     decoded = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if method else {}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that `decoded` is not what the folder says
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True, **decoded
-            )
-    except Exception as error:
-        raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
-    model, loading = loaded
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that `decoded` is not what the folder says
+        options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **decoded}
+        model, loading = _loaded(folder, transformers.AutoModelForCausalLM, **options)
     # transformers only warns, and draws what is missing at random.
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if wrong := sorted(map(str, loading[what])):
@@ -146,24 +138,23 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
             raise ValueError(
                 f"{folder} is not a whole model: {what.replace('_', ' ')} {', '.join(wrong[:3])}{more}; export it again"
             )
-    tokenizer = _tokenizer(folder, transformers) if with_tokenizer else None
+    tokenizer = None
+    if with_tokenizer:
+        if not any(folder.glob("tokenizer*")):
+            raise ValueError(f"{folder} has no tokenizer, which tasks of text need; export it again with --tokenizer")
+        tokenizer = _loaded(folder, transformers.AutoTokenizer)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {folder} has no eos_token, by which a text begins; name it there")
     stored = settings.get("format") or getattr(config, "dtype", None) or "float32"
     return OpenedFolder(model.to(device).eval(), tokenizer, str(stored).removeprefix("torch."))
 
 
-def _tokenizer(folder: Path, transformers: Any) -> Any:
-    if not any(folder.glob("tokenizer*")):
-        raise ValueError(f"{folder} has no tokenizer, which tasks of text need; export it again with --tokenizer")
+def _loaded(folder: Path, kind: Any, **options: Any) -> Any:
+    """By one of transformers' automatic classes."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise ValueError(f"the tokenizer of {folder} cannot be loaded: {first_line(error)}") from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer of {folder} has no eos_token, by which a text without context begins; name it in "
-            "tokenizer_config.json"
-        )
-    return tokenizer
+        return kind.from_pretrained(folder, local_files_only=True, **options)
+    except Exception as error:  # transformers raises any type, with pages of text
+        raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
 
 
 def first_line(error: BaseException, length: int = 240) -> str:

@@ -242,7 +242,7 @@ class Attention(Mixer):
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
-        check_multiple(config, "num_query_heads", "num_kv_heads", "KV heads")
+        check_multiple(config, "num_query_heads", "num_kv_heads")
         if config.rope and config.head_dim % 2:
             raise ConfigError(
                 f"model.head_dim={config.head_dim} is odd, and model.rope rotates pairs; use "

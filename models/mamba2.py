@@ -384,7 +384,7 @@ class Mamba2(Mixer):
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
-        check_multiple(config, "mamba_num_heads", "mamba_num_groups", "groups")
+        check_multiple(config, "mamba_num_heads", "mamba_num_groups")
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -157,14 +157,12 @@ class Mixer(nn.Module, ABC):
         """
 
 
-def check_multiple(config: ModelConfig, name: str, of: str, what: str) -> None:
-    """Raise ConfigError unless `model.<name>` is a multiple of `model.<of>`, listing values of the latter (`what` they
-    are) that work."""
+def check_multiple(config: ModelConfig, name: str, of: str) -> None:
+    """Raise ConfigError unless `model.<name>` is a multiple of `model.<of>`."""
     size, divisor = getattr(config, name), getattr(config, of)
     if size % divisor:
-        every = [n for n in range(1, min(size, 4096) + 1) if size % n == 0]
-        works = ", ".join(map(str, sorted(sorted(every, key=lambda n: abs(n - divisor))[:12])))
-        raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; {what} that work: {works}")
+        works = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+        raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; use one of {works}")
 
 
 def input_projection(name: str, config: ModelConfig, out_features: int, groups: int = 1) -> LinearShape:

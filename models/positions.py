@@ -1,8 +1,8 @@
 """Which token is where: the documents of a training row, the tokens that a call of generation brings, and RoPE.
 
-Rows of training text hold several documents one after the other. With `data.documents=masked` no token sees another
-document than its own: attention looks at nothing else, Mamba-2's state and its convolution begin anew, and positions
-(RoPE) count from each document's first token. The logits of a document are then those of the document alone.
+With `data.documents=masked` no token sees another document of its row: attention looks at nothing else, Mamba-2's state
+and its convolution begin anew, and positions (RoPE) count from each document's first token. The logits of a document
+are then those of the document alone.
 
     numbers      int32 [b, s]        Mamba-2's scan and convolution, plain and fused (what the kernels call `seq_idx`)
     positions    int64 [b, s]        RoPE: the place of a token in its document

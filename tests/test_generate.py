@@ -10,13 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pretrain
-from data.indexed import IndexedDatasetWriter
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
 from inference.generation import Request, Sampling, Settings, generate, lower_weights
@@ -24,7 +22,8 @@ from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
 from pretrain import CONFIGS
 from scripts.generate import load, main, parse
-from tests.inference.folders import TEXT, checkpoint_of, tokenizer
+from tests.exchange.models import text_data
+from tests.inference.folders import checkpoint_of, tokenizer
 from tests.test_pretrain import ROOT, SMALL, records
 
 pytestmark = pytest.mark.slow
@@ -34,16 +33,9 @@ PROMPT = "def naïve("
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
-    made = tokenizer()
-    made.save(folder / "tokenizer.json")
-    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
-        for _ in range(30):
-            writer.add_document([*made.encode_batch([TEXT * 8])[0], made.eod_id])
-    data = ["data=indexed", f"data.sources={{text: {folder}/text}}", f"data.tokenizer={folder}/tokenizer.json"]
-    data += ["data.phases=[{name: all, blend: {text: 1}}]", "data.num_workers=0"]
     own = ["train.steps=4", "validation.interval=2", "validation.num_samples=2", "precision.switch.when=never"]
     texts = [f'validation.prompts=["{PROMPT}",""]', "validation.prompt_tokens=7", "optimizer.lr=0.02"]
-    assert pretrain.main([*SMALL, *data, *own, *texts, f"run.dir={folder / 'run'}"]) == 0
+    assert pretrain.main([*SMALL, *text_data(folder), *own, *texts, f"run.dir={folder / 'run'}"]) == 0
     return folder / "run"
 
 

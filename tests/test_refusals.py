@@ -101,7 +101,7 @@ TOGETHER = [
     ("data.phases=[{name: a, steps: 1k, blend: {code: 1}}]", "1000 steps"),
     # --- model
     ("model.pattern=MXM", "model.pattern=MXM: 'X' at position 1 is no block; use"),
-    ("model.num_kv_heads=3", "KV heads that work: 1, 2, 4, 8"),
+    ("model.num_kv_heads=3", "model.num_kv_heads=3; use one of 1, 2, 4, 8"),
     (["model.rope=true", "model.head_dim=33"], "model.head_dim=33"),
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
     # --- machine

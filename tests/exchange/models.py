@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from data.tokenizer import HuggingFaceTokenizer
+from data.indexed import IndexedDatasetWriter
+from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.weights_only import write_weights_only
 from megatron_fp4.config.schema import ModelConfig
@@ -60,3 +62,17 @@ def checkpoint_of(
     imported = {"format": "a test's"}
     write_weights_only(folder, whole, tensors.items(), imported=imported, tokenizer=identity, extra_files=kept)
     return open_checkpoint(folder, CONFIGS)
+
+
+def text_data(folder: Path) -> list[str]:
+    """Overrides of a run on a little text, written to `folder` with its tokenizer of 290 tokens."""
+    generator = np.random.default_rng(1)
+    words = ["".join(chr(97 + letter) for letter in generator.integers(26, size=5)) for _ in range(40)]
+    documents = [" ".join(generator.choice(words, 60)) for _ in range(30)]
+    tokenizer = train_tokenizer(documents, 290)
+    tokenizer.save(folder / "tokenizer.json")
+    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
+        for ids in tokenizer.encode_batch(documents):
+            writer.add_document([*ids, tokenizer.eod_id])
+    data = ["data=indexed", f"data.sources={{text: {folder}/text}}", f"data.tokenizer={folder}/tokenizer.json"]
+    return [*data, "data.phases=[{name: all, blend: {text: 1}}]", "data.num_workers=0"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from exchange.architectures import sections_of
 from exchange.nvfp4 import (
@@ -28,18 +26,14 @@ from exchange.nvfp4 import (
     trained_plan,
     trained_weight,
 )
-from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.schema import Config
-from megatron_fp4.precision.plan import Plan, PrecisionController
+from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.formats import quantize_nvfp4
 from models.hybrid import build_model
 from models.initialization import initialize
-from tests.composing import plans_of
+from tests.composing import composed, plans_of
 from tests.distributed.hybrid import watched_gemms
 from tests.exchange.decoding import block_values
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 # Groups of 40 rows in qkv_proj and of 139 in in_proj, which are padded to 48 and 144.
 SIZES = [
@@ -59,56 +53,35 @@ CASES = {
 }
 
 
-@functools.cache
-def composed(*overrides: str) -> Config:
-    return compose_config(list(overrides), CONFIGS)
-
-
-def operands_of(config: Config, plan: Plan, mesh: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What fprop's GEMMs of the running model were given as weights, by linear, and its masters."""
-    model = build_model(config.model, mesh, getattr(torch, config.precision.compute_dtype))
-    initialize(model, config.model, seed=3)
-    with torch.no_grad():  # so that no two blocks, and no two groups of rows, have the same maximum
-        for _, linear in model.linears():
-            local = linear.weight.to_local()
-            local.mul_(torch.linspace(1, 5, local.shape[0])[:, None]).mul_(torch.linspace(2, 1, local.shape[1]))
-    PrecisionController({name: m.context for name, m in model.linears()}, plan, StepState(seed=5))
-    given: list[Any] = []
-    with watched_gemms(lambda _, right: given.append(right)), torch.no_grad():
-        model(torch.arange(16)[None])
-    names = [name for name, _ in model.linears()]
-    assert len(given) == len(names) + 1  # and the head
-    masters = {name: linear.weight.full_tensor().detach().clone() for name, linear in model.linears()}
-    return dict(zip(names, given, strict=False)), masters
-
-
-def without_padding(values: Tensor, groups: int, rows: int) -> Tensor:
-    """By hand: of each of `groups` equal groups the first rows, `rows` in all."""
-    size, own = values.shape[0] // groups, rows // groups
-    return torch.cat([values[group * size : group * size + own] for group in range(groups)])
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_exported_weights_are_what_the_gemm_multiplies(case, mesh):
+    """Of the running model's fprop: its second operands, by linear, without the padding of groups."""
     overrides, count = CASES[case]
     config = composed(*overrides)
-    plan, _ = plans_of(config)
-    given, masters = operands_of(config, plan, mesh)
-    dtype = getattr(torch, config.precision.compute_dtype)
-    rows = TrainedPlan(plan, dtype).fp4()
-    padded = 0
+    plan, dtype = plans_of(config)[0], getattr(torch, config.precision.compute_dtype)
+    model = build_model(config.model, mesh, dtype)
+    initialize(model, config.model, seed=3)
+    masters = {name: linear.weight.to_local().detach() for name, linear in model.linears()}
+    for master in masters.values():  # so that no two blocks, and no two groups of rows, have the same maximum
+        master.mul_(torch.linspace(1, 5, len(master))[:, None]).mul_(torch.linspace(2, 1, master.shape[1]))
+    PrecisionController({name: m.context for name, m in model.linears()}, plan, StepState(seed=5))
+    operands: list[Any] = []
+    with watched_gemms(lambda _, right: operands.append(right)), torch.no_grad():
+        model(torch.arange(16)[None])
+    given = dict(zip((*masters, "head"), operands, strict=True))
+    rows, padded = TrainedPlan(plan, dtype).fp4(), 0
     for name, row in rows.items():
-        made = trained_weight(masters[name], row, dtype)
-        operand = given[name]
+        made, master, operand = trained_weight(masters[name], row, dtype), masters[name], given[name]
         groups = {"qkv_proj": 2, "in_proj": 2}.get(name.rpartition(".")[2], 1)
-        values = without_padding(operand.values.float(), groups, masters[name].shape[0])
+        parts = operand.values.float().chunk(groups)
+        values = torch.cat([part[: len(master) // groups] for part in parts])
         padded += len(values) < len(operand.values)
         assert torch.equal(block_values(made.codes, made.scales), values), name
         assert torch.equal(made.decode_scale(), operand.scale), name
-        asked, scale = multiplied_weight(masters[name], row, dtype)
+        asked, scale = multiplied_weight(master, row, dtype)
         assert torch.equal(asked, values) and torch.equal(scale, operand.scale), name
         # Not the master, and not nothing.
-        assert 0 < (values * operand.scale - masters[name]).abs().max() < masters[name].abs().max()
+        assert 0 < (values * operand.scale - master).abs().max() < master.abs().max()
     others = {row.linear.name: row.recipe.fprop.right.format for row in plan.rows if row.linear.name not in rows}
     assert set(others.values()) <= {"bf16", "mxfp8"}
     assert TrainedPlan(plan, dtype).others().keys() == {name for name, form in others.items() if form == "mxfp8"}

@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from data.indexed import IndexedDatasetWriter
-from data.tokenizer import train_tokenizer
 from exchange.architectures import ours_of, sections_of
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, multiplied_weight, trained_plan
@@ -27,6 +24,7 @@ from pretrain import CONFIGS
 from scripts import convert
 from tests.composing import plans_of
 from tests.exchange.decoding import block_values
+from tests.exchange.models import text_data
 from tests.test_pretrain import run
 
 pytestmark = pytest.mark.slow
@@ -47,8 +45,7 @@ TRANSFORMER = [
 RUN = [
     "train.global_batch_size=2", "train.micro_batch_size=1", "train.sequence_length=32", "train.steps=2",
     "validation.interval=0", "checkpoint.interval=1", "checkpoint.asynchronous=false", "run.device=cpu",
-    "logging.report=false", "schedule.warmup_fraction=0", "data=indexed", "data.num_workers=0",
-    "data.phases=[{name: all, blend: {text: 1}}]",
+    "logging.report=false", "schedule.warmup_fraction=0",
 ]  # fmt: skip
 # The hybrid's forward pass is in BF16 from its second step on.
 RUNS: dict[str, tuple[list[str], int]] = {
@@ -61,15 +58,7 @@ RUNS: dict[str, tuple[list[str], int]] = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """After one step of a run on a little text (the second step's is beside it), by model."""
     root = tmp_path_factory.mktemp("runs")
-    generator = np.random.default_rng(1)
-    words = ["".join(chr(97 + letter) for letter in generator.integers(26, size=5)) for _ in range(40)]
-    documents = [" ".join(generator.choice(words, 60)) for _ in range(16)]
-    tokenizer = train_tokenizer(documents, 290)
-    tokenizer.save(root / "tokenizer.json")
-    with IndexedDatasetWriter(root / "text", np.uint16) as writer:
-        for ids in tokenizer.encode_batch(documents):
-            writer.add_document([*ids, tokenizer.eod_id])
-    data = [f"data.sources={{text: {root}/text}}", f"data.tokenizer={root}/tokenizer.json"]
+    data = text_data(root)
     for name, (overrides, ranks) in RUNS.items():
         run(ranks, [*RUN, *data, *overrides, f"run.dir={root / name}"])
     yield {name: root / name / "checkpoints/step_00000001" for name in RUNS}
