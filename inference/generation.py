@@ -34,6 +34,8 @@ from models.hybrid import HybridModel
 
 NOT_FINITE = -1
 """The token where logits are not finite."""
+# Columns of the prompts that go through the model at once.
+_PIECE = 512
 # What an unfinished character decodes to.
 _REPLACEMENT = "\ufffd"
 # Tokens of the prompt that are decoded with the new ones: tokenizers leave out the space in front of a first word.
@@ -132,23 +134,18 @@ class Continuation:
 class Settings:
     """How texts are continued.
 
-    max_tokens: new ones of each. stop: the token that ends a text; None: nothing does. num_ids: only tokens below are
-    chosen, where the model has more ids than its tokenizer; None: all. piece: columns of the prompts that go through
-    the model at once.
-
-    Raises ValueError for counts below 1.
+    max_tokens: new ones of each, at least 1. stop: the token that ends a text; None: nothing does. num_ids: only tokens
+    below are chosen, where the model has more ids than its tokenizer; None: all. Raises ValueError.
     """
 
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: int | None = None
     num_ids: int | None = None
-    piece: int = 512
 
     def __post_init__(self) -> None:
-        for name, value in (("max_tokens", self.max_tokens), ("piece", self.piece)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is less than 1")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens {self.max_tokens} is less than 1")
 
 
 def generate(
@@ -171,7 +168,7 @@ def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) 
 
     Raises NotFiniteError.
     """
-    mesh, sampling, max_tokens, piece = model.mesh, settings.sampling, settings.max_tokens, settings.piece
+    mesh, sampling, max_tokens = model.mesh, settings.sampling, settings.max_tokens
     prompts = [list(request.tokens) for request in requests]
     vocab_size = model.head.weight.shape[0]
     assert all(prompt and all(0 <= token < vocab_size for token in prompt) for prompt in prompts)
@@ -190,8 +187,8 @@ def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) 
         return logits_of_all_ids(logits, mesh)[:, : settings.num_ids]
 
     logits: Tensor | None = None
-    for begin in range(0, max(map(len, prompts)), piece):
-        columns = [prompt[begin : begin + piece] for prompt in prompts]
+    for begin in range(0, max(map(len, prompts)), _PIECE):
+        columns = [prompt[begin : begin + _PIECE] for prompt in prompts]
         now = forward(columns)
         # A row without tokens here had its last ones before.
         came = torch.tensor([len(column) > 0 for column in columns], device=now.device)

@@ -10,23 +10,20 @@ wrong ones have the same distribution, and knowing how frequent words are tells 
 
 `bytes`: passages of up to 2,000 characters, cut at ends of lines, of which the log-probability of every token counts.
 
-What is chosen follows from hashes of the documents' names and line numbers: the same Python makes the same items. They
-are made when they are first asked for, and kept in the cache folder; the repository has none of the text.
+What is chosen follows from hashes of the documents' names and line numbers: the same Python makes the same items. The
+repository has none of the text.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import hashlib
-import json
 import logging
 import os
-import platform
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +37,10 @@ from data.builtin import (
     split_documents,
     standard_library,
 )
-from data.storage import build_once, default_cache_dir
 from inference.models import MISSING, first_line
 
 SHIPPED = Path(__file__).resolve().parent / "task_files"
-# Of the items: raise it, and `metadata` in inference/task_files, with any change to what is chosen.
-VERSION = 1
+# Raise `metadata.version` in inference/task_files with any change to what is chosen.
 CLOZE, BYTES = "cloze", "bytes"
 CLOZE_ITEMS, BYTES_ITEMS = 400, 64
 _DISTRACTORS = 3
@@ -139,31 +134,19 @@ def _manager(include: Path | None, own: bool) -> Any:
 
 def load_dataset(kind: str, source: str, **_: Any) -> dict[str, Any]:
     """What the task files of inference/task_files name as their data, for lm-eval: the split `test`, of the items of
-    this Python, made if they are not in the cache.
-
-    kind, source: CLOZE or BYTES, of CODE or PROSE. Raises ValueError for a Python without its sources, or a damaged
-    cache.
+    this Python. kind, source: CLOZE or BYTES, of CODE or PROSE. Raises ValueError for a Python without its sources.
     """
-    library = standard_library()
-    key = hashlib.sha256(f"{VERSION}\n{sys.version}\n{library}".encode()).hexdigest()[:12]
-    folder = default_cache_dir() / f"tasks-python{platform.python_version()}-{key}"
-    build_once(folder, partial(_make, library=library))
-    try:
-        lines = (folder / f"{kind}_{source}.jsonl").read_text(encoding="utf-8").splitlines()
-        items = [json.loads(line) for line in lines]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the cached tasks {folder} are damaged ({error}); delete the folder to make them") from error
     import datasets
 
-    return {"test": datasets.Dataset.from_list(items)}
+    return {"test": datasets.Dataset.from_list(_items()[f"{kind}_{source}"])}
 
 
-def _make(folder: Path, library: Path) -> None:
+@functools.cache
+def _items() -> dict[str, list[dict[str, Any]]]:
+    library = standard_library()
     documents = collect_documents(library)
     check_enough(documents, library)
-    for name, items in make_items(documents).items():
-        lines = (json.dumps(item) + "\n" for item in items)
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return make_items(documents)
 
 
 def make_items(documents: Sequence[Document]) -> dict[str, list[dict[str, Any]]]:

@@ -153,9 +153,7 @@ def test_a_model_that_cannot_be_examined_takes_no_scores_with_it(
 def test_shipped_tasks_run(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tasks, "collect_documents", lambda library: corpus())
-    monkeypatch.setattr(tasks, "check_enough", lambda documents, library: None)
+    monkeypatch.setattr(tasks, "_items", lambda: tasks.make_items(corpus()))
     record = tmp_path / "scores.json"
     assert evaluate.main([str(folders["transformer"]), "--limit", "6", "--json", str(record)]) == 0
     found = {(each["task"], each["metric"]) for each in json.loads(record.read_text())["results"]}

@@ -1,26 +1,37 @@
-"""Continued texts, against the whole prefix computed again for every token."""
+"""Continued texts, against the whole prefix computed again for every token; which token comes next, against definitions
+written out and frequencies of many draws; and text from tokens while they come."""
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from scipy.stats import chi2
 
+from data.tokenizer import load_tokenizer, train_tokenizer
 from inference.generation import (
+    NOT_FINITE,
     Continuation,
     NotFiniteError,
     Request,
     Sampling,
     Settings,
+    TextStream,
     TokenDraws,
     choose,
     generate,
+    prompt_tokens,
     stream,
 )
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
+from tests.data.test_tokenizer import KINDS
 from tests.models.builders import build, small_config
 from tests.models.test_inference_cache import PATTERNS
 
@@ -54,13 +65,14 @@ def hybrid(mesh: ParallelMesh) -> HybridModel:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_texts_are_those_of_recomputing(pattern: str, mesh: ParallelMesh) -> None:
+def test_texts_are_those_of_recomputing(pattern: str, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever pieces of the prompts go through the model at once; greedy, and drawn."""
     model = build(small_config(**PATTERNS[pattern], init_std=0.3), mesh)
     expected = [recomputed(model, prompt, Settings(NEW)) for prompt in prompts()]
     assert len({tuple(continuation.tokens) for continuation in expected}) > 3  # not the same for any prompt
     for piece in (1, 3, 512):
-        assert generate(model, [Request(prompt) for prompt in prompts()], Settings(NEW, piece=piece)) == expected
+        monkeypatch.setattr("inference.generation._PIECE", piece)
+        assert generate(model, [Request(prompt) for prompt in prompts()], Settings(NEW)) == expected
     settings = Settings(NEW, Sampling(0.9, 0.8, seed=4))
     requests = [Request(prompt, sample) for prompt in prompts((1, 9)) for sample in range(3)]
     found = generate(model, requests, settings)
@@ -108,3 +120,87 @@ def test_a_model_without_finite_numbers_says_so(hybrid: HybridModel) -> None:
     hybrid.final_norm.weight.data.to_local().fill_(torch.nan)
     with pytest.raises(NotFiniteError, match="not finite"):
         generate(hybrid, [Request([1])], Settings(2))
+
+
+LOGITS = [0.3, -1.0, 2.0, 2.0, 0.0, -5.0, 1.2, 2.5]
+
+
+def probabilities(logits: list[float], temperature: float, top_p: float) -> list[float]:
+    """By the definition: the likeliest first, of equally likely ones the first, until they have top_p together."""
+    weights = [math.exp(value / temperature) for value in logits]
+    shares = [weight / sum(weights) for weight in weights]
+    kept, together = [], 0.0
+    for token in sorted(range(len(shares)), key=lambda token: (-shares[token], token)):
+        if together >= top_p:
+            break
+        kept.append(token)
+        together += shares[token]
+    return [share / together if token in kept else 0.0 for token, share in enumerate(shares)]
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 0.9), (2.5, 1.0), (1.0, 1e-9)])
+def test_frequencies_are_the_probabilities(temperature: float, top_p: float) -> None:
+    """Pearson's statistic over 1,500 draws; and tokens outside of top-p never come."""
+    expected = probabilities(LOGITS, temperature, top_p)
+    sampling = Sampling(temperature, top_p, seed=1)
+    draws = TokenDraws(sampling.seed, 0, [1, 2, 3])
+    found = Counter(choose(torch.tensor([LOGITS]), sampling, [draws(place)])[0] for place in range(1500))
+    assert all(expected[token] > 0 for token in found)
+    possible = [(found[token], 1500 * share) for token, share in enumerate(expected) if share > 0]
+    statistic = sum((seen - want) ** 2 / want for seen, want in possible)
+    degrees = len(possible) - 1
+    assert statistic <= chi2.isf(1e-5, degrees) if degrees else statistic == 0
+
+
+def test_zero_and_small_temperatures_take_the_likeliest() -> None:
+    logits = torch.tensor([LOGITS, LOGITS[::-1]])
+    assert choose(logits, Sampling(), [0.9, 0.9]) == [7, 0]
+    assert choose(logits, Sampling(1e-300), [0.9, 0.9]) == [7, 0]
+    assert choose(torch.tensor([[1.0, 3.0, 3.0]]), Sampling(), [0.0]) == [1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.9)])
+def test_numbers_that_are_not_finite_are_told(sampling: Sampling) -> None:
+    rows = torch.tensor([[1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [-math.inf, 0.0]])
+    assert choose(rows, sampling, [0.5] * 4) == [NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]
+
+
+def test_draws_are_of_the_prompt_the_seed_the_sample_and_the_place() -> None:
+    kinds = [(seed, sample, prompt) for seed in (0, 1) for sample in (0, 1) for prompt in ([1, 2], [12])]
+    drawn = {TokenDraws(*kind)(place) for kind in kinds for place in range(20)}
+    assert len(drawn) == len(kinds) * 20 and all(0 <= draw < 1 for draw in drawn)
+    assert TokenDraws(0, 1, [12])(3) == TokenDraws(0, 1, (12,))(3)
+    mean = sum(TokenDraws(0, 0, [1])(place) for place in range(2000)) / 2000
+    assert abs(mean - 0.5) < 5 / math.sqrt(12 * 2000)
+
+
+TEXT = "def naïve(): return '日本語 🙂 é' # 🇩🇪 ok\n\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_the_text(kind: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(KINDS[kind][0](tmp_path))
+    text = "return argument + 5 def function_3(argument):" if tokenizer.kind == "sentencepiece" else TEXT
+    ids = tokenizer.encode_batch([text])[0]
+    for cut in range(len(ids)):
+        stream, before = TextStream(tokenizer, ids[:cut]), tokenizer.decode(ids[:cut])
+        pieces = [stream.add(token) for token in ids[cut:]]
+        if "\ufffd" not in before:
+            assert "\ufffd" not in "".join(pieces)  # whole characters only
+            assert stream.end() == ""
+            assert before + "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_whatever_a_model_says_comes_out_in_the_end() -> None:
+    """Tokens at random: parts of characters, characters that never end, special ones. A piece comes with the token that
+    completes it."""
+    tokenizer, generator = train_tokenizer(["abc"], 300), random.Random(0)
+    stream = TextStream(tokenizer)
+    assert [stream.add(token) for token in tokenizer.encode_batch(["a🙂b"])[0]] == ["a", "", "", "", "🙂", "b"]
+    for _ in range(30):
+        ids = [generator.randrange(tokenizer.vocab_size) for _ in range(40)]
+        stream = TextStream(tokenizer)
+        assert "".join([*map(stream.add, ids), stream.end()]) == tokenizer.decode(ids)
+    assert prompt_tokens(tokenizer, "") == [tokenizer.eod_id]
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        prompt_tokens(tokenizer, "a\udcff")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import attend, attend_fused
+from models.attention import attend
 from models.mamba2 import causal_conv_silu
 from models.positions import Documents, apply_rope, rope_tables
 from models.ssd import ssd_scan
@@ -121,28 +121,3 @@ def test_logits_of_a_document_are_those_of_the_document_alone(mesh, pattern):
     assert (logits - joined).abs().max() > 0.05
     # A row that is one document is what it was.
     torch.testing.assert_close(logits[1], joined[1], rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_pytorchs_own_kernel_takes_it_and_can_be_made_deterministic(deterministic):
-    """On the meta device, which has shapes and autograd: arguments, result, and where the backward pass hangs."""
-    documents = Documents(torch.zeros(2, 64, dtype=torch.int32, device="meta"), 5)
-    assert documents.boundaries.shape == (6,) and documents.boundaries.dtype == torch.int32
-    q, k, v = (
-        torch.empty(2, 64, heads, 20, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (8, 2, 2)
-    )
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    seen: list[bool] = []
-    try:
-        y = attend_fused(q, k, v, documents)
-        assert y.shape == q.shape
-        node = y.grad_fn
-        while "FlashAttention" not in node.name():
-            node = node.next_functions[0][0]
-        node.register_prehook(lambda _: seen.append(torch.is_deterministic_algorithms_warn_only_enabled()))
-        y.backward(torch.empty_like(y))
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert k.grad is not None and k.grad.shape == k.shape
-    assert seen == [not deterministic], "with warn_only, attention's backward pass warns and stays as it was"
