@@ -9,10 +9,9 @@ Between the two projections everything is FP32; with fused kernels (models/execu
 sums, states, dt, A and D FP32. `out_proj` is a layer of its own and runs as such: fused kernels that swallow it would
 leave it out of the precision plan.
 
-The convolution over time is causal and depthwise; x before the sequence, and x of another document, count as zero. It
-is written as `width` shifted multiply-adds over [batch, sequence, channels]: the channels stay innermost, as the
-projections before and after want them, and on a CPU this is several times faster than `conv1d`. Only the input is kept
-for the backward pass, which computes the sum before SiLU again.
+In the convolution, x before the sequence and x of another document count as zero. It is written as `width` shifted
+multiply-adds over [batch, sequence, channels], on a CPU several times faster than `conv1d`. Only the input is kept for
+the backward pass, which computes the sum before SiLU again.
 
 Shapes: t tokens, b batch, s sequence, c channels of this rank, k taps, g state groups of this rank, h heads of this
 rank, p head dimension, n state.
@@ -48,19 +47,12 @@ _DT_FLOOR = 1e-4
 
 
 def causal_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
-    """The convolution at the top of this file: [batch, sequence, channels] -> the same shape, in the weight's dtype.
-
-    documents_bs: int32, the number of each token's document, ascending in a row; None: a row is one document.
-    """
+    """The convolution at the top of this file, in the weight's dtype. documents_bs: as of `plain_scan`."""
     return _CausalConvSiLU.apply(x_bsc, weight_ck, bias_c, documents_bs)  # type: ignore[return-value]
 
 
 def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
-    """The same by causal-conv1d: in the dtype of `x_bsc`, with FP32 sums.
-
-    It takes documents with the channels innermost only, as they are here: int32, contiguous, never negative, with
-    memory after them to the end of a chunk (models/positions.py).
-    """
+    """The same by causal-conv1d: in the dtype of `x_bsc`, with FP32 sums. documents_bs: as `Documents.numbers` lies."""
     from causal_conv1d import causal_conv1d_fn
 
     y_bcs: Tensor = causal_conv1d_fn(
@@ -93,8 +85,7 @@ def continued_conv_silu(
 def _shifts(padded: Tensor, width: int, documents: Tensor | None = None, first: int = 0) -> Iterator[Tensor]:
     """A padded input [b, s + width - 1, c] as each tap sees it: [b, s, c], zero where that is another document.
 
-    documents: padded likewise, with a number that no document has. first: the index, in the padded rows, of the first
-    token of the unpadded ones.
+    documents: padded likewise, with a number that no document has. first: where the unpadded rows begin.
     """
     length = padded.shape[1] - width + 1
     for k in range(width):

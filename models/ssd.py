@@ -53,8 +53,7 @@ from torch.autograd import Function
 
 
 class ScanInputs(NamedTuple):
-    """x [b, s, h, p]; dt [b, s, h] before its bias and softplus; A [h], negative; B and C [b, s, g, n]; D and dt_bias
-    [h]. Head i belongs to group i // (h / g)."""
+    """dt is before its bias and softplus, A negative."""
 
     x_bshp: Tensor
     dt_bsh: Tensor
@@ -68,7 +67,8 @@ class ScanInputs(NamedTuple):
 def plain_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
     """y [b, s, h, p] of the formulas above in plain PyTorch; all FP32 but `dt_bsh`, which may be BF16.
 
-    documents_bs: int32, the number of each token's document, ascending in a row; None: a row is one document.
+    documents_bs: int32, the number of each token's document, ascending in a row and not negative; None: a row is one
+    document.
     """
     x, dt, a, b, c, d, dt_bias = inputs
     dt = F.softplus(dt.to(torch.float32) + dt_bias)
@@ -87,11 +87,7 @@ def continued_scan(inputs: ScanInputs, chunk_size: int, state_bgnrp: Tensor, val
 
 
 def fused_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
-    """The same by mamba-ssm's Triton kernels: x, dt, B and C in BF16, the rest in FP32; BF16 out.
-
-    They take a state over from the chunk before if its last token and the token in question have the same number, so a
-    number must not come back later in a row; a negative one means padding.
-    """
+    """The same by mamba-ssm's Triton kernels: x, dt, B and C in BF16, the rest in FP32; BF16 out."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     x, dt, a, b, c, d, dt_bias = inputs
@@ -109,12 +105,8 @@ def ssd_scan(
     chunk_size: int,
     documents_bs: Tensor | None = None,
 ) -> Tensor:
-    """y [batch, sequence, heads, head_dim] of the recurrence above, by chunks of `chunk_size` tokens.
-
-    x_bshp: [batch, sequence, heads, head_dim]. dt_bsh: positive step sizes. a_h: negative decay rates.
-    b_bsgn, c_bsgn: [batch, sequence, groups, state]. All of one dtype; any sequence length. documents_bs: int32, the
-    number of each token's document, ascending in a row and not negative; None: a row is one document.
-    """
+    """y [b, s, h, p] of the recurrence above, by chunks of `chunk_size` tokens. dt_bsh: positive step sizes. All of one
+    dtype; any sequence length. documents_bs: as of `plain_scan`."""
     length = x_bshp.shape[1]
     chunk_size = min(chunk_size, length)
     extra = -length % chunk_size
