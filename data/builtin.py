@@ -6,13 +6,11 @@ Two sources, each split into training and validation, and a BPE tokenizer traine
     prose    the language reference that `help()` prints (`pydoc_data`), docstrings (of the modules compiled into the
              interpreter too), the licence and other text files
 
-Some three million tokens: enough to train the tiny model and see its loss fall below what token frequencies alone
-allow, without a network and without an account.
+Some three million tokens: enough to train the tiny model without a network.
 
 The split goes by a hash of a document's origin (its file or help topic), so a file stays on its side when others come
-and go, and its code and docstrings stay together. Text is also repeated between origins: the help topic "compound"
-contains "while", docstrings are copied to subclasses. An origin that shares a long paragraph with training goes to
-training: no validation text is trained on.
+and go, and its code and docstrings stay together. Text is also repeated between origins (the help topic "compound"
+contains "while"), so an origin that shares a long paragraph with training goes to training.
 """
 
 from __future__ import annotations
@@ -89,13 +87,10 @@ def check_builtin(data: Any) -> None:
 
 
 def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBundle:
-    """Open the corpus at this vocab_size from the cache, or build it there in some ten seconds.
+    """Open the corpus at this vocab_size from the cache, or build it there in some ten seconds, once for all processes.
 
-    cache_dir: where it is kept, default_cache_dir() if None. Processes that share the disk build it once. The cache
-    distinguishes the interpreter (its exact version and place), vocab_size and FORMAT_VERSION. The tokenizer has at
-    most vocab_size ids.
-
-    Raises ValueError when this Python carries too little text, vocab_size is below 257, or the cache is damaged.
+    cache_dir: where it is kept, default_cache_dir() if None. The tokenizer has at most vocab_size ids. Raises
+    ValueError when this Python carries too little text, vocab_size is below 257, or the cache is damaged.
     """
     library = standard_library()
     identity = f"{FORMAT_VERSION}\n{sys.version}\n{library}\n{vocab_size}"
@@ -126,11 +121,8 @@ def standard_library() -> Path:
 
 
 def collect_documents(library: Path) -> list[Document]:
-    """Every document of a standard library folder and of this interpreter's built-in modules, in a fixed order.
-
-    Files that are not text in their declared encoding, or not Python of this version, are left out; so is what a
-    stripped installation lacks, and documents shorter than 160 characters.
-    """
+    """Every document of a standard library folder and of this interpreter's built-in modules, in a fixed order. What is
+    no text in its declared encoding, no Python of this version, or too short is left out."""
     documents: list[Document] = []
     for path in _watched("reading the standard library", _files(library, ".py")):
         documents += _from_code(path, path.relative_to(library).as_posix())
@@ -206,9 +198,8 @@ def check_enough(documents: Sequence[Document], library: Path) -> None:
         found = sum(len(document.text) for document in documents if document.source == source)
         if found < minimum:
             raise ValueError(
-                f"the standard library at {library} has {found} characters of {source}, fewer than {minimum}: this "
-                "Python was stripped of its sources or help texts. Install the full one (Debian: apt install "
-                "libpython3-stdlib pydoc, or python3-full), or train on your own data with data=indexed"
+                f"the standard library at {library} has {found} characters of {source}, fewer than {minimum}; install "
+                "the full Python (Debian: apt install python3-full), or train on your own data with data=indexed"
             )
 
 
@@ -219,10 +210,7 @@ def paragraphs(text: str) -> set[str]:
 
 
 def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, validation): validation gets about `fraction` of the origins, less those that repeat training.
-
-    Pure and independent of the order of documents; each list keeps that order.
-    """
+    """(training, validation): validation gets about `fraction` of the origins, less those that repeat training."""
     by_origin: dict[str, set[str]] = {}
     for document in documents:
         by_origin.setdefault(document.origin, set()).update(paragraphs(document.text))
@@ -239,10 +227,8 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
 
 
 def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -> None:
-    """Split, train the tokenizer on the training splits, write both splits of both sources under `folder`.
-
-    Raises ValueError if a source has no document in a split.
-    """
+    """Split, train the tokenizer on the training splits, write both splits of both sources under `folder`. Raises
+    ValueError if a source has no document in a split."""
     training, validation = split_documents(documents, HELD_OUT_FRACTION)
     _say(f"training a tokenizer of {vocab_size:,} ids on {len(training):,} documents")
     tokenizer = train_tokenizer((document.text for document in training), vocab_size)

@@ -56,7 +56,6 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-_OLDER_MAGIC = b"TNTIDX\x00\x00"
 
 CHECKED_BLOCKS = 256
 """Of an index, when it is opened."""
@@ -73,28 +72,23 @@ class TokenSource(Protocol):
     """One stream of tokens: documents laid end to end, from which samples are cut.
 
     Loader workers get it by pickling, so what is large should be opened again rather than copied. `str()` of it says in
-    error messages where the tokens come from, such as the path of a file. A slice that leaves the stream is an
-    AssertionError.
+    error messages where the tokens come from. A slice that leaves the stream is an AssertionError.
+
+    num_sequences: what Megatron shuffles, the sequences of the `.idx`, of which a document is one or more, or none if
+    empty. parts: the sources that it consists of, in order; itself alone if it is one piece.
     """
 
-    @property
-    def num_tokens(self) -> int:
-        """Length of the stream."""
+    num_tokens: int
+    num_documents: int
 
     @property
-    def num_documents(self) -> int:
-        """How many documents it was made of."""
+    def num_sequences(self) -> int: ...
 
     @property
-    def num_sequences(self) -> int:
-        """What Megatron shuffles: the sequences of the `.idx`, of which a document is one or more, or none if empty."""
-
-    @property
-    def parts(self) -> Sequence[TokenSource]:
-        """The sources that it consists of, in order; itself alone if it is one piece."""
+    def parts(self) -> Sequence[TokenSource]: ...
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) of the stream, integers [length], the same at every call."""
+        """Tokens [start, start + length) of the stream, integers [length]."""
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         """Where the documents [first, last) begin in the stream, and where the last one ends, in tokens: int64
@@ -145,10 +139,7 @@ class DataBundle:
 
 
 def check_ids(what: str, stream: TokenSource, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError for a token id outside the model's vocabulary, rather than in an embedding kernel.
-
-    what: what messages call the source.
-    """
+    """Raise ValueError for a token id outside the model's vocabulary, rather than in an embedding kernel."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -178,10 +169,7 @@ def document_at(source: TokenSource, token: int) -> int:
 
 
 def document_numbers(source: TokenSource, start: int, length: int) -> np.ndarray:
-    """The number, from 0, of the document of each of the tokens [start, start + length) of a stream: int32 [length].
-
-    Looks at O(log documents) documents to find the first, and at those that begin here.
-    """
+    """The number, from 0, of the document of each of the tokens [start, start + length) of a stream: int32 [length]."""
     begins = np.zeros(length, dtype=np.int32)
     # Documents that begin after the first token, in blocks, up to one that begins after the last.
     document, block, end = document_at(source, start) + 1, 16, source.num_documents
@@ -211,21 +199,19 @@ def tokens_path(prefix: str | Path) -> Path:
 
 
 def facts_path(prefix: str | Path) -> Path:
-    """`<prefix>.json`, what is known of a pair; optional for those who read it."""
+    """Of what is known of a pair; optional for those who read it."""
     return Path(f"{prefix}.json")
 
 
 class IndexedDataset:
     """A dataset opened for reading, a `TokenSource`: two files, or two objects of a store (`s3://bucket/prefix`).
 
-    Nothing is loaded, and opening takes the same time whatever the size: checked_blocks evenly spaced blocks of the
-    index are looked at (None: 256, of an object 2, its ends), and what is read is checked then.
-    remote_cache: the folder where parts of objects are kept (storage.py), None: the user's.
+    Opening takes the same time whatever the size: checked_blocks evenly spaced blocks of the index are looked at (None:
+    256, of an object 2, its ends), and what is read is checked then. remote_cache: the folder where parts of objects
+    are kept (storage.py), None: the user's.
 
     Raises FileNotFoundError when a file is missing and ValueError, with the first fault that is found, when the two are
     not a whole dataset. So does reading when a file was cut short or replaced meanwhile, or the index is damaged there.
-    Pickles as what it found in them: a loader worker opens the files without checking again, and refuses others in
-    their place.
     """
 
     def __init__(self, prefix: str | Path, checked_blocks: int | None = None, remote_cache: Path | None = None) -> None:
@@ -238,7 +224,8 @@ class IndexedDataset:
         self._pointers_at = HEADER.size + 4 * self.num_sequences
         self._entries_at = HEADER.size + 12 * self.num_sequences
         size = self._entries_at + 8 * (self.num_documents + 1)
-        if self._index.size not in (size, size + self.num_sequences):
+        self.has_modes = self._index.size == size + self.num_sequences  # multimodal data
+        if self._index.size != size and not self.has_modes:
             raise self._damaged(f"has {self._index.size} bytes where its header announces {size}")
         last = self.num_sequences - 1
         pointer, length = int(self._pointers(last, last + 1)[0]), int(self._lengths(last, last + 1)[0])
@@ -290,7 +277,7 @@ class IndexedDataset:
         return np.frombuffer(self._tokens.read(start * size, length * size), self.dtype)
 
     def document(self, document: int) -> np.ndarray:
-        """All tokens of one document, read-only [its length]."""
+        """All tokens of one document."""
         start, end = self.document_offsets(document, document + 1).tolist()
         return self.tokens(start, end - start)
 
@@ -384,11 +371,6 @@ class IndexedDataset:
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
         """(dtype, number of sequences, number of documents)."""
         header = self._bytes(0, min(HEADER.size, self._index.size))
-        if header.startswith(_OLDER_MAGIC):
-            raise ValueError(
-                f"{self}.idx is of Megatron's older format without memory mapping (TNTIDX); prepare the dataset "
-                "again, with a dataset_impl of mmap"
-            )
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise self._damaged(f"does not start with Megatron's {MAGIC!r}, so it is not a whole .idx file")
         _, version, code, num_sequences, num_entries = HEADER.unpack(header)
@@ -410,17 +392,13 @@ def _spaced(total: int, blocks: int) -> list[int]:
 
 
 class Concatenation:
-    """`parts`, one after the other, as one `TokenSource`; a part that is there twice counts twice.
-
-    Documents and tokens are numbered through all parts. A lookup takes the logarithm of their number. Raises ValueError
-    without parts.
-    """
+    """`parts`, one after the other, as one `TokenSource`; a part that is there twice counts twice. Raises ValueError
+    without parts."""
 
     def __init__(self, parts: Sequence[TokenSource]) -> None:
         if not parts:
             raise ValueError("a source of no files has no tokens; name at least one")
         self.parts = list(parts)
-        """In the order of the stream."""
         self._token_starts = list(accumulate((part.num_tokens for part in parts), initial=0))
         self._document_starts = list(accumulate((part.num_documents for part in parts), initial=0))
         self.num_tokens, self.num_documents = self._token_starts[-1], self._document_starts[-1]
@@ -475,16 +453,12 @@ class Concatenation:
 
     def identity(self) -> str:
         """`parts-1:` and a sha256 of the parts' sizes and identities in order."""
-        digest = hashlib.sha256()
-        for part, identity in zip(self.parts, self.part_identities(), strict=True):
-            digest.update(f"{part.num_tokens} {identity}\n".encode())
-        return f"parts-1:{digest.hexdigest()}"
-
-    def part_identities(self) -> list[str]:
-        """The identity of each part; of one that is there several times it is found once."""
         different = {id(part): part for part in self.parts}
-        identities = dict(zip(different, side_by_side(lambda part: part.identity(), different.values()), strict=True))
-        return [identities[id(part)] for part in self.parts]
+        found = dict(zip(different, side_by_side(lambda part: part.identity(), different.values()), strict=True))
+        digest = hashlib.sha256()
+        for part in self.parts:
+            digest.update(f"{part.num_tokens} {found[id(part)]}\n".encode())
+        return f"parts-1:{digest.hexdigest()}"
 
 
 class TokenRange:
@@ -561,10 +535,9 @@ def _counting(number: int) -> Iterator[np.ndarray]:
 class IndexedDatasetWriter:
     """A context manager that writes documents one after another; the dataset appears at its end, when it is whole.
 
-    Both files are written under temporary names, flushed to disk and renamed, `.idx` last: a crash leaves no
-    `.idx`, hence no dataset. After an exception what was written is removed, and an earlier dataset of the same name
-    left alone. Each document is one sequence. `dtype` must be an integer type of the format. Raises ValueError at the
-    end if no document was added.
+    Both files are written under temporary names and renamed, `.idx` last: a crash leaves no dataset. After an exception
+    what was written is removed, and an earlier dataset of the same name left alone. Each document is one sequence.
+    Raises ValueError at the end if no document was added.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | type[np.integer[Any]]) -> None:
@@ -577,11 +550,8 @@ class IndexedDatasetWriter:
         self._file = open(self._temporary[0], "wb")  # noqa: SIM115 - closed at the end
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document, [num_tokens] integers.
-
-        Raises ValueError for an empty document, one that is not one-dimensional, or an id that the dtype
-        cannot hold (numpy would wrap it round silently).
-        """
+        """Append one document, [num_tokens] integers. Raises ValueError for an empty one, or an id that the dtype
+        cannot hold."""
         values, limits = np.asarray(tokens), np.iinfo(self.dtype)
         if values.ndim != 1 or not 0 < values.size <= np.iinfo(np.int32).max or values.dtype.kind not in "iu":
             raise ValueError(

@@ -6,10 +6,9 @@ neighbours): the same micro-batches exist at any R, so another number of ranks o
 changes neither their content nor their order. The whole position is the number of samples consumed.
 
 A checkpoint keeps with it a fingerprint of the data, plain JSON: seed, sequence length, order of samples, the files of
-each source, the phases. On resume only what shaped the samples already consumed must agree: a phase that has served
-samples must keep its blend, and a source that has given some must keep its files. What is to come may change: where
-phases begin and end, their blends, batches and sequence lengths, and a source may have more files after those that it
-had.
+each source, the phases. On resume what shaped the samples already consumed must agree: a phase that has served samples
+keeps its blend, and a source that has given some keeps its files. What is to come may change, and a source may have
+more files after those that it had.
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ UNCOUNTED = -1
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Micro-batch `index` of its global batch: tokens and targets, int64 [rows, sequence length]. A phase of shorter
-    sequences has more rows than micro_batch_size.
+    """Micro-batch `index` of its global batch (the same at any data-parallel size): tokens and targets, int64
+    [rows, sequence length]. A phase of shorter sequences has more rows than micro_batch_size.
 
-    targets[:, t] is the token that follows tokens[:, t], or negative if it does not count. The index is the same at any
-    data-parallel size.
+    targets[:, t] is the token that follows tokens[:, t], or negative if it does not count.
     documents: int32, the same shape, where they are masked: the number of each token's document in its row, ascending
     from 0. num_documents: of all rows together. num_targets: how many targets count; None: all.
     """
@@ -100,10 +98,9 @@ class MicroBatchLoader:
     """Loads one rank's micro-batches, step by step.
 
     `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers processes
-    prepare the micro-batches of the next two steps ahead of time; with 0 the rank reads each when it needs it. device:
-    where the rank will send them; for a GPU they lie in page-locked memory. Workers that deliver nothing for
-    timeout_seconds (0: for ever) are an error that names them. masked, boundary_loss: as `data.documents=masked` and
-    `data.boundary_loss`. A phase's batch divides into whole rounds of micro-batches.
+    prepare the micro-batches of the next two steps; with 0 the rank reads each when it needs it. device: where the rank
+    will send them; for a GPU they lie in page-locked memory. Workers that deliver nothing for timeout_seconds (0: for
+    ever) are an error that names them. masked, boundary_loss: as `data.documents=masked` and `data.boundary_loss`.
 
     Raises ValueError when a source is missing.
     """
@@ -123,7 +120,7 @@ class MicroBatchLoader:
     consumed_samples: int = field(default=0, init=False)
     """Global samples handed out so far, by all ranks together, the step in progress included."""
     changes: list[str] = field(default_factory=list, init=False)
-    """What of the data is other than the checkpoint that was loaded had it, in words."""
+    """What of the data differs from the checkpoint that was loaded, in words."""
     data_wait: float = field(default=0.0, init=False)
     """Seconds for which the rank waited for the newest step's micro-batches."""
     worker_pids: list[int] = field(default_factory=list, init=False)
@@ -140,11 +137,8 @@ class MicroBatchLoader:
         return self.schedule.span(step).batch_size // (self.micro_batch_size * self.dp_size)
 
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of the steps [start_step, end_step), a list for each step.
-
-        Workers live until the iterator ends or is closed. Raises LoaderError where they die or deliver nothing, and
-        what reading raises.
-        """
+        """This rank's micro-batches of the steps [start_step, end_step), a list for each step. Workers live until the
+        iterator ends or is closed. Raises LoaderError where they die or deliver nothing, and what reading raises."""
         own = self.micro_batch_size, self.dp_rank, self.dp_size, self.consecutive, self.masked
         micro_batches = RankMicroBatches(self.schedule, self.sources, *own, start_step, end_step)
         with contextlib.closing(self._batches(micro_batches)) as batches:
@@ -190,8 +184,7 @@ class MicroBatchLoader:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the data of this run: JSON types only, and nothing of where files lie. Reads the sources'
-        indexes once."""
+        """What identifies the data of this run: JSON types, and nothing of where files lie."""
         # Where other data was allowed, one of the past may be gone.
         used = [self.sources[name] for name in self.schedule.source_names if name in self.sources]
         # An object of a store takes a while to name itself, and then knows.
@@ -217,10 +210,8 @@ class MicroBatchLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stand where a checkpoint stood; the run resumes with the step that begins after consumed_samples.
-
-        Where this run lays out its phases otherwise, or a source has got more files, what was consumed stays as it was,
-        and the rest holds from there on; `changes` then says so.
+        """Stand where a checkpoint stood. Where this run lays out its phases otherwise, or a source has got more files,
+        what was consumed stays as it was, and the rest holds from there on; `changes` then says so.
 
         Raises ValueError, with what differs, when this run's data would not have given the samples that the
         checkpoint has seen, unless allow_other_data; and when the run ends before.
@@ -264,10 +255,8 @@ class MicroBatchLoader:
         self.schedule, self.sources, self.consumed_samples, self.changes = schedule, sources, consumed, changes
 
     def _other_past(self, saved: Mapping[str, Any], consumed: int, counts: Mapping[str, int]) -> list[str]:
-        """What of the past this run would replace, one sentence each.
-
-        saved: the fingerprint of the run that has consumed the samples, `counts` of them from each source.
-        """
+        """What of the past this run would replace, one sentence each. saved: the fingerprint of the run that has
+        consumed the samples, `counts` of them from each source."""
         if "format" not in saved:
             raise ValueError("the checkpoint was written by version 0.2, whose order of samples is no more; start anew")
         one = next(iter(self.sources.values()))
@@ -296,7 +285,7 @@ class MicroBatchLoader:
 
 
 def _grown(source: Samples, growth: list[Growth], given: int, changes: list[str]) -> Samples:
-    """`source`, whose files came as `growth` says, and then new ones, which `changes` names, after `given` samples."""
+    """`source`, whose files came as `growth` says, then new ones, named in `changes`, after `given` samples."""
     new = source.stream.parts[growth[-1].files :]
     if new:
         tokens = sum(part.num_tokens for part in new)

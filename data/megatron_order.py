@@ -10,11 +10,11 @@ Three for each dataset of a blend, all from one generator, `RandomState(seed)`:
     shuffle_index   uint32 [samples]    the order in which samples are served; int64 where uint32 is too small
 
 and two for the blend: dataset_index, at sample i the dataset that is furthest behind its weight, and
-dataset_sample_index, how many samples it had before. Megatron finds them one sample at a time in C++; here a sum and a
+dataset_sample_index, how many samples it had before. Megatron finds them sample by sample in C++; here a sum and a
 search, or many stretches side by side, give the same numbers.
 
-They depend on how many samples the run was to have, so a run that resumes with another length would have another order;
-that is refused. Each phase has arrays of its own, as `data.megatron.phases` says:
+They depend on the samples of the whole run, so a resume with another length is refused. Each phase has arrays of its
+own, as `data.megatron.phases` says:
 
     transitions   as with `--phase-transition-iterations`: for as many samples as the phase has, from their beginning on
     relaunched    as when Megatron is stopped and started with another `--data-path`: for all samples of the run, from
@@ -60,10 +60,8 @@ def _normalized(weights: Sequence[float]) -> list[float]:
 
 
 def split_range(split: Sequence[float] | None, share: int, num_sequences: int) -> tuple[int, int]:
-    """The sequences [first, end) of a dataset that Megatron's `--split` gives to its share 0 (training), 1 or 2.
-
-    split: such as (949, 50, 1); None: all to training. Raises ValueError for what is no split.
-    """
+    """The sequences [first, end) of a dataset that Megatron's `--split` (949, 50, 1) gives to its share 0 (training),
+    1 or 2; None: all to training. Raises ValueError for what is no split."""
     if split is None:
         return (0, num_sequences) if share == 0 else (num_sequences, num_sequences)
     if not 1 <= len(split) <= 3 or min(split) < 0 or sum(split) == 0:
@@ -81,10 +79,8 @@ def split_range(split: Sequence[float] | None, share: int, num_sequences: int) -
 def dataset_indices(
     lengths: np.ndarray, sequences: tuple[int, int], num_samples: int | None, seq_length: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """What `GPTDataset` builds for training on the sequences [first, end) of an `.idx` with these `lengths`, by name.
-
-    lengths: int32 [all sequences]; those of the range hold a sample. num_samples: at least so many; None: one epoch.
-    """
+    """What `GPTDataset` builds for training on the sequences [first, end) of an `.idx` with these `lengths`, int32 [all
+    sequences], by name. num_samples: at least so many; None: one epoch."""
     per_epoch = int(np.sum(lengths[slice(*sequences)], dtype=np.int64))
     epochs, separate, before_last = 1, False, 0
     if num_samples is not None:
@@ -204,10 +200,8 @@ def _build(cache_dir: Path, key: Sequence[Any], arrays: Callable[[], Mapping[str
 
 
 class MegatronSource(Samples):
-    """The samples of one source by ordinal, which counts through the datasets of all phases in turn.
-
-    split: `data.megatron.split`, which says which of its sequences are trained on.
-    """
+    """The samples of one source by ordinal, which counts through the datasets of all phases in turn; `datasets` are the
+    folders with their arrays. split: `data.megatron.split`, which of its sequences are trained on."""
 
     order = "megatron"
 
@@ -224,12 +218,10 @@ class MegatronSource(Samples):
         borders = stream.sequence_offsets(*self._sequences)
         super().__init__(name, stream, seq_length, seed, vocab_size, int(borders[-1] - borders[0]))
         self.datasets: list[Path] = []
-        """The folders with their arrays."""
         self._bases = [0]
 
     def add(self, num_samples: int | None, cache_dir: Path) -> tuple[int, int]:
-        """Append the dataset of a phase, for num_samples samples (None: one epoch): (ordinal of its first sample, how
-        many it has)."""
+        """Append the dataset of a phase, for num_samples samples (None: one epoch): (its first ordinal, its size)."""
         stream = self.stream
         key = ["dataset", stream.identity(), *self._sequences, num_samples, self.seq_length, self.seed]
 
@@ -277,10 +269,9 @@ class MegatronSource(Samples):
 @dataclass
 class Layout:
     """The samples [start, end) of the run are the samples [first, first + end - start) of a Megatron dataset that was
-    built for num_samples, of sources by these weights (as given, not normalized).
+    built for num_samples, of sources by the weights of `blend`, as given.
 
-    folder: of the blend's arrays; None if one dataset serves all. bases: by source, the ordinal at which its dataset
-    begins.
+    folder: of the blend's arrays; None if one dataset serves all. bases: where each source's dataset begins.
     """
 
     start: int
@@ -320,8 +311,7 @@ class MegatronSchedule(PhaseSchedule):
     """A PhaseSchedule whose phases take Megatron's samples; `open` has to come before the first of them is asked for.
 
     Phases in a row with one blend are one for Megatron: a batch size that grows changes no order. run: the group
-    `data.megatron` of a configuration, where each key is described. Raises ValueError, also for a Megatron run that is
-    shorter than what it is to serve.
+    `data.megatron` of a configuration. Raises ValueError, also for a Megatron run that is shorter than this one.
     """
 
     def __init__(
@@ -334,9 +324,8 @@ class MegatronSchedule(PhaseSchedule):
         samples = total if run.train_samples is None else run.train_samples
         if samples < total:
             raise ValueError(
-                f"data.megatron.train_samples={samples} is less than the {total} samples up to this run's end "
-                f"(consumed_samples={run.consumed_samples} and {self.num_samples} of this run); give those of the "
-                "Megatron run, its --train-iters times --global-batch-size, or shorten train.steps"
+                f"data.megatron.train_samples={samples} is less than the {total} samples up to this run's end; give "
+                "those of the Megatron run, its --train-iters times --global-batch-size, or shorten train.steps"
             )
         # Megatron normalizes the floats as they are written; whole numbers in proportion can be a bit off.
         blends = {phase.name: {n: w for n, w in (phase.blend or {}).items() if w > 0} for phase in phases}
@@ -365,10 +354,9 @@ class MegatronSchedule(PhaseSchedule):
         vocab_size: int,
         cache_dir: str | Path | None = None,
     ) -> dict[str, MegatronSource]:
-        """The sources of the run, after all arrays were built or found.
+        """The sources of the run, after all arrays were built or found in cache_dir (None: the user's).
 
-        streams: at least the sources that the phases name. cache_dir: where the arrays are kept; None: the user's cache
-        folder. Raises ValueError for what Megatron would refuse, run forever on, or leave unfinished.
+        Raises ValueError for what Megatron would refuse, run forever on, or leave unfinished.
         """
         self.check_sources(streams)
         folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)) / "megatron"

@@ -15,8 +15,8 @@ are shuffled. The epoch's stream is its groups one after the other, and its wind
 they begin. Where a group begins is arithmetic, so only the index entries of the group in use are read.
 
 A source may get more files during a run. Then what its epoch has left and the windows of the new files, evenly mixed,
-are one epoch: nothing of it comes twice and nothing is left out. After that come epochs over all files. The checkpoint
-keeps from which sample on there were how many files (`Growth`).
+are one epoch; after that come epochs over all files. The checkpoint keeps the samples from which on there were how many
+files (`Growth`).
 """
 
 from __future__ import annotations
@@ -73,21 +73,16 @@ class Permutation:
 
 
 def shuffled(size: int, key: str) -> np.ndarray:
-    """The numbers [0, size) in an order chosen by `key`, int64 [size]: sorted by a hash of each.
-
-    For orders that are used whole; equal arguments give equal orders on every machine.
-    """
+    """The numbers [0, size) sorted by a hash of each and of `key`, int64 [size]: for orders that are used whole."""
     seed = np.frombuffer(hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest(), dtype="<u8")
     # splitmix64: its state takes equal steps, its finalizer is a bijection, so no two numbers get the same hash.
     states = seed + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return np.argsort(_mix(states), kind="stable")
 
 
-_GROUP_DOCUMENTS = 1 << 14
-_RUN_DOCUMENTS = 1 << 10
-_RUNS_IN_GROUP = 16
+_GROUP_DOCUMENTS, _RUN_DOCUMENTS, _RUNS_IN_GROUP = 1 << 14, 1 << 10, 16
+# Of sources above _GROUP_DOCUMENTS: checkpoints keep it, since an earlier version shuffled them otherwise.
 _SHUFFLE = 2
-"""Of sources above _GROUP_DOCUMENTS: checkpoints keep it, since an earlier version shuffled them otherwise."""
 
 
 class Window(NamedTuple):
@@ -108,7 +103,7 @@ _permutation = lru_cache(maxsize=64)(Permutation)
 
 
 class WindowOrder:
-    """The windows of the stream itself, shuffled. num_windows: of an epoch."""
+    """The windows of the stream itself, shuffled; num_windows in an epoch."""
 
     def __init__(self, stream: TokenSource, seq_length: int, key: str) -> None:
         self.num_windows = num_windows(stream.num_tokens, seq_length)
@@ -123,8 +118,7 @@ class WindowOrder:
 
 
 class _Group(NamedTuple):
-    """Documents in the order of an epoch: where each begins in the stream of the files, and where it ends in that of
-    the group. int64 [documents]."""
+    """Documents in the order of an epoch, int64 [documents]: where each begins in the files, and ends in the group."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -154,8 +148,7 @@ _GROUPS = _Groups(1 << 23)
 
 
 class DocumentOrder:
-    """The documents of the stream, shuffled, and the windows of what comes of it, shuffled. num_windows: of an
-    epoch."""
+    """The shuffled windows of the stream of shuffled documents; num_windows in an epoch."""
 
     def __init__(self, stream: TokenSource, seq_length: int, key: str) -> None:
         self.num_windows = num_windows(stream.num_tokens, seq_length)
@@ -167,7 +160,6 @@ class DocumentOrder:
         self._num_groups = max(1, self._num_runs // _RUNS_IN_GROUP)
 
     def window(self, epoch: int, position: int, documents: bool) -> Window:
-        """The window at `position` of an epoch, with its documents if so asked."""
         group = min(position * self._seq_length // (self._run * _RUNS_IN_GROUP), self._num_groups - 1)
         while position < self._first_window(group):
             group -= 1
@@ -262,11 +254,8 @@ class Place(NamedTuple):
 
 
 class _Stage:
-    """A source from sample `first` on, when it got files, until it gets more.
-
-    First come the windows that the epoch of the stage before has left, evenly mixed with those of the files that were
-    added; then epochs of `order`, over all files.
-    """
+    """A source from sample `first` on, when it got files, until it gets more: first the windows that the epoch before
+    has left, evenly mixed with those of the files that were added; then epochs of `order`, over all files."""
 
     def __init__(self, order: Order, first: int = 0, before: _Stage | None = None, added: Order | None = None) -> None:
         self._order, self._first, self._before, self._added = order, first, before, added
@@ -310,7 +299,7 @@ class _Stage:
 
 
 class Samples:
-    """The samples of one source by ordinal, which counts over the whole run. num_samples: of an epoch.
+    """The samples of one source by ordinal, which counts over the whole run; num_samples in an epoch.
 
     tokens: how many of the stream's are used; None: all. Raises ValueError if they are fewer than one sample.
     """
@@ -378,8 +367,7 @@ class Samples:
 
 
 class SampleSource(Samples):
-    """A token stream cut into shuffled samples. order: a key of ORDERS. growth: when it got its files, if that was not
-    at the beginning."""
+    """A token stream cut into shuffled samples. order: a key of ORDERS. growth: when it got its files."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """The data of a run from its configuration, as `pretrain.py` hands this module to the trainer.
 
 Sources are opened by their kind, laid out in phases, and cut into a share for each rank. All ranks open the same data,
-or none trains. `config` is the whole configuration, and `mesh` says which rank this is (`dp_rank`, `dp_size`,
-`dp_group`, `consecutive`, `device`); this room knows neither's class. megatron_fp4/training/providers.py lists what a
-trainer asks.
+or none trains. `config` is the whole configuration; `mesh` has `dp_rank`, `dp_size`, `dp_group`, `consecutive` and
+`device`. megatron_fp4/training/providers.py lists what a trainer asks.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ __all__ = ["MicroBatch", "RunData", "check_kind", "default_cache_dir", "open_alo
 
 
 class Kind(NamedTuple):
-    """Both get the group `data` of a configuration.
-
-    open: also gets the ids of the model; FileNotFoundError or ValueError for what is missing or does not fit the model.
-    check: before anything is opened, ValueError for settings that are missing or mean nothing to this kind.
-    """
+    """Both get the group `data` of a configuration. open: with the model's vocab_size; raises FileNotFoundError or
+    ValueError. check: before anything is opened, ValueError for settings that are missing or mean nothing here."""
 
     open: Callable[[Any, int], DataBundle]
     check: Callable[[Any], None]
@@ -58,6 +54,9 @@ KINDS = {
 }
 
 
+_PHASE_KEYS = ("name", "fraction", "steps", "tokens", "global_batch_size", "sequence_length")
+
+
 class PlannedUse(NamedTuple):
     """Of one source in one phase: its share of the samples, the epochs over it in this phase, and those from the
     beginning of the run to the end of the phase."""
@@ -70,8 +69,7 @@ class PlannedUse(NamedTuple):
 
 @dataclass(frozen=True)
 class RunData:
-    """The opened data of a run. yardsticks: what held-out losses are measured by, by set; none where one process alone
-    opened it."""
+    """The opened data of a run. yardsticks: what held-out losses are measured by, by set; none in `open_alone`."""
 
     bundle: DataBundle
     loader: MicroBatchLoader
@@ -170,20 +168,12 @@ def check_kind(data: Any) -> None:
 
 def phases(config: Any, num_tokens: Mapping[str, int] | None = None) -> PhaseSchedule:
     """The phases laid out. num_tokens: of each source, for blends by tokens; before any data is opened, these have one
-    source.
-
-    Raises ValueError for phases that do not fill the run or cannot be.
-    """
+    source. Raises ValueError for phases that do not fill the run or cannot be."""
     train = config.train
     found = [
         Phase(
-            phase.name,
-            phase.fraction,
-            phase.blend if isinstance(phase.blend, dict) else num_tokens or {"any": 1},
-            phase.steps,
-            phase.tokens,
-            phase.global_batch_size,
-            phase.sequence_length,
+            **{key: getattr(phase, key) for key in _PHASE_KEYS},
+            blend=phase.blend if isinstance(phase.blend, dict) else num_tokens or {"any": 1},
             by_tokens=phase.blend == "tokens",
         )
         for phase in config.data.phases
@@ -222,8 +212,7 @@ def open_alone(config: Any) -> RunData:
 
 
 def open_on_rank(config: Any, mesh: Any) -> RunData:
-    """The data of a run, without a look at other ranks. Raises ValueError or OSError for what cannot be opened or does
-    not fit."""
+    """The data of a run, without a look at other ranks. Raises ValueError or OSError."""
     train, data = config.train, config.data
     bundle, validation = open_held_out(config)
     schedule = phases(config, {name: stream.num_tokens for name, stream in bundle.train.items()})
@@ -252,10 +241,7 @@ def open_on_rank(config: Any, mesh: Any) -> RunData:
 
 
 def open_held_out(config: Any) -> tuple[DataBundle, list[ValidationSet]]:
-    """The opened files, and the held-out windows of them.
-
-    Raises ValueError or OSError for what cannot be opened or does not fit.
-    """
+    """The opened files, and the held-out windows of them. Raises ValueError or OSError."""
     data, length, samples = config.data, config.train.sequence_length, config.validation.num_samples
     bundle = KINDS[data.kind].open(data, config.model.vocab_size)
     if data.order == "megatron":
@@ -285,14 +271,13 @@ def agreed(
     facts_of: Callable[[T], Mapping[str, Mapping[str, Any]]],
     is_refusal: Callable[[Exception], bool],
 ) -> T:
-    """What `open_data` gives on this rank, once it has given all ranks the same; a collective.
+    """What `open_data` gives on this rank, once it has given all ranks the same; a collective. Otherwise a rank without
+    a file would hang in training's first collective, and one with another version of it would train.
 
-    A rank without a file, or with another version of it on its own disk, would otherwise be met in the first collective
-    of training (a hang), or, with other data, not at all. facts_of: what must be equal, as facts (JSON values) by what
-    they are of, such as a source's name. is_refusal: which exceptions mean that the user has something to mend.
+    facts_of: what must be equal, as facts (JSON values) by what they are of, such as a source's name.
 
-    Raises, on all ranks alike, ValueError if ranks were refused or their facts differ from rank 0's, naming rank, host
-    and reason; any other exception passes on the rank that met it and is a RuntimeError on the others.
+    Raises, on all ranks alike, ValueError if ranks were refused (`is_refusal`) or their facts differ from rank 0's,
+    naming rank, host and reason; any other exception on the rank that met it, as a RuntimeError on the others.
     """
     facts: Mapping[str, Mapping[str, Any]] | None = None
     failure: Exception | None = None

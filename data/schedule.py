@@ -51,10 +51,7 @@ def phase_boundaries(
 ) -> list[int]:
     """The step after each phase, in a run of num_steps: the one nearest to the sum of the lengths.
 
-    global_batch_size, sequence_length: in samples and tokens, the run's.
-
-    Raises ValueError when one phase has two lengths or gets no step, more than one has no length, or they do not fill
-    the run.
+    Raises ValueError when a phase has two lengths or gets no step, two have none, or they do not fill the run.
     """
     lengths = []
     for phase in phases:
@@ -75,16 +72,11 @@ def phase_boundaries(
             f"the phases {' and '.join(open_ones)} have no length; give all but one of them steps, tokens or a fraction"
         )
     tolerance = 1e-6 * num_steps if all(phase.fraction is not None for phase in phases) else 0.5
-    if not open_ones and abs(rest) >= tolerance:
-        names = ", ".join(phase.name for phase in phases)
+    if rest < 0.5 if open_ones else abs(rest) >= tolerance:
+        given = ", ".join(phase.name for phase in phases if phase.name not in open_ones)
         raise ValueError(
-            f"the phases {names} take {num_steps - rest:.6g} steps, and the run has {num_steps}; correct them or "
-            "train.steps, or leave out the length of one phase, which then gets the rest"
-        )
-    if open_ones and rest < 0.5:
-        raise ValueError(
-            f"the phases beside {open_ones[0]!r} take {num_steps - rest:.6g} steps of {num_steps}, so nothing is left "
-            "for it; raise train.steps or shorten them"
+            f"the phases {given} take {num_steps - rest:.6g} steps, and the run has {num_steps}; correct them or "
+            "train.steps. One phase may have no length: it gets the rest"
         )
     ends, share, steps = [], 0.0, 0.0
     for phase, length in zip(phases, lengths, strict=True):
@@ -96,8 +88,7 @@ def phase_boundaries(
     for phase, first, end in zip(phases, [0, *ends], ends, strict=False):
         if first >= end and num_steps >= _TRIAL_STEPS:
             raise ValueError(
-                f"phase {phase.name!r} gets none of the {num_steps:,} steps: its length rounds to 0; make it longer, "
-                "raise train.steps, or leave the phase out"
+                f"phase {phase.name!r} gets none of the {num_steps:,} steps; make it longer, or leave it out"
             )
     return ends
 
@@ -163,10 +154,7 @@ class SourceRange(NamedTuple):
 
 class PhaseSchedule:
     """The phases of a run of num_steps global batches of global_batch_size samples, unless a phase has its own size.
-
-    sequence_length: tokens of a sample, for phases whose length is in tokens. Raises ValueError when the phases do not
-    fill the run.
-    """
+    sequence_length: of a sample, for lengths in tokens. Raises ValueError when the phases do not fill the run."""
 
     def __init__(
         self, phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int = 1
@@ -183,8 +171,7 @@ class PhaseSchedule:
         self._lay_out(spans, done=0)
 
     def _lay_out(self, spans: Sequence[PhaseSpan], done: int) -> None:
-        """Take `spans`, whose steps follow each other from 0; those that begin at step `done` or later get their
-        samples, and their blend's start, here."""
+        """Take `spans`, whose steps follow each other; those from step `done` on get `start` and `blend_start` here."""
         self.spans: list[PhaseSpan] = []
         start = 0
         for span in spans:
@@ -203,11 +190,9 @@ class PhaseSchedule:
         self._offsets: dict[int, Mapping[str, int]] = {0: {}}
 
     def after(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
-        """This schedule from sample `consumed` on, with the samples before it as `past` has them.
-
-        past: the `description` of the schedule that served them. A phase that is under way in both keeps its blend's
-        position; any other that is cut begins its blend at `consumed`.
-        """
+        """This schedule from sample `consumed` on, with those before it as `past` has them, the `description` of the
+        schedule that served them. A phase that is under way in both keeps its blend's position; any other that is cut
+        begins its blend at `consumed`."""
         served = [PhaseSpan.of(entry) for entry in past if entry["start"] < min(entry["end"], consumed)]
         if served:
             last = served[-1]
@@ -231,7 +216,7 @@ class PhaseSchedule:
 
     @property
     def source_names(self) -> list[str]:
-        """Every source that some phase draws from, in order of first appearance."""
+        """Sources that some phase draws from, in order of first appearance."""
         return list(dict.fromkeys(name for span in self.spans if span.num_samples for name in span.blend.names))
 
     def check_sources(self, names: Collection[str]) -> None:
@@ -257,8 +242,7 @@ class PhaseSchedule:
         return span.start + (step - span.first_step) * span.batch_size
 
     def steps_before(self, sample: int) -> int:
-        """The step that begins with global sample `sample`. Raises ValueError if none does, within the run or at its
-        end."""
+        """The step that begins with a global sample, the end included. Raises ValueError if none does."""
         span = self.span_at(max(0, sample))
         steps, rest = divmod(sample - span.start, span.batch_size)
         if rest or not 0 <= sample <= self.num_samples:
@@ -266,8 +250,7 @@ class PhaseSchedule:
         return span.first_step + steps
 
     def locate(self, global_sample: int) -> Location:
-        """Phase, source and ordinal of a global sample of the run. O(log num_phases), and what the blend's `source`
-        costs."""
+        """Where a global sample of the run comes from."""
         span = self.span_at(global_sample)
         source, ordinal = span.blend.source(global_sample - span.blend_start)
         return Location(span.name, source, self._offset(span).get(source, 0) + ordinal)
@@ -277,8 +260,7 @@ class PhaseSchedule:
         return self._counts(self.span_at(max(0, global_sample - 1)), global_sample)
 
     def source_ranges(self, start: int, end: int) -> list[SourceRange]:
-        """What the global samples [start, end) of the run are, by phase and source; ordinals as in `locate`. Sources
-        that give none of them are left out."""
+        """What the global samples [start, end) are, by phase and source that gives some; ordinals as in `locate`."""
         found = []
         for span in self.spans:
             first, last = max(start, span.start), min(end, span.end)

@@ -29,10 +29,7 @@ _ENDINGS = (".idx", ".bin")
 
 def entries(key: str, value: Any) -> list[str]:
     """The prefixes and patterns that the value of `key` (such as `data.sources.web`) names, before any is looked for.
-
-    Raises ValueError, naming key and value, for what is no path, an empty list, a YAML file that is missing or says
-    something else, and a URL that nothing here can open.
-    """
+    Raises ValueError, naming key and value, for what is none."""
     found = list(_flattened(key, value, ()))
     for url in filter(is_url, found):
         try:
@@ -76,11 +73,8 @@ def _flattened(key: str, value: Any, inside: tuple[Path, ...]) -> Iterator[str]:
 
 
 def prefixes(key: str, value: Any) -> list[str]:
-    """The prefixes that the value of `key` names, in order, patterns expanded, without endings.
-
-    Raises ValueError as `entries` does, and for a pattern that matches nothing; OSError for a store that cannot be
-    reached.
-    """
+    """The prefixes that the value of `key` names, in order, patterns expanded, without endings. Raises ValueError as
+    `entries` does, and for a pattern that matches nothing; OSError for a store that cannot be reached."""
     found = []
     for entry in entries(key, value):
         if not _is_pattern(entry):
@@ -139,9 +133,8 @@ def _refuse_shared(trained: Mapping[str, list[str]], held_out: Mapping[str, list
         for prefix in found:
             if real(prefix) in held_out_by:
                 raise ValueError(
-                    f"data.sources.{name} has {prefix}, which data.validation.{held_out_by[real(prefix)]} reads: a "
-                    "held-out loss would be of text that is trained on; take it out of one of them, narrow the "
-                    "pattern that matches it, or keep held-out files in another folder"
+                    f"data.sources.{name} has {prefix}, which data.validation.{held_out_by[real(prefix)]} reads: its "
+                    "loss would be of text that is trained on; take it out of one of them, or narrow the pattern"
                 )
 
 
@@ -156,12 +149,10 @@ def open_indexed(
     """Open one's own data for a model with vocab_size ids.
 
     sources, validation: by source name which files it is made of (see above). tokenizer: the one that made them, if it
-    is known; a document ends with its `eod_token`. remote_cache: where parts of the objects of a store are kept; None:
-    the user's cache folder.
+    is known; a document ends with its `eod_token`. remote_cache: as of IndexedDataset.
 
-    Raises FileNotFoundError for a missing file; ValueError for a damaged one, a pattern that matches nothing, files
-    that are trained on and held out, a tokenizer with more ids than the model, or another one than made the files,
-    where they say so.
+    Raises FileNotFoundError; ValueError for a damaged file, a pattern that matches nothing, files that are trained on
+    and held out, a tokenizer with more ids than the model, or another one than made the files, where they say so.
     """
     opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token)
     if opened is not None and opened.vocab_size > vocab_size:
@@ -198,16 +189,13 @@ def _check_tokenizer(key: str, stream: TokenSource, opened: TextTokenizer, path:
         if made_with != opened.fingerprint():
             raise ValueError(
                 f"{key}: {part} was made with another tokenizer ({made_with[:12]}, says its .json) than data.tokenizer="
-                f"{path} ({opened.fingerprint()[:12]}); name the one that made it, or, if its ids mean the same to "
-                f"both, remove {part}.json"
+                f"{path} ({opened.fingerprint()[:12]}); name that one, or, if the ids mean the same, remove {part}.json"
             )
 
 
 def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSource:
-    """The datasets of these prefixes as one source, in their order; one that is named twice is opened once.
-
-    Raises FileNotFoundError, ValueError and OSError as IndexedDataset does, for the first that cannot be opened.
-    """
+    """The datasets of these prefixes as one source, in their order; one that is named twice is opened once. Raises as
+    IndexedDataset does, for the first that cannot be opened."""
     different = list(dict.fromkeys(found))
     # Thousands of files together are looked at about as often as one of their size would be.
     share = max(2, CHECKED_BLOCKS // len(different))

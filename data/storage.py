@@ -1,17 +1,13 @@
 """Byte ranges of files and of a store's objects, and folders that are built once.
 
-Local: a read is one `pread`. It touches the disk blocks that it needs and no more (a memory-mapped file is read ahead,
-some hundred times as much for a sample), and has no file position that forked processes would share. Files are opened
-when they are first read; only so many stay open at a time.
+Local: a read is one `pread` of what is needed (a memory-mapped file is read ahead, some hundred times as much for a
+sample). Files are opened when they are first read; only so many stay open at a time.
 
-Objects (`s3://bucket/key`, `gs://`, whatever fsspec opens): a sample is some kilobytes, and a store takes as long for
-them as for a megabyte. So what is read comes in blocks of 1 MiB, each kept as a file under the cache folder: an epoch
-fetches each block of a corpus once a node. A block is written under another name, synced and renamed, so ranks and
-workers share a folder without locks: at worst two of them fetch the same block. The folder of an object's blocks is
-named after its size and version, too: those of an object that was replaced are not found again.
-
-No block is evicted: every block is needed once an epoch, in no order. A disk that is nearly full gets no more of them,
-and reads fetch just what they need.
+Objects (`s3://bucket/key`, `gs://`, whatever fsspec opens): a store takes as long for a sample as for a megabyte. So
+what is read comes in blocks of 1 MiB, each kept as a file under the cache folder: an epoch fetches each block once a
+node. A block is written under another name and renamed, so ranks and workers share a folder without locks: at worst two
+of them fetch the same block. The folder of an object's blocks is named after its size and version, too. No block is
+evicted; a disk that is nearly full gets no more of them, and reads fetch just what they need.
 """
 
 from __future__ import annotations
@@ -42,7 +38,6 @@ RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 # A disk with less than this share free keeps no more blocks.
 _FREE_SHARE = 0.05
-# A store answers after tens of milliseconds; local disks answer several at a time, too.
 _THREADS = 32
 _MOST_OPEN = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 # Of a kept block: how much of it a hash is of, and the hash's size.
@@ -70,11 +65,8 @@ def default_cache_dir() -> Path:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`, first calling build(temporary folder) and renaming it if it does not exist.
-
-    Blocks while another process builds. An exception of `build` removes what it wrote and is raised; the next
-    process in the queue then tries for itself. The kernel releases the lock of a process that dies.
-    """
+    """Return `folder`, first calling build(temporary folder) and renaming it if it does not exist. Blocks while another
+    process builds. An exception of `build` removes what it wrote and is raised; the next in the queue then tries."""
     if folder.is_dir():
         return folder
     try:
@@ -115,11 +107,8 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 
 
 class LocalFile:
-    """A file of this machine, of which ranges are read. name: its path; size: in bytes.
-
-    Raises FileNotFoundError, IsADirectoryError, PermissionError; ValueError from a later read if another file lies
-    under the path by then. Pickles without what is open.
-    """
+    """A file of this machine, of which ranges are read. Raises FileNotFoundError, IsADirectoryError, PermissionError;
+    ValueError from a later read if another file lies under the path by then."""
 
     def __init__(self, path: str) -> None:
         found = os.stat(path)
@@ -129,8 +118,7 @@ class LocalFile:
         self._opened_as = (found.st_size, found.st_mtime_ns, found.st_ino)
 
     def read(self, offset: int, length: int, alone: bool = False) -> bytes:
-        """Bytes [offset, offset + length), all of them. Raises ValueError when the file has fewer by now, OSError when
-        it cannot be read."""
+        """Bytes [offset, offset + length). Raises ValueError when the file has fewer by now, OSError."""
         descriptor = _opened(self.name, self._opened_as)
         found = b""
         try:
@@ -167,9 +155,8 @@ _opened = lru_cache(_MOST_OPEN)(_Descriptor)
 
 
 class RemoteFile:
-    """An object of a store, of which ranges are read. cache: the folder that keeps its blocks, None: the user's.
-
-    After a block was fetched the object's version is looked up again: of one that was replaced nothing more is read.
+    """An object of a store, of which ranges are read. cache: the folder that keeps its blocks, None: the user's. After
+    each block that is fetched, the object's version is looked up again.
 
     Raises FileNotFoundError, IsADirectoryError, PermissionError, ValueError for an object that was replaced, and
     ConnectionError after the last attempt.
@@ -189,8 +176,8 @@ class RemoteFile:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, offset: int, length: int, alone: bool = False) -> bytes:
-        """Bytes [offset, offset + length), all of them. alone: they are fetched and kept without the rest of their
-        block; checks and identities look at the same few ranges at each start."""
+        """Bytes [offset, offset + length). alone: fetched and kept without the rest of their block; checks and
+        identities look at the same few ranges at each start."""
         end = offset + length
         if alone:
             return self._piece(self._folder / f"{offset}-{length}", offset, end, offset, end)
@@ -308,10 +295,7 @@ def _range(url: str, start: int, end: int) -> bytes:
 
 
 def _attempted(url: str, ask: Callable[[], Result]) -> Result:
-    """What `ask` returns, which is called again after an error that may pass.
-
-    Raises the error if it cannot pass, and ConnectionError, naming the URL, after the last attempt.
-    """
+    """What `ask` returns, called again after an error that may pass. Raises ConnectionError after the last attempt."""
     began = time.monotonic()
     for seconds in (*RETRY_SECONDS, None):
         try:

@@ -7,14 +7,12 @@
                       {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}
     tiktoken:NAME     an encoding that tiktoken knows, from its cache or the network
 
-`load_tokenizer` opens any of them. `train_tokenizer` makes a byte-level BPE, kept as one `tokenizer.json`: any text
-encodes without an unknown token and decodes to itself.
+`load_tokenizer` opens any of them. `train_tokenizer` makes a byte-level BPE, kept as one `tokenizer.json`.
 
-A byte-level BPE first cuts a text into words by a regular expression, then encodes each word by itself. So a word
-needs to be encoded once, and the ids of a text are those of its words: four times as fast as `tokenizers`, provided
-that the words are cut at the same places. Hence `WordMemo` knows three expressions and no others, and letters, numbers
-and white space as `tokenizers` itself classifies them (its Unicode is not Python's). What has other characters, such as
-emoji, goes to `tokenizers` as it is, in short parts.
+A byte-level BPE cuts a text into words by a regular expression, then encodes each word by itself. `WordMemo` keeps the
+ids of words, four times as fast as `tokenizers`, provided that the words are cut at the same places. Hence it knows
+three expressions, and letters, numbers and white space as `tokenizers` classifies them (its Unicode is not Python's).
+What has other characters, such as emoji, goes to `tokenizers` as it is, in short parts.
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 KINDS = "a tokenizer.json, a folder with one, a SentencePiece .model, a .tiktoken rank file, or tiktoken:NAME"
 PREFIX = "tiktoken:"
 END_OF_DOCUMENT = "<|endoftext|>"
-_MIN_VOCAB_SIZE = 256 + 1  # every byte, and the end of a document
 _SPACE = "\u2581"  # as pieces of SentencePiece write it
 
 # The words of a byte-level BPE.
@@ -52,8 +49,7 @@ QWEN2 = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
 # there, and its parts have the words of the whole.
 _PLACE_TO_CUT = re.compile(r"(?<=\S) ")
 _CHARACTERS_AT_ONCE = 512
-# Forms that leave ASCII as it is.
-_NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+_NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")  # which leave ASCII as it is
 # The plane that Python's `re` matches by tables: ranges beyond it would be searched one by one, ten times as slow.
 _CLASSIFIED = 0x10000
 _MEMO_WORDS = 500_000
@@ -62,11 +58,11 @@ _MOST_LOOKED_FOR = 16  # tokens; to look for more of them in each text would tak
 
 
 class TextTokenizer(ABC):
-    """Text to token ids and back. It pickles, so that a process that tokenizes gets its own.
+    """Text to token ids and back. It pickles.
 
-    kind: how its file is written; name: where it came from, for errors and records. eod_token, eod_id: what ends a
-    document. bos_token: what the file itself says begins one, None if it does not say. vocab_size: the largest id of
-    all tokens, special ones included, plus one; ids may have gaps.
+    kind: how its file is written; name: where it came from. eod_token, eod_id: what ends a document. bos_token: what
+    the file itself says begins one, None if it does not say. vocab_size: the largest id of all tokens, special ones
+    included, plus one; ids may have gaps.
     """
 
     kind: ClassVar[str]
@@ -100,11 +96,8 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def byte_lengths(self) -> np.ndarray | None:
-        """Bytes of UTF-8 text that each token stands for: int64 [vocab_size]; 0 of special tokens and gaps.
-
-        The tokens of a text sum to its bytes, or nearly so where the tokenizer changes text before it cuts it (spaces
-        that it puts in front, unknown characters). None if a token alone does not say.
-        """
+        """Bytes of UTF-8 text that each token stands for: int64 [vocab_size]; 0 of special tokens and gaps. They are
+        exact unless the tokenizer changes text before it cuts it. None if a token alone does not say."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -119,10 +112,8 @@ class TextTokenizer(ABC):
 
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """The content of a `tokenizer.json`.
-
-    Truncation and padding that it asks for are switched off: a corpus is encoded whole. A document ends with
-    END_OF_DOCUMENT if eod_token is None. reserved: at least so many ids, whatever the content says.
+    """The content of a `tokenizer.json`, without truncation and padding. A document ends with END_OF_DOCUMENT if
+    eod_token is None. reserved: at least so many ids, whatever the content says.
 
     Raises ValueError for content that `tokenizers` cannot read, dropout, or no end-of-document token.
     """
@@ -141,9 +132,7 @@ class HuggingFaceTokenizer(TextTokenizer):
                 f"{name} cannot be read as a tokenizer.json ({reason}); save it again, or update tokenizers"
             ) from error
         if dropout := settings["model"].get("dropout"):
-            raise ValueError(
-                f"{name} has dropout {dropout}, which encodes a text differently each time; set it to null in the file"
-            )
+            raise ValueError(f"{name} has dropout {dropout}, which draws the ids of a text; set it to null in the file")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         # Text that happens to spell a special token must not end a document. Not part of the content.
@@ -159,7 +148,6 @@ class HuggingFaceTokenizer(TextTokenizer):
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """What `encode_batch` gives, as int32 each; faster where the words of a text tell its ids (`WordMemo`)."""
         words = self._words
         found = [None if words is None else words.encode(text) for text in texts]
         others = [text for text, ids in zip(texts, found, strict=True) if ids is None]
@@ -300,12 +288,8 @@ def _class_of(name: str) -> str:
 
 
 class SentencePieceTokenizer(TextTokenizer):
-    """The bytes of a SentencePiece model.
-
-    It normalizes text as the model says, so decoding need not give the same text. A document ends with the model's
-    own end of a sentence, `</s>` for most, if eod_token is None. Raises ValueError for bytes that are no model, or
-    no such token.
-    """
+    """The bytes of a SentencePiece model, which normalizes text. A document ends with the model's end of a sentence,
+    `</s>` for most, if eod_token is None. Raises ValueError for bytes that are no model, or no such token."""
 
     kind = "sentencepiece"
 
@@ -355,10 +339,8 @@ class SentencePieceTokenizer(TextTokenizer):
 
 
 class TiktokenTokenizer(TextTokenizer):
-    """parts: ranks of tokens, the pattern that cuts words, ids of special tokens.
-
-    Raises ValueError for ranks or a pattern that tiktoken refuses, or no end-of-document token.
-    """
+    """parts: ranks of tokens, the pattern that cuts words, ids of special tokens. Raises ValueError for ranks or a
+    pattern that tiktoken refuses, or no end-of-document token."""
 
     kind = "tiktoken"
 
@@ -413,10 +395,8 @@ class TiktokenTokenizer(TextTokenizer):
 
 
 def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokenizer:
-    """Open a tokenizer of any of KINDS, recognized by what lies there.
-
-    eod_token: the token that ends a document; None means what the file says does (`eos_token` of a Hugging Face
-    folder, the end of a sentence of SentencePiece), or "<|endoftext|>" where it says nothing.
+    """Open a tokenizer of any of KINDS, recognized by what lies there. eod_token: the token that ends a document; None:
+    what the file says does (`eos_token` of a Hugging Face folder), or "<|endoftext|>" where it says nothing.
 
     Raises FileNotFoundError, or ValueError if it is none of them, damaged, or has no such token.
     """
@@ -511,16 +491,10 @@ def _read_encoding(name: str, eod_token: str | None) -> TiktokenTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Train until vocab_size ids exist or no pair of tokens occurs twice: read `.vocab_size` for which.
-
-    Deterministic: the same texts in the same order give the same file, whatever the number of threads. Raises
-    ValueError when vocab_size cannot hold the 256 bytes and the end-of-document token.
-    """
-    if vocab_size < _MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {_MIN_VOCAB_SIZE} (256 bytes and "
-            f"{END_OF_DOCUMENT})"
-        )
+    """Train until vocab_size ids exist or no pair of tokens occurs twice; the same texts in the same order give the
+    same file. Raises ValueError when vocab_size cannot hold the 256 bytes and the end-of-document token."""
+    if vocab_size < 256 + 1:
+        raise ValueError(f"vocab_size is {vocab_size}; 256 bytes and {END_OF_DOCUMENT} need at least 257")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,7 +1,5 @@
 """Held-out windows, the same at every evaluation and data-parallel size, and what their losses are measured by.
 
-A set is read again at every evaluation, a micro-batch at a time, so that one of any size takes no memory.
-
 `unigram_entropy`: the mean loss, in nats per token, of a model that ignores all context but knows the exact frequencies
 of the targets that are evaluated. A model whose validation loss is lower has learnt from context.
 
@@ -50,23 +48,17 @@ class ValidationSet:
                 f"validation source {name!r} ({stream}) has {stream.num_tokens} tokens, fewer than "
                 f"one window of seq_length + 1 = {seq_length + 1}; shorten the sequence or hold out more text"
             )
-        self.name = name
-        self.stream = stream
-        self.seq_length = seq_length
+        self.name, self.stream, self.seq_length, self.vocab_size = name, stream, seq_length, vocab_size
         self.num_samples = min(num_samples or self._available, self._available)
-        self.vocab_size = vocab_size
-        self.masked = masked
-        self.boundary_loss = boundary_loss
+        self.masked, self.boundary_loss = masked, boundary_loss
 
     def window(self, sample: int) -> int:
         """Which window of the stream a sample is."""
         return sample * self._available // self.num_samples
 
     def batch(self, index: int, start: int, end: int) -> MicroBatch:
-        """The samples [start, end), as far as there are any, as micro-batch `index`.
-
-        Raises ValueError for a token id outside the model's vocabulary.
-        """
+        """The samples [start, end), as far as there are any, as micro-batch `index`. Raises ValueError for a token id
+        outside the model's vocabulary."""
         length = self.seq_length
         starts = [self.window(sample) * length for sample in range(start, min(end, self.num_samples))]
         rows = np.stack([self.stream.tokens(first, length + 1) for first in starts]).astype(np.int64)
@@ -77,19 +69,13 @@ class ValidationSet:
         return MicroBatch.of(index, torch.from_numpy(rows), numbers, self.boundary_loss)
 
     def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> HeldOutBatches:
-        """This rank's share: micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order.
-
-        Over all ranks each window comes exactly once. The last micro-batch may have fewer windows, and a rank one
-        micro-batch fewer than others, or none.
-        """
+        """This rank's share: micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order. The last one may
+        have fewer windows, and a rank one micro-batch fewer than others, or none."""
         return HeldOutBatches(self, micro_batch_size, range(dp_rank, -(-self.num_samples // micro_batch_size), dp_size))
 
     def target_counts(self, dp_rank: int = 0, dp_size: int = 1) -> torch.Tensor:
-        """How often each token is a target that counts, in this rank's share of the windows: int64 [vocab_size]. The
-        sum over all ranks is of all windows.
-
-        Raises ValueError for a token id outside the model's vocabulary.
-        """
+        """How often each token is a target that counts, in this rank's share of the windows: int64 [vocab_size].
+        Raises ValueError for a token id outside the model's vocabulary."""
         counts = torch.zeros(self.vocab_size, dtype=torch.int64)
         for batch in self.batches(_BLOCK, dp_rank, dp_size):
             counts += torch.bincount(batch.targets[batch.targets >= 0], minlength=self.vocab_size)
@@ -97,10 +83,7 @@ class ValidationSet:
 
     def yardstick(self, counts: torch.Tensor, byte_lengths: np.ndarray | None) -> Yardstick:
         """What its losses are measured by. counts: int64 [vocab_size] of all its targets. byte_lengths: of the
-        tokenizer's tokens, [at most vocab_size]; None: by the average of the source.
-
-        Raises ValueError where no target counts.
-        """
+        tokenizer's tokens; None: by the average of the source. Raises ValueError where no target counts."""
         targets = int(counts.sum())
         if targets == 0:
             raise ValueError(f"validation source {self.name!r} has no targets that count; give it data")
@@ -130,11 +113,8 @@ class HeldOutBatches:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What the losses of one set are measured by.
-
-    targets: those that count. unigram_entropy: nats per token. text_bytes: of the text that they stand for; None if it
-    is not known.
-    """
+    """What the losses of one set are measured by. targets: those that count. unigram_entropy: nats per token.
+    text_bytes: of the text that they stand for, None if not known."""
 
     targets: int
     unigram_entropy: float

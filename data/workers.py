@@ -11,12 +11,9 @@ the kernel.
     memory   the slots, int32, then ERROR_BYTES for what went wrong: a pickled (exception, its traceback as text)
     task     a file with the pickled Task
 
-A message is one byte of a pipe that only the worker holds. So whenever it dies, be it between any two instructions, the
-rank reads the pipe's end, never half a message and never an error of its own.
-
-A micro-batch in a slot is tokens [micro_batch_size, seq_length + 1], of which inputs and targets are two views, and
-where documents are masked their numbers, as large. Widening to int64 is left to the rank, so that a quarter of the
-bytes travel.
+A message is one byte of a pipe that only the worker holds. So whenever it dies, the rank reads the pipe's end, never
+half a message. A micro-batch in a slot is tokens [micro_batch_size, seq_length + 1], and where documents are masked
+their numbers, as large.
 """
 
 from __future__ import annotations
@@ -56,7 +53,6 @@ _THREADS = 24
 # A sample that takes longer has waited for its disk or store; so many micro-batches after it are read side by side.
 _SLOW_SECONDS, _SIDE_BY_SIDE = 1e-3, 256
 _LONG_TEXT = 8000  # characters
-# A worker that is killed closes its pipe a moment before it can be asked for its exit code.
 _SECONDS_TO_DIE = 10.0
 # What launchers, schedulers and terminals send to every process of a job: the rank answers, its workers continue.
 _LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -73,9 +69,7 @@ class SlotContent(NamedTuple):
 @dataclass
 class RankMicroBatches:
     """The micro-batches of data-parallel rank dp_rank of dp_size in the steps [start_step, end_step), by number from 0.
-
     consecutive: neighbours of a global batch, not every dp_size-th of it. masked: with the numbers of their documents.
-    `sources` has to pickle, and small.
     """
 
     schedule: PhaseSchedule
@@ -155,11 +149,6 @@ class Task(NamedTuple):
     num_workers: int
     num_slots: int
 
-    @property
-    def memory_bytes(self) -> int:
-        """Of the memory that the worker shares with its rank."""
-        return self.num_slots * self.micro_batches.slot_size * 4 + ERROR_BYTES
-
     def slots(self, memory: mmap.mmap) -> np.ndarray:
         """The slots in a worker's memory: int32 [num_slots, slot_size]."""
         count = self.num_slots * self.micro_batches.slot_size
@@ -187,8 +176,8 @@ class Prefetcher(Generic[T]):
     """Gives `make(number, content)` of the micro-batches 0, 1, 2, ..., read ahead by num_workers processes.
 
     make: called in another thread; must copy what it keeps of `content`. num_slots: micro-batches that wait in the
-    memory of each worker; num_ahead: results of `make` that wait. To be made in a thread that outlives it, as the main
-    thread does: the kernel takes the end of that thread for the end of the rank.
+    memory of each worker; num_ahead: results of `make` that wait. To be made in the main thread: the kernel takes the
+    end of the thread that makes it for the end of the rank.
     """
 
     def __init__(
@@ -216,20 +205,16 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     def next(self, timeout_seconds: float) -> T:
-        """The next result, waited for up to timeout_seconds (0: for ever).
-
-        Raises LoaderError, which says how the workers stand, or what reading raised in a worker.
-        """
+        """The next result, waited for up to timeout_seconds (0: for ever). Raises LoaderError, which says how the
+        workers stand, or what reading raised in a worker."""
         try:
             made = self._made.get(timeout=timeout_seconds or None)
         except queue.Empty:
-            states = [f"{worker} {state}" for worker in self._workers if (state := worker.state())]
-            if not states:
-                pids = ", ".join(map(str, self.pids))
-                states.append(
-                    f"all workers run (processes {pids}): the disk is slow, or raise parallel.timeout_seconds"
-                )
-            raise LoaderError(f"nothing for {timeout_seconds:.0f} s: {'; '.join(states)}") from None
+            states = "; ".join(f"{worker} {worker.state()}" for worker in self._workers)
+            raise LoaderError(
+                f"nothing for {timeout_seconds:.0f} s: {states}; if they run, the disk is slow, or raise "
+                "parallel.timeout_seconds"
+            ) from None
         if isinstance(made, Exception):
             raise made
         self._room.release()
@@ -282,7 +267,7 @@ class _Worker:
         self.given_up = False
         with contextlib.ExitStack() as stack:
             memory, task_file = (stack.enter_context(open(os.memfd_create("loader"), "w+b")) for _ in range(2))
-            os.ftruncate(memory.fileno(), task.memory_bytes)
+            os.ftruncate(memory.fileno(), task.num_slots * task.micro_batches.slot_size * 4 + ERROR_BYTES)
             self.memory = mmap.mmap(memory.fileno(), 0)
             self.slots = task.slots(self.memory)
             pickle.dump(task, task_file)
@@ -308,8 +293,8 @@ class _Worker:
         poll.register(self.ready, select.POLLIN)
         ended = False
         while not poll.poll(0 if ended else 1000):
-            # The pipe's end says so at once, unless a process that was forked while it was made holds it too. And a
-            # worker that waits for a dead disk does not even end when it is killed.
+            # A process that was forked while the pipe was made holds it, too; and a worker that waits for a dead disk
+            # does not end when it is killed.
             if ended or self.given_up:
                 return b""
             ended = self.process.poll() is not None  # what it wrote before is in the pipe now
@@ -328,23 +313,23 @@ class _Worker:
         return f"is dead: killed by signal {-code}, {name}{why}"
 
     def state(self) -> str:
-        """How it stands, in words; "" if it runs, or has done its work."""
-        if self.process.poll():
+        """How it stands, in words."""
+        if self.process.poll() is not None:
             return self.end(0.0)
         try:
             letter = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except (OSError, IndexError):
-            return ""
-        if letter in "Tt":
+            letter = ""
+        if letter in ("T", "t"):
             return f"is stopped, `kill -CONT {self.process.pid}` lets it continue"
-        return "waits for a disk" if letter == "D" else ""
+        return "waits for a disk" if letter == "D" else "runs"
 
 
 # --- the worker
 
 
 def main(rank_pid: int, task_file: int, memory_file: int, wanted: int, ready: int) -> NoReturn:
-    """Read until all is read or the rank is gone. The numbers are a process id and file descriptors."""
+    """Read until all is read or the rank is gone."""
     # The rank may be killed without a chance to end its workers: then the kernel does it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != rank_pid:  # it was before the line above

@@ -24,6 +24,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from data.prepare.merge import check_whole, merge
@@ -47,17 +48,24 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["check"]:
         return _check(arguments[1:])
     options = _parse(arguments)
+    code = 2
     try:
         _prepare(options)
         return 0
-    except (ValueError, OSError, WorkerDied) as error:
-        reason, code = error_line(error, options.output), 1 if isinstance(error, WorkerDied) else 2
+    except WorkerDied as error:
+        reason, code = str(error), 1
+    except (ValueError, OSError) as error:
+        reason = error_line(error, options.output)
     except KeyboardInterrupt:
         reason, code = "interrupted", 130
     work = work_path(options.output)
-    resumes = f"; what is done is kept in {work}, the same command resumes there"
-    kept = resumes if (work / "state.json").is_file() and str(work) not in reason else ""
-    print(f"prepare_data.py: {reason}{kept}", file=sys.stderr, flush=True)
+    if (work / "state.json").is_file() and str(work) not in reason:
+        reason += f"; what is done is kept in {work}, the same command resumes there"
+    return _said(reason, code)
+
+
+def _said(reason: str, code: int = 2, command: str = "") -> int:
+    print(f"prepare_data.py{command}: {reason}", file=sys.stderr, flush=True)
     return code
 
 
@@ -153,7 +161,7 @@ def _prepare(options: argparse.Namespace) -> None:
         source={name: value for name in names if (value := getattr(options, name)) is not None},
         workers=options.workers or len(os.sched_getaffinity(0)),
         report=lambda line: print(line, file=sys.stderr, flush=True),
-        progress=_Progress(),
+        progress=_shown_progress(),
     )
     print(done.summary())
     if options.train_tokenizer is not None:
@@ -162,24 +170,23 @@ def _prepare(options: argparse.Namespace) -> None:
     print("\nTo train on it:\n\n  python pretrain.py", *words, sep=" \\\n    ")
 
 
-class _Progress:
+def _shown_progress() -> Callable[[int, int, State], None]:
     """Says how far a preparation is: a line that is overwritten on a terminal, else a line a minute."""
+    every, end = (1.0, "\r") if sys.stderr.isatty() else (60.0, "\n")
+    began = last = time.monotonic()
 
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._began = self._last = time.monotonic()
-
-    def __call__(self, position: int, total: int, state: State) -> None:
+    def show(position: int, total: int, state: State) -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - self._last < (1.0 if self._is_terminal else 60.0):
+        if now - last < every:
             return
-        self._last = now
-        tokens = sum(count.tokens for count in state.counts.values())
-        rate = sum(count.text_bytes for count in state.counts.values()) / (now - self._began) / 1e6
+        last = now
+        tokens, size = (sum(getattr(of, name) for of in state.counts.values()) for name in ("tokens", "text_bytes"))
         share = f"{position / total:.0%}, " if total else ""
         done = f"{state.records:,} records, {tokens:,} tokens, {state.num_malformed:,} malformed"
-        end = "\r" if self._is_terminal else "\n"
-        print(f"{share}{done}, {rate:.1f} MB/s", end=end, file=sys.stderr, flush=True)
+        print(f"{share}{done}, {size / (now - began) / 1e6:.1f} MB/s", end=end, file=sys.stderr, flush=True)
+
+    return show
 
 
 def _overrides(done: Prepared, tokenizer: str, eod_token: str | None) -> list[str]:
@@ -221,8 +228,7 @@ def _merge(arguments: list[str]) -> int:
         found = prefixes("--inputs", options.inputs)
         count = merge(found, options.output, lambda line: print(line, file=sys.stderr, flush=True))
     except (ValueError, OSError) as error:
-        print(f"prepare_data.py merge: {error_line(error, options.output)}", file=sys.stderr)
-        return 2
+        return _said(error_line(error, options.output), command=" merge")
     size = f", {count.text_bytes:,} bytes of text" if count.text_bytes else ""
     print(f"{options.output}: {count.documents:,} documents, {count.tokens:,} tokens{size}, of {len(found)} pairs")
     return 0
@@ -237,19 +243,16 @@ def _check(arguments: list[str]) -> int:
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="a prefix, 'pattern', URL or .yaml list")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="refuse ids of N and above")
     options = parser.parse_args(arguments)
-    code = 0
-    found: list[str] = []
     try:
         found = prefixes("PREFIX", options.prefixes)
     except (ValueError, OSError) as error:
-        print(f"prepare_data.py check: {error_line(error)}", file=sys.stderr, flush=True)
-        code = 2
+        return _said(error_line(error), command=" check")
+    code = 0
     for prefix in dict.fromkeys(found):
         try:
             print(f"{prefix}: {check_whole(prefix, options.vocab_size)}", flush=True)
         except (ValueError, OSError) as error:
-            print(f"prepare_data.py check: {error_line(error)}", file=sys.stderr, flush=True)
-            code = 2
+            code = _said(error_line(error), command=" check")
     return code
 
 

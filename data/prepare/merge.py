@@ -37,16 +37,17 @@ _SAME = ("tokenizer", "eod", "bos")
 
 def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) -> SplitCount:
     """Write the documents of all pairs, in their order, to the pair `output`; what is in it (text_bytes 0 if unknown).
+    The facts beside the pairs are merged too if all of them have some; `report` is called with a line if not.
 
-    The facts beside the pairs are merged too if all of them have some. report: called with a line if not.
-
-    Nothing appears under its name before all is written. Raises FileExistsError rather than overwrite;
-    FileNotFoundError or ValueError for a pair that is missing, damaged or named twice, of another type of token, of
-    another tokenizer, or with modes (multimodal data).
+    Raises FileExistsError rather than overwrite; FileNotFoundError or ValueError for a pair that is missing, damaged or
+    named twice, of another type of token, of another tokenizer, or with modes (multimodal data).
     """
     if len({Path(prefix).resolve() for prefix in prefixes}) < max(2, len(prefixes)):
         raise ValueError("to merge takes two or more pairs, each named once, by their paths without ending")
-    pairs = [_open(prefix) for prefix in prefixes]
+    pairs = [IndexedDataset(prefix) for prefix in prefixes]
+    for pair in pairs:
+        if pair.has_modes:
+            raise ValueError(f"{pair}.idx has modes of sequences (multimodal data), which cannot be merged here")
     facts = [_facts(prefix) for prefix in prefixes if facts_path(prefix).is_file()]
     if len({pair.dtype for pair in pairs}) > 1:
         types = ", ".join(f"{pair} {pair.dtype.name}" for pair in pairs)
@@ -66,21 +67,11 @@ def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) 
         if not work.state.published:
             refuse_existing([index_path(output), tokens_path(output), facts_path(output)])
             if not facts:
-                report(
-                    f"not every pair has a .json: whether the tokenizer is the same was not checked, and no "
-                    f"{facts_path(output)} is written"
-                )
+                report(f"not every pair has a .json: tokenizers were not compared, and {output}.json is not written")
             _write(pairs, work.path, count, facts)
         of_facts = {"train.json": facts_path(output)} if facts else {}
         work.publish({**of_facts, "train.bin": tokens_path(output), "train.idx": index_path(output)})
     return count
-
-
-def _open(prefix: str) -> IndexedDataset:
-    pair = IndexedDataset(prefix)
-    if index_path(prefix).stat().st_size != HEADER.size + 12 * pair.num_sequences + 8 * (pair.num_documents + 1):
-        raise ValueError(f"{prefix}.idx has modes of sequences, as multimodal data do; these cannot be merged here")
-    return pair
 
 
 def _facts(prefix: str) -> dict[str, Any]:
@@ -133,8 +124,7 @@ def _agreed(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Checked:
-    """What was counted in a dataset without a fault. agreed: whether there is a `<prefix>.json`, which then
-    says the same."""
+    """What was counted in a dataset without a fault. agreed: whether there is a `<prefix>.json`, which agrees."""
 
     documents: int
     tokens: int
@@ -167,7 +157,14 @@ def check_whole(prefix: str | Path, vocab_size: int | None = None) -> Checked:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             wrong = (tokens < 0) | (tokens >= (high + 1 if vocab_size is None else vocab_size))
-            raise _wrong_id(dataset, start + int(wrong.argmax()), vocab_size)
+            place = start + int(wrong.argmax())
+            document = document_at(dataset, place)
+            begin = int(dataset.document_offsets(document, document)[0])
+            limit = "no id is negative" if vocab_size is None else f"ids are from 0 to {vocab_size - 1}"
+            raise ValueError(
+                f"{dataset}.bin: token {place - begin} of document {document} (byte {place * dataset.dtype.itemsize}) "
+                f"is {dataset.tokens(place, 1)[0]}; {limit}: the file is damaged, or of another tokenizer"
+            )
         smallest, largest = min(smallest, low), max(largest, high)
     agreed = not is_url(str(prefix)) and facts_path(prefix).exists()
     if agreed:
@@ -175,19 +172,8 @@ def check_whole(prefix: str | Path, vocab_size: int | None = None) -> Checked:
     return Checked(dataset.num_documents, dataset.num_tokens, smallest, largest, agreed)
 
 
-def _wrong_id(dataset: IndexedDataset, place: int, vocab_size: int | None) -> ValueError:
-    document = document_at(dataset, place)
-    begin = int(dataset.document_offsets(document, document)[0])
-    limit = "no id is negative" if vocab_size is None else f"ids are from 0 to {vocab_size - 1}"
-    return ValueError(
-        f"{dataset}.bin: token {place - begin} of document {document} (byte {place * dataset.dtype.itemsize}) is "
-        f"{dataset.tokens(place, 1)[0]}; {limit}: the file is damaged, or of another tokenizer"
-    )
-
-
 def _compare_facts(dataset: IndexedDataset, digest: str) -> None:
-    """Raise ValueError where the dataset, whose `.bin` has this sha256, is not what its facts say; those that are not
-    there say nothing."""
+    """Raise ValueError where the dataset, whose `.bin` has this sha256, is not what its facts say."""
     try:
         facts = dict(json.loads(facts_path(dataset.prefix).read_text(encoding="utf-8")))
         facts |= dict(facts.get("sha256", {}))

@@ -6,18 +6,17 @@ A record that gives no document (malformed JSON, no string in the field, not UTF
 and, for the first few, reported with its place; a share of them above a limit ends the preparation as soon as that is
 clear. One without text is no document and no fault.
 
-The output is a function of the records in order, the tokenizer and the options: neither the number of processes nor
-how often it was killed and started again changes a byte. What is done so far is in the folder OUTPUT.parts:
+The output is a function of the records in order, the tokenizer and the options, whatever the number of processes or
+kills. What is done so far is in the folder OUTPUT.parts:
 
     lock                       held by the command that works here
     tokenizer.json             a tokenizer that was trained for this output
     train.bin, train.lengths   tokens and lengths of documents so far; validation.* the same
-    state.json                 how much of all of it counts, which tasks it came from, what the inputs were, and what
-                               else shapes the output: another command must not resume here
+    state.json                 how much of them counts, and what shapes the output: another command must not resume here
 
-The two files of a split only grow. Now and then they are synced to disk, then state.json is replaced; after a kill
-what lies after state.json is cut off and made again. At the end the files are published: state.json says so first,
-then they are renamed one after the other, and a command that finds it published resumes renaming.
+Now and then the files are synced to disk, then state.json is replaced; after a kill, what lies after it is cut off and
+made again. At the end state.json says that the files are published, then they are renamed one after the other; a
+command that finds it published resumes renaming.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from data.prepare.tokenize import (
     is_held_out,
     pieces_of,
 )
-from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 # A byte-level BPE of 128k entries is settled by then, and its word counts still fit into memory.
 TOKENIZER_TRAINING_BYTES = 1 << 30
@@ -77,17 +76,15 @@ class NewTokenizer:
 
 @dataclass
 class State:
-    """What of a work folder counts: `tasks` tasks of part number `part`, and all of those before it.
-
-    settings: what shapes the output, JSON types by name. stamps: of each part.
-    """
+    """What of a work folder counts: `tasks` tasks of part number `part`, and all of those before it. settings: what
+    shapes the output. stamps: of each part. sizes: bytes by name of a file."""
 
     settings: dict[str, Any]
     stamps: list[list[Any]] = field(default_factory=list)
     part: int = 0
     tasks: int = 0
     counts: dict[str, SplitCount] = field(default_factory=lambda: {split: SplitCount() for split in SPLITS})
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes by name of a file
+    sizes: dict[str, int] = field(default_factory=dict)
     malformed: dict[str, int] = field(default_factory=dict)
     reported: int = 0
     empty: int = 0
@@ -161,15 +158,14 @@ def prepare(
     report: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda position, total, state: None,
 ) -> Prepared:
-    """Write the documents of all parts, in order, to the dataset `output`, and held-out ones to `<output>_validation`.
+    """Write the documents of all parts, in order, to the dataset `output`, and held-out ones to `<output>_validation`;
+    the same call resumes what was interrupted.
 
     source: how the parts were opened, of JSON types; it goes into the facts, and only the same resumes. workers:
     processes that tokenize, 0: none but this one. report: called with a line for each of the first skipped records.
 
-    Nothing appears under its name before all is written; until then it is in `<output>.parts`, and the same call
-    resumes there. Raises FileExistsError if one of the outputs exists; ValueError for other options than those it was
-    begun with, inputs that changed, more malformed records than allowed, a split without a document, or a file that
-    cannot be read; WorkerDied.
+    Raises FileExistsError rather than overwrite; ValueError for other options than those it was begun with, inputs that
+    changed, too many malformed records, a split without a document, or a file that cannot be read; WorkerDied.
     """
     new = tokenizer if isinstance(tokenizer, NewTokenizer) else None
     settings = {f"source {name}": value for name, value in (source or {}).items()}
@@ -201,26 +197,8 @@ def prepare(
 
 
 def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: WorkFolder) -> TextTokenizer:
-    """The new tokenizer, of an earlier call if that came so far."""
-    path = work.path / "tokenizer.json"
-    if work.state.published and not path.exists():
-        return load_tokenizer(new.path)
-    if not path.exists():
-        begin = time.monotonic()
-        temporary = path.with_suffix(".new")
-        train_on(parts, new.vocab_size, options).save(temporary)
-        temporary.rename(path)
-        if time.monotonic() - begin >= SAVE_SECONDS:
-            work.save()
-    return load_tokenizer(path)
-
-
-def train_on(parts: Sequence[Part], vocab_size: int, options: Options) -> HuggingFaceTokenizer:
-    """Train a tokenizer of at most vocab_size ids on the documents that are not held out.
-
-    Of a large corpus it reads TOKENIZER_TRAINING_BYTES, the same number from the beginning of each part.
-    Raises ValueError for a vocab_size that is too small.
-    """
+    """The new tokenizer, of an earlier call if that came so far; trained on the documents that are not held out, of a
+    large corpus on TOKENIZER_TRAINING_BYTES, the same number from the beginning of each part."""
 
     def texts() -> Iterator[str]:
         for part in parts:
@@ -232,7 +210,17 @@ def train_on(parts: Sequence[Part], vocab_size: int, options: Options) -> Huggin
                     if left <= 0:
                         break
 
-    return train_tokenizer(texts(), vocab_size)
+    path = work.path / "tokenizer.json"
+    if work.state.published and not path.exists():
+        return load_tokenizer(new.path)
+    if not path.exists():
+        begin = time.monotonic()
+        temporary = path.with_suffix(".new")
+        train_tokenizer(texts(), new.vocab_size).save(temporary)
+        temporary.rename(path)
+        if time.monotonic() - begin >= SAVE_SECONDS:
+            work.save()
+    return load_tokenizer(path)
 
 
 def _encode(
@@ -304,16 +292,12 @@ def _check_malformed(state: State, options: Options, at_end: bool) -> None:
 def _check(state: State, options: Options, splits: Sequence[str]) -> None:
     """Raise ValueError for too many malformed records, or a split without a document."""
     _check_malformed(state, options, at_end=True)
-    documents = sum(count.documents for count in state.counts.values())
-    if documents == 0:
-        raise ValueError("the input holds no documents; nothing was written")
-    for split in splits:
-        if state.counts[split].documents == 0:
-            raise ValueError(
-                f"none of the {documents:,} documents is for {'training' if split == 'train' else split} with a "
-                f"validation share of {options.validation:g}; choose another share (0 holds nothing out) or give more "
-                "documents"
-            )
+    if not all(state.counts[split].documents for split in splits):
+        train, held_out = (state.counts[split].documents for split in SPLITS)
+        raise ValueError(
+            f"the input has {train:,} documents for training and, with a validation share of {options.validation:g}, "
+            f"{held_out:,} for validation; give more, or choose another share (0 holds nothing out)"
+        )
 
 
 def _write_indices(
@@ -321,19 +305,15 @@ def _write_indices(
 ) -> None:
     """The index and the facts of each split, in the work folder."""
     dtype, bos = dtype_for_vocabulary(tokenizer.vocab_size), options.bos_token
-    try:
+    version = None
+    with contextlib.suppress(metadata.PackageNotFoundError):
         version = metadata.version("megatron_fp4")
-    except metadata.PackageNotFoundError:
-        version = None
     facts: dict[str, Any] = {
         "dtype": dtype.name,
         "tokenizer": tokenizer_facts(tokenizer),
         "eod": {"token": tokenizer.eod_token, "id": tokenizer.eod_id} if options.eod else None,
         "bos": None if bos is None else {"token": bos, "id": tokenizer.id_of(bos)},
-        "options": {
-            **source,
-            **{name: getattr(options, name) for name in ("validation", "max_document_bytes", "huge")},
-        },
+        "options": source | {name: getattr(options, name) for name in ("validation", "max_document_bytes", "huge")},
         "version": version,
     }
     for split in splits:
@@ -367,11 +347,8 @@ def write_facts(path: Path, counts: SplitCount, files: dict[str, Path], facts: d
 
 
 class WorkFolder:
-    """The work folder of an output, locked; made if it is not there, else resumed.
-
-    settings: JSON types by name of an option. Raises ValueError if another command works in it or its settings are
-    others; the message names the options.
-    """
+    """The work folder of an output, locked; made if it is not there, else resumed. Raises ValueError if another command
+    works in it, or its settings (JSON types by name) are others, which it names."""
 
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
         self.path = work_path(output)
@@ -407,12 +384,16 @@ class WorkFolder:
             before = dict(self.state.settings)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self._state_file} is damaged or of another version ({error}); {again}") from error
-        others = [
-            f"{name} {_shown(before.get(name))} instead of {_shown(settings.get(name))}"
+
+        def shown(value: Any) -> str:
+            text = json.dumps(value, ensure_ascii=False)
+            return text if len(text) <= 60 else f"{text[:57]}..."
+
+        if others := [
+            f"{name} {shown(before.get(name))} instead of {shown(settings.get(name))}"
             for name in {**before, **settings}
             if before.get(name) != settings.get(name)
-        ]
-        if others:
+        ]:
             raise ValueError(
                 f"{self.path} holds an unfinished preparation with {', '.join(others)}; give the same to resume it, or "
                 f"{again}"
@@ -422,12 +403,9 @@ class WorkFolder:
         """Open the files of the splits, cut to what counts. Raises ValueError if they are shorter than that."""
         for name in (f"{split}.{ending}" for split in splits for ending in ("bin", "lengths")):
             file = self._files[name] = open(self.path / name, "ab")  # noqa: SIM115 - closed by close
-            size, counted = file.tell(), self.state.sizes.get(name, 0)
-            if size < counted:
-                raise ValueError(
-                    f"{self.path / name} has {size} bytes where {counted} were written; remove {self.path} to begin "
-                    "again"
-                )
+            counted = self.state.sizes.get(name, 0)
+            if file.tell() < counted:
+                raise ValueError(f"{file.name} was cut below {counted} bytes; remove {self.path} to begin again")
             file.truncate(counted)
 
     def add(self, part: int, tasks: int, encoded: Encoded) -> None:
@@ -463,10 +441,7 @@ class WorkFolder:
             raise
 
     def publish(self, renamings: dict[str, Path]) -> None:
-        """Rename the files of this folder, in this order, and remove it.
-
-        Raises FileExistsError rather than overwrite.
-        """
+        """Rename the files of this folder, in this order, and remove it. Raises FileExistsError."""
         refuse_existing([target for name, target in renamings.items() if (self.path / name).exists()])
         if not self.state.published:
             self.state.published = True
@@ -480,7 +455,6 @@ class WorkFolder:
         shutil.rmtree(self.path)
 
     def _close(self) -> None:
-        """Close the files and release the lock; what was saved stays."""
         for file in (*self._files.values(), self._lock):
             file.close()
 
@@ -488,11 +462,6 @@ class WorkFolder:
 def work_path(output: Path) -> Path:
     """Where an unfinished output lies."""
     return Path(f"{output}.parts")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -79,11 +79,8 @@ Watch = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a corpus: a file, some small text files, or a dataset.
-
-    tasks: called with a function that hears the position in the part's files; gives the same tasks each time. files:
-    what it is read from, which must not change while it is; none for a dataset of the hub.
-    """
+    """A piece of a corpus: a file, some small text files, or a dataset. tasks: called with a function that hears the
+    position in the part's files; gives the same tasks each time. files: must not change while they are read."""
 
     tasks: Callable[[Watch], Iterator[Task]]
     files: tuple[Path, ...] = ()
@@ -96,10 +93,8 @@ class Part:
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """The files of all paths and glob patterns (`**` too), each pattern's sorted, none twice.
-
-    Raises FileNotFoundError for a pattern without a file.
-    """
+    """The files of all paths and glob patterns (`**` too), each pattern's sorted, none twice. Raises
+    FileNotFoundError for a pattern without a file."""
     found: dict[Path, Path] = {}
     for pattern in patterns:
         names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
@@ -113,11 +108,10 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def open_files(format: str, files: Sequence[Path], field: str = "text", text_unit: str = "document") -> list[Part]:
-    """The files as parts of a corpus, in their order. They may be compressed: .gz, .bz2, .xz, .zst.
+    """The files, plain or .gz, .bz2, .xz, .zst, as parts of a corpus, in their order.
 
     format "json": one JSON object a line, the text under `field`; `a.b` is the field b of the object a, unless there is
-    a field of that very name. "text": plain UTF-8; a document is a whole file, or with text_unit a paragraph or a line
-    of it.
+    a field of that very name. "text": UTF-8; a document is a whole file, or with text_unit a paragraph or a line of it.
 
     Raises ValueError for an archive; OSError for a file that cannot be opened.
     """
@@ -143,9 +137,8 @@ def open_dataset(
 ) -> list[Part]:
     """One split, or slice of a split (`train[:1%]`), of what `datasets` reads, as one part of a corpus.
 
-    names: a folder that `save_to_disk` wrote, a folder of data files, a name of the Hugging Face hub (read over the
-    network each time), or data files and patterns of them, all of one kind of DATA_FILES. split: None where there is
-    only one.
+    names: a folder that `save_to_disk` wrote, a folder of data files, a name of the Hugging Face hub, or data files and
+    patterns of them, all of one kind of DATA_FILES. split: None where there is only one.
 
     Raises FileNotFoundError for a pattern without a file; ValueError for a split or subset that is missing or means
     nothing, files of no or several kinds, and where the package `datasets` is not installed.
@@ -271,10 +264,7 @@ def _document_tasks(paths: Sequence[Path], watch: Watch) -> Iterator[Task]:
 
 def _blocks(path: Path, separator: str | None, watch: Watch) -> Iterator[tuple[int, str]]:
     """Whole lines or paragraphs of a file, some TASK_SIZE characters of them at a time, and the number of their first
-    line; all of it at once where nothing separates.
-
-    Raises ValueError for a line or paragraph that is too long.
-    """
+    line; all of it at once where nothing separates. Raises ValueError for a line or paragraph that is too long."""
     line, held = 1, ""
     for piece in _text(path, watch):
         held += piece
@@ -302,10 +292,8 @@ def _text(path: Path, watch: Watch) -> Iterator[str]:
 
 
 def _unpacked(path: Path, watch: Watch) -> Iterator[bytes]:
-    """The content of a file in pieces of at most some MiB, unpacked by its ending.
-
-    Raises ValueError if it is damaged, cut short, or not compressed as its ending says; OSError if it cannot be read.
-    """
+    """The content of a file in pieces of at most some MiB, unpacked by its ending. Raises ValueError if it is damaged,
+    cut short, or not compressed as its ending says; OSError if it cannot be read."""
     ending = path.suffix.lower()
     with open(path, "rb") as file:
         reader = _PACKED.get(ending, lambda file: file)(file)
@@ -324,10 +312,8 @@ def _unpacked(path: Path, watch: Watch) -> Iterator[bytes]:
 
 
 def _zstandard(file: BinaryIO) -> Iterator[bytes]:
-    """All frames of a file. The library's own reader takes a frame that was cut short for a whole one.
-
-    Raises EOFError where one is cut short, and for what is no frame.
-    """
+    """All frames of a file. Raises EOFError for one that is cut short, which the library's own reader takes for a
+    whole one, and for what is no frame."""
     import zstandard  # only who reads such a file needs it
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)

@@ -34,14 +34,12 @@ class WorkerDied(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What shapes the output besides the inputs and the tokenizer.
+    """What shapes the output besides the inputs and the tokenizer. Raises ValueError for a number that means nothing.
 
     validation: share of documents held out by `is_held_out`, 0 for none. max_malformed: largest share of records that
     may be skipped; a preparation may resume with another one. max_document_bytes: of UTF-8; what is larger goes by
     `huge`, one of POLICIES: all pieces of a split document are on the side of an unsplit copy. bos_token: begins every
     document, None for none. eod: whether the tokenizer's end of a document ends each.
-
-    Raises ValueError for a number that means nothing.
     """
 
     validation: float = 0.01
@@ -53,11 +51,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
-            raise ValueError(
-                f"--validation {self.validation} is no share to hold out; it must be at least 0 and below 1"
-            )
+            raise ValueError(f"--validation {self.validation} must be at least 0 and below 1")
         if not 0 <= self.max_malformed <= 1:
-            raise ValueError(f"--max-malformed {self.max_malformed} is no share of records; it must be from 0 to 1")
+            raise ValueError(f"--max-malformed {self.max_malformed} must be from 0 to 1")
         # A document has at most a token for each byte and a few more, and the index counts them in an int32.
         if not 64 <= self.max_document_bytes <= 1 << 30:
             raise ValueError(f"--max-document-bytes {self.max_document_bytes} must be from 64 to {1 << 30}")
@@ -73,7 +69,6 @@ class SplitCount:
     text_bytes: int = 0
 
     def add(self, other: SplitCount) -> None:
-        """Add what went into another part of it."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.text_bytes += other.text_bytes
@@ -128,10 +123,8 @@ class Encoder:
             encoded = self.tokenizer.encode_arrays(documents)
             more = len(before) + len(after)
             lengths = np.array([len(ids) + more for ids in encoded], dtype=np.int32)
-            if more == 0 and not lengths.all():
-                raise ValueError(
-                    "a document has no token at all, as its text normalizes to nothing; end documents with a token"
-                )
+            if not lengths.all():
+                raise ValueError("the text of a document normalizes to nothing; end documents with a token")
             parts = [part for ids in encoded for part in (before, ids, after)]
             done.lengths[split] = lengths
             done.tokens[split] = np.concatenate(parts).astype(self.dtype)

@@ -31,41 +31,34 @@ def prepare(folder: Path, output: Path) -> None:
     prepare_module.prepare(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), options)
 
 
-class Places:
-    """Counts the places where the disk changes, and ends the process at the one that was chosen."""
+def watch(chosen: int) -> list[None]:
+    """End the process at the chosen place of those where the disk changes: before and after each call that changes it,
+    and with half of a task's documents on it. Returns a list that grows by the places that were passed."""
+    places: list[None] = []
 
-    def __init__(self, chosen: int) -> None:
-        self.seen, self.chosen = 0, chosen
-
-    def __call__(self) -> None:
-        self.seen += 1
-        if self.seen == self.chosen:
+    def place() -> None:
+        places.append(None)
+        if len(places) == chosen:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with a place before and one after it."""
-
+    def around(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
-            self()
+            place()
             result = function(*arguments, **options)
-            self()
+            place()
             return result
 
         return wrapped
 
-
-def watch(chosen: int) -> Places:
-    """Make places of what changes the disk; half of a task's documents on it is one too."""
-    places = Places(chosen)
     for name in ("fsync", "replace", "rename", "unlink"):
-        setattr(os, name, places.around(getattr(os, name)))
+        setattr(os, name, around(getattr(os, name)))
     add = WorkFolder.add
 
     def torn_add(self: WorkFolder, part: int, tasks: int, encoded: Any) -> None:
         add(self, part, tasks, encoded)
         for file in self._files.values():
             file.flush()
-        places()
+        place()
 
     WorkFolder.add = torn_add  # type: ignore[method-assign]
     return places
@@ -80,13 +73,12 @@ def in_child(folder: Path, output: Path, chosen: int) -> int:
             prepare(folder, output)
         except FileExistsError:
             os._exit(_EXISTS)
-        (folder / "places").write_text(str(places.seen))
+        (folder / "places").write_text(str(len(places)))
         os._exit(0)
     return os.waitpid(pid, 0)[1]
 
 
 def main() -> None:
-    """See above."""
     folder, first, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     prepare_module.SAVE_SECONDS = 0.0
     readers.TASK_SIZE = 1500

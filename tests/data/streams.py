@@ -44,8 +44,8 @@ class CountingStream:
 class SteeredStream(CountingStream):
     """One document of 500 tokens.
 
-    log: a file that gets a byte for each reading. fails_at: that token cannot be read, by `error`, None for a
-    TwoArgumentsError; blocks: reading waits for ever, after the log.
+    log: a file that gets a byte for each reading. fails_at: that token cannot be read, by `error`. blocks: reading
+    waits for ever, after the log.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class SteeredStream(CountingStream):
             os.close(descriptor)
         while self.blocks:
             time.sleep(60)
-        if self.fails_at is not None and start <= self.fails_at < start + length:
-            raise self.error or TwoArgumentsError("this", "that")
+        if self.error is not None and self.fails_at is not None and start <= self.fails_at < start + length:
+            raise self.error
         return super().tokens(start, length)
 
     def readings(self) -> int:
@@ -96,10 +96,3 @@ class SlowStream(CountingStream):
         if start <= self.fails_at < start + length:
             raise ValueError(f"token {self.fails_at} cannot be read")
         return super().tokens(start, length)
-
-
-class TwoArgumentsError(Exception):
-    """Pickles, and does not unpickle."""
-
-    def __init__(self, one: str, other: str) -> None:
-        super().__init__(f"{one} and {other}")

@@ -43,7 +43,7 @@ def check_epoch(order: WindowOrder | DocumentOrder, stream: CountingStream, seq_
 
 
 @pytest.mark.parametrize("make", ORDERS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("small_groups")
 def test_every_token_is_a_target_once_an_epoch(make: type[WindowOrder | DocumentOrder], seed: int) -> None:
     draw = random.Random(seed)
@@ -129,18 +129,6 @@ def test_order_of_a_checkpoint_never_changes() -> None:
     """A change here reorders the data of every run that is to be resumed."""
     assert [Permutation(1000, "seed")(i) for i in range(8)] == [784, 472, 946, 203, 4, 264, 436, 221]
     assert shuffled(8, "key").tolist() == [2, 0, 5, 7, 4, 1, 3, 6]
-
-
-def test_permutations_look_shuffled() -> None:
-    """Neighbours land far apart, as often before as after, and no position is favoured over many keys."""
-    size = 2000
-    order = np.array([Permutation(size, "x")(i) for i in range(size)])
-    steps = np.diff(order)
-    assert 0.45 < (steps > 0).mean() < 0.55
-    assert 0.30 * size < np.abs(steps).mean() < 0.37 * size  # a third, for uniform draws
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.08
-    counts = np.bincount([Permutation(10, f"{k}")(3) for k in range(4000)], minlength=10)
-    assert ((counts - 400) ** 2 / 400).sum() < 27.9  # chi-squared, 9 degrees of freedom, p = 0.001
 
 
 @pytest.mark.parametrize("order", orders.ORDERS)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import threading
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import s3fs
@@ -21,8 +17,8 @@ from werkzeug.serving import make_server
 
 import data.storage
 from data.indexed import IndexedDataset, IndexedDatasetWriter
-from data.sources import open_indexed, open_source, prefixes
-from data.storage import BLOCK_BYTES, RemoteFile
+from data.sources import open_indexed, prefixes
+from data.storage import BLOCK_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -147,10 +143,6 @@ def test_a_pattern_and_a_list(store: Store, local: IndexedDataset, tmp_path: Pat
     assert np.array_equal(bundle.train["mixed"].tokens(30_000, 2000), local.tokens(0, 2000))
     with pytest.raises(ValueError, match=r"no file matches s3://bucket/corpus/none_\*\.idx"):
         prefixes("data.sources.web", "s3://bucket/corpus/none_*")
-    memory = fsspec.filesystem("memory")  # any store that fsspec knows
-    for ending in ("idx", "bin"):
-        memory.pipe_file(f"/folder/m.{ending}", Path(f"{local.prefix}.{ending}").read_bytes())
-    assert open_source(prefixes("data.sources.m", "memory://folder/m*"), tmp_path).identity() == local.identity()
 
 
 @pytest.mark.parametrize("fault", ["500", "cut"])
@@ -173,13 +165,8 @@ def test_faults_that_pass_and_faults_that_stay(
 
 def test_what_another_attempt_would_not_change(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("s3://bucket/corpus/none", "s3://no-such-bucket/none"):
-        with pytest.raises(FileNotFoundError) as missing:
+        with pytest.raises(FileNotFoundError, match=f"^{prefix}.idx does not exist; a dataset is named by"):
             IndexedDataset(prefix, remote_cache=tmp_path)
-        assert str(missing.value) == (
-            f"{prefix}.idx does not exist; a dataset is named by the path of its .idx and .bin without the ending"
-        )
-    with pytest.raises((FileNotFoundError, IsADirectoryError)):
-        RemoteFile("s3://bucket/corpus", tmp_path)
     asked = len(store.requests)
     store.fault = lambda number, method: "403"
     with pytest.raises(PermissionError, match=f"^{SMALL}.idx: "):
@@ -207,34 +194,8 @@ def test_an_object_that_was_replaced(store: Store, tmp_path: Path) -> None:
         s3fs.S3FileSystem.clear_instance_cache()
         readers.append(IndexedDataset("s3://bucket/open/o", remote_cache=tmp_path / "c"))
         assert set(readers[-1].tokens(0, 1000).tolist()) == {token}
-    assert set(readers[0].tokens(0, 1000).tolist()) == {1}  # of the block that is kept
     with pytest.raises(ValueError, match=r"o\.bin is not the object any more that this run opened"):
         readers[0].tokens(1_000_000, 1000)
-
-
-def sum_of(dataset: IndexedDataset) -> int:
-    return sum(int(dataset.tokens(start, 10_000).sum()) for start in range(0, NUM_TOKENS, 10_000))
-
-
-def test_processes_share_the_folder(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
-    remote = IndexedDataset(BIG, remote_cache=tmp_path)
-    remote.check_documents(0, 10)  # connections are open when others read, too
-    with get_context("spawn").Pool(2) as pool:
-        assert set(pool.map(sum_of, [remote] * 2, chunksize=1)) == {int(local.tokens(0, NUM_TOKENS).sum())}
-    kept = {path.name for path in tmp_path.rglob("*") if path.is_file() and "-" not in path.name}
-    assert kept == {"0", "1", "2"} and not list(tmp_path.rglob("*.tmp"))
-
-
-def test_on_a_full_disk_nothing_is_kept(
-    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote = IndexedDataset(BIG, remote_cache=tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 951, 49))
-    store.requests.clear()
-    assert np.array_equal(remote.tokens(500, 10), local.tokens(500, 10))
-    assert store.ranges() == [20] and sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_damaged_block_is_fetched_again(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
@@ -242,7 +203,7 @@ def test_a_damaged_block_is_fetched_again(store: Store, local: IndexedDataset, t
     remote.tokens(300_000, 10)
     (block,) = (path for path in tmp_path.rglob("0") if path.is_file())
     whole = block.read_bytes()
-    for damaged in (whole[:5], whole[:600_001] + bytes([whole[600_001] ^ 16]) + whole[600_002:]):
+    for damaged in (whole[:5], whole[:600_001] + bytes([whole[600_001] ^ 16]) + whole[600_002:]):  # cut, a bit flipped
         block.write_bytes(damaged)
         assert np.array_equal(remote.tokens(300_000, 10), local.tokens(300_000, 10))
         assert block.read_bytes() == whole

@@ -97,7 +97,7 @@ def test_growing_batches_continue_their_blend() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_description_is_enough_to_resume(seed: int) -> None:
     """At any step: in quite other phases after it."""
     draw = random.Random(seed)
@@ -152,10 +152,7 @@ def test_a_limit_of_epochs(run: RunData) -> None:
         run.check_epochs(limit)
     with pytest.raises(ValueError) as refusal:
         run.check_epochs(1)
-    assert str(refusal.value) == (
-        "the run would go through code (1,601 tokens) 1.12 times, where 1 is the limit; prose (801 tokens) 1.76 times, "
-        "where 1 is the limit: lower their weights in data.phases or train.steps, add text, or raise data.max_epochs"
-    )
+    assert "code (1,601 tokens) 1.12 times, where 1 is the limit; prose (801 tokens) 1.76 times" in str(refusal.value)
     with pytest.raises(ValueError, match=r"through prose .* where 1\.5 is the limit"):
         run.check_epochs({"prose": 1.5})
     with pytest.raises(ValueError, match="names porse, from which no phase draws: code, prose"):
@@ -167,7 +164,7 @@ def test_a_limit_of_epochs(run: RunData) -> None:
     [
         ([{"steps": 5, "fraction": 0.5}, {}], "phase 'p0' has fraction and steps; give one length"),
         ([{}, {}], "the phases p0 and p1 have no length; give all but one"),
-        ([{"steps": 20}, {}], "beside 'p1' take 20 steps of 20, so nothing is left"),
+        ([{"steps": 20}, {}], "the phases p0 take 20 steps, and the run has 20; correct them"),
         ([{"fraction": 0.5}, {"fraction": 0.49}], "take 19.8 steps, and the run has 20; correct them"),
         ([{"steps": 5}, {"steps": 6}], "take 11 steps, and the run has 20; correct them"),
         ([{"fraction": 0.001}, {}], "phase 'p0' gets none of the 20 steps"),

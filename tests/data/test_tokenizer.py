@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
-import tiktoken
 
 from data import tokenizer as module
 from data.tokenizer import (
@@ -111,29 +110,12 @@ def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: P
         load_tokenizer(tmp_path / "tokenizer.model")
 
 
-def test_named_encodings_come_from_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network: the library's own loading is replaced, which is all that a network would do."""
-    encoding = tiktoken.Encoding(
-        "cl100k_base", pat_str=PATTERN, mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens=SPECIAL
-    )
-    monkeypatch.setattr(tiktoken, "get_encoding", {"cl100k_base": encoding}.__getitem__)
-    tokenizer = load_tokenizer("tiktoken:cl100k_base")
-    assert tokenizer.name == "tiktoken:cl100k_base" and tokenizer.encode_batch(["ab"]) == [[97, 98]]
-    with pytest.raises(ValueError, match=r"tiktoken knows no encoding 'mine'; it knows .*cl100k_base"):
-        load_tokenizer("tiktoken:mine")
-    monkeypatch.setattr(tiktoken, "get_encoding", {}.__getitem__)
-    with pytest.raises(ValueError, match=r"cannot fetch cl100k_base \('cl100k_base'\); connect to a network"):
-        load_tokenizer("tiktoken:cl100k_base")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("tokenizer.json", b"{", r"cannot be read as a tokenizer\.json \(.*\); save it again, or update tokenizers"),
-        ("tokenizer.json", b"\xff\xfe{", r"cannot be read as a tokenizer\.json"),
         ("m.model", b"\x00garbage", r"m\.model is no SentencePiece model; give a whole \.model file"),
         ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is no token in base64 and its rank"),
-        ("r.tiktoken", b"IQ== 0\n", r"r\.tiktoken says neither pattern nor special tokens: write .*r\.json"),
     ],
 )
 def test_a_file_that_is_no_tokenizer(name: str, content: bytes, said: str, tmp_path: Path) -> None:
@@ -141,11 +123,6 @@ def test_a_file_that_is_no_tokenizer(name: str, content: bytes, said: str, tmp_p
     with pytest.raises(ValueError, match=said) as refusal:
         load_tokenizer(tmp_path / name)
     assert "\n" not in str(refusal.value)
-
-
-def test_training_is_deterministic() -> None:
-    prints = [train_tokenizer(TEXTS, size).fingerprint() for size in (320, 320, 319)]
-    assert prints[0] == prints[1] != prints[2]
 
 
 # --- words seen before give the ids that `tokenizers` gives -----------------------------------------------------------
@@ -193,12 +170,21 @@ def test_any_text_gets_the_ids_of_tokenizers(
 ) -> None:
     subject = cut_by(expression, normalizer)
     assert subject._words is not None
-    texts = [*random_texts(1, 800), "x".join(random_texts(2, 200)), ""]
+    texts = [*random_texts(1, 300), "x".join(random_texts(2, 100)), ""]
     expected = subject.encode_batch(texts)
-    for at_once in (1 << 18, 100, 8, 1):
+    for at_once in (1 << 18, 8, 1):
         monkeypatch.setattr(module, "_CHARACTERS_AT_ONCE", at_once)
         for text, ids, right in zip(texts, subject.encode_arrays(texts), expected, strict=True):
             assert ids.dtype == np.int32 and ids.tolist() == right, repr(text)
+
+
+def test_named_encodings_come_from_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network: the library's own loading is replaced."""
+    monkeypatch.setattr("tiktoken.get_encoding", {}.__getitem__)
+    with pytest.raises(ValueError, match=r"cannot fetch cl100k_base \('cl100k_base'\); connect to a network"):
+        load_tokenizer("tiktoken:cl100k_base")
+    with pytest.raises(ValueError, match=r"tiktoken knows no encoding 'mine'; it knows .*cl100k_base"):
+        load_tokenizer("tiktoken:mine")
 
 
 def test_every_character_is_classified_as_tokenizers_does() -> None:

@@ -49,6 +49,27 @@ def test_windows_are_spread_and_never_overlap(make_dataset: MakeDataset) -> None
         assert batch.targets.flatten().tolist() == dataset.tokens(1, 62 * 8).tolist()
 
 
+def test_masked_documents(make_dataset: MakeDataset) -> None:
+    """Against the documents' own lengths; without the losses across their borders."""
+    dataset = make_dataset("code", 400)
+    lengths = np.diff(dataset.document_offsets(0, dataset.num_documents))
+    owners = np.repeat(np.arange(dataset.num_documents), lengths)
+    joined, masked, uncounted = (
+        ValidationSet("code", dataset, 12, 7, 1000, *options) for options in ((), (True,), (True, False))
+    )
+    [one], [other], [third] = (of.batches(7, 0, 1) for of in (joined, masked, uncounted))
+    assert one.documents is None and torch.equal(one.targets, other.targets)
+    crossing = []
+    for row, sample in zip(other.documents.tolist(), range(7), strict=True):
+        found = owners[masked.window(sample) * 12 :][:13]
+        assert row == np.unique(found[:-1], return_inverse=True)[1].tolist()
+        crossing.append(found[1:] != found[:-1])
+    assert torch.equal(third.targets < 0, torch.tensor(np.stack(crossing)))
+    counts = [of.target_counts() for of in (joined, masked, uncounted)]
+    assert torch.equal(counts[0], counts[1]) and counts[0].sum() == 7 * 12
+    assert counts[2].sum() == third.num_targets == 7 * 12 - np.stack(crossing).sum() < 7 * 12
+
+
 def test_yardsticks_of_the_very_targets(tmp_path: Path) -> None:
     text = "naïve façade, 数据 🙂\n"
     tokenizer = train_tokenizer([text * 3] * 5, 280)
