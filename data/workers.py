@@ -316,13 +316,13 @@ class _Worker:
         """How it stands, in words."""
         if self.process.poll() is not None:
             return self.end(0.0)
-        try:
-            letter = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (OSError, IndexError):
-            letter = ""
-        if letter in ("T", "t"):
+        letters = set()
+        for thread in Path(f"/proc/{self.process.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError, IndexError):
+                letters.add(thread.read_text().rsplit(")", 1)[1].split()[0])
+        if letters & {"T", "t"}:
             return f"is stopped, `kill -CONT {self.process.pid}` lets it continue"
-        return "waits for a disk" if letter == "D" else "runs"
+        return "waits for a disk" if "D" in letters else "runs"
 
 
 # --- the worker

@@ -75,22 +75,23 @@ class SteeredStream(CountingStream):
 
 
 class SlowStream(CountingStream):
-    """Documents of 3 tokens, each read in 2 ms. log: a file of as many bytes as reads were under way at once, at most.
-    fails_at: that token cannot be read."""
+    """Documents of 3 tokens, each read in so many seconds. log: a file that gets a byte for each time that more reads
+    are under way than ever. fails_at: that token cannot be read."""
 
     lock, under_way, most = threading.Lock(), 0, 0
 
-    def __init__(self, log: Path, fails_at: int = -1) -> None:
+    def __init__(self, log: Path, seconds: float, fails_at: int = -1) -> None:
         super().__init__([3] * 1000)
-        self.log, self.fails_at = log, fails_at
+        self.log, self.seconds, self.fails_at = log, seconds, fails_at
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         of = SlowStream
         with of.lock:
             of.under_way += 1
-            of.most = max(of.most, of.under_way)
-            self.log.write_bytes(b"+" * of.most)
-        time.sleep(0.002)
+            if of.under_way > of.most:
+                of.most = of.under_way
+                self.log.write_bytes(b"+" * of.most)
+        time.sleep(self.seconds)
         with of.lock:
             of.under_way -= 1
         if start <= self.fails_at < start + length:

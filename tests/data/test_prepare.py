@@ -290,17 +290,22 @@ def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_end_with_a_killed_command(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
-    """Which says when it has saved, holds the pipe that its process inherits, and resumes afterwards."""
+def test_processes_end_with_a_killed_command(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which says when it has saved, and holds the pipe that its process inherits; the same call resumes afterwards."""
+    for name in ("TASK_SIZE", "READ_BYTES"):
+        monkeypatch.setattr(readers, name, 5000)
     json_lines(tmp_path / "a.jsonl", TEXTS * 10)
     tokenizer.save(tmp_path / "t.json")
     parts, again = open_files("json", [tmp_path / "a.jsonl"]), open_files("json", [tmp_path / "a.jsonl"])
     (tmp_path / "child.py").write_text(
         "import time\nfrom pathlib import Path\nfrom data.prepare import prepare, readers\n"
-        "from data.tokenizer import load_tokenizer\nprepare.SAVE_SECONDS = 0.0\nreaders.TASK_SIZE = 5000\n"
+        "from data.tokenizer import load_tokenizer\n"
+        "prepare.SAVE_SECONDS, readers.TASK_SIZE, readers.READ_BYTES = 0.0, 5000, 5000\n"
         "def progress(position, total, state):\n    print('saved' if state.sizes else '', flush=True)\n"
         "    time.sleep(60 * bool(state.sizes))\n"
-        "if __name__ == '__main__':\n    parts = readers.open_files('json', [Path('a.jsonl')])\n"
+        "if __name__ == '__main__':\n    parts = readers.open_files('json', [Path('a.jsonl').resolve()])\n"
         "    options = prepare.Options(validation=0)\n"
         "    prepare.prepare(parts, Path('out/web'), load_tokenizer('t.json'), options, workers=1, progress=progress)\n"
     )
@@ -323,7 +328,8 @@ def test_processes_end_with_a_killed_command(tokenizer: HuggingFaceTokenizer, tm
 def test_a_killed_process_is_told(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "TASK_SIZE", 5000)
+    for name in ("TASK_SIZE", "READ_BYTES"):
+        monkeypatch.setattr(readers, name, 5000)
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS * 10)])
     before = multiprocessing.active_children()
 

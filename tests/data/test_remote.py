@@ -117,11 +117,10 @@ def test_objects_are_the_files(store: Store, local: IndexedDataset, tmp_path: Pa
     remote = IndexedDataset(BIG, remote_cache=tmp_path)
     assert (remote.num_tokens, remote.num_documents) == (NUM_TOKENS, NUM_TOKENS // 100)
     rng = np.random.default_rng(0)
-    for start in (0, BLOCK_BYTES // 2 - 5, NUM_TOKENS - 10, *rng.integers(0, NUM_TOKENS - 10, 50).tolist()):
+    for start in (0, BLOCK_BYTES // 2 - 5, NUM_TOKENS - 10, *rng.integers(0, NUM_TOKENS - 10, 9).tolist()):
         assert np.array_equal(remote.tokens(start, 10), local.tokens(start, 10))
     assert np.array_equal(remote.tokens(0, NUM_TOKENS), local.tokens(0, NUM_TOKENS))
     assert np.array_equal(remote.document_offsets(0, 13000), local.document_offsets(0, 13000))
-    assert np.array_equal(remote.document(7), local.document(7))
     assert remote.identity() == local.identity() and str(remote) == BIG
     # Ends of the .idx; blocks of both files; what the identity is of.
     assert len(store.ranges()) == 11 + 1 + 3 + 32 and max(store.ranges()) == BLOCK_BYTES

@@ -42,28 +42,6 @@ def test_source_ranges_are_what_locate_says() -> None:
         assert sorted(found) == sorted(tuple(schedule.locate(i)) for i in range(start, end))
 
 
-def spans(schedule: PhaseSchedule) -> list[tuple[str, int, int]]:
-    return [(span.name, span.start, span.end) for span in schedule.spans]
-
-
-def test_the_past_of_another_layout() -> None:
-    past = PhaseSchedule(PHASES, num_steps=100, global_batch_size=1)  # boundaries after 70 and 90
-    longer = PhaseSchedule(PHASES, num_steps=200, global_batch_size=1)  # after 140 and 180
-    tail = [("balanced", 140, 180), ("late", 180, 200)]
-    for consumed, expected in {
-        0: [("broad", 0, 140)],
-        50: [("broad", 0, 140)],  # continues
-        70: [("broad", 0, 140)],
-        80: [("broad", 0, 70), ("balanced", 70, 80), ("broad", 80, 140)],
-        90: [("broad", 0, 70), ("balanced", 70, 90), ("broad", 90, 140)],
-        100: [("broad", 0, 70), ("balanced", 70, 90), ("late", 90, 100), ("broad", 100, 140)],
-    }.items():
-        schedule = longer.after(past.description(), consumed)
-        assert spans(schedule) == [*expected, *tail]
-        assert all(schedule.locate(i) == past.locate(i) for i in range(consumed))
-        assert spans(longer) == [("broad", 0, 140), *tail]  # as it was
-
-
 def test_lengths_in_steps_tokens_and_the_rest() -> None:
     phases = [
         Phase("steps", blend={"a": 1}, steps=7),

@@ -6,11 +6,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from data.indexed import Concatenation, IndexedDataset, IndexedDatasetWriter
-from data.order import SampleSource
+from data.indexed import IndexedDataset
 from data.sources import entries, open_indexed, prefixes
 from data.tokenizer import train_tokenizer
 
@@ -72,24 +70,6 @@ def test_wrong_entries_are_named_with_their_file(folder: Path, content: str | No
     with pytest.raises(ValueError) as refusal:
         prefixes(KEY, str(path))
     assert str(refusal.value).startswith(KEY + message.format(path)) and "\n" not in str(refusal.value)
-
-
-def test_a_source_of_several_files(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    """Its samples are those of one merged file, also where a file is named twice."""
-    parts = [make_dataset(name, size) for name, size in (("web_0", 300), ("web_1", 41), ("web_2", 500))]
-    with IndexedDatasetWriter(tmp_path / "merged", np.uint16) as writer:
-        for part in (*parts, parts[1]):
-            for document in range(part.num_documents):
-                writer.add_document(part.document(document))
-    (tmp_path / "again.yaml").write_text("- web_1\n")
-    sources = {"many": [f"{tmp_path}/web_*", f"{tmp_path}/again.yaml"], "one": f"{tmp_path}/merged"}
-    bundle = open_indexed(1000, {**sources, "list": [f"{tmp_path}/web_2.bin"]})
-    many, one = (SampleSource("web", bundle.train[name], 16, 0, 1000) for name in ("many", "one"))
-    assert isinstance(many.stream, Concatenation) and many.stream.parts[1] is many.stream.parts[3]
-    assert many.num_samples == one.num_samples == 55
-    assert all(np.array_equal(many.sample(sample).tokens, one.sample(sample).tokens) for sample in range(110))
-    # A list of one is that one, for checkpoints too.
-    assert bundle.train["list"].identity() == parts[2].identity()
 
 
 @pytest.mark.parametrize("value", ["{}/web_*", "{}/web_held_out", ["{}/web_0", "{}/link.idx"]])
