@@ -239,10 +239,7 @@ class IndexedDataset:
             checked_blocks = _CHECKED_BLOCKS_REMOTE if is_url(self.prefix) else CHECKED_BLOCKS
         if self._whole is not None:
             checked_blocks = max(checked_blocks, _READ_WHOLE // _CHECKED_ENTRIES)
-        for first in _spaced(self.num_sequences, checked_blocks):
-            self.check_sequences(first, min(first + _CHECKED_ENTRIES, self.num_sequences))
-        for first in _spaced(self.num_documents, checked_blocks):
-            self.check_documents(first, min(first + _CHECKED_ENTRIES, self.num_documents))
+        self.check_index(_CHECKED_ENTRIES, checked_blocks)
         if self._num_bytes == 0:
             raise ValueError(f"{self}.idx holds no tokens, only empty sequences; prepare the dataset again")
         self._whole, self._opening = None, False
@@ -320,8 +317,19 @@ class IndexedDataset:
         """
         return self._identity
 
-    def check_sequences(self, first: int, last: int) -> None:
-        """Raise ValueError unless the sequences [first, last) lie in `.bin` back to back, up to the next one."""
+    def check_index(self, entries: int, blocks: int | None = None) -> None:
+        """Look at so many blocks of `entries` of the index, evenly spaced from end to end; None: all. Raises ValueError
+        with the place of the first fault."""
+        for total, check in ((self.num_sequences, self._check_sequences), (self.num_documents, self._check_documents)):
+            firsts: Iterable[int] = range(0, total, entries)
+            if blocks is not None and total > blocks * entries:
+                blocks = max(2, blocks)
+                firsts = (i * (total - entries) // (blocks - 1) for i in range(blocks))
+            for first in firsts:
+                check(first, min(first + entries, total))
+
+    def _check_sequences(self, first: int, last: int) -> None:
+        """The sequences [first, last) lie in `.bin` back to back, up to the next one."""
         lengths = self._lengths(first, last)
         pointers = self._borders(first, last)
         wrong = (lengths < 0) | (pointers[1:] - pointers[:-1] != lengths * np.int64(self.dtype.itemsize))
@@ -332,8 +340,8 @@ class IndexedDataset:
                 f".bin on, and that the next one begins at byte {pointers[place + 1]}"
             )
 
-    def check_documents(self, first: int, last: int) -> None:
-        """Raise ValueError unless each of the documents [first, last) is a range of sequences."""
+    def _check_documents(self, first: int, last: int) -> None:
+        """Each of the documents [first, last) is a range of sequences."""
         entries = self._entries(first, last + 1)
         wrong = (entries[1:] < entries[:-1]) | (entries[:-1] < 0) | (entries[1:] > self.num_sequences)
         if wrong.any():
@@ -382,13 +390,6 @@ class IndexedDataset:
         if num_sequences == 0 or num_entries < 2:
             raise ValueError(f"{self}.idx holds no documents; prepare the dataset again from non-empty text")
         return dtype, num_sequences, num_entries - 1
-
-
-def _spaced(total: int, blocks: int) -> list[int]:
-    """Where as many blocks of _CHECKED_ENTRIES begin, evenly spaced from end to end; all if they are fewer."""
-    if total <= blocks * _CHECKED_ENTRIES:
-        return list(range(0, total, _CHECKED_ENTRIES))
-    return [i * (total - _CHECKED_ENTRIES) // max(1, blocks - 1) for i in range(max(2, blocks))]
 
 
 class Concatenation:

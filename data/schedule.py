@@ -73,9 +73,9 @@ def phase_boundaries(
         )
     tolerance = 1e-6 * num_steps if all(phase.fraction is not None for phase in phases) else 0.5
     if rest < 0.5 if open_ones else abs(rest) >= tolerance:
-        given = ", ".join(phase.name for phase in phases if phase.name not in open_ones)
+        named = ", ".join(phase.name for phase in phases if phase.name not in open_ones)
         raise ValueError(
-            f"the phases {given} take {num_steps - rest:.6g} steps, and the run has {num_steps}; correct them or "
+            f"the phases {named} take {num_steps - rest:.6g} steps, and the run has {num_steps}; correct them or "
             "train.steps. One phase may have no length: it gets the rest"
         )
     ends, share, steps = [], 0.0, 0.0

@@ -145,10 +145,7 @@ def check_whole(prefix: str | Path, vocab_size: int | None = None) -> Checked:
     Raises ValueError with the place of the first fault, and what IndexedDataset raises.
     """
     dataset, block = IndexedDataset(prefix), INDEX_BLOCK
-    for first in range(0, dataset.num_sequences, block):
-        dataset.check_sequences(first, min(first + block, dataset.num_sequences))
-    for first in range(0, dataset.num_documents, block):
-        dataset.check_documents(first, min(first + block, dataset.num_documents))
+    dataset.check_index(block)
     digest = hashlib.sha256()
     smallest, largest = np.iinfo(np.int64).max, -1
     for start in range(0, dataset.num_tokens, block):

@@ -125,9 +125,9 @@ def open_files(format: str, files: Sequence[Path], field: str = "text", text_uni
         with open(path, "rb"):
             pass  # rather now than after hours
     if format == "json":
-        return [Part(partial(_json_tasks, path, field), (path,)) for path in files]
-    if text_unit != "document":
-        return [Part(partial(_unit_tasks, path, SEPARATORS[text_unit]), (path,)) for path in files]
+        return [Part(partial(_block_tasks, json_records, path, "\n", field), (path,)) for path in files]
+    if separator := SEPARATORS.get(text_unit):
+        return [Part(partial(_block_tasks, unit_records, path, separator, separator), (path,)) for path in files]
     groups = [tuple(files[i : i + _FILES_IN_A_PART]) for i in range(0, len(files), _FILES_IN_A_PART)]
     return [Part(partial(_document_tasks, group), group) for group in groups]
 
@@ -235,14 +235,11 @@ def _record(where: str, value: Any, field: str = "") -> Record:
 # Files.
 
 
-def _json_tasks(path: Path, field: str, watch: Watch) -> Iterator[Task]:
-    for line, text in _blocks(path, "\n", watch):
-        yield partial(json_records, str(path), line, text, field)
-
-
-def _unit_tasks(path: Path, separator: str, watch: Watch) -> Iterator[Task]:
+def _block_tasks(
+    records: Callable[..., Iterator[Record]], path: Path, separator: str, option: str, watch: Watch
+) -> Iterator[Task]:
     for line, text in _blocks(path, separator, watch):
-        yield partial(unit_records, str(path), line, text, separator)
+        yield partial(records, str(path), line, text, option)
 
 
 def _document_tasks(paths: Sequence[Path], watch: Watch) -> Iterator[Task]:
