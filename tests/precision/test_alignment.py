@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
-from megatron_fp4.precision import emulated, torch_scaled_mm
+from megatron_fp4.precision import emulated
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, block_alignment
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
@@ -80,78 +78,32 @@ def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
     return list(found.values())
 
 
-def compute(layers: list[tuple[tuple[int, int], LinearContext]], taken: dict[str, Recipe], **settings: Any) -> None:
-    """Forward and backward of the linears by each of the recipes that their inputs go with, as their callers do."""
-    for name, recipe in taken.items():
-        for (outputs, inputs), context in layers:
-            if inputs % block_alignment(recipe).inputs:
-                continue  # refused
-            context = replace(context, recipe=recipe, weight_cache=None, **settings)
-            linear = quantized_linear if context.in_tokens is context.out_tokens is None else overlapped_linear
-            gathered, scattered = (1 if of is None else of.size() for of in (context.in_tokens, context.out_tokens))
-            for tokens in TOKENS:
-                x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
-                weight = nn.Parameter(torch.empty(outputs, inputs))
-                try:
-                    y = linear(x, weight, context)
-                    y.backward(torch.empty_like(y))
-                except Exception as error:
-                    raise AssertionError(f"{name}: {tokens} tokens, {inputs} -> {outputs}") from error
-                assert y.shape[0] * scattered == tokens * gathered
-                assert y.shape[1] == outputs or (context.keep_padding and y.shape[1] > outputs)
-                assert x.grad is not None and x.grad.shape == x.shape
-                assert weight.grad is not None and weight.grad.shape == weight.shape
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_no_kernel_refuses_a_linear_of_a_shipped_model(tensor: int) -> None:
-    """On the way of a GPU, whose launches check what they are given, and none goes to PyTorch."""
+    """Forward and backward, on the way of a GPU, whose launches check what they are given, and none goes to PyTorch."""
     slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
     with fake_ranks(tensor):
         layers = linears(tensor)
         with FakeTensorMode(), without_launches(), mock.patch.object(emulated, "encode_operand", slow):
-            compute(layers, recipes())
-
-
-@contextmanager
-def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
-    """The way of a GPU up to what PyTorch demands of the tensors of such a call on CUDA; types of codes and products
-    seen."""
-    seen: set[tuple[torch.dtype, torch.dtype]] = set()
-
-    def shape_of(t: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-
-    def checked(a: torch.Tensor, b: torch.Tensor, **settings: Any) -> torch.Tensor:
-        with unset_fake_temporarily():
-            for name in ("scale_a", "scale_b"):
-                settings[name] = [shape_of(scale) for scale in settings[name]]
-            product = torch.nn.functional.scaled_mm(shape_of(a), shape_of(b), **settings)
-        seen.add((a.dtype, product.dtype))
-        return a.new_empty(product.shape, dtype=product.dtype)
-
-    slow = mock.Mock(side_effect=AssertionError("no kernel"))
-    with (
-        FakeTensorMode(),
-        without_launches(),
-        mock.patch.object(torch_scaled_mm, "scaled_mm", checked),
-        mock.patch.object(torch_scaled_mm, "encode_operand", slow),
-    ):
-        yield seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 8])
-def test_scaled_mm_takes_every_product(tensor: int) -> None:
-    """Of the backend `torch`."""
-    taken = {name: of for name, of in recipes().items() if of.formats <= torch_scaled_mm.FORMATS.keys()}
-    with fake_ranks(tensor):
-        layers = linears(tensor)
-        with scaled_mm_checked() as seen:
-            compute(layers, taken, backend=torch_scaled_mm.TorchBackend())
-    codes_of = (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
-    assert seen == {(codes, product) for codes in codes_of for product in (torch.bfloat16, torch.float32)}
+            for (name, recipe), ((outputs, inputs), context) in itertools.product(recipes().items(), layers):
+                if inputs % block_alignment(recipe).inputs:
+                    continue  # refused
+                context = replace(context, recipe=recipe, weight_cache=None)
+                linear = quantized_linear if context.in_tokens is context.out_tokens is None else overlapped_linear
+                gathered, scattered = (1 if of is None else of.size() for of in (context.in_tokens, context.out_tokens))
+                for tokens in TOKENS:
+                    x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
+                    weight = nn.Parameter(torch.empty(outputs, inputs))
+                    try:
+                        y = linear(x, weight, context)
+                        y.backward(torch.empty_like(y))
+                    except Exception as error:
+                        raise AssertionError(f"{name}: {tokens} tokens, {inputs} -> {outputs}") from error
+                    assert y.shape[0] * scattered == tokens * gathered
+                    assert y.shape[1] == outputs or (context.keep_padding and y.shape[1] > outputs)
+                    assert x.grad is not None and x.grad.shape == x.shape
+                    assert weight.grad is not None and weight.grad.shape == weight.shape
 
 
 NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8

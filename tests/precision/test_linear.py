@@ -179,52 +179,6 @@ def test_groups_of_output_features_are_padded_to_whole_blocks(name, num_groups, 
         assert relative(result, expected) < 2e-6
 
 
-def with_equal_maxima(shards: int, dim: int, *tensors: torch.Tensor) -> None:
-    """Put each tensor's largest value into each of its shards, in place of the all-reduce of several ranks."""
-    for t in tensors:
-        peak = t.abs().max() * 1.5
-        for piece in t.chunk(shards, dim):
-            piece[0, 0] = peak
-
-
-@pytest.mark.parametrize("name, num_groups, group_rows", [("nvfp4", 4, 16), ("all_the_way", 4, 20)])
-def test_shards_of_output_features_give_the_codes_of_the_whole(name, num_groups, group_rows):
-    recipe = changed(RECIPES[name], wgrad_rht=0)
-    x, w, dy = ref.tensors(32, 32, num_groups * group_rows)
-    with_equal_maxima(2, 0, w)
-    with_equal_maxima(2, 1, dy)
-    y, _, dw = ref.run(x, w, dy, ref.context_of(recipe, num_groups=num_groups))
-    partial = torch.zeros(32, 32)
-    for rank in range(2):
-        here = slice(rank * w.shape[0] // 2, (rank + 1) * w.shape[0] // 2)
-        settings = {"num_groups": num_groups // 2, "out_group_offset": rank * num_groups // 2}
-        shard = ref.run(x, w[here], dy[:, here], ref.context_of(recipe, **settings))
-        assert torch.equal(shard[0], y[:, here])
-        assert relative(shard[2], ref.double(dw[here])) < 1e-6
-        partial += shard[1]
-    whole_dx = ref.run(x, w, dy, ref.context_of(recipe, num_groups=num_groups))[1]
-    assert relative(partial, ref.double(whole_dx)) < 1e-6
-    misplaced = ref.run(x, w[here], dy[:, here], ref.context_of(recipe, num_groups=num_groups // 2))
-    assert relative(misplaced[2], ref.double(dw[here])) > 1e-3
-
-
-def test_shards_of_input_features_give_the_codes_of_the_whole():
-    recipe = ref.ALL_THE_WAY  # x is rounded stochastically in wgrad, so its position matters
-    x, w, dy = ref.tensors(32, 64, 32)
-    with_equal_maxima(2, 1, x, w)
-    y, dx, dw = ref.run(x, w, dy, ref.context_of(recipe))
-    partial = torch.zeros_like(y)
-    for rank in range(2):
-        here = slice(rank * 32, rank * 32 + 32)
-        shard = ref.run(x[:, here], w[:, here], dy, ref.context_of(recipe, in_offset=rank * 32))
-        assert relative(shard[1], ref.double(dx[:, here])) < 1e-6
-        assert relative(shard[2], ref.double(dw[:, here])) < 1e-6
-        partial += shard[0]
-    assert relative(partial, ref.double(y)) < 1e-6
-    misplaced = ref.run(x[:, here], w[:, here], dy, ref.context_of(recipe))
-    assert relative(misplaced[2], ref.double(dw[:, here])) > 1e-3
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_gives_identical_gradients(reentrant):
     x, w, dy = ref.tensors(64, 64, 64)

@@ -59,13 +59,6 @@ def test_ue8m0_rounds_up_to_powers_of_two():
     assert ue8m0_values(codes[255:]).isnan().all()
 
 
-def test_every_product_of_code_and_scale_is_exact_in_bf16():
-    for scales in (torch.from_numpy(oracle.E4M3).float(), ue8m0_values(torch.arange(252, dtype=torch.uint8))):
-        products = torch.tensor(GRID)[:, None] * scales
-        assert torch.equal(products.bfloat16().float(), products)
-        assert np.array_equal(products.double().numpy(), np.array(GRID)[:, None] * scales.double().numpy())
-
-
 @pytest.mark.parametrize("below", range(7))
 def test_stochastic_rounding_is_unbiased_between_every_two_neighbours(below):
     low, high, num = GRID[below], GRID[below + 1], 2**16
