@@ -55,10 +55,10 @@ class NVFP4TensorStorage:
 
 
 class NVFP4Quantizer:
-    """Attributes `log` and `spoil` are the tests': quantizers made, and what to do wrong."""
+    """Attributes `log` and `own_maximum` are the tests': quantizers made; whether ranks keep their own maxima."""
 
     log: list[dict[str, Any]]
-    spoil: str
+    own_maximum: bool
 
     def __init__(
         self,
@@ -87,19 +87,15 @@ class NVFP4Quantizer:
         self.log.append({"shape": tuple(x.shape), "quantizer": self})
         transposed = x.t().contiguous()
         if self.with_rht:
-            signs = fixed_signs(16) if self.with_random_sign_mask and self.spoil != "signs" else torch.ones(16)
+            signs = fixed_signs(16) if self.with_random_sign_mask else torch.ones(16)
             transposed = random_hadamard_transform(transposed, 16, signs)
         fused = self.with_rht and x.shape[0] % 64 == 0 and x.shape[1] % 128 == 0
         square = self.with_2d_quantization and not any(size % 128 for size in x.shape) and not self.nvfp4_use_4over6
         swizzled = self.optimize_for_gemm and (fused or square)
-        generator = torch.default_generator if self.spoil == "unseeded" else torch.cuda.default_generators[0]
-        state = generator.get_state()
         parts: dict[str, Any] = {}
         for name, rows, wanted in (("rowwise", x, True), ("columnwise", transposed, self.columnwise)):
-            if self.spoil == "one state":
-                generator.set_state(state)
-            data, scales, amax = self.side(rows, generator) if wanted else (None, None, None)
-            if wanted and swizzled and self.spoil != "order":
+            data, scales, amax = self.side(rows) if wanted else (None, None, None)
+            if wanted and swizzled:
                 scales = swizzle(scales)
             parts |= {f"{name}_data": data, f"{name}_scale_inv": scales, f"amax_{name}": amax}
         return NVFP4TensorStorage(
@@ -113,11 +109,11 @@ class NVFP4Quantizer:
             fake_dtype=torch.bfloat16,
         )
 
-    def side(self, rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def side(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes, padded scales and maximum of `rows` [n, k]."""
         known = rows.to(torch.float32).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
         amax = known.abs().amax()
-        if self.with_amax_reduction and self.spoil != "own maximum":
+        if self.with_amax_reduction and not self.own_maximum:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.amax_reduction_group)
         block = (16, 16) if self.with_2d_quantization else (1, 16)
         error = {"MAE": "absolute", "MSE": "squared"}[self.nvfp4_4over6_err_mode]
@@ -126,10 +122,8 @@ class NVFP4Quantizer:
         scaled = nvfp4._encode(known, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
         values = round_e2m1_nearest(scaled)
         if self.stochastic_rounding:
-            draws = torch.randint(256, rows.shape, generator=generator)
+            draws = torch.randint(256, rows.shape, generator=torch.cuda.default_generators[0])
             values = round_e2m1_stochastic(scaled, (draws.to(torch.float32) + 0.5) * 2.0**-8)
-            if self.spoil == "zeros":
-                values = torch.zeros_like(values)
         codes = e2m1_codes(torch.where(rows.isnan(), 6.0, values), rows.signbit())
         return pack_codes(codes), padded(made.scales.view(torch.uint8), 128, 4), made.amax.reshape(1).clone()
 
@@ -183,18 +177,11 @@ def swizzle(scales: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def installed(spoil: str = "") -> Iterator[list[dict[str, Any]]]:
-    """Have the backend find this instead of the package; yields the log of what was quantized.
-
-    spoil: `zeros` (all of stochastic operands), `one state` (of the generator for both copies), `unseeded`, `signs` (of
-    the transform), `order` (of scales), `own maximum` (of each rank).
-    """
+def installed(own_maximum: bool = False) -> Iterator[list[dict[str, Any]]]:
+    """Have the backend find this instead of the package; yields the log of what was quantized."""
     log: list[dict[str, Any]] = []
-    library = SimpleNamespace(
-        e4m3="E4M3",
-        general_gemm=general_gemm,
-        NVFP4Quantizer=type("NVFP4Quantizer", (NVFP4Quantizer,), {"log": log, "spoil": spoil}),
-    )
+    quantizer = type("NVFP4Quantizer", (NVFP4Quantizer,), {"log": log, "own_maximum": own_maximum})
+    library = SimpleNamespace(e4m3="E4M3", general_gemm=general_gemm, NVFP4Quantizer=quantizer)
     GEMMS.clear()
     with (
         mock.patch.object(te, "_library", lambda: library),

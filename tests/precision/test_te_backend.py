@@ -26,12 +26,6 @@ CPU = torch.device("cpu")
 ALIGNED, ODD = (128, 128, 256), (96, 160, 224)
 
 
-def faults(spoil: str, recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALIGNED) -> list[str]:
-    with stand_in.installed(spoil):
-        found = check(te.TransformerEngineBackend(), Case(*shape, 1, recipe), CPU)
-    return [str(finding) for finding in found if finding.fault]
-
-
 @pytest.mark.parametrize(
     ("recipe", "shape"),
     [
@@ -42,22 +36,9 @@ def faults(spoil: str, recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALI
 )
 def test_the_self_test_passes_what_hardware_would_return(recipe, shape):
     """Code 8 for negative zeros, NaN that kernels drop, 8-bit draws, garbage in the padding, scales in either order."""
-    assert faults("", recipe, shape) == []
-
-
-@pytest.mark.parametrize(
-    ("spoil", "seen"),
-    [
-        ("zeros", "dgrad_gradient draws: codes differ in"),
-        ("one state", "dgrad_gradient and wgrad_gradient rounding: go together at the same index"),
-        ("unseeded", "dgrad_gradient rounding: the same key gives other draws"),
-        ("signs", "wgrad_activation codes: values differ in"),
-        ("order", "fprop_weight codes: values differ in"),
-    ],
-)
-def test_what_kernels_may_do_wrong_is_named(spoil, seen):
-    found = faults(spoil)
-    assert any(seen in fault for fault in found), found
+    with stand_in.installed():
+        found = check(te.TransformerEngineBackend(), Case(*shape, 1, recipe), CPU)
+    assert [str(finding) for finding in found if finding.fault] == []
 
 
 def test_which_side_which_flags_in_which_order():
