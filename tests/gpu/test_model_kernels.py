@@ -94,15 +94,10 @@ def numbers_of(lengths: list[list[int]]) -> Tensor:
 
 def scan_tensors(batch: int, length: int) -> list[Tensor]:
     heads, groups, width, state = 8, 2, 64, 128
-    return [
-        randn(batch, length, heads, width),
-        randn(batch, length, heads),
-        (-torch.rand(heads, device="cuda") * 4 - 0.5).requires_grad_(),
-        randn(batch, length, groups, state, scale=0.3),
-        randn(batch, length, groups, state, scale=0.3),
-        randn(heads, dtype=torch.float32),
-        randn(heads, dtype=torch.float32),
-    ]
+    decay = (-torch.rand(heads, device="cuda") * 4 - 0.5).requires_grad_()
+    x, dt = randn(batch, length, heads, width), randn(batch, length, heads)
+    b, c = (randn(batch, length, groups, state, scale=0.3) for _ in range(2))
+    return [x, dt, decay, b, c, *(randn(heads, dtype=torch.float32) for _ in range(2))]
 
 
 @pytest.mark.parametrize("lengths", [[[200]] * 2, LENGTHS, ODD], ids=["rows", "documents", "odd"])
@@ -134,20 +129,17 @@ def test_attention(function: Any, deterministic: bool, lengths: list[list[int]] 
 
 
 def test_compiled_functions() -> None:
-    x, weight = randn(96, 256), randn(256, dtype=torch.float32)
-    compare(lambda *t: COMPILED.pure(rms_norm)(*t, 1e-5), lambda *t: rms_norm(*t, 1e-5), [x, weight])
-    y, z = randn(2, 48, 8, 32), randn(2, 48, 4, 96).detach()[..., :64].requires_grad_()
-    compare(
-        lambda *t: COMPILED.pure(gated_rms_norm)(*t, 1e-5),
-        lambda *t: gated_rms_norm(*t, 1e-5),
-        [y, z, randn(256, dtype=torch.float32)],
-    )
-    compare(COMPILED.pure(_squared_relu), squared_relu, [randn(96, 256)])
     tables = rope_tables(48, 64, 10000.0, torch.device("cuda"))
-    qkv = randn(96, 2 * 6 * 64)
-    compare(
-        lambda t: COMPILED.pure(split_heads)(t, 48, 4, 64, *tables), lambda t: split_heads(t, 48, 4, 64, *tables), [qkv]
-    )
+    y, z = randn(2, 48, 8, 32), randn(2, 48, 4, 96).detach()[..., :64].requires_grad_()
+    weight = randn(256, dtype=torch.float32)
+    for function, tensors, settings in (
+        (rms_norm, [randn(96, 256), weight], (1e-5,)),
+        (gated_rms_norm, [y, z, weight.detach().requires_grad_()], (1e-5,)),
+        (split_heads, [randn(96, 2 * 6 * 64)], (48, 4, 64, *tables)),
+    ):
+        ours, plain = (lambda *t, f=f: f(*t, *settings) for f in (COMPILED.pure(function), function))  # noqa: B023
+        compare(ours, plain, tensors)
+    compare(COMPILED.pure(_squared_relu), squared_relu, [randn(96, 256)])
 
 
 @pytest.mark.parametrize(("words", "chunk"), [(5000, 128), (8192, None)])
@@ -170,35 +162,26 @@ def test_loss(mesh: ParallelMesh, words: int, chunk: int | None) -> None:
 def model_of(execution: Execution, mesh: ParallelMesh, *, reshard: bool = False) -> HybridModel:
     with torch.device("meta"):
         model = build_model(CONFIG, mesh, torch.bfloat16, execution)
-    apply_data_parallel(
-        model,
-        mesh,
-        units=list(model.blocks),
-        ends=[model.embedding, model.head],
-        fp32_units=model.fp32_units(),
-        compute_dtype=torch.bfloat16,
-        reshard=reshard,
-    )
+    parts = {"units": list(model.blocks), "ends": [model.embedding, model.head], "fp32_units": model.fp32_units()}
+    apply_data_parallel(model, mesh, **parts, compute_dtype=torch.bfloat16, reshard=reshard)
     model.to_empty(device="cuda")
     initialize(model, CONFIG, 0)
     return model
 
 
 def fused(**changes: str) -> Execution:
-    execution = choose_execution(
-        dataclasses.replace(TrainConfig(kernels="fused"), **changes), CONFIG, 1, "cuda", "bfloat16"
-    )
+    train = dataclasses.replace(TrainConfig(kernels="fused"), **changes)
+    execution = choose_execution(train, CONFIG, 1, "cuda", "bfloat16")
     assert execution.kernels.keys() == {"scan", "conv", "attention"} and execution.compiled
     return execution
 
 
-def text(step: int = 0) -> tuple[Tensor, Tensor]:
+def text() -> tuple[Tensor, Tensor]:
     """Tokens with something to learn: each is a function of the one before, with noise."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(0)
     start = torch.randint(0, 64, (4, 1), generator=generator)
-    tokens = torch.cat(
-        [(start * 7 + 3 * i) % 64 + torch.randint(0, 4, (4, 1), generator=generator) for i in range(257)], 1
-    )
+    noisy = [(start * 7 + 3 * i) % 64 + torch.randint(0, 4, (4, 1), generator=generator) for i in range(257)]
+    tokens = torch.cat(noisy, 1)
     return tokens[:, :-1].cuda(), tokens[:, 1:].cuda()
 
 
