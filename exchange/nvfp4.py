@@ -40,7 +40,6 @@ from torch import Tensor
 
 from exchange.architectures import Sections
 from exchange.checkpoint import Checkpoint
-from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.linear import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
@@ -146,7 +145,7 @@ def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtyp
         raise ValueError(f"{row.linear.name} has NaN or inf in its weight; give an earlier checkpoint")
     codes, scales = [], []
     for part in padded.split(max(_BLOCK, _CHUNK_ELEMENTS // padded.shape[1] // _BLOCK * _BLOCK)):
-        encoded = encode_operand(part.to(torch.float32), row.recipe[FPROP_WEIGHT], None, amax=amax)
+        encoded = row.recipe[FPROP_WEIGHT].encode(part.to(torch.float32), None, amax)
         codes.append(encoded.codes)
         scales.append(encoded.scales.view(torch.uint8))
     own, stored = (call.unpad_rows(torch.cat(parts)).contiguous() for parts in (codes, scales))

@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron_fp4.precision.emulated import EMULATED, GemmOperand, encode_operand, transform_signs
+from megatron_fp4.precision.emulated import EMULATED, GemmOperand, transform_signs
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearCall, LinearContext, same_weight_codes
 from megatron_fp4.precision.recipe import (
@@ -364,7 +364,7 @@ def _device_signs(size: int, device: torch.device) -> Tensor:
 def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> Tensor:
     """The first five of `OPERAND_SUMS` of what `operand` makes of `x`, FP32 [rows, k]: FP64 [5]. (The other two are of
     the tensor before a transform.) key: of stochastic rounding. amax: FP32 0-dim, of the whole tensor."""
-    encoded = encode_operand(x, operand, key, amax=amax)
+    encoded = operand.encode(x, key, amax)
     values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
     if scale is not None:
         values, limits = values.mul_(scale), limits * scale

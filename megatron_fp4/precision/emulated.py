@@ -40,7 +40,7 @@ from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.fp4 import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
-from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey
+from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
 from megatron_fp4.quantization.tensor import QuantizedTensor, tensor_decode_scale
 
@@ -323,11 +323,18 @@ def side_of(request: OperandRequest) -> Side:
 
 def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> GemmOperand:
     """`x` [rows, k] (`transposed`: [k, rows]) as a GEMM operand, in PyTorch on any device."""
-    rows = operand_rows(x, request, transposed)
     if not request.operand.quantized:
-        return GemmOperand(rows)
-    encoded = encode_operand(rows.to(torch.float32), request.operand, request.key, amax_group=request.amax_group)
+        return GemmOperand(operand_rows(x, request, transposed))
+    encoded = encode_operand(x, request, transposed)
     return GemmOperand(encoded.block_values().to(encoded.exact), encoded.decode_scale(), True)
+
+
+def encode_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> QuantizedTensor:
+    """`x` in a quantized operand's format, in PyTorch; scaled by the maximum of all shards. transposed: as above."""
+    rows, amax = operand_rows(x, request, transposed).to(torch.float32), None
+    if format_of(request.operand.format).tensor_scale:
+        amax = shared_amax(rows.abs().amax(), request.amax_group)
+    return request.operand.encode(rows, request.key, amax)
 
 
 def operand_rows(x: Tensor, request: OperandRequest, transposed: bool = False) -> Tensor:
@@ -348,25 +355,6 @@ def transform_signs(request: OperandRequest, device: torch.device) -> Tensor:
         return torch.ones(request.rht, device=device)
     assert request.signs_key is not None, "fresh signs come from a key"
     return random_signs(request.rht, request.signs_key, device)
-
-
-def encode_operand(
-    rows: Tensor,
-    operand: Operand,
-    key: RoundingKey | None,
-    *,
-    amax: Tensor | None = None,
-    amax_group: ProcessGroup | None = None,
-) -> QuantizedTensor:
-    """FP32 `rows` [rows, k] in a quantized operand's format.
-
-    key: of the draws, None rounds to nearest. amax: FP32 0-dim, of the tensor that `rows` are part of (None: of `rows`,
-    and of the other shards that the ranks of `amax_group` hold); of formats with a tensor scale.
-    Raises ValueError for an unknown format.
-    """
-    if amax is None and format_of(operand.format).tensor_scale:
-        amax = shared_amax(rows.abs().amax(), amax_group)
-    return operand.encode(rows, key, amax)
 
 
 def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:

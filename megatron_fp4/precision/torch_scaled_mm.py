@@ -44,7 +44,6 @@ from megatron_fp4.precision.emulated import (
     encode_operand,
     fused_kernels,
     in_square_blocks,
-    operand_rows,
     quantize_operand,
 )
 from megatron_fp4.precision.recipe import Operand
@@ -231,8 +230,7 @@ def _makers(
         operand, transposed = request.operand, along == "rows"
         if not operand.quantized:
             return quantize_operand(x, request, transposed)
-        values = operand_rows(x, request, transposed).to(torch.float32)
-        encoded = encode_operand(values, operand, request.key, amax_group=request.amax_group)
+        encoded = encode_operand(x, request, transposed)
         return PackedOperand.of(encoded.codes.view(torch.uint8), encoded.scales, encoded.decode_scale(), operand)
 
     of_columns, of_rows = fused_kernels(x, columns, rows)

@@ -129,7 +129,7 @@ class _Records(EmulatedBackend):
 @contextmanager
 def _measured() -> Iterator[dict[tuple[str, OperandSlot], tuple[QuantizedTensor, Tensor | None]]]:
     """What probes made of each linear's operands inside a `with`, and in which units."""
-    measured, encode, one = {}, samples.encode_operand, ProbedCall._operand
+    measured, encode, one = {}, Operand.encode, ProbedCall._operand
 
     def operand(call: ProbedCall, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
         def encoded(*arguments: Any, **settings: Any) -> QuantizedTensor:
@@ -138,7 +138,7 @@ def _measured() -> Iterator[dict[tuple[str, OperandSlot], tuple[QuantizedTensor,
             return made
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(samples, "encode_operand", encoded)
+            patch.setattr(Operand, "encode", encoded)
             one(call, slot, x, count, unit)
 
     with pytest.MonkeyPatch.context() as patch:

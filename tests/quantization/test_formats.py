@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.planning.dry_run import AllocatingGPU
 from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.emulated import EMULATED, encode_operand, packed_weight, quantize_operand, side_of
+from megatron_fp4.precision.emulated import EMULATED, packed_weight, quantize_operand, side_of
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
@@ -49,7 +49,7 @@ def operands() -> Iterator[Operand]:
 def test_a_row_says_what_its_encoder_does(operand: Operand) -> None:
     form, x = FORMATS[operand.format], torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     key = KEY if operand.drawn else None
-    encoded = encode_operand(x, operand, key)
+    encoded = operand.encode(x, key)
     assert form.blocks == ((1, form.tile), (form.tile, form.tile)) and encoded.block == operand.block
     assert encoded.scales.shape == (256, 256 // form.tile)
     assert encoded.scales.dtype == (torch.uint8 if form.scales == torch.float8_e8m0fnu else form.scales)
