@@ -157,21 +157,6 @@ def test_draws_for_rounding_are_centred_and_leave_room_at_both_ends():
     assert abs(correlation(left, right)) < 4.5 and abs(correlation(left[1:], right[:-1])) < 4.5
 
 
-@pytest.mark.parametrize("shift", [0, 10, 28])
-def test_neighbours_in_rows_and_columns_are_independent(draws, shift):
-    nibble = (draws >> shift) & 15
-    above_diagonal = np.triu_indices(ROWS, 1)
-    for near, far in (
-        (nibble[:-1], nibble[1:]),
-        (nibble[:, :-1], nibble[:, 1:]),
-        (nibble[:-1, :-1], nibble[1:, 1:]),
-        (nibble[:-16], nibble[16:]),
-        (nibble[:, :-16], nibble[:, 16:]),
-        (nibble[above_diagonal], nibble.T[above_diagonal]),
-    ):
-        assert abs(chi_square_z(near * 16 + far, 256)) < 5
-
-
 def test_other_coordinates_give_independent_draws(draws):
     for index, changed in enumerate((1235, 8, 4, "blocks.3.mixer.in_proj", "wgrad_gradient")):
         other = (*COORDINATES[:index], changed, *COORDINATES[index + 1 :])
