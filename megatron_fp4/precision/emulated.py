@@ -96,21 +96,22 @@ class GemmOperand:
         transposed: the dot product runs over tokens.
         """
         values, scale, quantized = self.values, self.scale, self.quantized
-
-        def started(part: Tensor, turned: bool) -> Callable[[], Tensor]:
-            message = gather(part.t() if turned else part)
-            return lambda: message.wait().t() if turned else message.wait()
-
         if isinstance(values, PackedRows | PackedColumns):
             message, joined = gather(values.message()), values.joined()
             return lambda: GemmOperand(joined(message.wait()), scale, quantized)
-        if isinstance(values, Tensor):
-            whole, in_one_piece = started(values, transposed), values.is_contiguous()
-            return lambda: GemmOperand(whole().contiguous() if in_one_piece else whole(), scale, quantized)
         # Other packed codes have the tokens first in any case.
-        turned, packing = transposed and isinstance(values, BlockScaled), type(values)
-        codes, scales = started(values.codes, turned), started(values.scales, turned)
-        return lambda: GemmOperand(packing(codes(), scales()), scale, quantized)  # type: ignore[call-arg]
+        turned, plain = transposed and isinstance(values, Tensor | BlockScaled), isinstance(values, Tensor)
+        parts = (values,) if isinstance(values, Tensor) else (values.codes, values.scales)
+        messages = [gather(part.t() if turned else part) for part in parts]
+        packing, in_one_piece = type(values), parts[0].is_contiguous()
+
+        def whole() -> GemmOperand:
+            made = [message.wait().t() if turned else message.wait() for message in messages]
+            if plain:
+                return GemmOperand(made[0].contiguous() if in_one_piece else made[0], scale, quantized)
+            return GemmOperand(packing(*made), scale, quantized)  # type: ignore[call-arg]
+
+        return whole
 
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
