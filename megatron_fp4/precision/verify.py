@@ -461,14 +461,14 @@ def fairness(
     number, the same again for the same number.
     """
     drawn = {slot: _Drawn(x, recipe[slot]) for slot, x in rows.items()}
-    excess: dict[OperandSlot, list[Tensor]] = {slot: [] for slot in rows}
-    for number in (*range(_DRAWS), 0):
+    excess = {slot: of.position.new_empty(_DRAWS + 1, *of.position.shape) for slot, of in drawn.items()}
+    for index, number in enumerate((*range(_DRAWS), 0)):
         made = draw(number)
         for slot, of in drawn.items():
-            excess[slot].append(of.excess(made[slot]))
-    found = {slot.name: of.fault(torch.stack(excess[slot][:-1]), excess[slot][-1]) for slot, of in drawn.items()}
+            excess[slot][index] = of.excess(made[slot])
+    found = {slot.name: of.fault(excess[slot][:-1], again=excess[slot][-1]) for slot, of in drawn.items()}
     if len(rows) == 2:
-        one, other = (torch.stack(of[:-1]) for of in excess.values())
+        one, other = (draws[:-1] for draws in excess.values())
         found[" and ".join(found)] = _dependence(one, other, *(of.variance for of in drawn.values()))
     return found
 
