@@ -100,33 +100,19 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
     """The published tensors of each of our parameters. Raises ValueError as `architecture_of` does."""
     is_arcee = architecture_of(config) == ARCEE
     hidden, vocab, root = config.hidden_dim, config.vocab_size, "model" if is_arcee else "backbone"
-    embedding, norm = ("embed_tokens", "norm") if is_arcee else ("embeddings", "norm_f")
+    embedding, final_norm = ("embed_tokens", "norm") if is_arcee else ("embeddings", "norm_f")
+    found = {"embedding.weight": [Section(f"{root}.{embedding}.weight", (vocab, hidden))]}
+    for block, letter in enumerate(config.pattern):
+        layer, norm, mixer = f"{root}.layers.{block}", "norm", "mixer"
+        if is_arcee:
+            layer = f"{root}.layers.{block // 2}"
+            norm, mixer = {"*": ("input_layernorm", "self_attn"), "-": ("post_attention_layernorm", "mlp")}[letter]
+        found[f"blocks.{block}.norm.weight"] = [Section(f"{layer}.{norm}.weight", (hidden,))]
+        sections = {"M": _mamba, "*": _attention, "-": _ffn}[letter]
+        found |= sections(config, f"blocks.{block}.mixer", f"{layer}.{mixer}")
+    found["final_norm.weight"] = [Section(f"{root}.{final_norm}.weight", (hidden,))]
     # lm_head is always written: nemotron_h does not tie weights, whatever its configuration says.
-    return {
-        "embedding.weight": [Section(f"{root}.{embedding}.weight", (vocab, hidden))],
-        **(_arcee_blocks(config) if is_arcee else _nemotron_h_blocks(config)),
-        "final_norm.weight": [Section(f"{root}.{norm}.weight", (hidden,))],
-        "head.weight": [Section("lm_head.weight", (vocab, hidden))],
-    }
-
-
-def _arcee_blocks(config: ModelConfig) -> dict[str, list[Section]]:
-    found = dict[str, list[Section]]()
-    for block, letter in enumerate(config.pattern):
-        ours, theirs = f"blocks.{block}", f"model.layers.{block // 2}"
-        norm, mixer, of = ("input", "self_attn", _attention) if letter == "*" else ("post_attention", "mlp", _ffn)
-        found[f"{ours}.norm.weight"] = [Section(f"{theirs}.{norm}_layernorm.weight", (config.hidden_dim,))]
-        found |= of(config, f"{ours}.mixer", f"{theirs}.{mixer}")
-    return found
-
-
-def _nemotron_h_blocks(config: ModelConfig) -> dict[str, list[Section]]:
-    found = dict[str, list[Section]]()
-    for block, letter in enumerate(config.pattern):
-        ours, theirs = f"blocks.{block}", f"backbone.layers.{block}"
-        found[f"{ours}.norm.weight"] = [Section(f"{theirs}.norm.weight", (config.hidden_dim,))]
-        found |= {"M": _mamba, "*": _attention, "-": _ffn}[letter](config, f"{ours}.mixer", f"{theirs}.mixer")
-    return found
+    return found | {"head.weight": [Section("lm_head.weight", (vocab, hidden))]}
 
 
 def _attention(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Section]]:

@@ -44,7 +44,7 @@ from megatron_fp4.precision.linear import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
-from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
+from megatron_fp4.quantization.tensor import NVFP4Tensor
 
 _BLOCK = 16
 # Of a weight that are quantized together: its temporaries are several FP32 copies.
@@ -186,13 +186,6 @@ class Layout:
     inverse: bool
     scales: str = "weight_scale"
 
-    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
-        """The tensor scale as it is stored, from the largest magnitude and what the largest block scale is mapped
-        to."""
-        if self.inverse:  # one element, not zero dimensions: compressed-tensors divides by a scalar in BF16
-            return encode_tensor_scale(amax, scale_max).reshape(1)
-        return tensor_decode_scale(amax, scale_max).clone()
-
     def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
         """FP32 weights, from `code * block scale` and the tensor scale as it is stored."""
         return decoded / stored if self.inverse else decoded * stored
@@ -203,8 +196,11 @@ class Layout:
 
     def tensors(self, module: str, weight: NVFP4Tensor) -> dict[str, Tensor]:
         """All tensors of `module`, by their full names."""
-        tensors = (weight.codes, weight.scales, self.stored_scale(weight.amax, weight.scale_max))
-        return dict(zip(self.names(module), tensors, strict=True))
+        if self.inverse:  # one element, not zero dimensions: compressed-tensors divides by a scalar in BF16
+            scale = encode_tensor_scale(weight.amax, weight.scale_max).reshape(1)
+        else:
+            scale = weight.decode_scale().clone()
+        return dict(zip(self.names(module), (weight.codes, weight.scales, scale), strict=True))
 
 
 MODELOPT = Layout("modelopt", "weight", "weight_scale_2", inverse=False)

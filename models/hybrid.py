@@ -92,16 +92,6 @@ class InferenceCache:
         self.mixers, self.max_length = list(mixers), max_length
         self.lengths = [0] * batch
 
-    def expect(self, counts: Sequence[int], length: int, device: torch.device) -> NewTokens:
-        """The tokens of a call of `length` columns, of which row i brings `counts[i]`."""
-        assert len(counts) == len(self.lengths) and all(0 <= count <= length for count in counts)
-        assert max(map(sum, zip(self.lengths, counts, strict=True))) <= self.max_length, "a text does not fit the cache"
-        return NewTokens(self.lengths, counts, length, device)
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """The mixers have seen the tokens."""
-        self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
-
 
 class HybridModel(nn.Module):
     """The whole model. Parameters are uninitialized until `models.initialization.initialize` has run."""
@@ -170,14 +160,16 @@ class HybridModel(nn.Module):
     def _decode(self, tokens: Tensor, cache: InferenceCache, counts: Sequence[int]) -> Tensor:
         while self.mesh.sequence_parallel and tokens.numel() % self.mesh.tp_size:  # ranks share the tokens evenly
             tokens = F.pad(tokens, (0, 1))
-        new = cache.expect(counts, tokens.shape[1], tokens.device)
+        lengths = [n + count for n, count in zip(cache.lengths, counts, strict=True)]
+        assert max(counts) <= tokens.shape[1] and max(lengths) <= cache.max_length, "a text does not fit the cache"
+        new = NewTokens(cache.lengths, counts, tokens.shape[1], tokens.device)
         # Compiled functions would be compiled again for every shape.
         with torch.compiler.set_stance("force_eager") if self.execution.compiled else nullcontext():
             h_td = self.embedding(tokens)
             for block, of_mixer in zip(self.blocks, cache.mixers, strict=True):
                 h_td = block(h_td, new.length, None, of_mixer, new)
             logits = self.head(self.final_norm(h_td), new.last)
-        cache.advance(counts)
+        cache.lengths = lengths
         return logits
 
     def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:
