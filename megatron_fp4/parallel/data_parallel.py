@@ -102,10 +102,9 @@ class FSDPHooks:
     @contextmanager
     def of(self, module: nn.Module) -> Iterator[None]:
         """A context in which `fully_shard` and what goes with it put their hooks on `module`."""
-        hooks = (module._forward_pre_hooks, module._forward_hooks)
-        before = [set(of_kind) for of_kind in hooks]
+        hooks = [(of_kind, set(of_kind)) for of_kind in (module._forward_pre_hooks, module._forward_hooks)]
         yield
-        self._found += [(of, [key for key in of if key not in old]) for of, old in zip(hooks, before, strict=True)]
+        self._found += [(of_kind, [key for key in of_kind if key not in before]) for of_kind, before in hooks]
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -153,5 +152,5 @@ def alone(model: nn.Module, rounding: Rounding, never_rounded: list[nn.Module]) 
     """Let the forward pass of `model` see its parameters rounded, except those of `never_rounded`."""
     model.__class__ = type(f"Alone{type(model).__name__}", (AloneModule, type(model)), {})
     assert isinstance(model, AloneModule)
-    model._rounding, model._never_rounded = rounding, list(never_rounded)
+    model._rounding, model._never_rounded = rounding, never_rounded
     model.tell_parameters()

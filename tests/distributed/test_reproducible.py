@@ -41,7 +41,7 @@ RUNS = [  # ranks, batch, mesh
     (2, "eight, not all targets count", "parallel.reduce_gradients=each"),
     (2, "six, leaves of three", REPLICAS),
     (4, "eight, not all targets count", "parallel.reduce_gradients=each parallel.reshard=true"),
-    (4, "eight, not all targets count", REPLICAS),
+    (4, "eight, not all targets count", f"{REPLICAS} parallel.reshard=true"),
 ]
 Bits = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
