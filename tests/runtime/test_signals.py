@@ -1,4 +1,4 @@
-"""Requests to stop and to save: signals, files, the clock."""
+"""Requests to stop and to save: signals and files."""
 
 from __future__ import annotations
 
