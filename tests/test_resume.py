@@ -14,7 +14,7 @@ import pytest
 import pretrain
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.training import trainer
-from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
+from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
@@ -112,24 +112,18 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def test_a_damaged_checkpoint_is_moved_aside_on_two_ranks(
-    finished: Path, copy: Path, data: list[str], tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_moved_aside(finished: Path, copy: Path, start: Start) -> None:
     """Also a pointer that is empty and a folder of a save that was cut off."""
     cut(checkpoint(copy, 8) / "__0_0.distcp")
     damaged = {path.name: path.read_bytes() for path in checkpoint(copy, 8).iterdir()}
     (copy / "checkpoints" / "latest").write_text("")
     (copy / "checkpoints" / "step_00000010.tmp").mkdir()
-    output = run(2, [*FEW, *data, f"run.dir={copy}"])
-    assert output.count("CHECKPOINT DAMAGED: step_00000008: ") == 1 and "__0_0.distcp" in output
-    assert "kept as step_00000008.damaged, training again from step 6" in output
-    assert "removed unfinished step_00000010.tmp" in output
+    assert "kept as step_00000008.damaged, training again from step 6" in start(copy)
     (event,) = events(copy, "damaged")
     assert event["step"] == 6 and event["moved_to"] == "step_00000008.damaged" and "__0_0.distcp" in event["problem"]
     kept = copy / "checkpoints" / "step_00000008.damaged"
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == damaged
-    assert sorted(losses(copy)) == list(range(1, STEPS + 1))
-    assert {step: losses(copy)[step] for step in range(1, 7)} == {step: losses(finished)[step] for step in range(1, 7)}
+    assert losses(copy) == losses(finished) and not (copy / "checkpoints" / "step_00000010.tmp").exists()
     assert checkpoint(copy, 8).is_dir() and (copy / "checkpoints" / "latest").read_text() == "step_00000008\n"
 
 
@@ -244,7 +238,6 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
     [
         ("run.seed=7", "run.seed: 1234 in the checkpoint, 7 now", "checkpoint.allow_mismatch=true"),
         ("data.seed=7", "data.seed (by default run.seed) was 1234 and is now 7", "checkpoint.allow_mismatch=true"),
-        ("data.phases=[{name: all, fraction: 1, blend: {code: 1}}]", "'broad'", "checkpoint.allow_mismatch=true"),
         ("precision.switch.when=never", "after the precision switch", "precision.switch.target"),
         ("train.steps=4", "stands after 64 samples", "train.steps=8 or more"),
     ],
