@@ -27,16 +27,9 @@ def recipe(name: str, **changes: object) -> Recipe:
     return changed(recipe_from_config(compose_config([f"precision={name}"], CONFIGS).precision), **changes)
 
 
-def power_of_two() -> Recipe:
-    operands = recipe("fp8_block").operands.items()
-    return recipe("fp8_block", **{place.name: replace(op, power_of_two_scales=True) for place, op in operands})
-
-
 NVFP4, MXFP8, FP8 = Operand("nvfp4", (1, 16)), Operand("mxfp8", (1, 32)), Operand("fp8", (1, 128))
 RECIPES = {
-    **{name: recipe(name) for name in ("bf16", "nvfp4", "nvfp4_all_the_way", "mxfp4", "mxfp8", "fp8_block")},
-    "powers of two": power_of_two(),
-    "nemotron 3": recipe("nvfp4_nemotron_3"),
+    **{name: recipe(name) for name in ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block")},
     "quartet 2": recipe("nvfp4_quartet2"),
     "four over six": recipe("nvfp4_4over6_1x16"),
     "fresh signs": recipe("nvfp4", rht_signs="fresh", fprop_rht=16, dgrad_rht=16),

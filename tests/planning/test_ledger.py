@@ -15,20 +15,14 @@ def test_bytes_alive_and_their_peak():
         a = torch.empty(256, 1024)  # 1 MiB
         b = torch.empty(100, dtype=torch.bfloat16)  # 200 bytes, in units of 512
         view = a.t()[3:]
+        del a  # the view keeps it
         assert ledger.live_bytes == 1024 * KIB + 512
-        del a
-        assert ledger.live_bytes == 1024 * KIB + 512  # the view keeps it
         del view
-        assert ledger.live_bytes == 512
-        c = b + 1
-        assert (ledger.live_bytes, ledger.peak_bytes) == (1024, 1024 * KIB + 512)
-        ledger.restart_peak()
-        assert ledger.peak_bytes == 1024
-        assert ledger.numbers([b, c]) == ledger.storages().keys()
+        assert (ledger.live_bytes, ledger.peak_bytes) == (512, 1024 * KIB + 512)
         b.untyped_storage().resize_(0)  # freed and allocated again, as FSDP does
-        assert ledger.live_bytes == 512
+        assert ledger.live_bytes == 0
         b.untyped_storage().resize_(4096)
-        assert ledger.live_bytes == 512 + 4096
+        assert ledger.live_bytes == 4096
 
 
 def test_a_message_that_is_waited_for_at_once_runs_beside_nothing():
