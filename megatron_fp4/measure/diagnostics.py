@@ -300,12 +300,11 @@ class ProbedCall:
         if rht:
             fixed = call.recipe.rht_signs == "fixed"
             signs = _device_signs(rht, x.device) if fixed else transform_signs(call.request(slot), x.device)
-            part = random_hadamard_transform(part.to(torch.bfloat16), rht, signs)
-            amax = part.abs().amax().to(torch.float32)
-            if large:
-                size = max(1, _CHUNK_ELEMENTS // x.shape[1])
-                chunks = (random_hadamard_transform(rows.to(torch.bfloat16), rht, signs) for rows in x.split(size))
-                amax = torch.stack([rows.abs().amax() for rows in chunks]).amax().to(torch.float32)
+            transform = functools.partial(random_hadamard_transform, size=rht, signs=signs)
+            part = transform(part.to(torch.bfloat16))
+            chunks = x.split(max(1, _CHUNK_ELEMENTS // x.shape[1])) if large else ()
+            largest = (transform(rows.to(torch.bfloat16)).abs().amax() for rows in chunks)
+            amax = torch.stack([part.abs().amax(), *largest]).amax().to(torch.float32)
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
         group = call.context.amax_group(slot.tensor)
         if group is not None and format_of(operand.format).tensor_scale:
@@ -316,10 +315,8 @@ class ProbedCall:
         raw_signal = _sums_of_squares(x) if rht and not large else sums[:1]
         sums = torch.cat((sums, raw_signal, torch.full_like(raw_signal, count * part.numel() / x.numel())))
         if unit is not None:
-            maxima = maxima * unit
-            square, one = unit.to(torch.float64).square(), torch.ones((), dtype=torch.float64, device=x.device)
-            squared = [name in ("signal", "error", "raw_signal") for name in OPERAND_SUMS]
-            sums = sums * torch.stack([square if of_unit else one for of_unit in squared])
+            maxima, square = maxima * unit, unit.to(torch.float64).square()
+            sums = torch.cat((sums[:2] * square, sums[2:5], sums[5:6] * square, sums[6:]))  # signals and the error
         self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
