@@ -11,11 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-import pretrain
 from megatron_fp4.training import trainer
 from scripts import replay
-from tests.spiked_run import FAST, SPIKED, records, small_corpus, spiked_run, spiking
-from tests.test_pretrain import SMALL, assert_same_checkpoint
+from tests.spiked_run import records, small_corpus, spiked_run, spiking
+from tests.test_pretrain import assert_same_checkpoint
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
@@ -93,21 +92,3 @@ def test_skips_alike_on_all_ranks_and_too_many_end_the_run_with_a_diagnosis(corp
     assert message.startswith("2 spikes in a row (spikes.max_in_row=2), the last in step 12: loss ")
     assert "Computed again: loss" in message and "as before. Largest losses" in message and "NOT" not in message
     assert "on rank 1" in message.split("Largest losses: ")[1].split(",")[0]
-
-
-def test_ends_with_exit_code_3_and_one_line(
-    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    update = trainer.update
-
-    def refused(optimizer: Any, loss: Any, mesh: Any, step_state: Any, **settings: Any) -> Any:
-        accept = settings.pop("accept")
-        settings["accept"] = lambda *numbers: step_state.step + 1 < 5 and accept(*numbers)
-        return update(optimizer, loss, mesh, step_state, **settings)
-
-    monkeypatch.setattr(trainer, "update", refused)
-    overrides = [*SMALL, *FAST, *SPIKED, *corpus, f"run.dir={tmp_path}", "spikes.action=skip", "spikes.max_in_row=1"]
-    assert pretrain.main(overrides) == 3
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("pretrain.py: 1 spikes in a row (spikes.max_in_row=1), the last in step 5: loss ")
-    assert [record[0] for record in steps(tmp_path)] == [1, 2, 3, 4, 5]

@@ -185,16 +185,6 @@ def test_what_is_no_spike_and_no_measure() -> None:
     assert off.state_dict() == spikes_of("none").state_dict()
 
 
-def test_a_resumed_run_decides_as_the_straight_one() -> None:
-    numbers = [*noisy(40), (9.0, 1.0), (9.0, 1.0), *noisy(20, seed=1), (9.0, 1.0)]
-    straight, first, second = (spikes_of("rollback", checkpoint=30, **TRACKED) for _ in range(3))
-    expected = feed(straight, numbers)
-    found = feed(first, numbers[:41])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert found + feed(second, numbers[41:], 41) == expected == [41, 42, 63]
-    assert second.state_dict() == straight.state_dict()
-
-
 def test_rollbacks_to_one_checkpoint_are_a_row_whatever_lies_between() -> None:
     spikes = spikes_of("rollback", checkpoint=5, window=16, max_in_row=2)
     feed(spikes, noisy(10))
