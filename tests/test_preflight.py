@@ -97,7 +97,7 @@ def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
+def test_a_run_that_resumes(check: Check, trained: Path) -> None:
     assert check(trained)[-1] == "ok: 1 rank, 2,048 tokens, 1.0 GiB a rank, nothing left to do: the run is finished"
     lines = check(trained, "train.steps=12")
     assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
