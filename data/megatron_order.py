@@ -449,20 +449,12 @@ class MegatronSchedule(PhaseSchedule):
             for key, value in self._settings.items()
             if saved[key] != value
         ]
-        layouts = {phase[0]: phase for phase in self.layout_description()["phases"]}
-        for start, end, first, samples, blend in saved["phases"]:
-            if start >= min(end, consumed):
-                continue
-            now = layouts.get(start)
-            if now is None or now[2] != first or now[4] != blend:
+        layouts = {phase[0]: phase[2:] for phase in self.layout_description()["phases"]}
+        for start, end, *was in saved["phases"]:
+            if start < min(end, consumed) and layouts.get(start) != was:
                 found.append(
-                    f"the phase from sample {start} began at sample {first} of Megatron's blend {blend} and does no "
-                    "longer"
-                )
-            elif now[3] != samples:
-                found.append(
-                    f"Megatron's indices of the phase from sample {start} were built for {samples} samples and would "
-                    f"be for {now[3]}, which is another order; give the phase the length that it had, and the last one "
+                    f"the phase from sample {start} had Megatron's [first sample, samples, blend] {was} and would have "
+                    f"{layouts.get(start)}, which is another order; restore its blend and length, of the last phase "
                     "data.megatron.train_samples"
                 )
         return found

@@ -98,8 +98,8 @@ def num_windows(num_tokens: int, seq_length: int) -> int:
     return max(0, (num_tokens - 1) // seq_length)
 
 
-# Samples of one epoch follow one another: the same key need not be hashed for each of them.
-_permutation = lru_cache(maxsize=64)(Permutation)
+# Samples of one epoch follow one another: the key of each source need not be hashed for each of them.
+_permutation = lru_cache(maxsize=1024)(Permutation)
 
 
 class WindowOrder:
@@ -160,6 +160,7 @@ class DocumentOrder:
         self._num_groups = max(1, self._num_runs // _RUNS_IN_GROUP)
 
     def window(self, epoch: int, position: int, documents: bool) -> Window:
+        """The window at `position` of an epoch, with its documents if so asked."""
         group = min(position * self._seq_length // (self._run * _RUNS_IN_GROUP), self._num_groups - 1)
         while position < self._first_window(group):
             group -= 1

@@ -183,10 +183,10 @@ def test_a_checkpoint_is_of_one_megatron_run(streams: dict[str, IndexedDataset],
     # Before the last phase, which alone has other indices then, nothing of them has been seen.
     loader(train_samples=300).load_state_dict(state_after(60))
     for run, words in {
-        "train_samples=300": "from sample 60 were built for 140 samples and would be for 240",
+        "train_samples=300": "from sample 60 had Megatron's [first sample, samples, blend] [0, 140",
         "split=[9,1]": "split was None and is now [9.0, 1.0]",
         "surplus=0.01": "data.megatron.surplus was 0.005 and is now 0.01",
-        "consumed_samples=5": "began at sample 0 ",
+        "consumed_samples=5": "would have [5, 65",
     }.items():
         key, _, value = run.partition("=")
         with pytest.raises(ValueError) as refusal:
@@ -197,42 +197,34 @@ def test_a_checkpoint_is_of_one_megatron_run(streams: dict[str, IndexedDataset],
         loader(other).load_state_dict(state_after(61))
 
 
-def configured(case: Case, folder: Path, *more: str) -> Config:
-    """In batches of 50."""
-    names = [f"s{number}" for number in range(len(case.sequences))]
-    sources = ",".join(f"{name}: {folder}/{case.name}_{number}" for number, name in enumerate(names))
-    config = composed(
-        "data=indexed", "data.order=megatron", f"data.sources={{{sources}}}", f"data.cache_dir={folder}/cache",
-        f"run.seed={case.seed}", "train.global_batch_size=50", "train.micro_batch_size=10", "model.vocab_size=60000",
-        *more,
-    )  # fmt: skip
-    # For which a configuration wants a multiple of 16.
-    object.__setattr__(config.train, "sequence_length", case.seq_length)
-    return config
-
-
-def rows(loader: MicroBatchLoader, start: int, end: int) -> np.ndarray:
-    found = [torch.cat([b.tokens, b.targets[:, -1:]], dim=1) for step in loader.steps(start, end) for b in step]
-    return torch.cat(found).numpy()
-
-
 def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
+    """Of a configured run, unless sets are named; in growing batches, as with Megatron's --rampup-batch-size: phases in
+    a row with one blend are one."""
     case = NAMED["single_split"]
     write_datasets(case, tmp_path)
-    settings = (
-        "data.megatron.split=[949,51,0]", "validation.num_samples=null", "train.steps=30", "data.num_workers=0",
-        "data.phases=[{name: main, blend: {s0: 1}}]",
-    )  # fmt: skip
-    config = configured(case, tmp_path, *settings)
-    run = provider.open_alone(config)
-    assert digest(rows(run.loader, 0, 30)) == GOLDEN["single_split"]["samples"]
+
+    def configured(*more: str) -> Config:
+        config = composed(
+            "data=indexed", "data.order=megatron", f"data.sources={{s0: {tmp_path}/single_split_0}}",
+            f"data.cache_dir={tmp_path}/cache", f"run.seed={case.seed}", "train.global_batch_size=50",
+            "train.micro_batch_size=10", "model.vocab_size=60000", "data.megatron.split=[949,51,0]",
+            "validation.num_samples=null", "train.steps=34", "data.num_workers=1",
+            "data.phases=[{name: small, steps: 5, global_batch_size: 10, blend: {s0: 1}}, {name: big, blend: {s0: 1}}]",
+            *more,
+        )  # fmt: skip
+        object.__setattr__(config.train, "sequence_length", case.seq_length)  # for which it wants a multiple of 16
+        return config
+
+    run = provider.open_alone(configured())
+    batches = [batch for step in run.loader.steps(0, 34) for batch in step]
+    rows = torch.cat([torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1) for batch in batches]).numpy()
+    assert digest(rows) == GOLDEN["single_split"]["samples"]
     [held_out] = run.validation
     stream = IndexedDataset(tmp_path / "single_split_0")
     begin, end = stream.sequence_offsets(0, 1003)[[952, 1003]].tolist()
     assert held_out.name == "s0" and held_out.stream.num_tokens == end - begin
     assert np.array_equal(held_out.stream.tokens(0, 5), stream.tokens(begin, 5))
-    # Those that are named are the ones.
     for path in tmp_path.glob("single_split_0.*"):
         shutil.copy(path, path.with_stem("copy"))
-    named = configured(case, tmp_path, *settings, f"data.validation={{web: {tmp_path}/copy}}")
+    named = configured(f"data.validation={{web: {tmp_path}/copy}}")
     assert [held_out.name for held_out in provider.open_held_out(named)[1]] == ["web"]

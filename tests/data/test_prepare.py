@@ -237,17 +237,14 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--files a.jsonl", "--files needs --format"),
         ("--files a.jsonl --dataset x", "one of the two"),
         ("--dataset x", "--dataset x needs --split"),
-        ("--dataset none/*.parquet", "none/*.parquet matches no file"),
-        ("--dataset t.json a.tar.gz", "give files of one kind, ending in .parquet, .arrow"),
-        ("--dataset saved --split test", "datasets cannot read saved test: no split 'test'"),
+        ("--dataset a.jsonl --split test", "datasets cannot read a.jsonl test: "),
         ("--format json --files a.jsonl --split train", "--split train has no effect with --files"),
         ("--format json --files a.tar.gz", "is packed as .tar; unpack it"),
         ("--format json --files a.jsonl --bos", "does not say what begins a document"),
         ("--format json --files a.jsonl --validation 1", "at least 0 and below 1"),
-        ("merge --inputs a b", "a.idx does not exist"),
+        ("merge --inputs a b --output out", "a.idx does not exist"),
         ("check none", "none.idx does not exist"),
     ],
 )
@@ -263,13 +260,8 @@ def test_refusals_are_one_line(
     tokenizer.save("t.json")
     json_lines(Path("a.jsonl"), TEXTS)
     Path("a.tar.gz").write_bytes(b"")
-    if "saved" in arguments:
-        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk("saved")
-        capsys.readouterr()
-    more = {"merge": ["--output", "out"], "check": []}.get(
-        arguments.split()[0], ["--tokenizer", "t.json", "--output", "out"]
-    )
-    assert run(*arguments.split(), *more) == 2
+    of_command = arguments.startswith(("merge", "check"))
+    assert run(*arguments.split(), *([] if of_command else ["--tokenizer", "t.json", "--output", "out"])) == 2
     printed = capsys.readouterr().err
     assert expected in printed and printed.count("\n") == 1 and not list(tmp_path.glob("out*"))
 
