@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -124,27 +123,13 @@ class _Group(NamedTuple):
     ends: np.ndarray
 
 
-class _Groups:
-    """The groups of all sources that were used last, of up to `documents` documents together."""
-
-    def __init__(self, documents: int) -> None:
-        self._left, self._lock = documents, threading.Lock()
-        self._kept: OrderedDict[tuple[DocumentOrder, int, int], _Group] = OrderedDict()
-
-    def get(self, order: DocumentOrder, epoch: int, group: int) -> _Group:
-        key = (order, epoch, group)
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = made = order.shuffle_group(epoch, group)
-                self._left -= len(made.starts)
-            self._kept.move_to_end(key)
-            while self._left < 0 and len(self._kept) > 1:
-                self._left += len(self._kept.popitem(last=False)[1].starts)
-            return self._kept[key]
+_ONE_SHUFFLES = threading.Lock()
 
 
-# Of all sources of a process: 16 bytes a document. Every source of a blend has a group under way.
-_GROUPS = _Groups(1 << 23)
+# Of all sources of a process, 300 kB each: every source of a blend has a group under way.
+@lru_cache(maxsize=512)
+def _shuffled_group(order: DocumentOrder, epoch: int, group: int) -> _Group:
+    return order.shuffle_group(epoch, group)
 
 
 class DocumentOrder:
@@ -189,7 +174,8 @@ class DocumentOrder:
         tokens, lengths = np.empty(length, dtype=np.int64), []
         filled = 0
         while filled < length:
-            starts, ends = _GROUPS.get(self, epoch, group)
+            with _ONE_SHUFFLES:
+                starts, ends = _shuffled_group(self, epoch, group)
             first = int(np.searchsorted(ends, offset, side="right"))
             last = int(np.searchsorted(ends, offset + length - filled)) + 1
             begin = int(ends[first - 1]) if first else 0

@@ -18,11 +18,10 @@ ORDERS = [WindowOrder, DocumentOrder]
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several groups of several runs in a stream of some dozen documents, of which one is kept."""
+    """Several groups of several runs in a stream of some dozen documents."""
     monkeypatch.setattr(orders, "_GROUP_DOCUMENTS", 8)
     monkeypatch.setattr(orders, "_RUN_DOCUMENTS", 2)
     monkeypatch.setattr(orders, "_RUNS_IN_GROUP", 3)
-    monkeypatch.setattr(orders, "_GROUPS", orders._Groups(8))
 
 
 def check_epoch(order: WindowOrder | DocumentOrder, stream: CountingStream, seq_length: int, epoch: int) -> None:
