@@ -4,15 +4,14 @@
     torchrun --nproc-per-node 4 scripts/benchmark.py parallel [--against one.json] [--profile] model=... ...
                                            whole steps on a mesh, how well it scales from another, and with --profile
                                            a step's kernels
-    torchrun --nproc-per-node 2 scripts/benchmark.py memory model=hybrid_60m ...
-                                           peak memory of a step beside what a dry run says
 
-`parallel` and `memory` have the overrides of pretrain.py and take steps as pretrain.py does, on random tokens.
+`parallel` has the overrides of pretrain.py and takes steps as pretrain.py does, on random tokens. The peak of memory
+that it prints is what `pretrain.py run.dry=true` plans (train.cuda_graphs=false).
 
 Times are medians after warming up. Ratios compare times of one run: single figures differ between machines, cards and
 days. A linear's time is that of the GPU with its queue full, as in the middle of a model.
 
-Exit code: 0; 1 if the dry run of `memory` failed; 2 with a line on stderr for what the user got wrong.
+Exit code: 0; 2 with a line on stderr for what the user got wrong.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +35,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from data.storage import default_cache_dir
-from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, init_distributed, leave_distributed
-from megatron_fp4.planning.dry_run import dry_run
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
@@ -53,7 +47,6 @@ from megatron_fp4.training.build import (
     graphs_for,
     initialized_model,
     set_determinism,
-    sharded_model,
 )
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
@@ -96,7 +89,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=int, default=10, help="timed steps")
     add("--against", type=Path, help="the JSON of another mesh, to compare with")
     add("--profile", action="store_true", help="the longest kernels of one more step (GPU)")
-    commands["memory"].add_argument("--plan-only", action="store_true", help="the dry run alone: needs no GPU")
     return parser.parse_args(arguments)
 
 
@@ -190,21 +182,16 @@ def median_milliseconds(function: Callable[[], Any], device: torch.device, itera
 
 
 class RandomRun:
-    """Model, optimizer and mesh of a configuration, ready to take steps. Building it is collective.
+    """Model, optimizer and mesh of a configuration, ready to take steps. Building it is collective."""
 
-    graphs: whether micro-batches are replayed as CUDA graphs where the configuration has them.
-    """
-
-    def __init__(self, overrides: list[str], graphs: bool = True) -> None:
+    def __init__(self, overrides: list[str]) -> None:
         self.config = config = configure(overrides)
         device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
         set_determinism(config.run.deterministic)
         self.mesh, self.step_state = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
         self.model, self.controller = initialized_model(config, model_provider, self.mesh, self.step_state)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.graphs = None
-        if graphs:
-            self.graphs = graphs_for(config, model_provider, self.mesh, self.model, self.controller.linears, print)
+        self.graphs = graphs_for(config, model_provider, self.mesh, self.model, self.controller.linears, print)
         if mixers := self.model.autotuned_mixers():
             rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
             pin_kernels(rehearse, None, default_cache_dir() / "autotuning")
@@ -304,46 +291,7 @@ def parallel(options: argparse.Namespace) -> int:
     return written(found, options.output, lines)
 
 
-# memory
-
-
-def memory(options: argparse.Namespace) -> int:
-    """Peak memory of the second of two steps of the first rank, beside the dry run of the same configuration for as
-    many ranks, which is a process of its own that sees no GPU."""
-    if options.plan_only:
-        config = configure([*options.overrides, "run.dry=true"])
-        execution = model_provider.planned_execution(config)
-        dry = dry_run(
-            config, place_in_run().world_size, lambda *parts: sharded_model(config, model_provider, *parts), execution
-        )
-        kernels = ", ".join(sorted(execution.kernels))
-        plan = {"ranks": place_in_run().world_size, "planned": asdict(dry.memory), "planned_kernels": kernels}
-        return written(plan, options.output, [f"planned {dry.memory.peak / GIB:.2f} GiB ({kernels})"])
-    if not torch.cuda.is_available():
-        raise ConfigError("needs an NVIDIA GPU to measure; or use --plan-only")
-    if int(os.environ.get("RANK", 0)) == 0:
-        with tempfile.TemporaryDirectory() as folder:
-            output = Path(folder, "planned.json")
-            command = [sys.executable, __file__, "memory", "--plan-only", "--output", str(output), *options.overrides]
-            paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
-            if code := subprocess.run(command, env=environment, check=False).returncode:
-                return code
-            found: dict[str, Any] = json.loads(output.read_text())
-    run = RandomRun(options.overrides, graphs=False)
-    for step in range(2):
-        run.reset_peak()
-        run.step(step)
-    if run.mesh.rank != 0:
-        return 0
-    reserved, kernels = torch.cuda.max_memory_reserved(run.mesh.device), ", ".join(sorted(run.model.execution.kernels))
-    found |= {"measured": run.peak, "reserved": reserved, "kernels": kernels, "machine": machine(run.mesh.device)}
-    ratio = found["planned"]["peak"] / run.peak
-    line = f"measured {run.peak / GIB:.2f} GiB ({kernels}), reserved {reserved / GIB:.2f}; planned is {ratio:.3f} of it"
-    return written(found, options.output, [line])
-
-
-COMMANDS = {"linear": linear, "parallel": parallel, "memory": memory}
+COMMANDS = {"linear": linear, "parallel": parallel}
 
 
 if __name__ == "__main__":

@@ -40,14 +40,3 @@ def test_scaling_is_relative_to_another_mesh(tmp_path: Path) -> None:
     assert (second["ranks"], second["data"], second["micro_batches_per_rank"]) == (2, 2, 1)
     share = second["tokens_per_second"] / first["tokens_per_second"] / 2
     assert f"{share:.1%} of ideal" in printed
-
-
-@pytest.mark.slow
-def test_planned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "memory.json"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["memory", "--plan-only", "--output", str(output), "train.sequence_length=64"]) == 0
-    found = json.loads(output.read_text())
-    assert found["ranks"] == 2 and found["planned"]["quantized_weights"] > 0
-    assert main(["memory", "--plan-only", "train.global_batch_size=7"]) == 2
-    assert "train.global_batch_size=7" in capsys.readouterr().err
