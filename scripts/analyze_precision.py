@@ -75,9 +75,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
     parser.add_argument("overrides", nargs="*", help="key=value: changes of the run's configuration")
     parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
-    parser.add_argument("--budget", type=float, default=0.15, help="largest share to keep in BF16 (default 0.15)")
-    parser.add_argument("--by", choices=("linears", "flops"), default="linears", help="what the budget is a share of")
-    parser.add_argument("--gemm", choices=(*GEMMS, "all"), default="fprop", help="whose error ranks (default fprop)")
+    parser.add_argument("--budget", type=float, default=0.15, help="share of linears to keep in BF16 (default 0.15)")
+    parser.add_argument("--gemm", choices=GEMMS, default="fprop", help="whose error ranks (default fprop)")
     parser.add_argument("--micro-batches", type=int, default=4, help="to measure, on every rank (default 4)")
     parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="the plan to write (default plan.yaml)")
     return parser.parse_intermixed_args(arguments)
@@ -95,7 +94,7 @@ def analyze(options: argparse.Namespace) -> int:
             raise ConfigError(f"checkpoint {checkpoint} is damaged: {problem}")
     config = analysis_config(checkpoint, options.overrides, options.trust_config)
     shapes = [row.linear for row in plans_of(config, models)[0].rows]
-    select_bf16([RankedLinear(shape, {}, 0.0) for shape in shapes], options.budget, options.by)  # refused at once
+    kept = number_in_bf16(len(shapes), options.budget)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     check(config, models, data, int(os.environ.get("WORLD_SIZE", 1)), device_type)
     device_type = device_type if config.run.device == "auto" else config.run.device
@@ -107,7 +106,7 @@ def analyze(options: argparse.Namespace) -> int:
 
     found, measured = measure(run, manifest.step, options.micro_batches)
     ranked = rank_linears(shapes, {name: one.errors for name, one in found.items()}, options.gemm)
-    chosen = select_bf16(ranked, options.budget, options.by)
+    chosen = ranked[:kept]
     if run.mesh.rank == 0:
         print(table(ranked, chosen))
         facts = {
@@ -116,7 +115,6 @@ def analyze(options: argparse.Namespace) -> int:
             "recipe": config.precision.name,
             "ranked_by": options.gemm,
             "budget": options.budget,
-            "budget_of": options.by,
             "micro_batches": measured * run.mesh.dp_size,
         }
         options.output.write_text(plan_file(ranked, chosen, facts))
@@ -174,46 +172,31 @@ def rank_linears(
 ) -> list[RankedLinear]:
     """The linears, worst first; equal scores in the order given.
 
-    errors: linear -> GEMM -> relative error of its result. gemm: the one whose error is the score, or `all` for the
-    root mean square over the three (a GEMM without an error counts as exact). An error that is not a number is the
-    worst there is. Raises ValueError for a linear without measurements, or one GEMM that no linear was measured at.
+    errors: linear -> GEMM -> relative error of its result. gemm: the one whose error is the score; an error that is not
+    a number is the worst there is. Raises ValueError for a linear without measurements, or a GEMM that no linear was
+    measured at.
     """
     shapes = list(linears)
     if missing := [shape.name for shape in shapes if shape.name not in errors]:
         raise ValueError(f"nothing was measured at {missing[0]} ({len(missing)} linears in all); is it ever used?")
-    if gemm != "all" and not any(gemm in errors[shape.name] for shape in shapes):
+    if not any(gemm in errors[shape.name] for shape in shapes):
         raise ValueError(f"--gemm {gemm}: the recipe quantizes no operand of {gemm}; choose another GEMM or recipe")
-
-    def score(of: Mapping[str, float]) -> float:
-        found = math.sqrt(sum(e * e for e in of.values()) / 3) if gemm == "all" else of.get(gemm, 0.0)
-        return math.inf if math.isnan(found) else found
-
-    ranked = [RankedLinear(shape, dict(errors[shape.name]), score(errors[shape.name])) for shape in shapes]
+    scores = {name: math.inf if math.isnan(of.get(gemm, 0.0)) else of.get(gemm, 0.0) for name, of in errors.items()}
+    ranked = [RankedLinear(shape, dict(errors[shape.name]), scores[shape.name]) for shape in shapes]
     return sorted(ranked, key=lambda row: row.score, reverse=True)
 
 
-def select_bf16(ranked: Sequence[RankedLinear], budget: float, by: str) -> list[RankedLinear]:
-    """The linears to keep in BF16, worst first: as many of the worst as `budget` allows, never more.
-
-    budget: share of all `ranked`, in (0, 1). by: `linears` (their number) or `flops` (of their GEMMs); with `flops` a
-    linear that no longer fits is passed over for a less bad one that does.
-
-    Raises ValueError for another budget, or if it allows none.
-    """
+def number_in_bf16(count: int, budget: float) -> int:
+    """How many of `count` linears a `budget`, their share, keeps in BF16. Raises ValueError for another budget, or if
+    it keeps none."""
     if not 0 < budget < 1:
         raise ValueError(f"--budget {budget} is not a share of them; give a number above 0 and below 1, such as 0.15")
-    costs = [1 if by == "linears" else row.linear.flops_per_token for row in ranked]
     # A product such as 0.15 * 20 may come out a hair under the whole number that it stands for.
-    left = math.floor(budget * sum(costs) * (1 + 1e-12))
-    if min(costs, default=0) > left:
-        smallest = math.ceil(min(costs) / sum(costs) * 1e4) / 1e4
-        raise ValueError(f"--budget {budget} of {len(ranked)} linears keeps none in BF16; the smallest is {smallest}")
-    chosen = []
-    for row, cost in zip(ranked, costs, strict=True):
-        if cost <= left:
-            chosen.append(row)
-            left -= cost
-    return chosen
+    kept = math.floor(budget * count * (1 + 1e-12))
+    if not kept:
+        smallest = math.ceil(1e4 / count) / 1e4
+        raise ValueError(f"--budget {budget} of {count} linears keeps none in BF16; the smallest is {smallest}")
+    return kept
 
 
 def plan_file(ranked: Sequence[RankedLinear], chosen: Sequence[RankedLinear], facts: Mapping[str, Any]) -> str:
