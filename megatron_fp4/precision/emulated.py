@@ -8,8 +8,8 @@ cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two
 FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 On a CPU, PyTorch computes. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of `quantization/kernels`
-and cuBLAS do; for operands that those do not make (four-over-six in square blocks, unusual transforms, stochastic FP8,
-FP32 activations), and on other GPUs, PyTorch on that device, slower by tens of times. The codes are the same bits
+and cuBLAS do; for operands that those do not make (four-over-six in square blocks, unusual transforms, FP32
+activations), and on other GPUs, PyTorch on that device, slower by tens of times. The codes are the same bits
 everywhere; a warning says once why a device does without the kernels.
 
 On a GPU weights are kept as 4-bit codes: 0.56 bytes a parameter where values take 2. Square blocks rounded to nearest

@@ -73,7 +73,9 @@ FORMATS = {
     ),
     "mxfp4": Format(encode_mxfp4, MX_BLOCKS, E2M1_MAX, UE8M0, (FusedFP4,)),
     "mxfp8": Format(encode_mxfp8, MX_BLOCKS, E4M3_MAX, UE8M0, (FusedMXFP8,), stochastic=False),
-    "fp8": Format(encode_fp8, FP8_BLOCKS, E4M3_MAX, FP32, (FusedFP8,), options=("power_of_two_scales",)),
+    "fp8": Format(
+        encode_fp8, FP8_BLOCKS, E4M3_MAX, FP32, (FusedFP8,), stochastic=False, options=("power_of_two_scales",)
+    ),
 }
 
 

@@ -9,7 +9,7 @@ The paper's FP8 baseline (appendix A.1, after DeepSeek-V3):
 Transformer Engine's `Float8BlockScaling` forces powers of two by default; here that is a switch, off by default.
 A block that holds NaN or inf takes the scale NaN.
 
-On an NVIDIA GPU `FusedFP8` makes the same codes by the kernels of `kernels/fp8.py` (rounding to nearest only). With
+On an NVIDIA GPU `FusedFP8` makes the same codes by the kernels of `kernels/fp8.py`. With
 power-of-two scales the values themselves are exact in BF16, and an operand is a plain BF16 tensor. Otherwise it is
 `BlockScaled`, and `matmul_fp8` multiplies two of those on the BF16 tensor cores.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import Fused, Kernel, launch
-from megatron_fp4.quantization.rounding import E4M3_MAX, FP32_MAX, RoundingKey, random_bits, to_e4m3
+from megatron_fp4.quantization.rounding import E4M3_MAX, FP32_MAX, to_e4m3
 from megatron_fp4.quantization.tensor import QuantizedTensor, block_amax, scale_blocks
 
 FP8_BLOCKS = ((1, 128), (128, 128))
@@ -32,35 +32,22 @@ _MATMUL = Kernel("fp8.matmul_fp8_kernel", num_stages=4, enable_fp_fusion=True)
 
 
 def encode_fp8(
-    rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, power_of_two_scales: bool = False
+    rows: Tensor, block: tuple[int, int], key: None = None, *, power_of_two_scales: bool = False
 ) -> QuantizedTensor:
-    """Checked FP32 [rows, cols] in FP8 blocks. key: of the draws, None rounds to nearest.
+    """Checked FP32 [rows, cols] in FP8 blocks. key: None, there is no stochastic rounding.
 
     power_of_two_scales: round the encode scale down to a power of two.
     """
+    assert key is None, "fp8 rounds to nearest"
     amax = block_amax(rows, block)
     encode = torch.div(torch.full_like(amax, E4M3_MAX), amax).clamp(max=FP32_MAX)
     if power_of_two_scales:
         encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
     encode = torch.where(amax == 0, torch.ones_like(encode), encode)
     decode = torch.where(torch.isfinite(amax), encode.reciprocal(), float("nan"))
-    scaled = scale_blocks(rows, encode)
-    if key is not None:
-        scaled = _stochastic_e4m3(scaled, random_bits(key, rows.shape[0], rows.shape[1], rows.device))
     # E4M3 times a power of two has four significant bits.
     exact = torch.bfloat16 if power_of_two_scales else torch.float32
-    return QuantizedTensor(to_e4m3(scaled), decode, block, exact=exact)
-
-
-def _stochastic_e4m3(scaled: Tensor, bits: Tensor) -> Tensor:
-    """FP32 on the E4M3 grid, each element rounded up in magnitude with probability its distance from below."""
-    scaled = scaled.clamp(-E4M3_MAX, E4M3_MAX)
-    exponent = torch.frexp(scaled).exponent.clamp(min=-5)  # below 2^-6 the grid is that of the subnormals
-    spacing = torch.ldexp(torch.ones_like(scaled), exponent - 4)
-    position = scaled.abs() / spacing
-    below = torch.floor(position)
-    uniform = ((bits >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
-    return torch.copysign((below + (uniform < position - below).to(scaled.dtype)) * spacing, scaled)
+    return QuantizedTensor(to_e4m3(scale_blocks(rows, encode)), decode, block, exact=exact)
 
 
 @dataclass(frozen=True)

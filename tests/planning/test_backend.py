@@ -38,7 +38,6 @@ RECIPES = {
     ),
     "several formats": Recipe("mixed", Gemm(NVFP4, Operand("mxfp4", (32, 32))), Gemm(MXFP8, NVFP4), Gemm(FP8, NVFP4)),
     "one side": Recipe("one side", Gemm(Operand(), NVFP4), Gemm(Operand(), MXFP8), Gemm(FP8, Operand())),
-    "stochastic FP8": recipe("fp8_block", wgrad_gradient=replace(FP8, rounding="stochastic")),
 }
 
 
