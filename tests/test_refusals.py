@@ -114,7 +114,10 @@ TOGETHER = [
     ("data.sources={web: /d/web}", "data.sources={'web': '/d/web'} has no effect"),
     (["data=indexed", PHASE.format("blend: {web: 1}")], "'data.sources={web: /data/web}'"),
     ([*WEB, "data.validation={web: 'x://b/k'}", PHASE.format("blend: {web: 1}")], "x:// is no kind"),
-    ([*WEB, "data.validation={b: ['/d/../d/web.bin']}", PHASE.format("blend: {web: 1}")], "data.validation.b reads: a"),
+    (
+        [*WEB, "data.validation={b: ['/d/../d/web.bin']}", PHASE.format("blend: {web: 1}")],
+        "data.validation.b reads: its loss",
+    ),
     ([*WEB, PHASE.format("blend: {code: 1}")], "blend names code, which is not in data.sources; its sources: web"),
     ([*WEB, PHASE.format("blend: {web: 1}"), "data.tokenizer=/no/such"], "data.tokenizer=/no/such: there is no such"),
     ([*WEB, PHASE.format("blend: {web: 1}"), "validation.prompts=[Once]"], "needs the tokenizer that made the data"),
