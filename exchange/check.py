@@ -8,6 +8,7 @@ went.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -50,6 +51,9 @@ class FolderCheck:
     ) -> None:
         self.folder, self.checkpoint, self.trained, self.tokenizer = folder, checkpoint, trained, tokenizer
         self.sections = sections_of(checkpoint.config.model)
+        quantization = folder.config.get("quantization_config") or {}
+        group = quantization.get("config_groups", {}).get("group_0", {})
+        self.calibrated = group.get("input_activations") is not None
         self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.fp4().items()}
 
     def findings(self) -> Iterator[Finding]:
@@ -60,6 +64,8 @@ class FolderCheck:
         yield self._plain_tensors()
         if self.trained is not None and (layout := self.folder.layout) is not None:
             yield self._codes(layout, self.trained.compute_dtype)
+            if self.calibrated:
+                yield self._input_scales(layout)
             yield self._exclusions(layout)
         if self.tokenizer is not None:
             yield self._tokenizer(self.tokenizer)
@@ -70,6 +76,8 @@ class FolderCheck:
         for name, parts in self.sections.items():
             for part in parts:
                 expected |= {*layout.names(part.module)} if layout and name in self.rows else {part.name}
+                if layout and name in self.rows and self.calibrated:
+                    expected.add(f"{part.module}.{layout.input_scale}")
         problems = [f"{name} is missing" for name in sorted(expected - self.folder.names)]
         problems += [f"{name} belongs to nothing" for name in sorted(self.folder.names - expected)]
         return Finding("tensors, by name", f"{len(expected)}", problems)
@@ -113,10 +121,21 @@ class FolderCheck:
                 problems += _differences(stored[-1], tensor, scale)
         return Finding("NVFP4 weights, decoded", f"{len(self.rows)} linears, {modules} modules", problems)
 
+    def _input_scales(self, layout: Layout) -> Finding:
+        """They are numbers above 0, and one for modules that engines fuse (q, k and v)."""
+        problems = list[str]()
+        for name in self.rows:
+            names = [f"{part.module}.{layout.input_scale}" for part in self.sections[name]]
+            found = {name: float(self.folder.tensor(name)) for name in names if name in self.folder.names}
+            problems += [f"{name} is {of:.9g}" for name, of in found.items() if not 0 < of < math.inf]
+            if len(set(found.values())) > 1:
+                problems.append(f"{' and '.join(found)} are not equal")
+        return Finding("scales of inputs", f"{len(self.rows)} linears", problems)
+
     def _exclusions(self, layout: Layout) -> Finding:
         """Exactly the modules without codes are excluded, by the names that an export gives them."""
         quantized = {name.removesuffix(".weight") for name in self.rows}
-        expected = quantization_config(layout, excluded_modules(self.sections, quantized))
+        expected = quantization_config(layout, excluded_modules(self.sections, quantized), self.calibrated)
         found = {"ignore": [], **self.folder.config.get("quantization_config", {})}
         listed, wanted = ({*map(str, config["ignore"])} for config in (found, expected))
         problems = [f"{name} is not excluded, though it is in BF16" for name in sorted(wanted - listed)]

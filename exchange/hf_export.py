@@ -39,8 +39,8 @@ CONFIG, GENERATION, CARD, QUANTIZATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHARD_BYTES = 2 << 30
-NVFP4Weights = tuple[Layout, TrainedPlan]
-"""How the linears that were trained in NVFP4 are written."""
+NVFP4Weights = tuple[Layout, TrainedPlan, Mapping[str, Tensor] | None]
+"""How the linears that were trained in NVFP4 are written, and their largest inputs (None: activations in BF16)."""
 Progress = Callable[[int, int], None]
 """Is told how many of how many elements of weights are written."""
 
@@ -73,8 +73,9 @@ def export_hf(
     if not described["use_cache"]:  # of config.json, `generate` does not take it
         generation["use_cache"] = False
     if nvfp4 is not None:
-        layout, trained = nvfp4
-        described["quantization_config"] = quantization_config(layout, excluded_modules(sections, trained.fp4()))
+        layout, trained, inputs = nvfp4
+        excluded = excluded_modules(sections, trained.fp4())
+        described["quantization_config"] = quantization_config(layout, excluded, inputs is not None)
         if layout is MODELOPT:
             content[QUANTIZATION] = _json(hf_quant_config(described["quantization_config"])).encode()
     content |= {CONFIG: _json(described).encode(), GENERATION: _json(generation).encode()}
@@ -95,11 +96,12 @@ def _encoded(
     for name, parts in sections.items():
         ours, row = checkpoint.tensor(name), rows.get(name.removesuffix(".weight"))
         if nvfp4 is not None and row is not None:
-            layout, trained = nvfp4
+            layout, trained, inputs = nvfp4
+            largest = None if inputs is None else inputs[row.linear.name]
             made = trained_weight(ours, row, trained.compute_dtype)
             for part in parts:
                 codes = made if part.rows is None else reordered(made, part.rows)
-                yield from layout.tensors(part.module, codes).items()
+                yield from layout.tensors(part.module, codes, largest).items()
         else:
             for part in parts:
                 values = part.published(ours)
@@ -232,9 +234,10 @@ def _weights(dtype: torch.dtype, nvfp4: NVFP4Weights | None) -> str:
     """What the weights are written as, for the model card."""
     if nvfp4 is None:
         return f"Weights are the FP32 masters in {_name(dtype)}; A_log, D and dt_bias are in float32."
-    layout, trained = nvfp4
+    layout, trained, inputs = nvfp4
     made = "of the masters by the plan before the precision switch" if trained.before_switch else "as trained"
     return (
         f"Weights of {len(trained.fp4())} of {len(trained.plan.rows)} linears are NVFP4 codes and scales {made} "
         f"({layout.name} layout); all else is in bfloat16, A_log, D and dt_bias in float32."
+        f"{'' if inputs is None else ' Scales of inputs are from held-out text.'}"
     )

@@ -17,10 +17,11 @@ magnitude (a / 2688 is for recipes that map the largest block scale to 448; with
     m.weight          uint8 [out, in / 2]    m.weight_packed        the same bytes; low nibble = even column
     m.weight_scale    E4M3 [out, in / 16]    m.weight_scale         the same bytes; one row after the other
     m.weight_scale_2  FP32 [], a / 2688      m.weight_global_scale  FP32 [1], 2688 / a
+    m.input_scale     FP32 [], x / 2688      m.input_global_scale   FP32 [1], 2688 / x
 
-Activations stay in BF16 (W4A16): W4A4 asks for scales of inputs, which training takes anew from every tensor. Scales
-are neither swizzled nor padded: engines do that when they load. Each tensor scale is one division of its maximum; the
-inverse of the other layout's may be an ulp off.
+x is the largest input of the module, measured by calibration.py; without it the last row is absent and activations stay
+in BF16 (W4A16). Scales are neither swizzled nor padded: engines do that when they load. Each tensor scale is one
+division of its maximum; the inverse of the other layout's may be an ulp off.
 
 Read: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.py`,
 `modelopt/torch/export/{quant_utils,convert_hf_config}.py`); compressed-tensors 0.20.0 (`compressors/nvfp4/`,
@@ -44,7 +45,8 @@ from megatron_fp4.precision.linear import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
-from megatron_fp4.quantization.tensor import NVFP4Tensor
+from megatron_fp4.quantization.rounding import E4M3_MAX
+from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
 
 _BLOCK = 16
 # Of a weight that are quantized together: its temporaries are several FP32 copies.
@@ -183,6 +185,7 @@ class Layout:
     name: str
     codes: str
     weight_scale: str
+    input_scale: str
     inverse: bool
     scales: str = "weight_scale"
 
@@ -194,18 +197,26 @@ class Layout:
         """Of the codes, block scales and tensor scale of `module`."""
         return [f"{module}.{kind}" for kind in (self.codes, self.scales, self.weight_scale)]
 
-    def tensors(self, module: str, weight: NVFP4Tensor) -> dict[str, Tensor]:
-        """All tensors of `module`, by their full names."""
+    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
+        """The tensor scale of what is at most `amax` large, as it is stored."""
         if self.inverse:  # one element, not zero dimensions: compressed-tensors divides by a scalar in BF16
-            scale = encode_tensor_scale(weight.amax, weight.scale_max).reshape(1)
-        else:
-            scale = weight.decode_scale().clone()
-        return dict(zip(self.names(module), (weight.codes, weight.scales, scale), strict=True))
+            return encode_tensor_scale(amax, scale_max).reshape(1)
+        return tensor_decode_scale(amax, scale_max).clone()
+
+    def tensors(self, module: str, weight: NVFP4Tensor, largest_input: Tensor | None) -> dict[str, Tensor]:
+        """All tensors of `module`, by their full names. largest_input: FP32 0-dim; None leaves activations in BF16."""
+        scale = self.stored_scale(weight.amax, weight.scale_max)
+        found = dict(zip(self.names(module), (weight.codes, weight.scales, scale), strict=True))
+        if largest_input is not None:
+            found[f"{module}.{self.input_scale}"] = self.stored_scale(largest_input, E4M3_MAX)
+        return found
 
 
-MODELOPT = Layout("modelopt", "weight", "weight_scale_2", inverse=False)
+MODELOPT = Layout("modelopt", "weight", "weight_scale_2", "input_scale", inverse=False)
 """As NVIDIA's ModelOpt exports: read by vLLM and TensorRT-LLM."""
-COMPRESSED_TENSORS = Layout("compressed-tensors", "weight_packed", "weight_global_scale", inverse=True)
+COMPRESSED_TENSORS = Layout(
+    "compressed-tensors", "weight_packed", "weight_global_scale", "input_global_scale", inverse=True
+)
 """As llm-compressor exports (`nvfp4-pack-quantized`): read by vLLM, SGLang and transformers."""
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
 
@@ -219,26 +230,30 @@ def excluded_modules(sections: Sections, quantized: Collection[str]) -> list[str
     return [part.module for parts in plain for part in parts if len(part.shape) > 1]
 
 
-def quantization_config(layout: Layout, excluded: Collection[str]) -> dict[str, Any]:
-    """config.json's `quantization_config`. excluded: full names of modules in BF16, listed one by one, because engines
-    match them as wildcards, substrings or regular expressions, and `layers.1` would also take `layers.10`."""
+def quantization_config(layout: Layout, excluded: Collection[str], calibrated: bool) -> dict[str, Any]:
+    """config.json's `quantization_config`. calibrated: whether there are scales of inputs. excluded: full names of
+    modules in BF16, listed one by one, because engines match them as wildcards, substrings or regular expressions,
+    and `layers.1` would also take `layers.10`.
+    """
     operand: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": _BLOCK, "dynamic": False}
     if layout is MODELOPT:
+        inputs = {"input_activations": operand} if calibrated else {}
         return {
-            "config_groups": {"group_0": {"weights": operand, "targets": ["Linear"]}},
+            "config_groups": {"group_0": {"weights": operand, "targets": ["Linear"]} | inputs},
             "ignore": [*excluded],
-            "quant_algo": "W4A16_NVFP4",
+            "quant_algo": "NVFP4" if calibrated else "W4A16_NVFP4",
             # The exporter whose layout it is; readers switch on it to know how old a folder is.
             "producer": {"name": "modelopt", "version": "0.47.0"},
             "quant_method": layout.name,
         }
     operand |= {"strategy": "tensor_group", "symmetric": True}
+    dynamic = {**operand, "dynamic": "local"} if calibrated else None  # of blocks, below a fixed tensor scale
     return {
         "quant_method": layout.name,
         "format": "nvfp4-pack-quantized",
         "quantization_status": "compressed",
         "ignore": [_expression(name) for name in excluded],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": operand, "input_activations": None}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": operand, "input_activations": dynamic}},
     }
 
 

@@ -41,6 +41,7 @@ import torch
 import yaml
 
 from data.tokenizer import TextTokenizer
+from exchange.calibration import largest_inputs
 from exchange.check import FolderCheck
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import export_hf
@@ -97,6 +98,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--dtype", choices=_DTYPES, help="of the weights (default bfloat16)")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--plan", choices=_PLANS, help="of NVFP4 after a precision switch; before: by the plan before it")
+    add("--calibrate", type=int, metavar="N", help="of NVFP4: scales of inputs (W4A4), from N held-out sequences")
 
     add = command("export-megatron", export_megatron_command, with_tokenizer)
     add("checkpoint", type=Path, help=run)
@@ -124,8 +126,9 @@ def export_hf_command(options: argparse.Namespace) -> int:
     Hybrids become `nemotron_h`, Transformers with RoPE `arcee`. The checkpoint may be of any mesh; one process reads it
     tensor by tensor, after every file has been compared with its SHA-256.
     """
-    if options.format == "hf" and options.plan is not None:
-        raise ValueError("--plan is for NVFP4; add --format nvfp4, or leave it out")
+    for name in ("plan", "calibrate"):
+        if options.format == "hf" and getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for NVFP4; add --format nvfp4, or leave it out")
     if options.format != "hf" and options.dtype is not None:
         raise ValueError(f"--dtype {options.dtype}: with --format {options.format} all else is bfloat16; leave it out")
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS, options.trust_config), time.monotonic()
@@ -133,7 +136,8 @@ def export_hf_command(options: argparse.Namespace) -> int:
     tokenizer, nvfp4 = _tokenizer(options, checkpoint), None
     if options.format != "hf":
         trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now")
-        nvfp4 = FORMATS[options.format], trained
+        inputs = None if options.calibrate is None else largest_inputs(checkpoint, trained, options.calibrate)
+        nvfp4 = FORMATS[options.format], trained, inputs
         for form in sorted({*trained.others().values()}):
             count = [*trained.others().values()].count(form)
             print(f"linears trained in {form}, which this format does not have: {count}, written in bfloat16")

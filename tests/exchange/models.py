@@ -65,14 +65,16 @@ def checkpoint_of(
 
 
 def text_data(folder: Path) -> list[str]:
-    """Overrides of a run on a little text, written to `folder` with its tokenizer of 290 tokens."""
+    """Overrides of a run on a little text, written to `folder` with held-out text and a tokenizer of 290 tokens."""
     generator = np.random.default_rng(1)
     words = ["".join(chr(97 + letter) for letter in generator.integers(26, size=5)) for _ in range(40)]
-    documents = [" ".join(generator.choice(words, 60)) for _ in range(30)]
+    documents = [" ".join(generator.choice(words, 60)) for _ in range(36)]
     tokenizer = train_tokenizer(documents, 290)
     tokenizer.save(folder / "tokenizer.json")
-    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
-        for ids in tokenizer.encode_batch(documents):
-            writer.add_document([*ids, tokenizer.eod_id])
+    for name, written in (("text", documents[:30]), ("held_out", documents[30:])):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for ids in tokenizer.encode_batch(written):
+                writer.add_document([*ids, tokenizer.eod_id])
     data = ["data=indexed", f"data.sources={{text: {folder}/text}}", f"data.tokenizer={folder}/tokenizer.json"]
+    data.append(f"data.validation={{held_out: {folder}/held_out}}")
     return [*data, "data.phases=[{name: all, blend: {text: 1}}]", "data.num_workers=0"]

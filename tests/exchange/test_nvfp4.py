@@ -144,7 +144,7 @@ def test_the_two_tensor_scales_are_one_division_each():
         weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(seed))
         made = trained_weight(weight, row, torch.bfloat16)
         amax = weight.bfloat16().float().abs().max()
-        (first, second) = (layout.tensors("m", made)[f"m.{layout.weight_scale}"] for layout in LAYOUTS.values())
+        (first, second) = (layout.tensors("m", made, None)[f"m.{layout.weight_scale}"] for layout in LAYOUTS.values())
         assert torch.equal(first, amax / 2688) and torch.equal(second, torch.tensor([2688.0]) / amax)
         inverted += bool(first.reciprocal() != second)
     assert inverted  # so that it matters
@@ -166,10 +166,10 @@ def test_a_large_weight_is_quantized_in_parts_without_a_difference(name, monkeyp
 
 def test_the_numbers_of_the_layouts():
     weight = quantize_nvfp4(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)), four_over_six=True)
-    codes, scales, tensor = MODELOPT.tensors("m", weight).values()
+    codes, scales, tensor = MODELOPT.tensors("m", weight, None).values()
     assert (codes.dtype, codes.shape, scales.dtype) == (torch.uint8, (32, 32), torch.float8_e4m3fn)
     assert torch.equal(tensor, weight.amax / torch.tensor(1536.0))
-    found = COMPRESSED_TENSORS.tensors("m", weight)
+    found = COMPRESSED_TENSORS.tensors("m", weight, None)
     assert [*found] == ["m.weight_packed", "m.weight_scale", "m.weight_global_scale"]
     assert torch.equal(found["m.weight_global_scale"], torch.tensor([1536.0]) / weight.amax)
 
@@ -183,17 +183,24 @@ def test_what_the_configurations_say():
     blocks = ("0.mixer.conv1d", "4.mixer.in_proj", "4.mixer.conv1d", "4.mixer.out_proj", "5.mixer.up_proj")
     layers = [f"backbone.layers.{name}" for name in (*blocks, "5.mixer.down_proj")]
     assert excluded == [*layers, "lm_head"]
-    said = quantization_config(MODELOPT, excluded)
+    said = quantization_config(MODELOPT, excluded, calibrated=False)
     assert (said["quant_method"], said["quant_algo"], said["ignore"]) == ("modelopt", "W4A16_NVFP4", excluded)
     group = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     assert said["config_groups"] == {"group_0": {"weights": group, "targets": ["Linear"]}}
     keys = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": excluded}
     assert hf_quant_config(said)["quantization"] == keys
 
-    parsed = QuantizationConfig.model_validate(quantization_config(COMPRESSED_TENSORS, excluded))
-    scheme, same = parsed.config_groups["group_0"], {"num_bits", "type", "strategy", "group_size", "symmetric"}
-    assert parsed.format == "nvfp4-pack-quantized" and scheme.input_activations is None
-    assert scheme.weights.model_dump(include=same) == NVFP4["weights"].model_dump(include=same)
+    w4a4 = quantization_config(MODELOPT, excluded, calibrated=True)
+    assert w4a4["quant_algo"] == "NVFP4" and w4a4["config_groups"]["group_0"]["input_activations"] == group
+
+    same = {"num_bits", "type", "strategy", "group_size", "symmetric", "dynamic"}
+    for calibrated in (False, True):
+        found = quantization_config(COMPRESSED_TENSORS, excluded, calibrated)
+        parsed = QuantizationConfig.model_validate(found)
+        scheme = parsed.config_groups["group_0"]
+        assert parsed.format == "nvfp4-pack-quantized" and (scheme.input_activations is not None) == calibrated
+        assert scheme.weights.model_dump(include=same) == NVFP4["weights"].model_dump(include=same)
+    assert scheme.input_activations.model_dump(include=same) == NVFP4["input_activations"].model_dump(include=same)
 
 
 def excludes(layout: Layout, entry: str, module: str) -> bool:
@@ -211,7 +218,7 @@ def test_a_module_is_excluded_if_and_only_if_it_has_no_codes(layout):
     rows, sections = TrainedPlan(plans_of(config)[0], torch.bfloat16).fp4(), sections_of(config.model)
     plain = excluded_modules(sections, rows)
     assert plain == [*(f"backbone.layers.1.mixer.{end}" for end in ("up_proj", "down_proj")), "lm_head"]
-    entries = quantization_config(layout, plain)["ignore"]
+    entries = quantization_config(layout, plain, calibrated=False)["ignore"]
     quantized = [part.module for name in rows for part in sections[f"{name}.weight"]]
     assert len(quantized) == 22 and "backbone.layers.10.mixer.up_proj" in quantized
     for module in (*quantized, *plain):

@@ -15,10 +15,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from data.indexed import IndexedDataset
 from exchange.architectures import ours_of, sections_of
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, multiplied_weight, trained_plan
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.precision.plan import PrecisionController
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.revision import revision
 from pretrain import CONFIGS
 from scripts import convert
@@ -71,9 +74,9 @@ def exported(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp("exported")
 
     @functools.cache
-    def folder(name: str, form: str) -> Path:
-        output = root / f"{name}_{form}"
-        assert convert.main(["export-hf", str(checkpoints[name]), str(output), "--format", form]) == 0
+    def folder(name: str, form: str, *more: str) -> Path:
+        output = root / "_".join([name, form, *more])
+        assert convert.main(["export-hf", str(checkpoints[name]), str(output), "--format", form, *more]) == 0
         return output
 
     return folder
@@ -196,6 +199,48 @@ def test_the_check_finds_what_is_changed(checkpoints, exported, tmp_path, capsys
     (folder / "hf_quant_config.json").write_text("{}")
     _, table = compared(capsys, folder, checkpoints["hybrid"], "--no-tokenizer")
     assert "hf_quant_config.json is missing or does not say what is quantized" in table, table
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_scales_of_inputs_are_the_largest_inputs_of_held_out_text(form, checkpoints, exported, tmp_path, capsys):
+    layout, calibrate = FORMATS[form], ("--trust-config", "--calibrate", "2")
+    folder = Path(shutil.copytree(exported("hybrid", form, *calibrate), tmp_path / "out"))
+    code, table = compared(capsys, folder, checkpoints["hybrid"])
+    assert code == 0 and "scales of inputs" in table, table
+    amax = largest_by_hand(checkpoints["hybrid"], 2)
+    tensors = weights(folder)
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith(f".{layout.input_scale}")}
+    assert len(scales) == 12
+    for name, scale in scales.items():
+        block, _, linear = name.removesuffix(f".{layout.input_scale}").partition(".mixer.")
+        ours = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "o_proj": "out_proj"}
+        largest = amax[f"blocks.{block.rpartition('.')[2]}.mixer.{ours.get(linear, linear)}"]
+        assert torch.equal(scale, torch.tensor([2688.0]) / largest if layout.inverse else largest / 2688), name
+    assert len({float(scale) for scale in scales.values()}) > 6
+    tensors[next(name for name in scales if "k_proj" in name)] *= 2
+    save_file(tensors, folder / "model.safetensors")
+    code, table = compared(capsys, folder, checkpoints["hybrid"])
+    assert code == 4 and "are not equal" in table, table
+
+
+def largest_by_hand(folder: Path, samples: int) -> dict[str, Tensor]:
+    """Of every linear's input, over the first windows of each held-out source."""
+    checkpoint = open_checkpoint(folder, CONFIGS)
+    model = load_model(checkpoint, compute_dtype=torch.bfloat16)
+    trained = trained_plan(checkpoint, plans_of(checkpoint.config))
+    PrecisionController({n: m.context for n, m in model.linears()}, trained.plan, StepState(seed=0))
+    found: dict[str, list[Tensor]] = {}
+    for name, module in model.linears():
+        keep = found.setdefault(name, [])
+        module.register_forward_pre_hook(lambda _, given, keep=keep: keep.append(given[0].detach().abs().max().float()))
+    for path in checkpoint.config.data.validation.values():
+        text = IndexedDataset(path)
+        tokens = text.tokens(0, text.num_tokens).astype("int64")
+        windows = (len(tokens) - 1) // 32
+        for start in (window * windows // samples * 32 for window in range(samples)):
+            with torch.no_grad():
+                model(torch.from_numpy(tokens[start : start + 32])[None])
+    return {name: torch.stack(values).max() for name, values in found.items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
