@@ -159,30 +159,12 @@ def _machine(config: Config, device_type: str) -> Iterator[str]:
     for key, path in files.items():
         if path is not None and not path.startswith("tiktoken:") and not Path(path).exists():
             yield f"{key}={path}: there is no such file; correct the path, or set null"
-    wandb = config.logging.wandb
-    packages = {"tensorboard": config.logging.tensorboard and "true", "wandb": wandb != "disabled" and wandb}
-    for package, value in packages.items():
+    settings = {"tensorboard": str(config.logging.tensorboard).lower(), "wandb": config.logging.wandb}
+    for package, value in settings.items():
         # A folder of that name in the path, such as the one that wandb writes, is no package.
-        if value and ((found := importlib.util.find_spec(package)) is None or found.origin is None):
+        there = (found := importlib.util.find_spec(package)) is not None and found.origin is not None
+        if value not in ("false", "disabled") and not there:
             yield f"logging.{package}={value} needs the package {package}; pip install {package}, or switch it off"
-    if wandb == "online" and not _may_log_in():
-        yield (
-            "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc; run `wandb login` "
-            "once, export WANDB_API_KEY=..., or set offline (`wandb sync` sends it later) or disabled"
-        )
-
-
-def _may_log_in() -> bool:
-    """Whether wandb could find a key here, asked without importing wandb, which takes seconds; it looks itself when it
-    starts. Only the first rank logs, and wandb's own WANDB_MODE overrules."""
-    if os.environ.get("RANK", "0") != "0" or os.environ.get("WANDB_MODE", "online") != "online":
-        return True
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    settings = os.path.join(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
-    return any(
-        Path(path).expanduser().is_file() for path in (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", settings)
-    )
 
 
 # The environment by which torchrun, or whoever else starts the ranks, tells a process which of them it is. torch would

@@ -180,16 +180,9 @@ class RunLog:
     def stopped(self, start: int, step: int, why: str | None) -> None:
         """Say how the run stands now that it has stopped after `step` steps and everything is written. start: the steps
         that were done when it began. why: as for `stop`."""
-        steps = self.config.train.steps
-        if step == steps:
-            how = f"saved step {step}, but not its export, which the same command makes"
-        elif step > start:
-            how = f"saved step {step}; the same command resumes"
-        elif start > 0:
-            how = f"nothing is new since step {start} was saved; the same command resumes"
-        else:
-            how = "there is nothing to save yet; the same command begins again"
-        self.console.text(f"stopped after step {step} of {steps} on {why or 'a signal to another rank'}: {how}")
+        how = f"saved step {step}" if step > start else "there is nothing new to save"
+        on = f"step {step} of {self.config.train.steps} on {why or 'a signal to another rank'}"
+        self.console.text(f"stopped after {on}: {how}; the same command resumes")
 
 
 class TimeLedger:
