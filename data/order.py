@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -171,23 +172,22 @@ class DocumentOrder:
     def _cut(self, epoch: int, group: int, offset: int, length: int) -> tuple[np.ndarray, list[int]]:
         """`length` tokens from `offset` of a group on, into the groups after it if need be; and how many tokens each
         document gives of them."""
-        tokens, lengths = np.empty(length, dtype=np.int64), []
-        filled = 0
-        while filled < length:
+        pieces: list[np.ndarray] = []
+        left = length
+        while left:
             with _ONE_SHUFFLES:
                 starts, ends = _shuffled_group(self, epoch, group)
-            first = int(np.searchsorted(ends, offset, side="right"))
-            last = int(np.searchsorted(ends, offset + length - filled)) + 1
+            # Which, unlike numpy's search, does not hand Python's lock to another thread.
+            first, last = bisect_right(ends, offset), bisect_left(ends, offset + left) + 1
             begin = int(ends[first - 1]) if first else 0
             for start, end in zip(starts[first:last].tolist(), ends[first:last].tolist(), strict=True):
-                take = min(end - offset, length - filled)
+                take = min(end - offset, left)
                 if take:  # else a document without tokens
-                    tokens[filled : filled + take] = self._stream.tokens(start + offset - begin, take)
-                    lengths.append(take)
-                    filled += take
+                    pieces.append(self._stream.tokens(start + offset - begin, take))
+                    left -= take
                 begin = offset = end
             group, offset = group + 1, 0
-        return tokens, lengths
+        return np.concatenate(pieces), list(map(len, pieces))
 
     def shuffle_group(self, epoch: int, group: int) -> _Group:
         """The documents of a group in the order of an epoch."""
@@ -311,9 +311,8 @@ class Samples:
         """Sample k as int64 tokens, with its documents if so asked. Raises ValueError for a token id outside the
         model's vocabulary, rather than in an embedding kernel."""
         tokens, numbers = self._read(sample, documents)
-        tokens = tokens.astype(np.int64, copy=False)
         check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
-        return Window(tokens, numbers)
+        return Window(tokens.astype(np.int64, copy=False), numbers)
 
     def _read(self, sample: int, documents: bool) -> Window:
         raise NotImplementedError
