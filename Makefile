@@ -58,7 +58,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# With make --jobs=2 lint goes on beside the tests, which leave a core idle now and then.
+# With make --jobs=2 lint runs beside the tests, which leave a core idle now and then.
 test: lint all-tests
 
 # Files whole, because their tests share what is slow to make; in the order of tests/conftest.py: slow ones first.

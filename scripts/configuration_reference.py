@@ -42,7 +42,7 @@ is built. Lists and mappings are written as in `'data.sources={{web: /data/web}}
 YAML. Numbers may be written as 10k, 1.5M or 1e3. Integers without another upper limit end at {MOST:,}.
 
 *Default* is what holds where nothing else says otherwise. What the default run has instead, by `configs/config.yaml`
-and the options marked * below, stands behind an arrow.
+and the options marked * below, stands after an arrow.
 """
 
 

@@ -174,7 +174,7 @@ def environments_of_ranks(world_size: int) -> list[dict[str, str]]:
 
 
 def _free_port() -> int:
-    """One that nobody gets by asking for any: until the ranks listen, connections of other tests are made."""
+    """One that no process gets by asking for any: until the ranks listen, connections of other tests are made."""
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as free, suppress(OSError):
