@@ -51,7 +51,7 @@ ERROR_BYTES = 1 << 16
 # Of a worker that reads side by side.
 _THREADS = 24
 # A sample that takes longer has waited for its disk or store; so many micro-batches after it are read side by side.
-_SLOW_SECONDS, _SIDE_BY_SIDE = 1e-3, 256
+_SLOW_SECONDS, _SIDE_BY_SIDE = 1e-3, 1024
 _LONG_TEXT = 8000  # characters
 _SECONDS_TO_DIE = 10.0
 # What launchers, schedulers and terminals send to every process of a job: the rank answers, its workers continue.
@@ -371,10 +371,10 @@ def _work(task: Task, memory: mmap.mmap, wanted: int, ready: int) -> None:
             os.write(ready, READY)
 
     for turn, number in enumerate(range(task.worker, len(micro_batches), task.num_workers)):
-        if free == 0:
-            deliver(0)
-            free = len(os.read(wanted, 4096))
-            if free == 0:
+        while free == 0:
+            if reading and not select.select([wanted], [], [], 0)[0]:
+                deliver(len(reading) - 1)
+            elif not (free := len(os.read(wanted, 4096))):
                 return
         free -= 1
         reads = micro_batches.reads(number, slots[turn % task.num_slots])
