@@ -42,12 +42,7 @@ from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.training.build import (
-    device_type_of,
-    graphs_for,
-    initialized_model,
-    set_determinism,
-)
+from megatron_fp4.training.build import device_type_of, graphs_for, initialized_model, set_determinism
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.providers import MicroBatch

@@ -7,8 +7,8 @@ alpha comes out of the quantizers as a device scalar: reading it on the host wou
 multiplying it on afterwards costs another pass over the output in FP32. cuBLAS takes it from device memory
 (`CUBLAS_POINTER_MODE_DEVICE`), which PyTorch does not offer, so `cublasGemmEx` is called here through PyTorch's own
 handle: its stream, its workspace, its library. Partial sums are kept in FP32 (PyTorch's default allows BF16 partial
-sums in split-k kernels). Where cuBLAS cannot be reached this way, `torch.mm` with FP32 output and one scale-and-round
-pass do the same arithmetic; a warning says so once.
+sums in split-k kernels). Where cuBLAS cannot be reached this way, `torch.mm` with FP32 output, the product with alpha
+and the rounding do the same arithmetic; a warning says so once.
 
 Rows of `a` that are padding in equal groups are left out by a batched GEMM, one matrix a group: what comes out needs no
 copy, and is where the gradient lies. For groups whose rows are no multiple of 8 (the 12B's 2836) cuBLAS takes kernels

@@ -259,11 +259,12 @@ class LinearCall:
         of_columns = None if columns is None else self.request(columns, keep_columns)
         of_rows = None if rows is None else self.request(rows, keep_rows)
         first, second = self.backend.operands(x, of_columns, of_rows)
-        return self._watched(first, x, of_columns), self._watched(second, x.t(), of_rows)
-
-    def _watched(self, make: MakeOperand | None, x: Tensor, request: OperandRequest | None) -> MakeOperand | None:
-        watcher = self.context.watcher
-        return make if watcher is None or make is None else functools.partial(watcher.operand, make, x, request)
+        if (watcher := self.context.watcher) is None:
+            return first, second
+        return (
+            first and functools.partial(watcher.operand, first, x, of_columns),
+            second and functools.partial(watcher.operand, second, x.t(), of_rows),
+        )
 
     def request(self, slot: OperandSlot, keep: bool = False) -> OperandRequest:
         """What the backend is asked to make for `slot`. keep: for the backward pass."""

@@ -219,9 +219,9 @@ def _in_fp64(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _spaced_rows(product: Tensor, most: int, turn: int = 0) -> Tensor:
-    """Evenly spaced rows of a product, other ones in each turn."""
+    """Evenly spaced rows of a product, the first and the last among them, and other ones in each turn."""
     size, count = product.shape[0], min(most, product.shape[0])
-    return (torch.arange(count, device=product.device) * size // count + turn) % size
+    return (torch.arange(count, device=product.device) * (size - 1) // max(count - 1, 1) + turn) % size
 
 
 # ----------------------------------------------------------------------------------------------------------- self-test

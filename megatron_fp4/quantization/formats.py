@@ -7,7 +7,7 @@ kernels are optional.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -95,7 +95,7 @@ def quantize(
     key: RoundingKey | None = None,
     **options: Any,
 ) -> QuantizedTensor:
-    """Quantize `x` ([..., cols], floating point) along its last dimension to the format `name`.
+    """Quantize `x` ([..., cols], floating point) along its last dimension to the format `name`, its codes packed.
 
     block: elements that share a scale, (rows, columns); None: that of one row.
     rounding: `nearest` (ties to the even code) or `stochastic`, whose draws come from `key` and the element's
@@ -109,8 +109,9 @@ def quantize(
     block = form.blocks[0] if block is None else block
     if block not in form.blocks:
         raise ValueError(f"{name}: block {block} is not one of {form.blocks}")
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"{name}: rounding {rounding!r} is not 'nearest' or 'stochastic'")
+    roundings = ("nearest", "stochastic") if form.stochastic else ("nearest",)
+    if rounding not in roundings:
+        raise ValueError(f"{name}: rounding {rounding!r} is not {' or '.join(map(repr, roundings))}")
     if not x.is_floating_point():
         raise TypeError(f"{name}: a floating-point tensor is needed, got {x.dtype}")
     if x.dim() < 1 or x.numel() == 0:
@@ -126,7 +127,8 @@ def quantize(
         key = None
     elif key is None:
         key = fresh_rounding_key()
-    return form.encode(rows.to(torch.float32), block, key, **options).reshaped(x.shape[:-1])
+    made = form.encode(rows.to(torch.float32), block, key, **options).reshaped(x.shape[:-1])
+    return replace(made, elements=made.codes, negative=None)
 
 
 def quantize_nvfp4(

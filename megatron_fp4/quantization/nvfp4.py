@@ -56,7 +56,8 @@ def encode_nvfp4(
     maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, where other rows of these are
         elsewhere (not with four_over_six); None: of `rows`.
     """
-    assert four_over_six_error in ("absolute", "squared")
+    if four_over_six_error not in ("absolute", "squared"):
+        raise ValueError(f"nvfp4: four_over_six_error {four_over_six_error!r} is not 'absolute' or 'squared'")
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)

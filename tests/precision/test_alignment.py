@@ -5,28 +5,33 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
-from megatron_fp4.precision import emulated
+from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.backend import Alignment, block_alignment
+from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
+from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.overlapped import overlapped_linear
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
-from megatron_fp4.precision.support import check_sizes
+from megatron_fp4.precision.support import check_sizes, first_refusal
 from models.hybrid import build_model
 from tests.composing import validate
 from tests.planning.gpu_path import without_launches
@@ -78,18 +83,16 @@ def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
     return list(found.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 4])
-def test_no_kernel_refuses_a_linear_of_a_shipped_model(tensor: int) -> None:
-    """Forward and backward, on the way of a GPU, whose launches check what they are given, and none goes to PyTorch."""
-    slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
+def compute(backend: Backend, taken: Mapping[str, Recipe], tensor: int) -> None:
+    """Forward and backward of the linears by each recipe that their inputs go with, as their callers do, on the way of
+    a GPU: of fake tensors, whose sizes are all that there is."""
     with fake_ranks(tensor):
         layers = linears(tensor)
-        with FakeTensorMode(), without_launches(), mock.patch.object(emulated, "encode_operand", slow):
-            for (name, recipe), ((outputs, inputs), context) in itertools.product(recipes().items(), layers):
-                if inputs % block_alignment(recipe).inputs:
+        with FakeTensorMode(), without_launches():
+            for (name, recipe), ((outputs, inputs), context) in itertools.product(taken.items(), layers):
+                if inputs % backend.alignment(recipe).inputs:
                     continue  # refused
-                context = replace(context, recipe=recipe, weight_cache=None)
+                context = replace(context, recipe=recipe, backend=backend, weight_cache=None)
                 linear = quantized_linear if context.in_tokens is context.out_tokens is None else overlapped_linear
                 gathered, scattered = (1 if of is None else of.size() for of in (context.in_tokens, context.out_tokens))
                 for tokens in TOKENS:
@@ -104,6 +107,98 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(tensor: int) -> None:
                     assert y.shape[1] == outputs or (context.keep_padding and y.shape[1] > outputs)
                     assert x.grad is not None and x.grad.shape == x.shape
                     assert weight.grad is not None and weight.grad.shape == weight.shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_no_kernel_refuses_a_linear_of_a_shipped_model(tensor: int) -> None:
+    """Quantizers check the sizes that they are given, and none goes to PyTorch."""
+    slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
+    with mock.patch.object(emulated, "encode_operand", slow):
+        compute(EMULATED, recipes(), tensor)
+
+
+def taken_by(backend: str) -> dict[str, Recipe]:
+    return {name: of for name, of in recipes().items() if first_refusal(backend, {name: of}, "bfloat16") is None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_scaled_mm_takes_every_product(tensor: int) -> None:
+    """What PyTorch demands of such a call on CUDA, by its own function for tensors without data."""
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
+
+    def shape_of(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+    def checked(a: Tensor, b: Tensor, **settings: Any) -> Tensor:
+        with unset_fake_temporarily():
+            for name in ("scale_a", "scale_b"):
+                settings[name] = [shape_of(scale) for scale in settings[name]]
+            product = torch.nn.functional.scaled_mm(shape_of(a), shape_of(b), **settings)
+        seen.add((a.dtype, product.dtype))
+        return a.new_empty(product.shape, dtype=product.dtype)
+
+    slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
+    with mock.patch.multiple(torch_scaled_mm, scaled_mm=checked, encode_operand=slow):
+        compute(torch_scaled_mm.TorchBackend(), taken_by("torch"), tensor)
+    codes_of = (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+    assert seen == {(codes, product) for codes in codes_of for product in (torch.bfloat16, torch.float32)}
+
+
+# Of Transformer Engine's quantizers: codes a byte, and what both sizes of a tensor are multiples of.
+TE_SIZES = {"NVFP4Quantizer": (2, 16), "MXFP8Quantizer": (1, 32), "Float8BlockQuantizer": (1, 128)}
+
+
+class Storage:
+    def __init__(self, **parts: Any) -> None:
+        self.parts = parts
+
+    def get_metadata(self) -> dict[str, Any]:
+        return dict(self.parts)
+
+
+def quantizer(name: str) -> Callable[..., Callable[[Tensor], Storage]]:
+    per_byte, multiple = TE_SIZES[name]
+
+    def quantize(x: Tensor) -> Storage:
+        assert x.dtype == torch.bfloat16 and x.is_contiguous()
+        assert not any(size % multiple for size in x.shape), f"{name}: {tuple(x.shape)}"
+        parts: dict[str, Any] = {"kind": name}
+        for side, of in (("rowwise", x), ("columnwise", x if name == "MXFP8Quantizer" else x.t())):
+            parts[f"{side}_data"] = torch.empty(of.shape[0], of.shape[1] // per_byte, dtype=torch.uint8)
+            parts[f"{side}_scale_inv"] = torch.empty(1) if per_byte == 1 else torch.empty(1, dtype=torch.uint8)
+            parts |= {f"amax_{side}": torch.empty(1)} if per_byte == 2 else {}
+        return Storage(**parts)
+
+    return lambda *_, **settings: mock.Mock(side_effect=quantize)
+
+
+def te_gemm(a: Storage, b: Storage, *, out_dtype: torch.dtype, layout: str, out: Tensor | None, **_: Any) -> Any:
+    """What cuBLAS demands: dot products of equal sizes, whole 16 bytes of codes along them and in each row."""
+
+    def sizes(storage: Storage, turned: bool) -> list[int]:
+        kind, data = storage.parts["kind"], storage.parts[f"{'columnwise' if turned else 'rowwise'}_data"]
+        assert data.shape[1] % 16 == 0, f"{kind}: {data.shape[1]} bytes in a row"
+        rows, k = data.shape[0], data.shape[1] * TE_SIZES[kind][0]
+        return [k, rows] if turned and kind == "MXFP8Quantizer" else [rows, k]
+
+    (columns, k), (rows, other) = sizes(a, layout[0] == "N"), sizes(b, layout[1] == "T")
+    assert k == other and rows % 16 == columns % 16 == 0, f"{layout}: [{rows}, {other}] and [{columns}, {k}]"
+    assert out is None or (out.shape == (rows, columns) and out.dtype == out_dtype)
+    return [torch.empty(rows, columns, dtype=out_dtype) if out is None else out]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_transformer_engine_takes_every_tensor_and_product(tensor: int) -> None:
+    library = SimpleNamespace(e4m3=None, general_gemm=te_gemm, **{name: quantizer(name) for name in TE_SIZES})
+    with (
+        mock.patch.object(te, "_library", lambda: library),
+        mock.patch.object(te, "_seeded", lambda *_: nullcontext()),
+        mock.patch.object(torch.cuda, "device", lambda _: nullcontext()),
+    ):
+        compute(te.TransformerEngineBackend(), taken_by("transformer_engine"), tensor)
 
 
 NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8

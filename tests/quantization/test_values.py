@@ -182,3 +182,13 @@ def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=wrong):
             quantize_nvfp4(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="fp8: rounding 'stochastic' is not 'nearest'"):
+        quantize(torch.randn(16, 128), "fp8", rounding="stochastic")
+    with pytest.raises(ValueError, match="four_over_six_error 'mean' is not 'absolute' or 'squared'"):
+        quantize_nvfp4(x, four_over_six=True, four_over_six_error="mean")
+
+
+def test_what_is_returned_is_as_small_as_its_codes() -> None:
+    for name, bits in (("nvfp4", 4), ("mxfp4", 4), ("mxfp8", 8), ("fp8", 8)):
+        made = quantize(torch.randn(128, 128), name)
+        assert made.negative is None and made.elements.nbytes == 128 * 128 * bits // 8
