@@ -334,7 +334,7 @@ def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
     four_over_six = any(operand.four_over_six for operand in recipe.operands.values())
     # Whether the recipe needs it, the first release that has it, and what earlier ones do.
     rows = [
-        (True, (2, 14), "draws are shared and NVFP4 block scales are rounded in another order"),
+        (True, (2, 14), "NVFP4's copies share their draws and block scales are rounded in another order"),
         (four_over_six, (2, 17), "there is no four-over-six"),
         (capability[0] == 12, (2, 19), "stochastic rounding makes every gradient zero on 12.x"),
     ]

@@ -74,8 +74,7 @@ def calls_on(
         calls: list[Any] = []
 
         def keep(a: GemmOperand, b: GemmOperand, calls: list[Any] = calls) -> None:
-            if a.quantized or not recipe.quantized:  # else a product of means
-                calls.append((operand(a), operand(b)))
+            calls.append((operand(a), operand(b)))
 
         with watched_gemms(keep):
             y = linear(x)

@@ -55,7 +55,7 @@ def refused(config: Config, device_type: str = "cuda") -> str:
     [
         (TE, (10, 0), "nvfp4", {}, "2.20.2", NATIVE),
         (TE, (9, 0), "nvfp4", {}, "2.20.2", "this GPU has 9.0"),
-        (TE, (10, 0), "nvfp4", {}, "2.9.0", "needs 2.14 or newer: before, draws are shared"),
+        (TE, (10, 0), "nvfp4", {}, "2.9.0", "needs 2.14 or newer: before, NVFP4's copies share their draws"),
         (TE, (10, 3), "nvfp4", FOUR_OVER_SIX, "2.16.1", "needs 2.17 or newer: before, there is no four-over-six"),
         (TE, (10, 3), "nvfp4", FOUR_OVER_SIX, "2.17.0+abc", NATIVE),
         (TE, (12, 0), "nvfp4", {}, "2.18.0", "before, stochastic rounding makes every gradient zero"),

@@ -1,7 +1,9 @@
 """The native backend's plumbing on a CPU: what it asks of Transformer Engine, in which order, and what it makes of it.
 te_stand_in.py stands in for it."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,12 @@ CPU = torch.device("cpu")
 ALIGNED, ODD = (128, 128, 256), (96, 160, 224)
 
 
+def faults(recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALIGNED) -> list[str]:
+    with stand_in.installed():
+        found = check(te.TransformerEngineBackend(), Case(*shape, 1, recipe), CPU)
+    return [str(finding) for finding in found if finding.fault]
+
+
 @pytest.mark.parametrize(
     ("recipe", "shape"),
     [
@@ -36,9 +44,66 @@ ALIGNED, ODD = (128, 128, 256), (96, 160, 224)
 )
 def test_the_self_test_passes_what_hardware_would_return(recipe, shape):
     """Code 8 for negative zeros, NaN that kernels drop, 8-bit draws, garbage in the padding, scales in either order."""
-    with stand_in.installed():
-        found = check(te.TransformerEngineBackend(), Case(*shape, 1, recipe), CPU)
-    assert [str(finding) for finding in found if finding.fault] == []
+    assert faults(recipe, shape) == []
+
+
+def swap_nibbles(parts: dict[str, Any]) -> None:
+    for name in ("rowwise_data", "columnwise_data"):
+        parts[name] = None if parts[name] is None else (parts[name] >> 4) | (parts[name] << 4)
+
+
+def double_maximum(parts: dict[str, Any]) -> None:
+    parts["amax_rowwise"] *= 2
+
+
+def drop_drawn(parts: dict[str, Any]) -> None:
+    if parts["quantizer"].stochastic_rounding:
+        parts["rowwise_data"] *= 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "spoil", "seen"),
+    [
+        ({}, swap_nibbles, "fprop_activation codes: values differ in"),
+        ({}, double_maximum, "fprop_weight codes: tensor scale differ"),
+        ({}, lambda parts: parts.update(with_gemm_swizzled_scales=False), "fprop_weight codes: values differ in"),
+        ({}, drop_drawn, "dgrad_gradient draws: codes differ in"),
+        ({"with_rht": False}, None, "wgrad_activation codes: values differ in"),
+        ({"with_random_sign_mask": False}, None, "wgrad_activation codes: values differ in"),
+        ({"stochastic_rounding": False}, None, "dgrad_gradient rounding: "),
+    ],
+    ids=["nibbles", "maximum", "order of scales", "zeros", "no transform", "no signs", "no draws"],
+)
+def test_the_self_test_notices(monkeypatch, settings, spoil, seen):
+    quantize = stand_in.NVFP4Quantizer.__call__
+
+    def spoiled(self, x):
+        self.__dict__.update(settings)
+        storage = quantize(self, x)
+        if spoil is not None:
+            spoil(storage.parts)
+        return storage
+
+    monkeypatch.setattr(stand_in.NVFP4Quantizer, "__call__", spoiled)
+    found = faults()
+    assert any(seen in fault for fault in found), found
+
+
+def test_the_self_test_notices_draws_without_a_key(monkeypatch):
+    monkeypatch.setattr(te, "_seeded", lambda *_: nullcontext())
+    assert any("dgrad_gradient rounding: the same key gives other draws" in fault for fault in faults())
+
+
+@pytest.mark.parametrize("beta", [0, 2])
+def test_the_self_test_notices_a_gemm_that_adds_wrongly(monkeypatch, beta):
+    def gemm(*storages, out=None, **settings):
+        if out is not None:
+            out *= beta
+        return multiply(*storages, out=out, **settings)
+
+    multiply = stand_in.general_gemm
+    monkeypatch.setattr(stand_in, "general_gemm", gemm)
+    assert any("wgrad product added to a gradient: relative error" in fault for fault in faults())
 
 
 def test_which_side_which_flags_in_which_order():

@@ -15,7 +15,7 @@ from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
-from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
 from megatron_fp4.precision.verify import Case
 from tests.precision import reference as ref
 from tests.quantization import cublas
@@ -109,9 +109,43 @@ def test_codes_are_the_quantizers_and_filled_up_with_zeros(operand, columns):
     assert torch.equal(cublas.decoded(codes, made.scales)[:, : x.shape[1]], made.unpacked())
 
 
+def faults(name: str) -> list[str]:
+    case = Case(*inputs_for(RECIPES[name], (64, 96, 120)), 3, RECIPES[name])
+    return [str(finding) for finding in verify.check(TorchBackend(), case, torch.device("cpu")) if finding.fault]
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "quartet 2", "mxfp8, square weights"])
 def test_the_self_test_passes(name):
-    recipe = RECIPES[name]
-    case = Case(*inputs_for(recipe, (64, 96, 120)), 3, recipe)
-    found = verify.check(TorchBackend(), case, torch.device("cpu"))
-    assert [str(finding) for finding in found if finding.fault] == []
+    assert faults(name) == []
+
+
+def swapped_nibbles(operand: PackedOperand) -> PackedOperand:
+    return replace(operand, codes=(operand.codes >> 4) | (operand.codes << 4))
+
+
+def plain_scales(operand: PackedOperand) -> PackedOperand:
+    scales = torch.zeros_like(operand.scales.view(torch.uint8))
+    plain = operand.decoded().scales.view(torch.uint8).flatten()
+    scales[: plain.numel()] = plain
+    return replace(operand, scales=scales.view(operand.scales.dtype))
+
+
+def encode_scale(operand: PackedOperand) -> PackedOperand:
+    return replace(operand, scale=1 / operand.scale)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "seen"),
+    [
+        (swapped_nibbles, "nvfp4", "fprop_activation codes: values differ"),
+        (swapped_nibbles, "nvfp4", "dgrad_gradient draws: values differ"),
+        (plain_scales, "nvfp4", "wgrad_activation codes: values differ"),
+        (plain_scales, "mxfp8, square weights", "fprop_weight codes: values differ"),
+        (encode_scale, "nvfp4", "fprop_weight codes: tensor scale differ"),
+    ],
+)
+def test_the_self_test_notices(monkeypatch, spoil, name, seen):
+    made = PackedOperand.of
+    monkeypatch.setattr(PackedOperand, "of", lambda *given: spoil(made(*given)))
+    found = faults(name)
+    assert any(seen in fault for fault in found), found

@@ -121,6 +121,14 @@ def test_stochastic_rounding_takes_neighbours_and_is_unbiased(name: str, square:
     assert (np.abs(values - clipped) / unit).max() < 2
 
 
+def test_without_a_key_stochastic_rounding_follows_torch() -> None:
+    torch.manual_seed(1)
+    x, state = torch.randn(16, 64), torch.get_rng_state()
+    first, second = (quantize_nvfp4(x, rounding="stochastic").codes for _ in range(2))
+    torch.set_rng_state(state)
+    assert torch.equal(quantize_nvfp4(x, rounding="stochastic").codes, first) and not torch.equal(first, second)
+
+
 # The order of operations.
 
 

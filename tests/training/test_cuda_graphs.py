@@ -143,12 +143,17 @@ def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, monkeypatch: p
 
 
 def test_replays_add_gradients_up_by_the_tree(mesh: ParallelMesh) -> None:
+    """Also after a validation and a measurement that leave them their memory."""
     mesh = replace(mesh, reproducible=True)
     eager, replayed = Job(mesh), Job(mesh, Again)
-    for step in range(EAGER_STEPS + 1):
+    was = []
+    for step in range(EAGER_STEPS + 2):
+        if step > EAGER_STEPS:
+            assert (eager.validate(), eager.noise(step)) == (replayed.validate(), replayed.noise(step))
         (*expected, _), (*found, captured) = eager.train(step, count=6), replayed.train(step, count=6)
         assert found == expected
-    assert captured
+        was.append(captured)
+    assert was == [False] * EAGER_STEPS + [True] * 2
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
