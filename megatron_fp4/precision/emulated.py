@@ -219,16 +219,16 @@ class EmulatedBackend(Backend):
             return GemmOperand(kernels.operand(along, keep=request.keep), kernels.scales.get(along), True)
 
         of_columns, of_rows = fused_kernels(x, columns, rows)
-        if rows is not None and of_rows is None and codes_transpose(rows):
+        along_columns = None if columns is None else functools.partial(made, columns, of_columns, "columns")
+        if rows is None:
+            return along_columns, None
+        if of_rows is None and codes_transpose(rows):
             # The 4-bit kernels make square blocks along the columns alone.
-            exchanged, _ = fused_kernels(x, unkept := replace(rows, keep=False), None)
+            unkept = replace(rows, keep=False)
+            exchanged, _ = fused_kernels(x, unkept, None)
             if exchanged is not None:
-                along_columns = None if columns is None else functools.partial(made, columns, of_columns, "columns")
                 return along_columns, lambda: made(unkept, exchanged, "columns").transposed()
-        return (
-            None if columns is None else functools.partial(made, columns, of_columns, "columns"),
-            None if rows is None else functools.partial(made, rows, of_rows, "rows"),
-        )
+        return along_columns, functools.partial(made, rows, of_rows, "rows")
 
     def gemm(
         self,

@@ -336,7 +336,8 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
             product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
             yield f"{name} product", *product_fault(product, left, right, _spaced_rows(product, _SELFTEST_ROWS))
             if name == "wgrad" and backend.accumulates:
-                groups = LinearCall(nearest, *sample_tensors(case, device)[1::-1]).row_groups
+                x, w, _ = sample_tensors(case, device)
+                groups = LinearCall(nearest, w, x).row_groups
                 total = backend.gemm(left, right, torch.float32, None, groups).flip(0) * 0.75
                 rows = _spaced_rows(total, _SELFTEST_ROWS)
                 before, summed = total[rows], backend.gemm(left, right, torch.float32, total, groups)
