@@ -51,9 +51,11 @@ class FolderCheck:
     ) -> None:
         self.folder, self.checkpoint, self.trained, self.tokenizer = folder, checkpoint, trained, tokenizer
         self.sections = sections_of(checkpoint.config.model)
-        quantization = folder.config.get("quantization_config") or {}
-        group = quantization.get("config_groups", {}).get("group_0", {})
-        self.calibrated = group.get("input_activations") is not None
+        try:
+            group = folder.config["quantization_config"]["config_groups"]["group_0"]
+            self.calibrated = group.get("input_activations") is not None
+        except (KeyError, TypeError, AttributeError):  # what is wrong with it, `_exclusions` says
+            self.calibrated = False
         self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.fp4().items()}
 
     def findings(self) -> Iterator[Finding]:
@@ -136,8 +138,9 @@ class FolderCheck:
         """Exactly the modules without codes are excluded, by the names that an export gives them."""
         quantized = {name.removesuffix(".weight") for name in self.rows}
         expected = quantization_config(layout, excluded_modules(self.sections, quantized), self.calibrated)
-        found = {"ignore": [], **self.folder.config.get("quantization_config", {})}
-        listed, wanted = ({*map(str, config["ignore"])} for config in (found, expected))
+        found = self.folder.config.get("quantization_config") or {}
+        ignored = found.get("ignore")
+        listed, wanted = {*map(str, ignored if isinstance(ignored, list) else ())}, {*expected["ignore"]}
         problems = [f"{name} is not excluded, though it is in BF16" for name in sorted(wanted - listed)]
         problems += [f"{name} is excluded, though no such module is in BF16" for name in sorted(listed - wanted)]
         same = {key: value for key, value in expected.items() if key not in ("ignore", "producer")}

@@ -25,7 +25,8 @@ if __name__ == "__main__" and "--beside" in sys.argv[1:-1]:
     at = sys.argv.index("--beside")
     parent = sys.argv[at + 1]
     del sys.argv[at : at + 2]
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
     if str(os.getppid()) != parent:  # it was gone before the line above
         os._exit(1)
     os.nice(19)

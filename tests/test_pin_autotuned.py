@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,6 +72,10 @@ def test_a_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path: Path, monkey
     (tmp_path / RECORD_FILE).unlink()
     run.kernels.on_checkpoint(2)
     assert run.kernels.state_dict() == json.loads((tmp_path / RECORD_FILE).read_text()) == LATE
+    (tmp_path / RECORD_FILE).unlink()
+    with mock.patch.object(run.kernels.trainer.log, "active", False):  # of a quiet trainer
+        run.kernels.on_checkpoint(2)
+    assert not (tmp_path / RECORD_FILE).exists()
     assert "does not say" in Started(mesh, tmp_path, monkeypatch).start(4)[0]  # an older checkpoint
     without = Started(mesh, tmp_path, monkeypatch, scan=False)
     assert without.start(4) == [] and without.calls == [] and without.kernels.state_dict() is None

@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from megatron_fp4.precision import verify
+from megatron_fp4.training.callbacks.numerics import SelfTest
 from tests.programs import ROOT, Program, as_child, environments_of_ranks
 
 STEPS = 8
@@ -196,3 +199,15 @@ def test_signal_saves_and_resumes(straight: Straight, small: list[str], tmp_path
     assert losses(run_dir) == losses(folder)
     last = Path("checkpoints", f"step_{STEPS:08d}")
     assert_same_checkpoint(folder / last, run_dir / last, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["emulated", "transformer_engine", "torch"])
+def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    required: list[str] = []
+    monkeypatch.setattr(verify, "cases_of", lambda *_: [])
+    monkeypatch.setattr(verify, "require", lambda backend, *_: required.append(backend.name) or "")
+    check, backend = SelfTest(), MagicMock()
+    backend.name = name
+    check.trainer = MagicMock(precision=MagicMock(linears={"linear": MagicMock(backend=backend)}))
+    check.start(0)
+    assert required == ([] if name == "emulated" else [name])

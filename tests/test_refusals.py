@@ -286,6 +286,7 @@ FILES = [
     ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "no whole checkpoint (manifest.json is not readable"),
     ("a/checkpoints/step_00000002/x", b"", "checkpoint.resume=FOLDER/a", "step_00000002: manifest.json is missing"),
     ("empty/x", b"", "checkpoint.initialize_from=FOLDER/empty", "empty is neither a checkpoint nor a run with"),
+    ("a/x", b"", "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a", "takes weights alone and checkpoint.re"),
 ]
 
 

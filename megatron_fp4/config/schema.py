@@ -398,7 +398,7 @@ class ParallelConfig:
     Ranks also wait in one while the first tunes kernels. Loader workers that deliver nothing for four fifths of it end
     the run too.
     gpu: which GPU `run.dry=true` and `--check` plan for: its rates, links and memory (null: an H100's rates and links,
-    and memory without a limit).
+    a B200's where `precision.backend` asks for tensor cores for 4 bits, and memory without a limit).
     """
 
     tensor: AtLeastOne = 1

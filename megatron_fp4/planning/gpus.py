@@ -62,6 +62,11 @@ def seconds_of_a_token(gpu: Gpu, plan: Plan, training_flops: float, mfu: float, 
     return rest + sum(_seconds_of_linear(gpu, row.linear, row.recipe, native) for row in plan.rows)
 
 
+def computes(gpu: Gpu, plan: Plan) -> bool:
+    """Whether the GPU has tensor cores for the codes of every GEMM."""
+    return all(_rate(gpu, gemm) > 0 for row in plan.rows for gemm in row.recipe.gemms.values())
+
+
 def _seconds_of_linear(gpu: Gpu, linear: LinearShape, recipe: Recipe, native: bool) -> float:
     rates = [_rate(gpu, gemm if native else Gemm()) for gemm in recipe.gemms.values()]
     gemms = sum(linear.flops_per_token / rate for rate in rates)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from megatron_fp4.logging.console import (
     with_unit,
 )
 from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
-from megatron_fp4.planning.gpus import GPUS, Gpu, seconds_of_a_token
+from megatron_fp4.planning.gpus import GPUS, Gpu, computes, seconds_of_a_token
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.training.build import (
     check_samples,
@@ -135,10 +135,12 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
         print(f"checkpoint: NOT WHOLE, would be moved aside: {damage.name}: {damage.problem}")
     for change in opened.loader.changes:
         print(f"data: {change}")
-    memory, seconds = _needs(config, models, place.world_size, opened.phases, found, start)
+    planned = on_a_gpu(config, plans_of(config, models))
+    memory, seconds = _needs(planned, models, place.world_size, opened.phases, found, start)
+    _check_memory(config, memory)
     print(
         "memory and time: as planned for GPUs (run.dry=true has their parts), at "
-        f"run.dry_mfu={config.run.dry_mfu:g} of the peak of parallel.gpu={config.parallel.gpu or 'h100'}, without "
+        f"run.dry_mfu={config.run.dry_mfu:g} of the peak of parallel.gpu={planned.parallel.gpu}, without "
         "validation and saves"
     )
     rest = f", about {long_time(seconds)}{'' if device_type_of(config) == 'cuda' else ' on GPUs'}"
@@ -154,6 +156,7 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
     Raises ConfigError, after that, if it does not fit into the memory of `parallel.gpu`.
     """
     ranks, plans = place_in_run().world_size, plans_of(config, models)
+    limited_to, config = config, on_a_gpu(config, plans)
     phases, execution = _planned_phases(config, data.phases(config), 0), models.planned_execution(config)
     codes_travel = planned_backend(config) != "transformer_engine"
     dry = dry_run(config, ranks, lambda *parts: sharded_model(config, models, *parts), execution, codes_travel)
@@ -168,14 +171,14 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
         console.table(_messages_table(dry))
     console.table(_time_table(times, config, ranks))
     console.table(facts_table("Work and time", _time_facts(config, models, ranks, times)))
-    _check_memory(config, dry)
+    _check_memory(limited_to, dry.memory.peak)
 
 
-def _check_memory(config: Config, dry: DryRun) -> None:
+def _check_memory(config: Config, needed: int) -> None:
     """Raise ConfigError if a rank needs more than the GPU has that is named."""
-    if config.parallel.gpu is not None and dry.memory.peak > (memory := gpu_of(config.parallel).memory * 1e9):
+    if config.parallel.gpu is not None and needed > (memory := gpu_of(config.parallel).memory * 1e9):
         raise ConfigError(
-            f"a rank needs {dry.memory.peak / _GIB:.1f} GiB and parallel.gpu={config.parallel.gpu} has "
+            f"a rank needs {needed / _GIB:.1f} GiB and parallel.gpu={config.parallel.gpu} has "
             f"{memory / _GIB:.1f}; set train.activation_checkpointing=selective, parallel.reshard=true or a smaller "
             "train.micro_batch_size, or raise parallel.tensor"
         )
@@ -235,7 +238,6 @@ def _needs(
 
     codes_travel = planned_backend(config) != "transformer_engine"
     dry = dry_run(config, ranks, build, models.planned_execution(config), codes_travel)
-    _check_memory(config, dry)
     plans, left = plans_of(config, models), _planned_phases(config, phases, start)
     seconds = sum(phase.num_steps * step_time(config, models, ranks, dry, phase, plans).seconds for phase in left)
     return dry.memory.peak, seconds
@@ -359,6 +361,20 @@ def step_time(
         hidden=max(beside.values(), default=0.0),
         host=micro_batches * host_ms / 1e3,
     )
+
+
+def on_a_gpu(config: Config, plans: tuple[Plan, Plan | None]) -> Config:
+    """With the GPU named that is planned for: where none is, an H100, or a B200 for a backend whose codes an H100 does
+    not multiply. Raises ConfigError for such a backend on a GPU that is named."""
+    name, backend = config.parallel.gpu or "h100", config.precision.backend
+    if backend not in ("auto", "emulated") and not all(computes(GPUS[name], plan) for plan in plans if plan):
+        if config.parallel.gpu is not None:
+            raise ConfigError(
+                f"parallel.gpu={name} has no tensor cores for 4 bits, which precision.backend={backend} multiplies "
+                "with; give parallel.gpu=b200, or precision.backend=emulated"
+            )
+        name = "b200"
+    return replace(config, parallel=replace(config.parallel, gpu=name))
 
 
 def gpu_of(parallel: ParallelConfig) -> Gpu:

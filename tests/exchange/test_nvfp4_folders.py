@@ -179,6 +179,10 @@ TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], obj
         "nvfp4-compressed-tensors", lambda _, c: c["quantization_config"]["ignore"].remove("lm_head"),
         "lm_head is not excluded, though it is in BF16",
     ),
+    "no groups": (
+        "nvfp4", lambda _, c: c["quantization_config"].update(config_groups=None, ignore=None),
+        "and should be {'group_0'",
+    ),
     "a field of the model": (
         "nvfp4", lambda _, c: c.update(time_step_min=0.001), "time_step_min is 0.001 and should be 0.0",
     ),

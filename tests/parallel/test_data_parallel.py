@@ -104,6 +104,12 @@ def trained_by_two(rank: int) -> list[tuple[list[Any], list[torch.Tensor]]]:
             results = [train_step(model, optimizer, given[s], mesh, step_state, step=s, **settings) for s in range(2)]
         assert left_out.call_count == 2 * 3 and len(ran) == 2 * 5
         weights = [whole(parameter) for parameter in model.parameters()]
+        # An error in the second micro-batch of a step leaves the hooks as they were.
+        model.blocks[0].register_forward_pre_hook(lambda *_, ran=ran: 1 / (len(ran) - 12) and None)
+        hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+        with pytest.raises(ZeroDivisionError):
+            train_step(model, optimizer, given[0], mesh, step_state, step=2, **settings)
+        assert hooks == [len(module._forward_pre_hooks) for module in model.modules()] and len(ran) == 12
         found.append(([(result.loss, result.grad_norm) for result in results], weights))
     return found
 

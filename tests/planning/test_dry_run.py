@@ -157,6 +157,20 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
     assert sent(kept) - sent(codes) == (2 - 9 / 16) * linears
 
 
+def test_reducing_each_micro_batch_of_masked_documents(on_four):
+    once, config = on_four[0], configured(replicate=2, reduce_gradients="each")
+    data = replace(config.data, documents="masked", boundary_loss=False)
+    [each] = run_each(8, replace(config, train=replace(config.train, global_batch_size=32), data=data))
+    assert each.micro_batches == 4 and counted(once, "reduce-scatter", "dp") == 6
+    assert counted(each, "reduce-scatter", "dp") == 4 * 6
+    assert counted(each, "all-reduce", "replicate") == 6  # after the last
+    assert once.memory.unreduced_gradients > each.memory.unreduced_gradients == 0
+    # Instead of the whole slice it holds the sums of its shard, a quarter, and one unit at a time.
+    assert each.memory.peak < once.memory.peak - 0.3 * once.memory.unreduced_gradients
+    # How many targets count.
+    assert [n for m, n in each.messages.items() if (m.operation, m.num_bytes) == ("all-reduce", 8)] == [1]
+
+
 def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16():
     """Promises to compute inputs again, not codes."""
     tensor = 2

@@ -8,9 +8,9 @@ import pytest
 
 import pretrain
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.schema import ParallelConfig
+from megatron_fp4.config.schema import ConfigError, ParallelConfig
 from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
-from megatron_fp4.planning.needs import planned_backend
+from megatron_fp4.planning.needs import on_a_gpu, planned_backend
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config
 from megatron_fp4.training.build import plans_of
@@ -73,12 +73,27 @@ def test_who_computes_the_linears_there() -> None:
 
 
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    large = ["model=transformer_1_2b", "train.micro_batch_size=16", "train.global_batch_size=16", "run.dry=true"]
-    large += ["train.sequence_length=8192"]
+    large = ["train.micro_batch_size=512", "train.global_batch_size=512", "train.sequence_length=8192", "run.dry=true"]
     assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
     printed = capsys.readouterr()
     assert "Memory of a rank" in printed.out
     assert "GiB and parallel.gpu=h100 has 74.5; set train.activation_checkpointing=selective" in printed.err
+
+
+def test_tensor_cores_that_a_gpu_does_not_have() -> None:
+    """For a backend that is named: a plan without a GPU is for a B200, one for an H100 is refused."""
+    for given, gpu in (
+        (["precision.backend=torch"], "b200"),
+        (["precision.backend=transformer_engine"], "b200"),
+        (["precision.backend=transformer_engine", "precision=mxfp8"], "h100"),
+        (["precision.backend=emulated"], "h100"),
+        ([], "h100"),
+    ):
+        config = compose_config(given, CONFIGS)
+        assert on_a_gpu(config, plans_of(config, models)).parallel.gpu == gpu
+    config = compose_config(["precision.backend=transformer_engine", "parallel.gpu=h200"], CONFIGS)
+    with pytest.raises(ConfigError, match="has no tensor cores for 4 bits"):
+        on_a_gpu(config, plans_of(config, models))
 
 
 def test_emulated_gemms_take_the_time_of_bf16() -> None:

@@ -157,6 +157,14 @@ def test_replays_add_gradients_up_by_the_tree(mesh: ParallelMesh) -> None:
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
+def test_an_error_in_a_micro_batch_takes_the_keys_back(mesh: ParallelMesh) -> None:
+    job = Job(mesh, Again)
+    job.model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job.train(0)
+    assert job.step_state.keys is None
+
+
 @pytest.mark.parametrize(("which", "required"), [(2, False), (1, True)])
 def test_a_failed_capture_is_a_warning_or_an_error(mesh: ParallelMesh, which: int, required: bool) -> None:
     captures: list[Any] = []
