@@ -16,17 +16,19 @@ from torch import Tensor
 from data.provider import open_held_out
 from exchange.checkpoint import Checkpoint, load_model
 from exchange.nvfp4 import TrainedPlan
+from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.recipe import FPROP_ACTIVATION
 from megatron_fp4.precision.rng import StepState
 
 
-def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, num_samples: int) -> dict[str, Tensor]:
+def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config, num_samples: int) -> dict[str, Tensor]:
     """FP32 0-dim, on the CPU, of every linear in `trained.fp4()`, over `num_samples` sequences of each held-out source.
 
-    Raises ValueError where training did not quantize an activation in NVFP4, the run has no held-out text, or an input
-    is zero or not finite throughout; ValueError or OSError for data that cannot be opened.
+    config: of the run, whose data may be opened. Raises ValueError where training did not quantize an activation in
+    NVFP4, the run has no held-out text, or an input is zero or not finite throughout; ValueError or OSError for data
+    that cannot be opened.
     """
     if num_samples < 1:
         raise ValueError(f"--calibrate {num_samples} measures nothing; give 1 or more")
@@ -35,7 +37,6 @@ def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, num_samples: in
             "--calibrate: some linears with NVFP4 weights were trained with activations in another format, which 4-bit "
             "inputs would change; leave it out"
         )
-    config = checkpoint.config
     _, sets = open_held_out(replace(config, validation=replace(config.validation, num_samples=num_samples)))
     if not sets:
         raise ValueError("--calibrate: the run has no held-out text (data.validation); leave it out")

@@ -53,6 +53,7 @@ from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
 from inference.models import ProgressLine
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
 from megatron_fp4.training.build import plans_of
@@ -137,7 +138,10 @@ def export_hf_command(options: argparse.Namespace) -> int:
     tokenizer, nvfp4 = _tokenizer(options, checkpoint), None
     if options.format != "hf":
         trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or "now")
-        inputs = None if options.calibrate is None else largest_inputs(checkpoint, trained, options.calibrate)
+        inputs = None
+        if options.calibrate is not None:  # which opens the data that the checkpoint names
+            config = config_from_saved(checkpoint.trainer["config"], [], CONFIGS, trusted=options.trust_config)
+            inputs = largest_inputs(checkpoint, trained, config, options.calibrate)
         nvfp4 = FORMATS[options.format], trained, inputs
         for form in sorted({*trained.others().values()}):
             count = [*trained.others().values()].count(form)

@@ -286,7 +286,12 @@ FILES = [
     ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "no whole checkpoint (manifest.json is not readable"),
     ("a/checkpoints/step_00000002/x", b"", "checkpoint.resume=FOLDER/a", "step_00000002: manifest.json is missing"),
     ("empty/x", b"", "checkpoint.initialize_from=FOLDER/empty", "empty is neither a checkpoint nor a run with"),
-    ("a/x", b"", "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a", "takes weights alone and checkpoint.re"),
+    (
+        "a/x",
+        b"",
+        "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a",
+        "takes weights alone and checkpoint.re",
+    ),
 ]
 
 
@@ -296,7 +301,7 @@ def test_files(name: str, content: bytes, override: str, said: str, tmp_path: Pa
     path = (configs if (configs / name.partition("/")[0]).is_dir() else tmp_path) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-    refused(override.replace("FOLDER", str(tmp_path)), said, configs=configs)
+    refused(override.replace("FOLDER", str(tmp_path)).split(), said, configs=configs)
 
 
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
