@@ -162,6 +162,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any, codes
     with fake_ranks(world_size), planned_gpu(codes_travel) as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, step_state = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
+        _ = mesh.dp_group  # of two axes it is made when it is first asked for, which fake tensors cannot do
         model, controller = build(mesh, step_state, execution, backend)
         batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
         numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}

@@ -181,7 +181,7 @@ TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], obj
     ),
     "no groups": (
         "nvfp4", lambda _, c: c["quantization_config"].update(config_groups=None, ignore=None),
-        "and should be {'group_0'",
+        "backbone.layers.0.mixer.conv1d is not excluded, though it is in BF16 (and",
     ),
     "a field of the model": (
         "nvfp4", lambda _, c: c.update(time_step_min=0.001), "time_step_min is 0.001 and should be 0.0",
