@@ -11,8 +11,8 @@ configuration: `precision=nvfp4` for the checkpoint of a BF16 run, `parallel.ten
 Under torchrun every data-parallel rank contributes its micro-batches.
 
 The ranking is by the error of the forward product, which finds the linears that cost a hybrid of 30M most
-(docs/research.md, "What removes half of it?"). `--gemm wgrad` ranks by the weight gradient's, by which the paper sees the
-last layers stand out (appendix E.2).
+(docs/research.md, "What removes half of it?"). `--gemm wgrad` ranks by the weight gradient's, by which the paper sees
+the last layers stand out (appendix E.2).
 """
 
 from __future__ import annotations
