@@ -47,6 +47,7 @@ from megatron_fp4.logging.console import (
 from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
 from megatron_fp4.planning.gpus import GPUS, Gpu, computes, seconds_of_a_token
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
+from megatron_fp4.precision.support import why_not_native
 from megatron_fp4.training.build import (
     check_samples,
     configuration_errors,
@@ -135,7 +136,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
         print(f"checkpoint: NOT WHOLE, would be moved aside: {damage.name}: {damage.problem}")
     for change in opened.loader.changes:
         print(f"data: {change}")
-    planned = on_a_gpu(config, plans_of(config, models))
+    planned = as_planned(config, plans_of(config, models))
     memory, seconds = _needs(planned, models, place.world_size, opened.phases, found, start)
     _check_memory(config, memory)
     print(
@@ -156,9 +157,9 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
     Raises ConfigError, after that, if it does not fit into the memory of `parallel.gpu`.
     """
     ranks, plans = place_in_run().world_size, plans_of(config, models)
-    limited_to, config = config, on_a_gpu(config, plans)
+    limited_to, config = config, as_planned(config, plans)
     phases, execution = _planned_phases(config, data.phases(config), 0), models.planned_execution(config)
-    codes_travel = planned_backend(config) != "transformer_engine"
+    codes_travel = config.precision.backend != "transformer_engine"
     dry = dry_run(config, ranks, lambda *parts: sharded_model(config, models, *parts), execution, codes_travel)
     times = [(phase, step_time(config, models, ranks, dry, phase, plans)) for phase in phases]
     num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
@@ -236,7 +237,7 @@ def _needs(
                 controller.load_state_dict(found.trainer["switch"])
         return model, controller
 
-    codes_travel = planned_backend(config) != "transformer_engine"
+    codes_travel = config.precision.backend != "transformer_engine"
     dry = dry_run(config, ranks, build, models.planned_execution(config), codes_travel)
     plans, left = plans_of(config, models), _planned_phases(config, phases, start)
     seconds = sum(phase.num_steps * step_time(config, models, ranks, dry, phase, plans).seconds for phase in left)
@@ -315,7 +316,7 @@ def _time_facts(
         "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({with_unit(per_token, 'FLOP')})",
         "model FLOPs of the run": f"{flops:.4g} ({with_unit(flops, 'FLOP')})",
         "assumed while computing": f"BF16 at {run.dry_mfu:.0%} of {gpu_of(parallel).bf16:g} TFLOP/s per rank",
-        "linears by": planned_backend(config),
+        "linears by": config.precision.backend,
         "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none: nothing is sent",
         "time of the run": long_time(sum(phase.num_steps * time.seconds for phase, time in times)),
     }
@@ -335,8 +336,9 @@ def step_time(
     phase: PlannedPhase,
     plans: tuple[Plan, Plan | None],
 ) -> StepTime:
-    """The bounds of a step of `phase` on so many ranks. plans: before and after the switch; time is that before it."""
-    train, run, parallel = config.train, config.run, config.parallel
+    """The bounds of a step of `phase` on so many ranks. config: `as_planned`. plans: before and after the switch; time
+    is that before it."""
+    train, run, parallel, backend = config.train, config.run, config.parallel, config.precision.backend
     micro_batches = phase.batch_size // (train.micro_batch_size * parallel.data_parallel_size(ranks))
     exposed, beside = 0.0, dict[str, float]()
     for message, count in dry.messages_of(micro_batches).items():
@@ -348,13 +350,12 @@ def step_time(
         waited_for = min(dry.ends.get(message, 0), count) if hidden(message) else count
         exposed += waited_for * seconds
         beside[message.group] = beside.get(message.group, 0.0) + (count - waited_for) * seconds
-    native = planned_backend(config)
     host_ms = _HOST_MS_OF_A_REPLAY
-    if graphs_refusal(config, ranks, "cuda", native, recipes_in(plans)) is not None:
+    if graphs_refusal(config, ranks, "cuda", backend, recipes_in(plans)) is not None:
         of_linear = _HOST_MS + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
         host_ms = len(models.linear_shapes(config.model)) * of_linear
     flops = models.training_flops_per_token(config.model, phase.sequence_length)
-    of_token = seconds_of_a_token(gpu_of(parallel), plans[0], flops, run.dry_mfu, native != "emulated")
+    of_token = seconds_of_a_token(gpu_of(parallel), plans[0], flops, run.dry_mfu, backend != "emulated")
     return StepTime(
         compute=phase.batch_size * train.sequence_length * of_token / ranks,
         exposed=exposed,
@@ -363,31 +364,30 @@ def step_time(
     )
 
 
-def on_a_gpu(config: Config, plans: tuple[Plan, Plan | None]) -> Config:
-    """With the GPU named that is planned for: where none is, an H100, or a B200 for a backend whose codes an H100 does
-    not multiply. Raises ConfigError for such a backend on a GPU that is named."""
+def as_planned(config: Config, plans: tuple[Plan, Plan | None]) -> Config:
+    """With the GPU and the backend named that are planned for. Without a name the GPU is an H100, or a B200 for a
+    backend whose codes an H100 does not multiply; the backend Transformer Engine's where the GPU has tensor cores for
+    4 bits and it can compute the linears. Raises ConfigError for a backend on a GPU that does not multiply its codes.
+    """
     name, backend = config.parallel.gpu or "h100", config.precision.backend
-    if backend not in ("auto", "emulated") and not all(computes(GPUS[name], plan) for plan in plans if plan):
+    if backend == "auto":
+        quantized = any(plan.num_quantized for plan in plans if plan is not None)
+        native = GPUS[name].fp4 and quantized and why_not_native("transformer_engine", config, plans) is None
+        backend = "transformer_engine" if native else "emulated"
+    elif backend != "emulated" and not all(computes(GPUS[name], plan) for plan in plans if plan is not None):
         if config.parallel.gpu is not None:
             raise ConfigError(
                 f"parallel.gpu={name} has no tensor cores for 4 bits, which precision.backend={backend} multiplies "
                 "with; give parallel.gpu=b200, or precision.backend=emulated"
             )
         name = "b200"
-    return replace(config, parallel=replace(config.parallel, gpu=name))
+    parallel, precision = replace(config.parallel, gpu=name), replace(config.precision, backend=backend)
+    return replace(config, parallel=parallel, precision=precision)
 
 
 def gpu_of(parallel: ParallelConfig) -> Gpu:
     """The GPU that is planned for."""
     return GPUS[parallel.gpu or "h100"]
-
-
-def planned_backend(config: Config) -> str:
-    """Who computes the linears there: Transformer Engine where there are tensor cores for FP4, if none is named."""
-    wanted = config.precision.backend
-    if wanted != "auto":
-        return wanted
-    return "transformer_engine" if gpu_of(config.parallel).fp4 and config.precision.name != "bf16" else "emulated"
 
 
 def axis_bandwidth(group: str, size: int, parallel: ParallelConfig, ranks: int, run: RunConfig) -> float:

@@ -386,20 +386,13 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
     wanted = config.precision.backend
     if wanted == "emulated":
         return BackendChoice("emulated", "as precision.backend says")
-    recipes = recipes_by_key(config.precision, "precision")
-    if config.after_switch is not None:
-        key = f"precision.switch.target={config.precision.switch.target}: precision"
-        recipes |= recipes_by_key(config.after_switch, key)
+    recipes = _recipes_of(config)
     if wanted == "auto" and not any(recipe.quantized for recipe in recipes.values()):
         return BackendChoice("emulated", "nothing is quantized")
     native = "transformer_engine" if wanted == "auto" else wanted
     reason: str | None = f"the run is on {device_type}"
     if device_type == "cuda":
-        refusal = first_refusal(native, recipes, config.precision.compute_dtype)
-        of_plans = [plan for plan in plans if plan is not None and native == "transformer_engine"]
-        misfits = (_misfit(plan, config.parallel.tensor, te.alignment) for plan in of_plans)
-        reason = f"it cannot do {refusal[0]}" if refusal else next(filter(None, misfits), None)
-        reason = reason or _unsupported_here(native, recipes.values())
+        reason = why_not_native(native, config, plans) or _unsupported_here(native, recipes.values())
     if reason is not None:
         if wanted == "auto":
             return BackendChoice("emulated", f"not {native}: {reason}")
@@ -412,6 +405,24 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
     why = {"transformer_engine": "native on", "torch": "our codes, tensor cores of"}[native]
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     return BackendChoice(native, f"{why} compute capability {capability}")
+
+
+def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
+    """Why `native` computes the linears of a checked `config` on no chip; None if it may. plans: as `choose_backend`
+    has them."""
+    if refusal := first_refusal(native, _recipes_of(config), config.precision.compute_dtype):
+        return f"it cannot do {refusal[0]}"
+    of_plans = [plan for plan in plans if plan is not None and native == "transformer_engine"]
+    return next(filter(None, (_misfit(plan, config.parallel.tensor, te.alignment) for plan in of_plans)), None)
+
+
+def _recipes_of(config: Config) -> dict[str, Recipe]:
+    """`recipes_by_key` of a run, before and after its switch."""
+    recipes = recipes_by_key(config.precision, "precision")
+    if config.after_switch is not None:
+        key = f"precision.switch.target={config.precision.switch.target}: precision"
+        recipes |= recipes_by_key(config.after_switch, key)
+    return recipes
 
 
 def agreed_backend(choice: BackendChoice) -> BackendChoice:

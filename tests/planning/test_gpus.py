@@ -10,7 +10,7 @@ import pretrain
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError, ParallelConfig
 from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
-from megatron_fp4.planning.needs import on_a_gpu, planned_backend
+from megatron_fp4.planning.needs import as_planned
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config
 from megatron_fp4.training.build import plans_of
@@ -67,9 +67,11 @@ def test_who_computes_the_linears_there() -> None:
         (["parallel.gpu=h200"], "emulated"),
         (["parallel.gpu=b200"], "transformer_engine"),
         (["parallel.gpu=b200", "precision=bf16"], "emulated"),
+        (["parallel.gpu=b200", "precision=mxfp4"], "emulated"),  # which it does not know
         (["parallel.gpu=b200", "precision.backend=torch"], "torch"),
     ):
-        assert planned_backend(compose_config(given, CONFIGS)) == backend
+        config = compose_config(given, CONFIGS)
+        assert as_planned(config, plans_of(config, models)).precision.backend == backend
 
 
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,10 +92,10 @@ def test_tensor_cores_that_a_gpu_does_not_have() -> None:
         ([], "h100"),
     ):
         config = compose_config(given, CONFIGS)
-        assert on_a_gpu(config, plans_of(config, models)).parallel.gpu == gpu
+        assert as_planned(config, plans_of(config, models)).parallel.gpu == gpu
     config = compose_config(["precision.backend=transformer_engine", "parallel.gpu=h200"], CONFIGS)
     with pytest.raises(ConfigError, match="has no tensor cores for 4 bits"):
-        on_a_gpu(config, plans_of(config, models))
+        as_planned(config, plans_of(config, models))
 
 
 def test_emulated_gemms_take_the_time_of_bf16() -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_fp4.planning.dry_run import DryRun, Message
 from megatron_fp4.planning.gpus import GPUS
-from megatron_fp4.planning.needs import PlannedPhase, StepTime, axis_bandwidth, hidden, step_time
+from megatron_fp4.planning.needs import PlannedPhase, StepTime, as_planned, axis_bandwidth, hidden, step_time
 from megatron_fp4.precision.plan import Plan
 from models import provider as models
 from models.pattern import training_flops_per_token
@@ -33,7 +33,7 @@ def times(messages: dict[Message, int], ends: dict[Message, int] | None = None, 
     )
     dry = DryRun(None, 2, messages, messages, messages, ends or {})  # type: ignore[arg-type]
     with mock.patch.dict(GPUS, h100=replace(GPUS["h100"], bf16=peak)):
-        return step_time(config, models, 4, dry, PlannedPhase("main", 10, 8, 64), PLANS)
+        return step_time(as_planned(config, PLANS), models, 4, dry, PlannedPhase("main", 10, 8, 64), PLANS)
 
 
 def test_messages_within_a_host_and_between_hosts():
@@ -64,7 +64,7 @@ def test_the_largest_bound_is_the_step():
     assert times({HIDDEN_TOKENS: 6}, peak=peak).seconds == pytest.approx(2.4, rel=1e-3)
     assert times({HIDDEN_TOKENS: 6}, peak=peak).bound == "messages"
     train = TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64)
-    graphs = Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4))
+    graphs = as_planned(Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4)), PLANS)
     assert step_time(graphs, models, 4, EMPTY, PlannedPhase("main", 10, 8, 64), PLANS).host == pytest.approx(
         4e-3
     )  # replayed
