@@ -78,7 +78,7 @@ def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | No
     try:
         architecture_of(config.model)
     except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {error}; leave it out, or change the model") from error
     if not chosen.startswith("nvfp4"):
         return None
     dtype, tensor, (before, after) = getattr(torch, config.precision.compute_dtype), config.parallel.tensor, plans
