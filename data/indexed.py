@@ -380,7 +380,7 @@ class IndexedDataset:
         """(dtype, number of sequences, number of documents)."""
         header = self._bytes(0, min(HEADER.size, self._index.size))
         if len(header) < HEADER.size or not header.startswith(MAGIC):
-            raise self._damaged(f"does not start with Megatron's {MAGIC!r}, so it is not a whole .idx file")
+            raise self._damaged(f"starts with {header[:9]!r}, not with Megatron's {MAGIC!r}")
         _, version, code, num_sequences, num_entries = HEADER.unpack(header)
         if version != VERSION:
             raise ValueError(f"{self}.idx is of version {version} or big-endian; only version {VERSION} is known")

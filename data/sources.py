@@ -165,43 +165,36 @@ def open_indexed(
     _refuse_shared(trained, held_out)
 
     def open_all(key: str, named: Mapping[str, list[str]]) -> dict[str, TokenSource]:
-        def open_one(name: str) -> TokenSource:
+        # Thousands of files together are looked at about as often as one of their size would be.
+        shares = {name: max(2, CHECKED_BLOCKS // len(set(found))) for name, found in named.items()}
+
+        def open_one(file: tuple[str, str]) -> IndexedDataset:
+            name, prefix = file
             try:
-                stream = open_source(named[name], remote_cache)
+                dataset = IndexedDataset(prefix, None if is_url(prefix) else shares[name], remote_cache)
             except (FileNotFoundError, ValueError) as error:
                 raise type(error)(f"{key}.{name}: {error}") from error
             if opened is not None:
-                _check_tokenizer(f"{key}.{name}", stream, opened, tokenizer)
-            return stream
+                _check_tokenizer(f"{key}.{name}", dataset, opened, tokenizer)
+            return dataset
 
-        return dict(zip(named, side_by_side(open_one, named), strict=True))
+        # The files of all sources at once: threads within threads would be a thousand. One that is named twice, once.
+        files = list(dict.fromkeys((name, prefix) for name, found in named.items() for prefix in found))
+        datasets = dict(zip(files, side_by_side(open_one, files), strict=True))
+        parts = {name: [datasets[name, prefix] for prefix in found] for name, found in named.items()}
+        return {name: of[0] if len(of) == 1 else Concatenation(of) for name, of in parts.items()}
 
     return DataBundle(open_all("data.sources", trained), open_all("data.validation", held_out), opened)
 
 
-def _check_tokenizer(key: str, stream: TokenSource, opened: TextTokenizer, path: str | Path | None) -> None:
+def _check_tokenizer(key: str, dataset: IndexedDataset, opened: TextTokenizer, path: str | Path | None) -> None:
     """Raise ValueError if a file's facts name another tokenizer than `opened`; Megatron's files have no facts."""
-    for part in stream.parts:
-        try:
-            made_with = json.loads(facts_path(str(part)).read_bytes())["tokenizer"]["fingerprint"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if made_with != opened.fingerprint():
-            raise ValueError(
-                f"{key}: {part} was made with another tokenizer ({made_with[:12]}, says its .json) than data.tokenizer="
-                f"{path} ({opened.fingerprint()[:12]}); name that one, or, if the ids mean the same, remove {part}.json"
-            )
-
-
-def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSource:
-    """The datasets of these prefixes as one source, in their order; one that is named twice is opened once. Raises as
-    IndexedDataset does, for the first that cannot be opened."""
-    different = list(dict.fromkeys(found))
-    # Thousands of files together are looked at about as often as one of their size would be.
-    share = max(2, CHECKED_BLOCKS // len(different))
-
-    def opened(prefix: str) -> IndexedDataset:
-        return IndexedDataset(prefix, None if is_url(prefix) else share, remote_cache)
-
-    datasets = dict(zip(different, side_by_side(opened, different), strict=True))
-    return datasets[found[0]] if len(found) == 1 else Concatenation([datasets[prefix] for prefix in found])
+    try:
+        made_with = json.loads(facts_path(str(dataset)).read_bytes())["tokenizer"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if made_with != opened.fingerprint():
+        raise ValueError(
+            f"{key}: {dataset} was made with another tokenizer ({made_with[:12]}, says its .json) than data.tokenizer="
+            f"{path} ({opened.fingerprint()[:12]}); name that one, or, if the ids mean the same, remove {dataset}.json"
+        )

@@ -143,7 +143,9 @@ LENGTHS, POINTERS, ENTRIES = 34, 46, 70  # where the arrays of the .idx begin
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no .bin": (lambda prefix: Path(f"{prefix}.bin").unlink(), "d.bin does not exist; a dataset is named by"),
     "a folder called .bin": (folder, "this is a folder, not a file: .*d.bin"),
-    "a cut header": (cut(".idx", 33), "d.idx does not start with"),
+    "a cut header": (cut(".idx", 33), "d.idx starts with b'MMIDIDX"),
+    "fairseq's older format": (put(0, b"TNTIDX\x00\x00"), r"d.idx starts with b'TNTIDX.*, not with .*prepare the"),
+    "a later version": (put(0, header(version=2)), "d.idx is of version 2"),
     "an .idx cut at its end": (cut(".idx", 101), "d.idx has 101 bytes where its header announces 102"),
     "a float dtype": (put(0, header(code=7)), "d.idx has dtype code 7; token ids are integers"),
     "another integer dtype": (put(0, header(code=4)), "d.idx says that sequence 0 has 3 tokens from byte 0"),

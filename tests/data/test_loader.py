@@ -184,6 +184,16 @@ def test_new_files_join_where_the_run_stands() -> None:
     assert seen(again, 20, 100) == rows[20 * BATCH :]
 
 
+def test_a_source_that_gave_nothing_may_be_any() -> None:
+    """And is named."""
+    phases = [PHASES[0], Phase("c", steps=10, blend={"new": 1})]
+    state = state_after(loader(phases, others=("prose", "new")), 5)
+    other = loader(phases, others=("prose", "new"))
+    other.sources = {**other.sources, "new": SampleSource("new", FILES[3], LENGTH, 1, 10**6)}
+    other.load_state_dict(state)
+    assert len(other.changes) == 1 and "of which nothing was consumed yet" in other.changes[0]
+
+
 def test_phases_to_come_change_and_nothing_comes_twice() -> None:
     state = state_after(loader(), 12)
     phases = [

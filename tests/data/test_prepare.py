@@ -246,6 +246,7 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
         ("--format json --files a.jsonl --validation 1", "at least 0 and below 1"),
         ("merge --inputs a b --output out", "a.idx does not exist"),
         ("check none", "none.idx does not exist"),
+        ("check a.jsonl none_*", "none_*: no file matches none_*.idx"),
     ],
 )
 def test_refusals_are_one_line(
@@ -315,6 +316,31 @@ def test_processes_end_with_a_killed_command(
     prepare(parts, tmp_path / "out/web", tokenizer, ALL)
     prepare(again, tmp_path / "undisturbed/web", tokenizer, ALL)
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def test_an_interrupted_command_resumes(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
+    for name in ("TASK_SIZE", "READ_BYTES"):
+        monkeypatch.setattr(readers, name, 5000)
+    path, before = json_lines(tmp_path / "a.jsonl", TEXTS * 10), multiprocessing.active_children()
+    tokenizer.save(tmp_path / "t.json")
+    given = ["--format", "json", "--files", path, "--tokenizer", tmp_path / "t.json", "--workers", 1]
+
+    def interrupt(position: int, total: int, state: prepare_module.State) -> None:
+        if state.sizes:  # something is saved
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(prepare_data, "_shown_progress", lambda: interrupt)
+    assert run(*given, "--output", tmp_path / "out/web") == 130
+    work = tmp_path / "out/web.parts"
+    assert f"interrupted; what is done is kept in {work}, the same" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == ["web.parts"] and multiprocessing.active_children() == before
+    for name in ("out", "undisturbed"):
+        parts = open_files("json", [path])
+        prepare(parts, tmp_path / name / "web", tokenizer, Options(), source={"format": "json"})
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed") and not work.exists()
 
 
 def test_a_killed_process_is_told(

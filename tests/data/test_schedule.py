@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -123,6 +124,12 @@ def test_the_plan_is_what_the_run_takes(run: RunData) -> None:
         ("late", "prose", 1.0, 0.8, 1.76),
     ]
     assert run.phases.counts(200) == {"code": 112, "prose": 88} and run.epochs(50) == {"code": 1.12, "prose": 1.76}
+
+
+def test_a_source_without_a_phase_is_named(run: RunData) -> None:
+    streams = {name: CountingStream([40]) for name in ("code", "prose", "more")}
+    lines = replace(run, bundle=DataBundle(streams, {}, None), validation=[]).summary(None)  # type: ignore[arg-type]
+    assert "warning: no phase draws from data.sources.more" in lines
 
 
 def test_a_limit_of_epochs(run: RunData) -> None:

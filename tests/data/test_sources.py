@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +103,27 @@ def test_another_tokenizer_than_made_the_files_is_refused(make_dataset: MakeData
     with pytest.raises(ValueError, match=r"data\.sources\.web: .*web was made with another tokenizer \(0123456789ab"):
         open_indexed(1000, {"web": prefix}, tokenizer=tmp_path / "tokenizer.json")
     assert open_indexed(1000, {"web": prefix}).tokenizer is None
+
+
+def test_files_are_opened_side_by_side_and_the_first_wrong_one_is_named(
+    make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever fails first, by as many threads for many sources of many files as for one."""
+    prefix, before, threads = make_dataset("web").prefix, threading.active_count(), []
+
+    def opened(path: str, *rest: object) -> IndexedDataset:
+        threads.append(threading.active_count() - before)
+        time.sleep(0.002)
+        if path.endswith(("s2_7", "s3_0", "s9_0")):
+            time.sleep(0.05 * path.endswith("s2_7"))
+            raise ValueError(f"{path} is wrong")
+        return IndexedDataset(prefix)
+
+    monkeypatch.setattr("data.sources.IndexedDataset", opened)
+    named = {f"s{source}": [f"{tmp_path}/s{source}_{file}" for file in range(20)] for source in range(20)}
+    with pytest.raises(ValueError, match=r"^data\.sources\.s2: .*s2_7 is wrong$"):
+        open_indexed(1000, named)
+    assert 2 < max(threads) <= 32 and threading.active_count() == before
 
 
 def test_tokens_that_are_read_twice_are_named(make_dataset: MakeDataset, tmp_path: Path) -> None:
