@@ -29,8 +29,9 @@ _FOUR_OVER_SIX = 7.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """Of its data sheet: dense TFLOP/s by the operands' width (0: none), TB/s and GB of its memory. links: GB/s that it
-    sends to others of its host, two thirds of the data sheet's, as measured on H200s."""
+    """Of its data sheet: dense TFLOP/s by the operands' width (0: none), TB/s of its memory. memory: GiB that torch
+    finds, seen on an H100 and an H200, of the others a little below the data sheet. links: GB/s that it sends to others
+    of its host, two thirds of the data sheet's, as measured on H200s."""
 
     bf16: float
     fp8: float
@@ -41,12 +42,12 @@ class Gpu:
 
 
 GPUS = {
-    "h100": Gpu(989, 1979, 0, 3.35, 80, 300),
-    "h200": Gpu(989, 1979, 0, 4.8, 141, 300),
-    "b200": Gpu(2250, 4500, 9000, 8.0, 180, 600),
-    "gb200": Gpu(2500, 5000, 10000, 8.0, 186, 600),
-    "gb300": Gpu(2500, 5000, 15000, 8.0, 279, 600),
-    "rtx_pro_6000": Gpu(504, 1007, 2015, 1.79, 96, 40),
+    "h100": Gpu(989, 1979, 0, 3.35, 79, 300),
+    "h200": Gpu(989, 1979, 0, 4.8, 139, 300),
+    "b200": Gpu(2250, 4500, 9000, 8.0, 177, 600),
+    "gb200": Gpu(2500, 5000, 10000, 8.0, 183, 600),
+    "gb300": Gpu(2500, 5000, 15000, 8.0, 275, 600),
+    "rtx_pro_6000": Gpu(504, 1007, 2015, 1.79, 94, 40),
 }
 
 

@@ -177,10 +177,10 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
 
 def _check_memory(config: Config, needed: int) -> None:
     """Raise ConfigError if a rank needs more than the GPU has that is named."""
-    if config.parallel.gpu is not None and needed > (memory := gpu_of(config.parallel).memory * 1e9):
+    if config.parallel.gpu is not None and needed > (memory := gpu_of(config.parallel).memory) * _GIB:
         raise ConfigError(
             f"a rank needs {needed / _GIB:.1f} GiB and parallel.gpu={config.parallel.gpu} has "
-            f"{memory / _GIB:.1f}; set train.activation_checkpointing=selective, parallel.reshard=true or a smaller "
+            f"{memory:g}; set train.activation_checkpointing=selective, parallel.reshard=true or a smaller "
             "train.micro_batch_size, or raise parallel.tensor"
         )
 

@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
     printed = capsys.readouterr()
     assert "Memory of a rank" in printed.out
-    assert "GiB and parallel.gpu=h100 has 74.5; set train.activation_checkpointing=selective" in printed.err
+    assert "GiB and parallel.gpu=h100 has 79; set train.activation_checkpointing=selective" in printed.err
 
 
 def test_tensor_cores_that_a_gpu_does_not_have() -> None:
