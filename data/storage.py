@@ -43,6 +43,8 @@ _MOST_OPEN = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 # Of a kept block: how much of it a hash is of, and the hash's size.
 _HASHED_BYTES, _DIGEST_BYTES = 1 << 14, 8
 _KEPT_FORMAT = 2
+# Threads of a process that want one block fetch it once.
+_FETCHING = [threading.Lock() for _ in range(1024)]
 # The stores' own errors where no credentials are found; another attempt would not change them.
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 # What another attempt would not change.
@@ -193,9 +195,17 @@ class RemoteFile:
         """Bytes [first, last) out of [start, end), which the file `kept` has or will have."""
         if first >= last:
             return b""
-        with contextlib.suppress(FileNotFoundError):
-            if (found := _read_kept(kept, end - start, first - start, last - start)) is not None:
+        place = end - start, first - start, last - start
+        if (found := _read_kept(kept, *place)) is not None:
+            return found
+        with _FETCHING[hash(kept) % len(_FETCHING)]:
+            if (found := _read_kept(kept, *place)) is not None:  # another thread has fetched it meanwhile
                 return found
+            return self._fetched(kept, start, end, first, last)
+
+    def _fetched(self, kept: Path, start: int, end: int, first: int, last: int) -> bytes:
+        """The same, of the store."""
+        if kept.exists():
             log.warning("%s: a block of %s is damaged; fetched again", kept, self.name)
         disk = shutil.disk_usage(self._folder)
         has_room = disk.free > _FREE_SHARE * disk.total
@@ -227,15 +237,17 @@ class RemoteFile:
 
 
 def _read_kept(path: Path, size: int, first: int, last: int) -> bytes | None:
-    """Bytes [first, last) of a kept block of so many; None if it is damaged. Those around them alone are hashed."""
-    with open(path, "rb", buffering=0) as file:
+    """Bytes [first, last) of a kept block of so many; None if it is not there, or damaged. Those around them alone are
+    hashed."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != size + _DIGEST_BYTES * -(-size // _HASHED_BYTES):
             return None  # cut off when the machine lost its power
         begin, end = first // _HASHED_BYTES, -(-last // _HASHED_BYTES)
         start = begin * _HASHED_BYTES
         content = os.pread(file.fileno(), min(end * _HASHED_BYTES, size) - start, start)
         hashes = os.pread(file.fileno(), (end - begin) * _DIGEST_BYTES, size + begin * _DIGEST_BYTES)
-    return content[first - start : last - start] if _hashes(content) == hashes else None
+        return content[first - start : last - start] if _hashes(content) == hashes else None
+    return None
 
 
 def _hashes(content: bytes) -> bytes:

@@ -6,7 +6,9 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -195,6 +197,25 @@ def test_an_object_that_was_replaced(store: Store, tmp_path: Path) -> None:
         assert set(readers[-1].tokens(0, 1000).tolist()) == {token}
     with pytest.raises(ValueError, match=r"o\.bin is not the object any more that this run opened"):
         readers[0].tokens(1_000_000, 1000)
+
+
+def test_threads_fetch_a_block_once(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+    store.requests.clear()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda start: remote.tokens(start, 10), range(0, 80_000, 10_000)))
+    assert np.array_equal(found[1], local.tokens(10_000, 10)) and store.ranges() == [BLOCK_BYTES]
+
+
+def test_on_a_full_disk_nothing_is_kept(
+    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1000, free=49))
+    store.requests.clear()
+    assert np.array_equal(remote.tokens(500, 10), local.tokens(500, 10))
+    assert store.ranges() == [20] and sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_damaged_block_is_fetched_again(store: Store, local: IndexedDataset, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pickle
 import threading
 from functools import lru_cache, partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -66,6 +67,14 @@ def test_a_file_that_was_replaced_or_cut_short(tmp_path: Path) -> None:
     os.truncate(path, 3)
     with pytest.raises(ValueError, match="f ends at byte 3; it was cut short while in use"):
         other.read(2, 2)
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f").write_bytes(b"abcd")
+    file = LocalFile(f"{tmp_path}/f")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match=r"Errno 5.*/f'$"):
+        patched.setattr(os, "pread", Mock(side_effect=OSError(5, "Input/output error")))
+        file.read(0, 1)
 
 
 def test_a_failed_or_killed_build_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
