@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data.indexed import Concatenation
-from data.loader import MicroBatch, MicroBatchLoader
+from data.loader import UNCOUNTED, MicroBatch, MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
 from tests.data.streams import CountingStream
@@ -97,7 +97,8 @@ def test_phases_of_other_batches_and_sequence_lengths() -> None:
             assert batch.tokens.shape == (MICRO_BATCH * LENGTH // length, length)
             assert torch.equal(batch.tokens.flatten(), torch.from_numpy(tokens[:, :-1]).flatten())
             crossing = torch.from_numpy(documents[:, 1:] != documents[:, :-1]).flatten()
-            assert torch.equal(batch.targets.flatten() < 0, crossing)
+            targets = torch.where(crossing, UNCOUNTED, torch.from_numpy(tokens[:, 1:]).flatten())
+            assert torch.equal(batch.targets.flatten(), targets)
             assert batch.num_targets == int((~crossing).sum())
             assert batch.documents is not None and (batch.documents[:, 0] == 0).all()
             assert torch.equal(batch.documents.diff() != 0, crossing.view(-1, length)[:, :-1])
