@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -70,7 +71,11 @@ VALUES = [
     ("precision.wgrad.rht=12", "precision.wgrad.rht=12: Input should be 0, 2, 4, 8, 16, 32, 64 or 128"),
     ("run.dir=' '", "run.dir= : give a path"),
     ("data.cache_dir={a: b}", "data.cache_dir={a: b}: Input should be a valid string"),
-    ("train=3", "train=3: Input should be a dictionary"),
+    ("train=3", "train=3: give a mapping, such as 'train={steps: ...}'"),
+    ("precision.fprop=nvfp4", "precision.fprop=nvfp4: give a mapping, such as 'precision.fprop={activation: ...}'"),
+    ("data.phases={a: 1}", "data.phases={a: 1}: give a list, such as 'data.phases=[...]'"),
+    ("data.sources={my.web: '${oc.env:HOME}/d'}", "data.sources.my.web=${oc.env:HOME}/d: a name with one of .[]"),
+    ("data.sources=[/x]", "data.sources=[/x]: give a mapping, such as 'data.sources={name: ...}'"),
     ("data.max_epochs={code: -1}", "data.max_epochs.code=-1: Input should be greater than 0"),
     (PHASE.format("blend: hello"), "data.phases[0].blend=hello: Input should be a valid dictionary or Input should be"),
     (PHASE.format("blend: {code: 0}"), "data.phases[0]: blend={'code': 0.0} has no weight above 0; give some"),
@@ -106,6 +111,7 @@ TOGETHER = [
     # --- machine
     ("run.device=cuda", "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"),
     ("checkpoint.resume=/no/such", "checkpoint.resume: /no/such is not a folder; give a checkpoint"),
+    ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     # --- data
     ("data.kind=csv", "data.kind=csv is not known; choose one of"),
@@ -173,9 +179,11 @@ ON_GPUS = [
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NETRC"]
+    for name in [*names, *(name for name in os.environ if name.startswith("WANDB_"))]:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 def refused(
@@ -266,6 +274,7 @@ FILES = [
     ("model/mine.yaml", b"- a\n- b\n", "model=mine", "mine.yaml holds no keys but [a, b]; write `key: value`"),
     ("model/mine.yaml", BINARY, "model=mine", "mine.yaml is no text in UTF-8"),
     ("model/mine.yaml", b"hidden_dim: [3\n", "model=mine", "mine.yaml, line 2: not valid YAML"),
+    ("model/mine.yaml", b"hidden_dim: 3\0\n", "model=mine", "mine.yaml: not valid YAML (unreadable); correct that"),
     ("model/mine.yaml", b"a: 1\na: 2\n", "model=mine", "mine.yaml, line 2: not valid YAML (found duplicate key a)"),
     ("model/mine.yaml", b"hidden: 3\n", "model=mine", "mine.yaml: model.hidden is not a key; did you mean"),
     ("model/mine.yaml", b"hidden_dim: wide\n", "model=mine", "model.hidden_dim=wide: Input should be a valid integer"),
@@ -315,6 +324,7 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     assert config.after_switch is not None and config.after_switch.wgrad.rht == 0
     refused([f"--config-dir={tmp_path}", "model=mini"], "did you mean mine? There are hybrid_30m")
     refused("--config-dir=/no/such", "--config-dir=/no/such: there is no such folder")
+    refused("--config-dir", "--config-dir: there is no such folder; give --config-dir=FOLDER")
     refused([], "has no config.yaml; name the folder", configs=tmp_path)
 
 

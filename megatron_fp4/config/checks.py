@@ -165,6 +165,23 @@ def _machine(config: Config, device_type: str) -> Iterator[str]:
         there = (found := importlib.util.find_spec(package)) is not None and found.origin is not None
         if value not in ("false", "disabled") and not there:
             yield f"logging.{package}={value} needs the package {package}; pip install {package}, or switch it off"
+    if config.logging.wandb == "online" and not _may_log_in():
+        yield (
+            "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc; run `wandb login` "
+            "once, export WANDB_API_KEY=..., or set offline (`wandb sync` sends it later) or disabled"
+        )
+
+
+def _may_log_in() -> bool:
+    """Whether wandb could find a key here, without importing it, which takes seconds. Only the first rank logs, and
+    wandb's own WANDB_MODE overrules."""
+    of = os.environ.get
+    if of("RANK", "0") != "0" or of("WANDB_MODE", "online") != "online":
+        return True
+    settings = os.path.join(of("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
+    paths = (of("NETRC", "~/.netrc"), "~/_netrc", settings)
+    keys = of("WANDB_API_KEY") or of("WANDB_IDENTITY_TOKEN_FILE")
+    return bool(keys) or any(Path(path).expanduser().is_file() for path in paths)
 
 
 # The environment by which torchrun, or whoever else starts the ranks, tells a process which of them it is. torch would

@@ -12,7 +12,7 @@ import copy
 import functools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -179,7 +179,7 @@ def _folders(arguments: Sequence[str], config_dir: str | Path) -> tuple[list[str
         value = expanduser(value) if value == "~" or value.startswith("~/") else value
         if key != "--config-dir":
             overrides.append(key + separator + value)
-        elif Path(value).is_dir():
+        elif value and Path(value).is_dir():
             folders.append(Path(value).resolve())
         else:
             raise ConfigError(f"{argument}: there is no such folder; give --config-dir=FOLDER with model/, data/, ...")
@@ -216,6 +216,12 @@ def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Overr
     for place in range(1, len(parts)):
         if get_origin(type_at(parts[:place])) is list:
             raise ConfigError(f"{override}: give the list whole: {'.'.join(parts[:place])}=[...]")
+    if key not in groups and "${" not in override:  # said here, because what refers to a key of it would be blamed
+        first = fields(hint)[0].name if is_dataclass(hint) else "name"
+        if (is_dataclass(hint) or get_origin(hint) is dict) and not isinstance(parsed.value(), Mapping):
+            raise ConfigError(f"{override}: give a mapping, such as '{key}={{{first}: ...}}'")
+        if get_origin(hint) is list and isinstance(parsed.value(), Mapping):
+            raise ConfigError(f"{override}: give a list, such as '{key}=[...]'")
     return parsed
 
 
@@ -390,6 +396,8 @@ def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
     def walk(node: Any, key: str) -> None:
         if isinstance(node, dict):
             for name, inner in node.items():
+                if "${" in str(inner) and set(".[]") & set(str(name)):
+                    raise ConfigError(f"{key}.{name}={inner}: a name with one of .[] takes no ${{...}}; rename it")
                 walk(inner, f"{key}.{name}".lstrip("."))
         elif isinstance(node, list):
             for index, inner in enumerate(node):

@@ -49,8 +49,10 @@ def _located(parts: Sequence[str | int], value: Any) -> tuple[list[str | int], A
 def explain(error: Exception, folders: Sequence[Path]) -> str:
     """What is wrong with the files in `folders`, or with how they and overrides go together. error: what Hydra,
     OmegaConf or the YAML parser raised."""
-    if isinstance(error, yaml.YAMLError) and (mark := getattr(error, "problem_mark", None)):
-        return f"{mark.name}, line {mark.line + 1}: not valid YAML ({error.problem}); correct that line"
+    if isinstance(error, yaml.YAMLError):
+        mark = getattr(error, "problem_mark", None)
+        where = f"{mark.name}, line {mark.line + 1}" if mark else getattr(error, "name", folders[0])
+        return f"{where}: not valid YAML ({getattr(error, 'problem', 'unreadable')}); correct that line"
     by = re.match(r"In '([^']+)'", str(error))
     named = [path for folder in folders if by and (path := folder / f"{by[1]}.yaml").exists() and by[1] != "config"]
     where = f"{named[0]}: " if named else ""

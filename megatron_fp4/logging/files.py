@@ -114,13 +114,16 @@ def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[
 
     Skips an unfinished last line, which a killed run leaves, and with a warning other lines that are no record.
     """
+    wrong: list[int] = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             record = _record(line)
             if record is not None and kind in (None, record["kind"]):
                 yield record
             elif record is None and line.endswith(b"\n"):
-                logger.warning("%s: line %d is no record and is skipped", path, number)
+                wrong.append(number)
+    if wrong:
+        logger.warning("%s: %d lines are no records and are skipped, the first is line %d", path, len(wrong), wrong[0])
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -245,7 +245,7 @@ def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
     """The last record `validation` of the run in `run_dir` up to `step` steps; None if it has none, or no records."""
     path = Path(run_dir) / METRICS_FILE
     records = iterate_records(path, "validation") if path.is_file() else ()
-    return max((record for record in records if record["step"] <= step), key=lambda of: of["step"], default=None)
+    return next(reversed([record for record in records if record["step"] <= step]), None)
 
 
 def finite(value: Any) -> Any:
@@ -459,8 +459,14 @@ class WandbView(View):
 
 
 def known_run_id(directory: Path) -> str | None:
-    """The id at wandb that an earlier start of the run in `directory` wrote there; None if there is none that wandb
-    would take."""
+    """The id at wandb that an earlier start of the run in `directory` wrote there; None if there is none that can be
+    read and that wandb would take."""
     path = directory / ID_FILE
-    run_id = path.read_bytes().decode(errors="replace").strip() if path.is_file() else ""
-    return run_id if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII) else None
+    if not path.exists():
+        return None
+    with contextlib.suppress(OSError):
+        run_id = path.read_bytes().decode(errors="replace").strip() if path.is_file() else ""
+        if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
+            return run_id
+    logger.warning("%s is no id of a wandb run and is not used", path)
+    return None

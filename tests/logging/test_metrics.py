@@ -189,7 +189,9 @@ def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(
     assert f"wandb: {said}" in caplog.text
 
 
-def test_the_id_at_wandb_is_the_runs(tmp_path: Path, use: Callable[..., FakeWandb]) -> None:
+def test_the_id_at_wandb_is_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[..., FakeWandb]
+) -> None:
     """A run that begins anew gets a new one, and odd bytes in its place end no start."""
     fake = use()
     write(tmp_path, 0, 2, wandb_mode="online")
@@ -199,6 +201,8 @@ def test_the_id_at_wandb_is_the_runs(tmp_path: Path, use: Callable[..., FakeWand
     write(tmp_path, 0, 1, wandb_mode="online")
     assert known_run_id(tmp_path) != first and (tmp_path / f"{ID_FILE}.1").read_text() == f"{first}\n"
     (tmp_path / ID_FILE).write_bytes(b"\xff\xfe\x00bad")
+    assert known_run_id(tmp_path) is None
+    monkeypatch.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(OSError("a bad disk")))
     assert known_run_id(tmp_path) is None
 
 
