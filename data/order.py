@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from data.indexed import Concatenation, TokenSource, check_ids, document_at, document_numbers
-from data.storage import side_by_side
+from data.storage import in_turn, side_by_side
 
 _NUM_ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -175,7 +175,7 @@ class DocumentOrder:
         pieces: list[np.ndarray] = []
         left = length
         while left:
-            with _ONE_SHUFFLES:
+            with in_turn(_ONE_SHUFFLES):
                 starts, ends = _shuffled_group(self, epoch, group)
             # Which, unlike numpy's search, does not hand Python's lock to another thread.
             first, last = bisect_right(ends, offset), bisect_left(ends, offset + left) + 1

@@ -24,7 +24,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -45,6 +45,7 @@ _HASHED_BYTES, _DIGEST_BYTES = 1 << 14, 8
 _KEPT_FORMAT = 2
 # Threads of a process that want one block fetch it once.
 _FETCHING = [threading.Lock() for _ in range(1024)]
+_PATIENCE = 5.0  # seconds
 # The stores' own errors where no credentials are found; another attempt would not change them.
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 # What another attempt would not change.
@@ -106,6 +107,18 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> l
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+@contextlib.contextmanager
+def in_turn(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock, or, while another thread holds it for long, go on without: where a store is gone, threads shall not
+    try one after the other."""
+    is_held = lock.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()
 
 
 class LocalFile:
@@ -198,7 +211,7 @@ class RemoteFile:
         place = end - start, first - start, last - start
         if (found := _read_kept(kept, *place)) is not None:
             return found
-        with _FETCHING[hash(kept) % len(_FETCHING)]:
+        with in_turn(_FETCHING[hash(kept) % len(_FETCHING)]):
             if (found := _read_kept(kept, *place)) is not None:  # another thread has fetched it meanwhile
                 return found
             return self._fetched(kept, start, end, first, last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -199,12 +200,23 @@ def test_an_object_that_was_replaced(store: Store, tmp_path: Path) -> None:
         readers[0].tokens(1_000_000, 1000)
 
 
-def test_threads_fetch_a_block_once(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
+def test_threads_fetch_a_block_once(
+    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And do not try one after the other where the store is gone."""
     remote = IndexedDataset(BIG, remote_cache=tmp_path)
     store.requests.clear()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda start: remote.tokens(start, 10), range(0, 80_000, 10_000)))
     assert np.array_equal(found[1], local.tokens(10_000, 10)) and store.ranges() == [BLOCK_BYTES]
+    monkeypatch.setattr(data.storage, "_PATIENCE", 0.01)
+    monkeypatch.setattr(data.storage, "RETRY_SECONDS", (0.3,))
+    store.fault = lambda number, method: "500"
+    began = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        tried = [pool.submit(remote.tokens, 600_000, 10) for _ in range(8)]
+        assert all(isinstance(one.exception(), ConnectionError) for one in tried)
+    assert time.monotonic() - began < 2.0
 
 
 def test_on_a_full_disk_nothing_is_kept(
