@@ -58,10 +58,14 @@ def test_what_a_full_disk_refuses_is_written_later(
     assert steps(tmp_path / "records") == [1] and file.outage.on
     room[0] = 1000
     file.write(line(4))
-    file.close()
     assert steps(tmp_path / "records") == [1, 2, 3, 4]
     said = [record.message for record in caplog.records]
     assert len(said) == 2 and "No space left" in said[0] and "works again" in said[1]
+    room[0] = 5
+    file.write(line(5))
+    room[0] = 1000
+    file.close()  # as a run does that ends or fails
+    assert (tmp_path / "records").read_text() == "".join(f"{line(step)}\n" for step in range(1, 6))
 
 
 def test_a_resume_cuts_later_steps_and_an_unfinished_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,9 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     assert event == {"kind": "event", "step": 1, "event": "switch", "target": "bf16"}
     assert text == {"kind": "event", "step": 1, "event": "text", "samples": SAMPLES}
     assert last_validation(tmp_path / "run", 1) == validation and last_validation(tmp_path / "run", 0) is None
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:  # measured again after the same step
+        file.write('{"kind": "validation", "step": 1, "loss": 7.0}\n')
+    assert (last_validation(tmp_path / "run", 1) or {})["loss"] == 7.0
     with closing(MetricsWriter(tmp_path / "other", active=False)) as writer:
         writer.texts(1, SAMPLES)
     assert not (tmp_path / "other").exists()
@@ -146,6 +149,22 @@ def test_texts_are_shown(tmp_path: Path, use: Callable[..., FakeWandb]) -> None:
     assert shown.tensor_proto.string_val[0].decode() == "    def| f(x):\n        é" and shown.step == 1
     table = fake.logged[-1][1]["text/samples"]
     assert table == (["prompt", "text", "ended"], [["def", " f(x):\n    é", False], ["", None, False]])
+
+
+def test_a_tensorboard_whose_disk_fails_gets_it_all_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
+    (tmp_path / "tensorboard").touch()  # no folder can be made there
+    with closing(MetricsWriter(tmp_path, resume_step=1)) as writer:
+        writer.step(metrics(2))
+        while "LOGGING FAILED" not in caplog.text:
+            time.sleep(0.01)
+        (tmp_path / "tensorboard").unlink()
+        writer.step(metrics(3))
+        while "tensorboard works again" not in caplog.text:
+            time.sleep(0.01)
+    assert [point.step for point in board(tmp_path).Scalars("loss/train")] == [2, 3]
 
 
 @pytest.mark.parametrize(("settings", "why"), [({"refuses": True}, "no route"), ({"key": False}, "no API key")])
