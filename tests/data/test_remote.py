@@ -210,13 +210,13 @@ def test_threads_fetch_a_block_once(
         found = list(pool.map(lambda start: remote.tokens(start, 10), range(0, 80_000, 10_000)))
     assert np.array_equal(found[1], local.tokens(10_000, 10)) and store.ranges() == [BLOCK_BYTES]
     monkeypatch.setattr(data.storage, "_PATIENCE", 0.01)
-    monkeypatch.setattr(data.storage, "RETRY_SECONDS", (0.3,))
+    monkeypatch.setattr(data.storage, "RETRY_SECONDS", (1.0,))
     store.fault = lambda number, method: "500"
     began = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
         tried = [pool.submit(remote.tokens, 600_000, 10) for _ in range(8)]
         assert all(isinstance(one.exception(), ConnectionError) for one in tried)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 5  # 6 one by one
 
 
 def test_on_a_full_disk_nothing_is_kept(
