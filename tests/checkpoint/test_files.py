@@ -73,6 +73,16 @@ def test_an_old_manifest_that_cannot_be_read_ends_nothing(tmp_path: Path, monkey
     assert old.is_dir()
 
 
+def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:
+    assert files.scan(tmp_path / "nowhere") == ([], [])
+    for step, index in ((400, 1), (200, 3), (300, 2)):  # the run went back and saved again
+        make(tmp_path, step, index)
+    make(tmp_path, 500, 10, ".tmp")
+    readable, broken = files.scan(tmp_path)
+    assert [folder.name[-3:] for folder, _ in readable] == ["200", "300", "400"] and not broken
+    assert files.next_save_index(tmp_path) == 4
+
+
 def test_prune_keeps_the_newest_the_pointed_and_the_damaged(tmp_path: Path) -> None:
     for index in range(1, 6):
         make(tmp_path, 100 * index, index)
