@@ -124,9 +124,8 @@ def _effects(config: Config, world_size: int) -> Iterator[str]:
     """Settings under which nothing would happen, although whoever sets one believes that it does something."""
     train, parallel, data, spikes = config.train, config.parallel, config.data, config.spikes
     shards = parallel.shards(world_size)
-    one_micro_batch = max(_batch_sizes(config).values()) <= train.micro_batch_size * parallel.data_parallel_size(
-        world_size
-    )
+    largest = max((phase.global_batch_size or train.global_batch_size for phase in data.phases), default=1)
+    one_micro_batch = largest <= train.micro_batch_size * parallel.data_parallel_size(world_size)
     if parallel.reduce_gradients == "each" and (shards == 1 or one_micro_batch):
         why = "steps of one micro-batch" if shards > 1 else "one shard"
         yield f"parallel.reduce_gradients=each has no effect with {why}; set it to once"
