@@ -203,10 +203,10 @@ def as_typed(name: str, arguments: str) -> str:
 
 
 def report(trainer: Trainer, configs: Path) -> None:
-    """Write report.html of a run that has finished, unless `logging.report` says no or nothing is new. The other ranks
-    wait for it no more, and it may fail."""
+    """Write report.html of a run that has finished, on the first rank, unless `logging.report` says no or nothing is
+    new. The other ranks wait for it no more, and it may fail."""
     config, path = trainer.config, Path(trainer.config.run.dir) / REPORT_FILE
-    if not config.logging.report or (path.exists() and not trainer.log.opened):
+    if not (trainer.log.active and config.logging.report) or (path.exists() and not trainer.log.opened):
         return
 
     def write() -> Path:
