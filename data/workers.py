@@ -355,13 +355,13 @@ def main(rank_pid: int, task_file: int, memory_file: int, wanted: int, ready: in
 def _work(task: Task, memory: mmap.mmap, wanted: int, ready: int) -> None:
     """Read all micro-batches of `task`, never more than its slots ahead; returns early when the rank is gone.
 
-    A sample waits for its disk or store once for each of its documents. After a slow one, the next are read side by
-    side; quick ones, which would wait for Python's lock instead, are not.
+    A sample waits for its disk or store once for each of its documents. After two slow micro-batches (one may have
+    waited for a core), the next are read side by side; quick ones, which would wait for Python's lock, are not.
     """
     micro_batches, free, slots = task.micro_batches, task.num_slots, task.slots(memory)
     pool = ThreadPoolExecutor(_THREADS)
     reading: deque[list[Future[None]]] = deque()
-    alone = 0  # the next turn whose micro-batch is read alone
+    alone, was_slow = 0, False  # the next turn whose micro-batch is read alone; of the last such one
 
     def deliver(left: int) -> None:
         """Wait until no more than `left` micro-batches are being read."""
@@ -386,8 +386,10 @@ def _work(task: Task, memory: mmap.mmap, wanted: int, ready: int) -> None:
         began = time.perf_counter()
         for read in reads:
             read()
-        if time.perf_counter() - began > _SLOW_SECONDS * len(reads):
+        slow = time.perf_counter() - began > _SLOW_SECONDS * len(reads)
+        if slow and was_slow:
             alone = turn + _SIDE_BY_SIDE
+        was_slow = slow
         os.write(ready, READY)
     deliver(0)
 
