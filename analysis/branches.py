@@ -29,7 +29,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from analysis.price import Recipe
+from analysis.price import RecipeCost
 from analysis.statistics import Estimate, block_estimate, estimates
 from data import provider as data
 from data.storage import default_cache_dir
@@ -83,7 +83,7 @@ def first_steps(steps: int) -> int:
     return min(10, steps // 6)
 
 
-def recipes_of_branches(starts: Sequence[Mapping[str, Branch]]) -> list[Recipe]:
+def recipes_of_branches(starts: Sequence[Mapping[str, Branch]]) -> list[RecipeCost]:
     """Gaps and times of all recipes but BF16. starts: of each checkpoint, the branches by the names of the recipes."""
     names = [name for name in starts[0] if name != BASE]
     percent, nats = (_gaps(starts, names, in_percent) for in_percent in (True, False))
@@ -91,7 +91,7 @@ def recipes_of_branches(starts: Sequence[Mapping[str, Branch]]) -> list[Recipe]:
     for name in names:
         ratios = [of[name].seconds_of_a_step / of[BASE].seconds_of_a_step for of in starts]
         known = all(of[name].ended is None and of[BASE].ended is None for of in starts)
-        found.append(Recipe(name, percent.get(name), nats.get(name), float(np.mean(ratios)) if known else None))
+        found.append(RecipeCost(name, percent.get(name), nats.get(name), float(np.mean(ratios)) if known else None))
     return found
 
 

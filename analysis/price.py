@@ -105,7 +105,7 @@ def nearest(parameters: float) -> Curve:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeCost:
     """What is known of one recipe. percent, nats: above BF16 in the same steps. time: of a token over BF16's, None if
     it is not known."""
 
@@ -114,16 +114,13 @@ class Recipe:
     nats: Estimate | None
     time: float | None
 
-    def price(
-        self, curve: Curve, tokens: float, growth: tuple[float, float] = GROWTH, left: float = 1.0
-    ) -> Range | None:
+    def price(self, curve: Curve, tokens: float, left: float = 1.0) -> Range | None:
         """In tokens; None without an interval of the gap. left: the part of the gap that a switch leaves."""
         if self.nats is None or self.nats.half_width is None:
             return None
-        ends = (self.nats.mean + sign * self.nats.half_width for sign in (-1, 1))
-        return Range(
-            *(curve.price(left * grown * max(0.0, gap), tokens) for gap, grown in zip(ends, growth, strict=True))
-        )
+        ends = (self.nats.mean - self.nats.half_width, self.nats.mean + self.nats.half_width)
+        gaps = (left * growth * max(0.0, end) for growth, end in zip(GROWTH, ends, strict=True))
+        return Range(*(curve.price(gap, tokens) for gap in gaps))
 
     def cost(self, price: Range | None, in_bf16: float = 0.0) -> Range | None:
         """Tokens times time of a token, over BF16's. in_bf16: share of the steps after a switch."""
@@ -133,7 +130,7 @@ class Recipe:
         return Range(time * price.low, time * price.high)
 
 
-def price_table(recipes: Sequence[Recipe], curve: Curve, tokens: float, times: str) -> str:
+def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, times: str) -> str:
     """Markdown, BF16 first, and the sentence that one came for. tokens: a parameter, at the end of the run. times:
     where the times of a token are from."""
     heads = ["recipe", "above bf16", "nats per token", "tokens for BF16's loss", "time of a token", "cost"]
@@ -157,7 +154,7 @@ def price_table(recipes: Sequence[Recipe], curve: Curve, tokens: float, times: s
     return markdown(heads, rows, notes)
 
 
-def verdict(recipes: Sequence[Recipe], curve: Curve, tokens: float) -> str:
+def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
     """Which recipe costs least, whether that is established, and when to switch to BF16 so that it costs least."""
     prices = {recipe.name: recipe.price(curve, tokens) for recipe in recipes}
     costs = {recipe.name: cost for recipe in recipes if (cost := recipe.cost(prices[recipe.name])) is not None}

@@ -40,12 +40,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--checkpoint", type=Path, action="append", help="of a BF16 run, or the run: its newest (may be repeated)")
     add("--steps", type=int, default=60, help="of each branch (default 60; the first sixth, at most 10, do not count)")
     add("--output", type=Path, help="JSON file to keep branches in (default: none)")
-    add(
-        "--curve",
-        nargs="+",
-        metavar="RUN",
-        help="finished BF16 runs of four lengths (default: a shipped curve)",
-    )
+    add("--curve", nargs="+", metavar="RUN", help="finished BF16 runs of four lengths (default: a shipped curve)")
     add("--gpu", help="plan the time of a token there, such as b200 (default: as measured here, emulated or not)")
     add("--model", help="plan the time for this model config (default: the checkpoint's)")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
@@ -116,10 +111,11 @@ def _curve(folders: list[str], parameters: float) -> Curve:
 
 
 def _planned(options: argparse.Namespace, recipes: Mapping[str, Config], configs: Path) -> dict[str, float]:
-    """By recipe, the time of a token on `--gpu` over BF16's."""
+    """By recipe, the time of a token on `--gpu` over BF16's; a recipe that no native backend computes is emulated."""
     from analysis.branches import named_recipes
     from megatron_fp4.config.compose import compose_config
     from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
+    from megatron_fp4.planning.needs import as_planned
     from megatron_fp4.training.build import plans_of
     from models import provider as models
 
@@ -131,8 +127,15 @@ def _planned(options: argparse.Namespace, recipes: Mapping[str, Config], configs
         recipes = {name: compose_config([f"model={options.model}", *of], configs) for name, of in named.items()}
     gpu, seconds = GPUS[options.gpu], {}
     for name, config in recipes.items():
+        plans, backend = plans_of(config, models), config.precision.backend
+        there = replace(
+            config,
+            parallel=replace(config.parallel, gpu=options.gpu),
+            precision=replace(config.precision, backend="auto" if backend == "emulated" else backend),
+        )
+        native = as_planned(there, plans).precision.backend != "emulated"
         flops = models.training_flops_per_token(config.model, config.train.sequence_length)
-        seconds[name] = seconds_of_a_token(gpu, plans_of(config, models)[0], flops, config.run.dry_mfu, native=True)
+        seconds[name] = seconds_of_a_token(gpu, plans[0], flops, config.run.dry_mfu, native)
     return {name: of / seconds["bf16"] for name, of in seconds.items()}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from analysis.branches import Branch, recipes_of_branches
-from analysis.price import GROWTH, SHIPPED, Curve, Recipe, fit, nearest, price_table, public_prices, verdict
+from analysis.price import GROWTH, SHIPPED, Curve, RecipeCost, fit, nearest, price_table, public_prices, verdict
 from analysis.statistics import Estimate
 
 TRUE = Curve("the truth", 1e8, 2.7, 1.4, 0.43)
@@ -74,8 +74,8 @@ def test_gaps_of_one_start_and_of_several() -> None:
     assert recipe.nats is None and recipe.time is None
 
 
-def recipe(name: str, gap: float, time: float, error: float = 1e-4) -> Recipe:
-    return Recipe(name, Estimate(gap * 30, error * 30, 6, 5), Estimate(gap, error, 6, 5), time)
+def recipe(name: str, gap: float, time: float, error: float = 1e-4) -> RecipeCost:
+    return RecipeCost(name, Estimate(gap * 30, error * 30, 6, 5), Estimate(gap, error, 6, 5), time)
 
 
 def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
@@ -88,6 +88,6 @@ def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
     assert "mxfp8 and other overlap" in verdict([fast, recipe("other", 0.0003, 0.8)], TRUE, 98)
     # Three quarters of the gap for a fifth of the steps in BF16: worth it where the gap is dear.
     assert "With a switch to BF16: nvfp4" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
-    assert "Not established" in verdict([Recipe("nvfp4", None, None, 0.8)], TRUE, 98)
-    table = price_table([slow, Recipe("diverged", None, None, None)], TRUE, 5.0, "planned")
+    assert "Not established" in verdict([RecipeCost("nvfp4", None, None, 0.8)], TRUE, 98)
+    table = price_table([slow, RecipeCost("diverged", None, None, None)], TRUE, 5.0, "planned")
     assert "| diverged | - | - | - | - | - |" in table and "far from the 20 to 800" in table
