@@ -111,7 +111,8 @@ class GradientTree:
             parameters, leaves = group(), 1
             gradients = _gradients(parameters)
             if copied:
-                gradients = [gradient.clone() for gradient in gradients]
+                in_graph, gradients = gradients, [torch.empty_like(gradient) for gradient in gradients]
+                torch._foreach_copy_(gradients, in_graph)
             for parameter in parameters:
                 parameter.grad = None
             while sums and sums[-1][0] == leaves:

@@ -18,8 +18,7 @@ they have before the first backward pass, and a micro-batch's mean is weighted b
 A gradient is a DTensor placed like its parameter; FSDP has summed it over data-parallel ranks.
 
 With `mesh.reproducible` none of this depends on the number of data-parallel ranks: gradients are summed by a tree
-(parallel/reproducible.py), losses travel one by one, and the norm is a sum of integers, which has one result in any
-order.
+(parallel/reproducible.py), losses travel one by one, and the norm is summed exactly (exact_norm.py).
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
+from megatron_fp4.training.exact_norm import exact_norm_share
 from megatron_fp4.training.optimizer import optimizer_parameters, set_lr, step_unless
 from megatron_fp4.training.providers import MicroBatch
 
@@ -247,7 +247,7 @@ def update(
     counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
     # Pinned: a copy from pageable memory would wait for what the device still does.
     told = torch.tensor([*map(float, requests)], dtype=torch.float64, pin_memory=loss.is_cuda)
-    share = (exact_norm_share if mesh.reproducible else squared_norm_share)(parameters, mesh)
+    share = squared_norm_share(parameters, mesh)
     totals = torch.cat((counted_loss.view(-1), share.view(1), told.to(mesh.device, non_blocking=True)))
     dist.all_reduce(totals)
     if mesh.reproducible:
@@ -303,42 +303,16 @@ def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -
     """This rank's share of the squared L2 norm of all gradients: 0-dim FP64 on the mesh's device.
 
     The sum over all ranks counts every element once: of the ranks that hold the same shard, only the first contributes.
-    The caller reduces, so that the sum can travel with other numbers.
+    The caller reduces, so that the sum can travel with other numbers. Collective with `mesh.reproducible`.
     """
-    if not (mine := _counted_gradients(parameters, mesh)):
+    mine = [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
+    if mesh.reproducible:
+        return exact_norm_share(mine, mesh.device)
+    if not mine:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
     # Accumulated in FP64: squares of FP32 gradients neither overflow nor vanish in it.
     norms = torch._foreach_norm(mine, 2.0, dtype=torch.float64)  # type: ignore[attr-defined]
     return torch.stack(norms).square().sum()
-
-
-@torch.no_grad()
-def exact_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> Tensor:
-    """`squared_norm_share` rounded so that sums of it are exact, and so do not depend on how ranks share the elements.
-    A collective.
-
-    As in reproducible summation (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013): a sum of
-    FP64 integers below 2^53 is exact in any order. All ranks first compute the norm roughly; elements are scaled by the
-    power of two that brings it below 2^25, and their squares are rounded to integers. The last bits of the rough norm
-    depend on the mesh; the scale does only if they lie on both sides of a power of two, estimated at once in 10^13
-    steps.
-    """
-    rough = squared_norm_share(parameters, mesh)
-    dist.all_reduce(rough)
-    exponent = torch.frexp(rough).exponent.clamp(min=-200)  # below, an FP32 scale would overflow
-    scale = torch.ldexp(torch.ones_like(rough), (50 - exponent) // 2)
-    if not (mine := _counted_gradients(parameters, mesh)):
-        return torch.zeros_like(rough)
-    squares = torch._foreach_mul(mine, scale.to(torch.float32))  # type: ignore[attr-defined]
-    torch._foreach_mul_(squares, squares)  # type: ignore[attr-defined]
-    torch._foreach_round_(squares)  # type: ignore[attr-defined]
-    sums = torch._foreach_norm(squares, 1, dtype=torch.float64)  # type: ignore[attr-defined]
-    exact = torch.stack(sums).sum() / scale.square()
-    return torch.where(rough.isfinite(), exact, rough)
-
-
-def _counted_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> list[Tensor]:
-    return [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
 
 
 @torch.no_grad()

@@ -1,0 +1,53 @@
+"""The norm of all gradients as the same bits on any number of ranks (`parallel.reproducible`).
+
+FSDP cuts parameters between rows, so the sum of squares of a row is a rank's own work. It is added up in an order that
+depends on the number of columns alone. The sum over rows is exact, and so has one result in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_fp4.parallel.reproducible import tree_sum
+
+
+@torch.no_grad()
+def exact_norm_share(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """This rank's share of the squared L2 norm of all ranks' `gradients`, rounded so that sums of shares are exact:
+    0-dim FP64 on `device`, not finite if an element is not. A collective.
+
+    As in reproducible summation (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013): a sum of
+    FP64 integers below 2^53 is exact in any order. All ranks first compute the whole roughly; rows are scaled by the
+    power of two that brings it below 2^51, and rounded to integers. The last bits of the rough sum depend on the mesh;
+    the scale does only if they lie on both sides of a power of two, estimated at once in 10^13 steps.
+    """
+    rows = row_squares(gradients, device)
+    rough = rows.sum()
+    dist.all_reduce(rough)
+    scale = torch.ldexp(torch.ones_like(rough), (50 - torch.frexp(rough).exponent).clamp(max=1000))
+    return torch.where(rough.isfinite(), (rows * scale).round().sum() / scale, rough)
+
+
+def row_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of every row of every gradient [rows, ...], FP64; a row of a vector is an element."""
+    vectors = [gradient for gradient in gradients if gradient.ndim < 2]
+    matrices = [gradient.flatten(1) for gradient in gradients if gradient.ndim > 1]
+    of_vectors = [vector.flatten().double().square() for vector in vectors]
+    if device.type == "cuda":
+        from megatron_fp4.training.exact_norm_triton import sum_row_squares
+
+        of_matrices = [sum_row_squares(matrix) for matrix in matrices if matrix.numel()]
+    else:
+        of_matrices = [_sum_columns(matrix.double().square()) for matrix in matrices if matrix.numel()]
+    return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *of_vectors, *of_matrices])
+
+
+def _sum_columns(squares: Tensor) -> Tensor:
+    """[rows, columns] -> [rows], by one tree: `Tensor.sum` has another order for another number of rows."""
+    columns = squares.shape[1]
+    return tree_sum(pad(squares, (0, (1 << (columns - 1).bit_length()) - columns)).T)
