@@ -5,7 +5,6 @@
     NAME.tiktoken     tiktoken's ranks: a token in base64 and its rank on each line. They say neither how text is cut
                       into words nor which special tokens there are, so NAME.json beside it has to:
                       {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}
-    tiktoken:NAME     an encoding that tiktoken knows, from its cache or the network
 
 `load_tokenizer` opens any of them. `train_tokenizer` makes a byte-level BPE, kept as one `tokenizer.json`.
 
@@ -33,8 +32,7 @@ import sentencepiece
 import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-KINDS = "a tokenizer.json, a folder with one, a SentencePiece .model, a .tiktoken rank file, or tiktoken:NAME"
-PREFIX = "tiktoken:"
+KINDS = "a tokenizer.json, a folder with one, a SentencePiece .model, or a .tiktoken rank file"
 END_OF_DOCUMENT = "<|endoftext|>"
 _SPACE = "\u2581"  # as pieces of SentencePiece write it
 
@@ -400,8 +398,6 @@ def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokeni
 
     Raises FileNotFoundError, or ValueError if it is none of them, damaged, or has no such token.
     """
-    if str(path).startswith(PREFIX):
-        return _read_encoding(str(path).removeprefix(PREFIX), eod_token)
     path = Path(path)
     if (path / "tokenizer.json").is_file():
         eos, bos, reserved = _special_tokens(path)
@@ -473,21 +469,6 @@ def _read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
     if taken := set(special.values()) & set(ranks.values()):
         raise ValueError(f"{settings_file} gives a special token the id {min(taken)}, which {file.name} gives another")
     return TiktokenTokenizer(ranks, pattern, special, str(file), eod_token)
-
-
-def _read_encoding(name: str, eod_token: str | None) -> TiktokenTokenizer:
-    known = tiktoken.list_encoding_names()
-    if name not in known:
-        raise ValueError(f"tiktoken knows no encoding {name!r}; it knows {', '.join(sorted(known))}")
-    try:
-        found = tiktoken.get_encoding(name)
-    except Exception as error:  # of requests, which tiktoken uses; and of a damaged cache
-        reason = " ".join(str(error).split())
-        remedy = "connect to a network, set TIKTOKEN_CACHE_DIR, or give a rank file"
-        raise ValueError(f"tiktoken cannot fetch {name} ({reason}); {remedy}") from error
-    return TiktokenTokenizer(
-        found._mergeable_ranks, found._pat_str, found._special_tokens, f"{PREFIX}{name}", eod_token
-    )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:

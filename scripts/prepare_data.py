@@ -29,16 +29,15 @@ from pathlib import Path
 
 from data.prepare.merge import check_whole, merge
 from data.prepare.prepare import NewTokenizer, Prepared, State, prefix_of, prepare, work_path
-from data.prepare.readers import FORMATS, TEXT_UNITS, find_files, open_dataset, open_files
-from data.prepare.tokenize import POLICIES, Options, WorkerDied
+from data.prepare.readers import FORMATS, find_files, open_dataset, open_files
+from data.prepare.tokenize import Options, WorkerDied
 from data.sources import prefixes
-from data.tokenizer import END_OF_DOCUMENT, KINDS, PREFIX, TextTokenizer, load_tokenizer
+from data.tokenizer import END_OF_DOCUMENT, KINDS, TextTokenizer, load_tokenizer
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
 
 # The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.
 _VOCABULARY_MULTIPLE = 128
-_FROM_TOKENIZER = "the tokenizer's own"
 
 
 def main(arguments: list[str]) -> int:
@@ -80,19 +79,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--subset", metavar="NAME", help="of --dataset, where it has several")
     add("--split", help="of --dataset: train, or a slice such as train[:1%%]")
     add("--field", help="JSON field or column that holds the text, meta.text for one inside meta (default text)")
-    add("--text-unit", choices=TEXT_UNITS, help="what of a text file is a document (default: document, the whole file)")
     add("--output", required=True, type=Path, metavar="PREFIX", help="path of the new .bin and .idx, without ending")
     add("--tokenizer", required=True, metavar="FILE", help=f"{KINDS}; or the tokenizer.json to train")
     add("--train-tokenizer", type=int, metavar="VOCAB", help="train a tokenizer of so many ids and save it there")
     add("--eod-token", metavar="TOKEN", help="ends every document (default: what the tokenizer says)")
-    add("--no-eod", action="store_true", help="end no document with a token")
-    add("--bos", nargs="?", const=_FROM_TOKENIZER, metavar="TOKEN", help="begin every document with TOKEN, by default "
-        "what the tokenizer says")  # fmt: skip
+    add("--bos-token", metavar="TOKEN", help="begins every document (default: none)")
     add("--validation", type=float, default=0.01, metavar="SHARE", help="of documents to hold out (default 0.01)")
     add("--max-malformed", type=float, default=0.01, metavar="SHARE", help="of records skipped at most (default 0.01)")
-    add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="of text; larger is huge (default 16 "
-        "MiB)")  # fmt: skip
-    add("--huge", choices=POLICIES, default="split", help="what becomes of a huge document (default: split)")
+    add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="of text; a larger document is split "
+        "(default 16 MiB)")  # fmt: skip
     add("--workers", type=int, metavar="N", help="processes that tokenize (default: all cores); changes no byte")
     return parser.parse_args(arguments)
 
@@ -108,18 +103,16 @@ def _check_options(options: argparse.Namespace) -> None:
         ("--subset", options.subset, options.files is not None, "--files"),
         ("--split", options.split, options.files is not None, "--files"),
         ("--format", options.format, options.dataset is not None, "--dataset"),
-        ("--text-unit", options.text_unit, options.format != "text", "anything but --format text"),
         ("--field", options.field, options.format == "text", "--format text"),
         ("--eod-token", options.eod_token, trains, "--train-tokenizer"),
-        ("--eod-token", options.eod_token, options.no_eod, "--no-eod"),
     ]
     for name, value, is_so, with_what in without_effect:
         if value is not None and is_so:
             raise ValueError(f"{name} {value} has no effect with {with_what}; leave it out")
-    if trains and (options.tokenizer.startswith(PREFIX) or Path(options.tokenizer).is_dir()):
+    if trains and Path(options.tokenizer).is_dir():
         raise ValueError(f"--tokenizer {options.tokenizer} is no file that a new tokenizer can be saved as")
-    if trains and options.bos not in (None, _FROM_TOKENIZER, END_OF_DOCUMENT):
-        raise ValueError(f"a tokenizer that --train-tokenizer makes has no token for --bos but {END_OF_DOCUMENT}")
+    if trains and options.bos_token not in (None, END_OF_DOCUMENT):
+        raise ValueError(f"--train-tokenizer makes no token for --bos-token but {END_OF_DOCUMENT}; name that one")
     if options.workers is not None and options.workers < 1:
         raise ValueError(f"--workers {options.workers} is no number of processes; give 1 or more")
 
@@ -128,36 +121,23 @@ def _prepare(options: argparse.Namespace) -> None:
     """Read, tokenize, write, print the summary and the overrides."""
     _check_options(options)
     tokenizer: TextTokenizer | NewTokenizer
-    bos = options.bos
     if options.train_tokenizer is not None:
         tokenizer = NewTokenizer(options.train_tokenizer, Path(options.tokenizer))
-        bos = bos and END_OF_DOCUMENT
     else:
         tokenizer = load_tokenizer(options.tokenizer, options.eod_token)
-        if bos == _FROM_TOKENIZER and (bos := tokenizer.bos_token) is None:
-            raise ValueError(
-                f"the tokenizer {options.tokenizer} does not say what begins a document; name it: --bos TOKEN"
-            )
-        if bos is not None:
-            tokenizer.id_of(bos)
+        if options.bos_token is not None:
+            tokenizer.id_of(options.bos_token)
     field = options.field or "text"
     if options.dataset is not None:
         parts = open_dataset(options.dataset, options.split, field, options.subset)
     else:
-        parts = open_files(options.format, find_files(options.files), field, options.text_unit or "document")
-    names = ("format", "dataset", "subset", "split", "field", "text_unit")
+        parts = open_files(options.format, find_files(options.files), field)
+    names = ("format", "dataset", "subset", "split", "field")
     done = prepare(
         parts,
         options.output,
         tokenizer,
-        Options(
-            validation=options.validation,
-            max_malformed=options.max_malformed,
-            max_document_bytes=options.max_document_bytes,
-            huge=options.huge,
-            bos_token=bos,
-            eod=not options.no_eod,
-        ),
+        Options(options.validation, options.max_malformed, options.max_document_bytes, options.bos_token),
         source={name: value for name in names if (value := getattr(options, name)) is not None},
         workers=options.workers or len(os.sched_getaffinity(0)),
         report=lambda line: print(line, file=sys.stderr, flush=True),
@@ -195,12 +175,11 @@ def _overrides(done: Prepared, tokenizer: str, eod_token: str | None) -> list[st
     name = name if name.isidentifier() else f"source_{name}"
     held_out = prefix_of(done.output, "validation").resolve()
     vocab_size = -(-done.tokenizer.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    where = tokenizer if tokenizer.startswith(PREFIX) else Path(tokenizer).resolve()
     return [
         "data=indexed",
         f"data.sources={{{name}: {_quoted(done.output.resolve())}}}",
         *([f"data.validation={{{name}: {_quoted(held_out)}}}"] if done.state.counts["validation"].documents else []),
-        f"data.tokenizer={_quoted(where)}",
+        f"data.tokenizer={_quoted(Path(tokenizer).resolve())}",
         *([f"data.eod_token={_quoted(eod_token)}"] if eod_token is not None else []),
         f"data.phases=[{{name: main, fraction: 1.0, blend: {{{name}: 1.0}}}}]",
         f"model.vocab_size={vocab_size}",

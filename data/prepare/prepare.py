@@ -33,7 +33,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -113,7 +112,6 @@ class Prepared:
     output: Path
     tokenizer: TextTokenizer
     state: State
-    huge: str
 
     def summary(self) -> str:
         """One line for each dataset, one for each problem."""
@@ -123,8 +121,7 @@ class Prepared:
                 sizes = f"{count.documents:,} documents, {count.tokens:,} tokens, {count.text_bytes:,} bytes of text"
                 lines.append(f"{prefix_of(self.output, split)}: {sizes}")
         if state.huge:
-            done = {"split": "split into several", "skip": "skipped"}[self.huge]
-            lines.append(f"huge: {state.huge:,} documents above the largest size {done}")
+            lines.append(f"huge: {state.huge:,} documents above the largest size split into several")
         if state.empty:
             lines.append(f"empty: {state.empty:,} records without text left out")
         lines.append(f"malformed: {state.num_malformed:,} of {state.records:,} records skipped")
@@ -193,7 +190,7 @@ def prepare(
             work.save()
             _write_indices(tokenizer, options, work, splits, source or {})
         work.publish(renamings)
-    return Prepared(output, tokenizer, work.state, options.huge)
+    return Prepared(output, tokenizer, work.state)
 
 
 def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: WorkFolder) -> TextTokenizer:
@@ -205,7 +202,7 @@ def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: W
             left = TOKENIZER_TRAINING_BYTES // len(parts)
             for record in (record for task in part.tasks(lambda position: None) for record in task()):
                 if record.problem is None and not is_held_out(record.text, options.validation):
-                    yield from pieces_of(record, options)
+                    yield from pieces_of(record.text, options.max_document_bytes)
                     left -= len(record.text.encode("utf-8"))
                     if left <= 0:
                         break
@@ -242,9 +239,7 @@ def _encode(
             raise ValueError(f"{name} has changed since it was prepared; remove {work.path} to begin again")
     state.stamps = stamps
     work.open(splits)
-    before = () if options.bos_token is None else (tokenizer.id_of(options.bos_token),)
-    after = (tokenizer.eod_id,) if options.eod else ()
-    encoder = Encoder(tokenizer, dtype_for_vocabulary(tokenizer.vocab_size), before, after, options)
+    encoder = Encoder(tokenizer, dtype_for_vocabulary(tokenizer.vocab_size), options)
     starts = list(accumulate((size for size, _ in stamps), initial=0))
     places: deque[tuple[int, int, int]] = deque()  # part, tasks of it, position; of the tasks that are under way
 
@@ -305,16 +300,12 @@ def _write_indices(
 ) -> None:
     """The index and the facts of each split, in the work folder."""
     dtype, bos = dtype_for_vocabulary(tokenizer.vocab_size), options.bos_token
-    version = None
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        version = metadata.version("megatron_fp4")
     facts: dict[str, Any] = {
         "dtype": dtype.name,
         "tokenizer": tokenizer_facts(tokenizer),
-        "eod": {"token": tokenizer.eod_token, "id": tokenizer.eod_id} if options.eod else None,
+        "eod": {"token": tokenizer.eod_token, "id": tokenizer.eod_id},
         "bos": None if bos is None else {"token": bos, "id": tokenizer.id_of(bos)},
-        "options": source | {name: getattr(options, name) for name in ("validation", "max_document_bytes", "huge")},
-        "version": version,
+        "options": source | {name: getattr(options, name) for name in ("validation", "max_document_bytes")},
     }
     for split in splits:
         files = {ending: work.path / f"{split}.{ending}" for ending in ("bin", "idx")}

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 FORMATS = ("json", "text")
-SEPARATORS = {"paragraph": "\n\n", "line": "\n"}
-TEXT_UNITS = ("document", *SEPARATORS)
 # Endings of files that `datasets` reads, and what it calls them.
 DATA_FILES = {
     ".parquet": "parquet",
@@ -39,7 +37,7 @@ DATA_FILES = {
 TASK_SIZE = 1 << 20
 READ_BYTES = 1 << 20
 LONGEST_UNIT = 1 << 30
-"""Characters of the longest line, paragraph or text file that is read: it has to fit into memory."""
+"""Characters of the longest line or text file that is read: it has to fit into memory."""
 _FILES_IN_A_TASK = 256
 _FILES_IN_A_PART = 1000
 _ROWS_AT_ONCE = 1000
@@ -107,15 +105,15 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
     return list(found.values())
 
 
-def open_files(format: str, files: Sequence[Path], field: str = "text", text_unit: str = "document") -> list[Part]:
+def open_files(format: str, files: Sequence[Path], field: str = "text") -> list[Part]:
     """The files, plain or .gz, .bz2, .xz, .zst, as parts of a corpus, in their order.
 
     format "json": one JSON object a line, the text under `field`; `a.b` is the field b of the object a, unless there is
-    a field of that very name. "text": UTF-8; a document is a whole file, or with text_unit a paragraph or a line of it.
+    a field of that very name. "text": UTF-8; a document is a whole file.
 
     Raises ValueError for an archive; OSError for a file that cannot be opened.
     """
-    assert format in FORMATS and text_unit in TEXT_UNITS, (format, text_unit)
+    assert format in FORMATS, format
     for path in files:
         endings = [ending.lower() for ending in path.suffixes[-2:]]
         if refused := [e for e in endings if e in _REFUSED and (e == endings[-1] or e == ".tar")]:
@@ -125,9 +123,7 @@ def open_files(format: str, files: Sequence[Path], field: str = "text", text_uni
         with open(path, "rb"):
             pass  # rather now than after hours
     if format == "json":
-        return [Part(partial(_block_tasks, json_records, path, "\n", field), (path,)) for path in files]
-    if separator := SEPARATORS.get(text_unit):
-        return [Part(partial(_block_tasks, unit_records, path, separator, separator), (path,)) for path in files]
+        return [Part(partial(_line_tasks, path, field), (path,)) for path in files]
     groups = [tuple(files[i : i + _FILES_IN_A_PART]) for i in range(0, len(files), _FILES_IN_A_PART)]
     return [Part(partial(_document_tasks, group), group) for group in groups]
 
@@ -186,16 +182,6 @@ def json_records(path: str, first_line: int, text: str, field: str) -> Iterator[
             yield _record(where, _value(value, field), field) if is_object else Record(where, "", _NOT_AN_OBJECT)
 
 
-def unit_records(path: str, first_line: int, text: str, separator: str) -> Iterator[Record]:
-    """Lines or paragraphs of a text, by what separates them; the first line is number first_line."""
-    number = first_line
-    for unit in text.split(separator):
-        if unit.strip():
-            blank_lines = len(unit) - len(unit.lstrip("\n"))
-            yield _record(f"{path}:{number + blank_lines}", unit.strip("\n"))
-        number += unit.count("\n") + separator.count("\n")
-
-
 def file_records(files: list[tuple[str, str]]) -> Iterator[Record]:
     """Whole text files, each a document: their paths and texts."""
     for path, text in files:
@@ -235,11 +221,9 @@ def _record(where: str, value: Any, field: str = "") -> Record:
 # Files.
 
 
-def _block_tasks(
-    records: Callable[..., Iterator[Record]], path: Path, separator: str, option: str, watch: Watch
-) -> Iterator[Task]:
-    for line, text in _blocks(path, separator, watch):
-        yield partial(records, str(path), line, text, option)
+def _line_tasks(path: Path, field: str, watch: Watch) -> Iterator[Task]:
+    for line, text in _blocks(path, watch):
+        yield partial(json_records, str(path), line, text, field)
 
 
 def _document_tasks(paths: Sequence[Path], watch: Watch) -> Iterator[Task]:
@@ -247,7 +231,7 @@ def _document_tasks(paths: Sequence[Path], watch: Watch) -> Iterator[Task]:
     files: list[tuple[str, str]] = []
     size = position = 0
     for path in paths:
-        text = "".join(block for _, block in _blocks(path, None, lambda position: None))
+        text = "".join(block for _, block in _blocks(path, lambda position: None, in_lines=False))
         files.append((str(path), text))
         size += len(text)
         position += path.stat().st_size
@@ -259,14 +243,13 @@ def _document_tasks(paths: Sequence[Path], watch: Watch) -> Iterator[Task]:
         yield partial(file_records, files)
 
 
-def _blocks(path: Path, separator: str | None, watch: Watch) -> Iterator[tuple[int, str]]:
-    """Whole lines or paragraphs of a file, some TASK_SIZE characters of them at a time, and the number of their first
-    line; all of it at once where nothing separates. Raises ValueError for a line or paragraph that is too long."""
+def _blocks(path: Path, watch: Watch, in_lines: bool = True) -> Iterator[tuple[int, str]]:
+    """Whole lines of a file, some TASK_SIZE characters of them at a time, and the number of the first; or all of it at
+    once. Raises ValueError for a line, or a file that is read at once, that is too long."""
     line, held = 1, ""
     for piece in _text(path, watch):
         held += piece
-        if separator and len(held) >= TASK_SIZE and (end := held.rfind(separator)) >= 0:
-            end += len(separator)
+        if in_lines and len(held) >= TASK_SIZE and (end := held.rfind("\n") + 1):
             yield line, held[:end]
             line, held = line + held.count("\n", 0, end), held[end:]
         if len(held) > LONGEST_UNIT:

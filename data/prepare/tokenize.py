@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from data.prepare.readers import EMPTY, Record, Task
+from data.prepare.readers import EMPTY, Task
 from data.tokenizer import TextTokenizer
 
 REPORTED_RECORDS = 5
 SPLITS = ("train", "validation")
-POLICIES = ("split", "refuse", "skip")
 # Enough that no process waits while results are written.
 _WAITING_TASKS = 3
 
@@ -37,17 +36,14 @@ class Options:
     """What shapes the output besides the inputs and the tokenizer. Raises ValueError for a number that means nothing.
 
     validation: share of documents held out by `is_held_out`, 0 for none. max_malformed: largest share of records that
-    may be skipped; a preparation may resume with another one. max_document_bytes: of UTF-8; what is larger goes by
-    `huge`, one of POLICIES: all pieces of a split document are on the side of an unsplit copy. bos_token: begins every
-    document, None for none. eod: whether the tokenizer's end of a document ends each.
+    may be skipped; a preparation may resume with another one. max_document_bytes: of UTF-8; what is larger becomes
+    several documents, all on the side of an unsplit copy. bos_token: begins every document, None for none.
     """
 
     validation: float = 0.01
     max_malformed: float = 0.01
     max_document_bytes: int = 16 << 20
-    huge: str = "split"
     bos_token: str | None = None
-    eod: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
@@ -57,7 +53,6 @@ class Options:
         # A document has at most a token for each byte and a few more, and the index counts them in an int32.
         if not 64 <= self.max_document_bytes <= 1 << 30:
             raise ValueError(f"--max-document-bytes {self.max_document_bytes} must be from 64 to {1 << 30}")
-        assert self.huge in POLICIES, self.huge
 
 
 @dataclass
@@ -93,16 +88,14 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns tasks into tokens of `dtype`: `before` and `after` are the ids that begin and end every document."""
+    """Turns tasks into tokens of `dtype`; the options' bos_token and the tokenizer's eod_token enclose documents."""
 
     tokenizer: TextTokenizer
     dtype: np.dtype[Any]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
     options: Options
 
     def __call__(self, task: Task) -> Encoded:
-        """The tokens of a task's documents. Raises ValueError for a huge document that is to be refused."""
+        """The tokens of a task's documents."""
         done = Encoded()
         texts: dict[str, list[str]] = {split: [] for split in SPLITS}
         for record in task():
@@ -113,21 +106,19 @@ class Encoder:
                 if len(done.reports) < REPORTED_RECORDS:
                     done.reports.append((record.where, record.problem))
             else:
-                pieces = pieces_of(record, self.options)
+                pieces = pieces_of(record.text, self.options.max_document_bytes)
                 done.huge += pieces != [record.text]
                 texts[SPLITS[is_held_out(record.text, self.options.validation)]] += pieces
-        before, after = np.array(self.before, dtype=np.int32), np.array(self.after, dtype=np.int32)
+        bos = self.options.bos_token
+        before = np.array([] if bos is None else [self.tokenizer.id_of(bos)], dtype=np.int32)
+        after = np.array([self.tokenizer.eod_id], dtype=np.int32)
         for split, documents in texts.items():
             if not documents:
                 continue
             encoded = self.tokenizer.encode_arrays(documents)
-            more = len(before) + len(after)
-            lengths = np.array([len(ids) + more for ids in encoded], dtype=np.int32)
-            if not lengths.all():
-                raise ValueError("the text of a document normalizes to nothing; end documents with a token")
-            parts = [part for ids in encoded for part in (before, ids, after)]
+            lengths = np.array([len(before) + len(ids) + 1 for ids in encoded], dtype=np.int32)
             done.lengths[split] = lengths
-            done.tokens[split] = np.concatenate(parts).astype(self.dtype)
+            done.tokens[split] = np.concatenate([p for ids in encoded for p in (before, ids, after)]).astype(self.dtype)
             size = sum(len(text.encode("utf-8")) for text in documents)
             done.counts[split] = SplitCount(len(documents), int(lengths.sum(dtype=np.int64)), size)
         return done
@@ -138,22 +129,14 @@ def is_held_out(text: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64 < share
 
 
-def pieces_of(record: Record, options: Options) -> list[str]:
-    """A record's text as documents: itself, or what becomes of one above the largest size.
-
-    Pieces are cut before white space, where `max_document_bytes` have none at a character; blank ones are left out.
-    """
-    text, limit = record.text, options.max_document_bytes
+def pieces_of(text: str, limit: int) -> list[str]:
+    """A text as documents of at most `limit` bytes: itself, or pieces cut before white space, where `limit` bytes have
+    none at a character; blank ones are left out."""
     if 4 * len(text) <= limit or len(data := text.encode("utf-8")) <= limit:
         return [text]
-    if options.huge == "refuse":
-        raise ValueError(
-            f"{record.where} is a document of {len(data):,} bytes, above the largest size of {limit:,}; allow more "
-            "with --max-document-bytes, or let --huge split or skip it"
-        )
     pieces: list[str] = []
     start = 0
-    while start < len(data) and options.huge == "split":
+    while start < len(data):
         cut = len(data)
         if cut > start + limit:
             cut = max(data.rfind(blank, start + 1, start + limit + 1) for blank in (b" ", b"\n", b"\t", b"\r"))

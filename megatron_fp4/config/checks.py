@@ -156,7 +156,7 @@ def _machine(config: Config, device_type: str) -> Iterator[str]:
         yield "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"
     files = {"data.tokenizer": config.data.tokenizer, "precision.bf16_blocks.file": config.precision.bf16_blocks.file}
     for key, path in files.items():
-        if path is not None and not path.startswith("tiktoken:") and not Path(path).exists():
+        if path is not None and not Path(path).exists():
             yield f"{key}={path}: there is no such file; correct the path, or set null"
     settings = {"tensorboard": str(config.logging.tensorboard).lower(), "wandb": config.logging.wandb}
     for package, value in settings.items():

@@ -172,8 +172,8 @@ class DataConfig:
         null means the user's cache directory.
     sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the
         ending, a pattern (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
-    tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, a `.tiktoken` rank file, or
-        `tiktoken:NAME` (`indexed` only; optional, its fingerprint goes into checkpoints).
+    tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed`
+        only; optional, its fingerprint goes into checkpoints).
     eod_token: that tokenizer's end-of-document token; null means what the tokenizer says, else `<|endoftext|>`.
     order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
         `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled

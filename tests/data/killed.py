@@ -1,9 +1,13 @@
-"""Prepare a corpus in processes that are killed at one place after another; run by test_prepare.py.
+"""Prepare a corpus in processes that are killed; run by test_prepare.py.
 
-    python killed.py FOLDER first step
+    python -m tests.data.killed FOLDER FIRST STEP
 
-Prints the number of places where a kill is possible, then prepares FOLDER/1, FOLDER/1+step, ...: each is killed at
-the place of its number three times in a row, then run to its end.
+Prints the number of places where a kill is possible, then prepares FOLDER/FIRST, FOLDER/(FIRST + STEP), ...: each is
+killed at the place of its number three times in a row, then run to its end.
+
+    python -m tests.data.killed FOLDER
+
+Prepares FOLDER/out, by a process of its own, until something is saved, says so and waits.
 """
 
 from __future__ import annotations
@@ -11,24 +15,27 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from data.prepare import prepare as prepare_module
 from data.prepare import readers
-from data.prepare.prepare import NewTokenizer, WorkFolder
+from data.prepare.prepare import NewTokenizer, State, WorkFolder
 from data.prepare.readers import find_files, open_files
 from data.prepare.tokenize import Options
 
 _EXISTS = 3
+CUT_SMALL = {"TASK_SIZE": 1500, "READ_BYTES": 700}
+"""Of readers, for several tasks a file."""
 
 
-def prepare(folder: Path, output: Path) -> None:
-    """The same corpus each time: JSON Lines in several tasks, huge documents, a tokenizer to train."""
+def prepare(folder: Path, output: Path, **options: Any) -> None:
+    """The same corpus each time: JSON Lines in several tasks, large documents, a tokenizer to train."""
     parts = open_files("json", find_files([str(folder / "*.jsonl")]))
-    options = Options(validation=0.2, max_document_bytes=1000, max_malformed=0.1)
-    prepare_module.prepare(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), options)
+    shape = Options(validation=0.2, max_document_bytes=1000, max_malformed=0.1)
+    prepare_module.prepare(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), shape, **options)
 
 
 def watch(chosen: int) -> list[None]:
@@ -78,24 +85,32 @@ def in_child(folder: Path, output: Path, chosen: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def main() -> None:
-    folder, first, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    prepare_module.SAVE_SECONDS = 0.0
-    readers.TASK_SIZE = 1500
-    readers.READ_BYTES = 700
+def kill_at_places(folder: Path, first: int, step: int) -> None:
     assert in_child(folder, folder / "undisturbed", 0) == 0
     places = int((folder / "places").read_text())
     killed = 0
     for place in range(first, places, step):
-        for _ in range(3):
-            killed += in_child(folder, folder / str(place), place) == signal.SIGKILL
-        # A kill while the last of web.parts is removed leaves a finished output, and an empty folder to the next call.
         output = folder / str(place)
+        for _ in range(3):
+            killed += in_child(folder, output, place) == signal.SIGKILL
+        # A kill while the last of web.parts is removed leaves a finished output, and an empty folder to the next call.
         done = (output / "web.idx").exists() and not (output / "web.parts/state.json").exists()
         ended = in_child(folder, output, 0)
         assert os.waitstatus_to_exitcode(ended) == (_EXISTS if done else 0), (place, ended, done)
     print(places, killed)
 
 
+def wait_when_saved(position: int, total: int, state: State) -> None:
+    if state.sizes:
+        print("saved", flush=True)
+        time.sleep(60)
+
+
 if __name__ == "__main__":
-    main()
+    prepare_module.SAVE_SECONDS = 0.0
+    for name, value in CUT_SMALL.items():
+        setattr(readers, name, value)
+    if len(sys.argv) > 2:
+        kill_at_places(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    else:
+        prepare(Path(sys.argv[1]), Path(sys.argv[1], "out"), workers=1, progress=wait_when_saved)

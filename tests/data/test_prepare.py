@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -26,13 +27,14 @@ import zstandard
 from data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter
 from data.prepare import prepare as prepare_module
 from data.prepare import readers
-from data.prepare.prepare import NewTokenizer, prepare
-from data.prepare.readers import Part, Record, find_files, open_dataset, open_files
+from data.prepare.prepare import NewTokenizer, State, prepare
+from data.prepare.readers import Part, find_files, open_dataset, open_files
 from data.prepare.tokenize import Options, WorkerDied, is_held_out, pieces_of
 from data.provider import KINDS
 from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
 from scripts import prepare_data
+from tests.data import killed
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
@@ -47,7 +49,6 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def json_lines(path: Path, texts: Iterable[str]) -> Path:
-    """A JSON Lines file of the texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
     return path
@@ -72,6 +73,12 @@ def run(*arguments: object) -> int:
 @pytest.fixture(scope="module")
 def tokenizer() -> HuggingFaceTokenizer:
     return train_tokenizer(TEXTS, 300)
+
+
+@pytest.fixture
+def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in killed.CUT_SMALL.items():
+        monkeypatch.setattr(readers, name, value)
 
 
 def parts_of(format: str, folder: Path) -> list[Part]:
@@ -109,45 +116,20 @@ def test_every_format_round_trips(format: str, tokenizer: HuggingFaceTokenizer, 
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(names)
 
 
-@pytest.mark.parametrize(
-    ("unit", "expected", "lines"),
-    [
-        ("document", ["one\ntwo\n\n\nthree 文\n"], []),
-        ("paragraph", ["one\ntwo", "three 文"], [1, 5]),
-        ("line", ["one", "two", "three 文"], [1, 2, 5]),
-    ],
-)
-def test_units_of_text(
-    unit: str, expected: list[str], lines: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\n\r\n\nthree 文\n".encode())
-    for piece, task in ((1, 1), (2, 5), (1 << 20, 1 << 20)):
-        monkeypatch.setattr(readers, "READ_BYTES", piece)
-        monkeypatch.setattr(readers, "TASK_SIZE", task)
-        found = records(open_files("text", [tmp_path / "a.txt"], text_unit=unit))
-        assert [record.text for record in found] == expected
-        assert [record.where[-2:] for record in found] == [f":{line}" for line in lines] or unit == "document"
-
-
-def records(parts: list[Part]) -> list[Record]:
-    return [record for part in parts for task in part.tasks(lambda position: None) for record in task()]
-
-
 @pytest.mark.parametrize("ending", PACKERS)
 def test_packed_files_in_pieces_of_any_size(
     ending: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, texts = tmp_path / f"a.jsonl{ending.upper()}", tmp_path / f"a.txt{ending}"
+    path, text = tmp_path / f"a.jsonl{ending.upper()}", tmp_path / f"a.txt{ending}"
     path.write_bytes(PACKERS[ending](json_lines(tmp_path / "plain", TEXTS).read_bytes()))
-    texts.write_bytes(PACKERS[ending]("\n\n".join(TEXTS).encode()))
-    expected = None
+    text.write_bytes(PACKERS[ending]("\ufeff{}".format("\r\n".join(TEXTS)).encode()))
     for piece, task in ((1, 50), (1 << 20, 1 << 20)):
         monkeypatch.setattr(readers, "READ_BYTES", piece)
         monkeypatch.setattr(readers, "TASK_SIZE", task)
-        found = records([*open_files("json", [path]), *open_files("text", [texts], text_unit="paragraph")])
-        assert [record.text for record in found] == TEXTS + [text.rstrip("\n") for text in TEXTS]
-        assert expected in (None, found)
-        expected = found
+        parts = [*open_files("json", [path]), *open_files("text", [text])]
+        found = [record for part in parts for task in part.tasks(lambda position: None) for record in task()]
+        assert [record.text for record in found] == [*TEXTS, "\n".join(TEXTS)]
+        assert [record.where for record in found] == [*(f"{path}:{line}" for line in range(1, 121)), str(text)]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     if ending:
         with pytest.raises(ValueError, match="is damaged, was cut short or is not compressed as"):
@@ -196,19 +178,15 @@ def test_documents_above_the_largest_size(
 ) -> None:
     long = " ".join(f"wörd{i}" for i in range(200))
     for size in (64, 65, 66, 100, 1000):
-        pieces = pieces_of(Record("", long + "文" * 200), Options(max_document_bytes=size))
+        pieces = pieces_of(long + "文" * 200, size)
         assert "".join(pieces) == long + "文" * 200 and max(len(piece.encode()) for piece in pieces) <= size
         assert sum(len(piece.encode()) for piece in pieces[:-1]) > (len(pieces) - 1) * (size - 12) - size
-    parts = open_files("json", [json_lines(tmp_path / "a.jsonl", ["short", long])])
-    with pytest.raises(ValueError, match=r"a.jsonl:2 is a document of 1,\d+ bytes, above the largest size of 100"):
-        prepare(parts, tmp_path / "no", tokenizer, Options(0, max_document_bytes=100, huge="refuse"))
-    done = prepare(parts, tmp_path / "skip", tokenizer, Options(0, max_document_bytes=100, huge="skip"))
-    assert documents(tmp_path / "skip", tokenizer) == ["short"] and "1 documents above" in done.summary()
-    many = [f"{i} {long}" for i in range(20)]
-    options = Options(0.5, max_document_bytes=100)
-    prepare(open_files("json", [json_lines(tmp_path / "b.jsonl", many)]), tmp_path / "split", tokenizer, options)
-    for prefix, side in (("split", False), ("split_validation", True)):  # all pieces on the side of the whole
-        expected = [text for text in many if is_held_out(text, 0.5) == side]
+    texts = ["short", *(f"{i} {long}" for i in range(20))]
+    parts = open_files("json", [json_lines(tmp_path / "a.jsonl", texts)])
+    done = prepare(parts, tmp_path / "web", tokenizer, Options(0.5, max_document_bytes=100))
+    assert "20 documents above" in done.summary()
+    for prefix, side in (("web", False), ("web_validation", True)):  # all pieces on the side of the whole
+        expected = [text for text in texts if is_held_out(text, 0.5) == side]
         assert "".join(documents(tmp_path / prefix, tokenizer)) == "".join(expected)
     monkeypatch.setattr(readers, "LONGEST_UNIT", 500)
     monkeypatch.setattr(readers, "READ_BYTES", 100)
@@ -221,8 +199,8 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
     json_lines(tmp_path / "in, here" / "a.jsonl", TEXTS)
     prefix = tmp_path / "it's, here" / "2 web-é"
     given = ["--format", "json", "--files", f"{tmp_path}/in*/*.jsonl", "--output", prefix, "--validation", 0.2]
-    given += ["--tokenizer", tmp_path / "t.json", "--train-tokenizer", 300, "--workers", 1, "--bos"]
-    assert run(*given) == 0
+    given += ["--tokenizer", tmp_path / "t.json", "--train-tokenizer", 300, "--bos-token", "<|endoftext|>"]
+    assert run(*given, "--workers", 1) == 0
     printed = capsys.readouterr().out.partition("pretrain.py")[2]
     config = compose_config(shlex.split(printed.replace("\\\n", " ")), ROOT / "configs")
     bundle = KINDS["indexed"].open(config.data, config.model.vocab_size)
@@ -242,7 +220,7 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
         ("--dataset a.jsonl --split test", "datasets cannot read a.jsonl test: "),
         ("--format json --files a.jsonl --split train", "--split train has no effect with --files"),
         ("--format json --files a.tar.gz", "is packed as .tar; unpack it"),
-        ("--format json --files a.jsonl --bos", "does not say what begins a document"),
+        ("--format json --files a.jsonl --bos-token <s>", "has no token '<s>'"),
         ("--format json --files a.jsonl --validation 1", "at least 0 and below 1"),
         ("merge --inputs a b --output out", "a.idx does not exist"),
         ("check none", "none.idx does not exist"),
@@ -250,14 +228,8 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_refusals_are_one_line(
-    arguments: str,
-    expected: str,
-    tokenizer: HuggingFaceTokenizer,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: str, expected: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     tokenizer.save("t.json")
     json_lines(Path("a.jsonl"), TEXTS)
     Path("a.tar.gz").write_bytes(b"")
@@ -267,88 +239,69 @@ def test_refusals_are_one_line(
     assert expected in printed and printed.count("\n") == 1 and not list(tmp_path.glob("out*"))
 
 
+def started(*arguments: object) -> subprocess.Popen[str]:
+    """killed.py with these arguments."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.data.killed", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
     json_lines(tmp_path / "a.jsonl", [*TEXTS[:20], "long words " * 300, "", *TEXTS[20:40]])
     json_lines(tmp_path / "b.jsonl", TEXTS[40:70])
-    killer = [sys.executable, "-m", "tests.data.killed", str(tmp_path), "1", "23"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    result = subprocess.run(killer, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    places, killed = map(int, result.stdout.split())
+    child = started(tmp_path, 1, 23)
+    places, kills = map(int, child.communicate()[0].split())
     expected = contents(tmp_path / "undisturbed")
     outputs = [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "undisturbed"]
-    assert places > 80 and len(outputs) == len(range(1, places, 23)) and killed >= len(outputs)
+    assert places > 80 and len(outputs) == len(range(1, places, 23)) and kills >= len(outputs)
     for output in outputs:
         assert contents(output) == expected, output.name
 
 
 @pytest.mark.slow
-def test_processes_end_with_a_killed_command(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which says when it has saved, and holds the pipe that its process inherits; the same call resumes afterwards."""
-    for name in ("TASK_SIZE", "READ_BYTES"):
-        monkeypatch.setattr(readers, name, 5000)
-    json_lines(tmp_path / "a.jsonl", TEXTS * 10)
-    tokenizer.save(tmp_path / "t.json")
-    parts, again = open_files("json", [tmp_path / "a.jsonl"]), open_files("json", [tmp_path / "a.jsonl"])
-    (tmp_path / "child.py").write_text(
-        "import time\nfrom pathlib import Path\nfrom data.prepare import prepare, readers\n"
-        "from data.tokenizer import load_tokenizer\n"
-        "prepare.SAVE_SECONDS, readers.TASK_SIZE, readers.READ_BYTES = 0.0, 5000, 5000\n"
-        "def progress(position, total, state):\n    print('saved' if state.sizes else '', flush=True)\n"
-        "    time.sleep(60 * bool(state.sizes))\n"
-        "if __name__ == '__main__':\n    parts = readers.open_files('json', [Path('a.jsonl').resolve()])\n"
-        "    options = prepare.Options(validation=0)\n"
-        "    prepare.prepare(parts, Path('out/web'), load_tokenizer('t.json'), options, workers=1, progress=progress)\n"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "child.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None and "saved\n" in child.stdout
+@pytest.mark.usefixtures("small_tasks")
+def test_processes_end_with_a_killed_command(tmp_path: Path) -> None:
+    """They hold the pipe that it writes to; the same call resumes afterwards."""
+    json_lines(tmp_path / "a.jsonl", TEXTS)
+    child = started(tmp_path)
+    assert child.stdout is not None and child.stdout.readline() == "saved\n"
     child.kill()
-    child.communicate(timeout=60)  # ends with the last process that holds the pipe
+    child.communicate(timeout=60)
     assert os.listdir(tmp_path / "out") == ["web.parts"]
-    prepare(parts, tmp_path / "out/web", tokenizer, ALL)
-    prepare(again, tmp_path / "undisturbed/web", tokenizer, ALL)
+    for name in ("out", "undisturbed"):
+        killed.prepare(tmp_path, tmp_path / name)
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
-def test_an_interrupted_command_resumes(
+@pytest.mark.usefixtures("small_tasks")
+def test_an_interrupted_command_keeps_what_is_done(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
-    for name in ("TASK_SIZE", "READ_BYTES"):
-        monkeypatch.setattr(readers, name, 5000)
-    path, before = json_lines(tmp_path / "a.jsonl", TEXTS * 10), multiprocessing.active_children()
+    path, before = json_lines(tmp_path / "a.jsonl", TEXTS), multiprocessing.active_children()
     tokenizer.save(tmp_path / "t.json")
     given = ["--format", "json", "--files", path, "--tokenizer", tmp_path / "t.json", "--workers", 1]
 
-    def interrupt(position: int, total: int, state: prepare_module.State) -> None:
+    def interrupt(position: int, total: int, state: State) -> None:
         if state.sizes:  # something is saved
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(prepare_data, "_shown_progress", lambda: interrupt)
     assert run(*given, "--output", tmp_path / "out/web") == 130
-    work = tmp_path / "out/web.parts"
-    assert f"interrupted; what is done is kept in {work}, the same" in capsys.readouterr().err
+    assert f"what is done is kept in {tmp_path}/out/web.parts" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == ["web.parts"] and multiprocessing.active_children() == before
-    for name in ("out", "undisturbed"):
-        parts = open_files("json", [path])
-        prepare(parts, tmp_path / name / "web", tokenizer, Options(), source={"format": "json"})
-    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed") and not work.exists()
+    monkeypatch.setattr(prepare_data, "_shown_progress", lambda: lambda *_: None)
+    assert run(*given, "--output", tmp_path / "out/web") == run(*given, "--output", tmp_path / "undisturbed/web") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
-def test_a_killed_process_is_told(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("TASK_SIZE", "READ_BYTES"):
-        monkeypatch.setattr(readers, name, 5000)
-    parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS * 10)])
+@pytest.mark.usefixtures("small_tasks")
+def test_a_killed_process_is_told(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS * 3)])
     before = multiprocessing.active_children()
 
     def kill(*_: object) -> None:
@@ -357,46 +310,40 @@ def test_a_killed_process_is_told(
                 os.kill(process.pid, signal.SIGKILL)
 
     (tmp_path / "out").mkdir()
-    with pytest.raises(WorkerDied, match="often because the host had no memory"):
+    with pytest.raises(WorkerDied, match="no memory left"):
         prepare(parts, tmp_path / "out" / "web", tokenizer, ALL, workers=1, progress=kill)
     assert os.listdir(tmp_path / "out") == []  # it came to nothing within SAVE_SECONDS
 
 
-class Ended(Exception):
-    pass
-
-
+@pytest.mark.usefixtures("small_tasks")
 def test_what_may_change_before_a_resume(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(readers, "TASK_SIZE", 500)
-    monkeypatch.setattr(readers, "READ_BYTES", 400)
     path = json_lines(tmp_path / "a.jsonl", TEXTS[:10])
     json_lines(tmp_path / "b.jsonl", TEXTS[10:])
-    work = tmp_path / "web.parts"
 
-    def call(options: Options | None = None, **more: object) -> object:
-        chosen = more.pop("tokenizer", tokenizer)
+    def call(**changed: Any) -> object:
+        given = {"tokenizer": tokenizer, "options": Options(), **changed}
         parts = open_files("json", find_files([str(tmp_path / "*.jsonl")]))
-        return prepare(parts, tmp_path / "web", chosen, options or Options(), **more)  # type: ignore[arg-type]
+        return prepare(parts, tmp_path / "web", **given)
 
-    def end(position: int, total: int, state: object) -> None:
+    def end(position: int, total: int, state: State) -> None:
         if position > total // 2:
             with pytest.raises(ValueError, match="another command is preparing"):
                 call()
-            raise Ended
+            raise KeyboardInterrupt
 
-    with pytest.raises(Ended):
+    with pytest.raises(KeyboardInterrupt):
         call(progress=end)
-    assert (work / "state.json").is_file() and not (tmp_path / "web.idx").exists()
-    for given, expected in (
+    assert (tmp_path / "web.parts/state.json").is_file() and not (tmp_path / "web.idx").exists()
+    for changed, expected in (
         ({"options": Options(validation=0.5)}, r"unfinished preparation with validation 0.01 instead of 0.5"),
         ({"source": {"field": "body"}}, r'source field null instead of "body"'),
         ({"tokenizer": NewTokenizer(300, tmp_path / "t.json")}, r"tokenizer \{.*\.\.\. instead of"),
     ):
         with pytest.raises(ValueError, match=expected):
-            call(**given)  # type: ignore[arg-type]
+            call(**changed)
     stat, content = path.stat(), path.read_bytes()
     path.write_bytes(content + b"\n")
     with pytest.raises(ValueError, match=r"a.jsonl has changed since it was prepared; remove .*web.parts"):
@@ -409,8 +356,8 @@ def test_what_may_change_before_a_resume(
     assert (tmp_path / "web.bin").read_bytes() == b"precious"
     (tmp_path / "web.bin").unlink()
     json_lines(tmp_path / "c.jsonl", ["one more"])  # after what was read
-    call(Options(max_malformed=0.5))
-    assert IndexedDataset(tmp_path / "web").num_documents > 100 and not work.exists()
+    call(options=Options(max_malformed=0.5))
+    assert IndexedDataset(tmp_path / "web").num_documents > 100 and not (tmp_path / "web.parts").exists()
 
 
 def test_a_merge_has_the_bytes_of_preparing_together(
@@ -452,13 +399,13 @@ def test_what_does_not_merge(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS)])
-    for name, options in (("0", ALL), ("without", Options(0, eod=False))):
+    for name, options in (("0", ALL), ("begun", Options(0, bos_token="<|endoftext|>"))):
         prepare(parts, tmp_path / name, tokenizer, options)
     with IndexedDatasetWriter(tmp_path / "wide", np.int32) as writer:
         writer.add_document([1])
     for names, expected in (
         (["0", "0"], "to merge takes two or more pairs, each named once"),
-        (["0", "without"], "the .json of the pairs differ in eod ({"),
+        (["0", "begun"], "the .json of the pairs differ in bos (None, {"),
         (["0", "wide"], "0 uint16, "),
     ):
         assert run("merge", "--inputs", *(tmp_path / name for name in names), "--output", tmp_path / "all") == 2
