@@ -57,36 +57,21 @@ def build(case: Case, folder: Path) -> Any:
 
 
 def record(case: Case, dataset: Any) -> dict[str, Any]:
-    """What a case's dataset was."""
+    """Digests of what a case's dataset was."""
+
+    def arrays(of: Any, *names: str) -> dict[str, str]:
+        return {name: digest(np.asarray(getattr(of, name))) for name in names}
+
     blended = isinstance(dataset, BlendedDataset)
     parts = dataset.datasets if blended else [dataset]
-    order = np.stack([_tokens(dataset[i]) for i in range(min(len(dataset), case.num_samples))])
-    found: dict[str, Any] = {
+    items = (dataset[i] for i in range(min(len(dataset), case.num_samples)))
+    samples = np.stack([np.append(item["tokens"].numpy(), item["labels"].numpy()[-1]) for item in items])
+    return {
         "size": len(dataset),
-        "datasets": [
-            {
-                name: digest(np.asarray(getattr(part, name)))
-                for name in ("document_index", "sample_index", "shuffle_index")
-            }
-            for part in parts
-        ],
-        "samples": digest(order),
+        "datasets": [arrays(part, "document_index", "sample_index", "shuffle_index") for part in parts],
+        "samples": digest(samples),
+        **(arrays(dataset, "dataset_index", "dataset_sample_index") if blended else {}),
     }
-    if blended:
-        found["dataset_index"] = digest(dataset.dataset_index)
-        found["dataset_sample_index"] = digest(dataset.dataset_sample_index)
-    if case.name.startswith("small"):
-        for part, numbers in zip(parts, found["datasets"], strict=True):
-            numbers["arrays"] = {
-                name: np.asarray(getattr(part, name)).tolist()
-                for name in ("document_index", "sample_index", "shuffle_index")
-            }
-        found["first_samples"] = order[:3].tolist()
-    return found
-
-
-def _tokens(item: dict[str, Any]) -> np.ndarray:
-    return np.append(item["tokens"].numpy(), item["labels"].numpy()[-1])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ class Case:
 
 
 CASES = [
-    # Written out in full in the golden file.
     Case("small", (5,), 8, 12, 1234),
     Case("small_blend", (6, 4, 3), 8, 30, 1234, (0.5, 0.3, 0.2)),
     # One epoch and less; many; the last one kept apart, and not, on both sides of 80%.

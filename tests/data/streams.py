@@ -1,25 +1,36 @@
-"""Streams for tests: the token at place i is `first` + i, so that a token says where it lies. No torch, since loader
-workers import them."""
+"""Streams for tests: the token at place i is `first` + i, so that a token says where it lies; and files of documents.
+No torch, since loader workers import them."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+
+
+def write(
+    prefix: Path, documents: Iterable[Sequence[int] | np.ndarray], dtype: type[np.integer] = np.uint16
+) -> IndexedDataset:
+    """The documents as a pair of files, opened."""
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return IndexedDataset(prefix)
+
 
 class CountingStream:
-    """A token source of documents of the given lengths; counts what is read of it."""
+    """A token source of documents of the given lengths."""
 
     def __init__(self, lengths: Sequence[int], name: str = "stream", first: int = 0) -> None:
         self.offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         self.document = np.repeat(np.arange(len(lengths)), lengths)
         self.num_documents, self.num_tokens = len(lengths), int(self.offsets[-1])
-        self.name, self.first, self.reads = name, first, 0
+        self.name, self.first = name, first
 
     @property
     def parts(self) -> list[CountingStream]:
@@ -34,7 +45,6 @@ class CountingStream:
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         assert 0 <= first <= last <= self.num_documents
-        self.reads += last - first + 1
         return self.offsets[first : last + 1]
 
     def identity(self) -> str:
@@ -42,58 +52,34 @@ class CountingStream:
 
 
 class SteeredStream(CountingStream):
-    """One document of 500 tokens.
-
-    log: a file that gets a byte for each reading. fails_at: that token cannot be read, by `error`. blocks: reading
-    waits for ever, after the log.
-    """
+    """log: a file that gets a + when a reading begins and a - when it ends. seconds: that each takes. fails_at: this
+    token cannot be read, by `error`."""
 
     def __init__(
         self,
+        lengths: Sequence[int] = (500,),
         log: Path | None = None,
-        fails_at: int | None = None,
+        seconds: float = 0.0,
+        fails_at: int = -1,
         error: Exception | None = None,
-        blocks: bool = False,
     ) -> None:
-        super().__init__([500])
-        self.log, self.fails_at, self.error, self.blocks = log, fails_at, error, blocks
+        super().__init__(lengths)
+        self.log, self.seconds, self.fails_at, self.error = log, seconds, fails_at, error
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        if self.log is not None:
-            descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.write(descriptor, b"+")
-            os.close(descriptor)
-        while self.blocks:
-            time.sleep(60)
-        if self.error is not None and self.fails_at is not None and start <= self.fails_at < start + length:
+        self._note(b"+")
+        time.sleep(self.seconds)
+        self._note(b"-")
+        if self.error is not None and start <= self.fails_at < start + length:
             raise self.error
         return super().tokens(start, length)
 
+    def _note(self, what: bytes) -> None:
+        if self.log is not None:
+            descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(descriptor, what)
+            os.close(descriptor)
+
     def readings(self) -> int:
-        """How many readings there were, by the log."""
-        return self.log.stat().st_size if self.log is not None and self.log.exists() else 0
-
-
-class SlowStream(CountingStream):
-    """Documents of 3 tokens, each read in so many seconds. log: a file that gets a byte for each time that more reads
-    are under way than ever. fails_at: that token cannot be read."""
-
-    lock, under_way, most = threading.Lock(), 0, 0
-
-    def __init__(self, log: Path, seconds: float, fails_at: int = -1) -> None:
-        super().__init__([3] * 1000)
-        self.log, self.seconds, self.fails_at = log, seconds, fails_at
-
-    def tokens(self, start: int, length: int) -> np.ndarray:
-        of = SlowStream
-        with of.lock:
-            of.under_way += 1
-            if of.under_way > of.most:
-                of.most = of.under_way
-                self.log.write_bytes(b"+" * of.most)
-        time.sleep(self.seconds)
-        with of.lock:
-            of.under_way -= 1
-        if start <= self.fails_at < start + length:
-            raise ValueError(f"token {self.fails_at} cannot be read")
-        return super().tokens(start, length)
+        """How many have begun, by the log."""
+        return self.log.read_bytes().count(b"+") if self.log is not None and self.log.exists() else 0

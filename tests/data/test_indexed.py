@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,13 @@ from data.indexed import (
 )
 from data.prepare import merge
 from data.prepare.merge import Checked, check_whole
+from tests.data.streams import write
 
-MakeDataset = Callable[..., IndexedDataset]
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
 
 
-def write(
-    prefix: Path, documents: Sequence[Sequence[int] | np.ndarray] = DOCUMENTS, dtype: type = np.uint16
-) -> IndexedDataset:
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return IndexedDataset(prefix)
-
-
 def test_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
-    write(tmp_path / "d")
+    write(tmp_path / "d", DOCUMENTS)
     expected = (
         b"MMIDIDX\x00\x00"
         + struct.pack("<Q", 1)
@@ -88,8 +79,8 @@ def test_identity_is_of_blocks_of_both_files(tmp_path: Path) -> None:
             start = i * (len(content) - 4096) // 15
             digest.update(content[start : start + 4096])
     assert dataset.identity() == f"blocks-1:{digest.hexdigest()}"
-    small = write(tmp_path / "a")
-    assert write(tmp_path / "b").identity() == small.identity()
+    small = write(tmp_path / "a", DOCUMENTS)
+    assert write(tmp_path / "b", DOCUMENTS).identity() == small.identity()
     for other in ([[1, 2, 3], [4], [5, 6, 7, 8, 9]], [[1, 2, 3, 4], [5, 6, 7, 8, 65535]]):
         assert write(tmp_path / "c", other).identity() != small.identity()
 
@@ -162,7 +153,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_pair_that_is_none_is_refused(tmp_path: Path) -> None:
     for case, (damage, message) in FAULTS.items():
         (tmp_path / case).mkdir()
-        write(tmp_path / case / "d")
+        write(tmp_path / case / "d", DOCUMENTS)
         damage(tmp_path / case / "d")
         with pytest.raises((ValueError, OSError), match=message) as refusal:
             IndexedDataset(tmp_path / case / "d")
@@ -226,9 +217,15 @@ def test_every_token_and_fact_is_checked(prefix: Path, monkeypatch: pytest.Monke
 # --- streams of several datasets, and of pieces ----------------------------------------------------------------------
 
 
-def test_a_concatenation_across_all_borders(make_dataset: MakeDataset) -> None:
-    parts = [make_dataset(name, size) for name, size in (("a", 70), ("b", 1), ("c", 133))]
-    parts.append(parts[1])  # twice
+def test_a_concatenation_across_all_borders(tmp_path: Path) -> None:
+    """Of files of several types, one of them twice."""
+    rng = np.random.default_rng(0)
+    lengths_of = {np.uint16: [20, 7, 43], np.int8: [1], np.int64: [50, 30, 2, 51]}
+    parts = [
+        write(tmp_path / dtype.__name__, [rng.integers(0, np.iinfo(dtype).max, n) for n in lengths], dtype)
+        for dtype, lengths in lengths_of.items()
+    ]
+    parts.append(parts[1])
     source = Concatenation(parts)
     stream = np.concatenate([part.tokens(0, part.num_tokens) for part in parts])
     lengths = [len(part.document(i)) for part in parts for i in range(part.num_documents)]
@@ -245,3 +242,4 @@ def test_a_concatenation_across_all_borders(make_dataset: MakeDataset) -> None:
     assert piece.document_offsets(1, 5).tolist() == [offset - offsets[3] for offset in offsets[4:9]]
     copy = pickle.loads(pickle.dumps(source))
     assert np.array_equal(copy.tokens(60, 100), source.tokens(60, 100))
+    assert source.identity() == Concatenation(list(parts)).identity() != Concatenation(parts[::-1]).identity()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import data.order as orders
-from data.indexed import Concatenation, IndexedDataset, IndexedDatasetWriter
+from data.indexed import Concatenation
 from data.order import DocumentOrder, Growth, Permutation, SampleSource, WindowOrder, num_windows, shuffled
 from tests.data.streams import CountingStream
 
@@ -134,31 +133,6 @@ def test_order_depends_on_seed_name_and_epoch_only(order: str) -> None:
     assert all(samples("code", 1) != other for other in others)
     # Documents are cut elsewhere in each epoch, windows are not.
     assert (set(samples("code", 1)) == set(others[2])) == (order == "windows")
-
-
-@pytest.mark.parametrize("order", orders.ORDERS)
-@pytest.mark.usefixtures("small_groups")
-def test_files_of_several_types_are_one_stream(order: str, tmp_path: Path) -> None:
-    """Across groups and epochs: the samples, and their documents, of the one file that holds all of them."""
-    rng = np.random.default_rng(0)
-    with IndexedDatasetWriter(tmp_path / "all", np.int64) as whole:
-        for dtype, most in ((np.uint16, 65535), (np.int32, 10**6), (np.int8, 127), (np.int64, 10**6)):
-            with IndexedDatasetWriter(tmp_path / np.dtype(dtype).name, dtype) as part:
-                for length in rng.integers(1, 30, 12):
-                    ids = rng.integers(0, most, length, endpoint=True)
-                    part.add_document(ids)
-                    whole.add_document(ids)
-    parts = [IndexedDataset(tmp_path / name) for name in ("uint16", "int32", "int8", "int64")]
-    stream = Concatenation(parts)
-    one, many = (
-        SampleSource("x", of, 16, 0, 10**6 + 1, order=order) for of in (IndexedDataset(tmp_path / "all"), stream)
-    )
-    assert one.num_samples == many.num_samples > 30
-    for k in range(2 * one.num_samples):
-        for found, expected in zip(many.sample(k, documents=True), one.sample(k, documents=True), strict=True):
-            assert found is not None and found.dtype == expected.dtype and np.array_equal(found, expected)
-        assert many.sample(k).tokens.dtype == np.int64
-    assert stream.identity() == Concatenation(list(parts)).identity() != Concatenation(parts[::-1]).identity()
 
 
 def grown(parts: list[CountingStream], growth: list[Growth], order: str) -> SampleSource:

@@ -19,9 +19,10 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 import data.storage
-from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.indexed import IndexedDataset
 from data.sources import open_indexed, prefixes
 from data.storage import BLOCK_BYTES
+from tests.data.streams import write
 
 pytestmark = pytest.mark.slow
 
@@ -30,47 +31,34 @@ NUM_TOKENS = 1_300_000  # of the big one: three blocks of a MiB, the last one no
 
 
 class Store:
-    """An S3 server whose answers to the requests for objects go through `fault`.
-
-    fault: gets the number of the request, from 0, and its method; says `500`, `403`, `cut` (the connection ends in the
-    middle of the body) or nothing. requests: (method, path, range) of each.
-    """
+    """An S3 server whose answers go through `fault`: by the number of the request, `500`, `403`, `cut` (the connection
+    ends in the middle of the body) or None. requests: (method, range) of each."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self, threaded=True)
+        self.server = make_server("127.0.0.1", 0, self, threaded=True)
         self._lock = threading.Lock()
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
         self.reset()
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def reset(self) -> None:
-        self.fault: Callable[[int, str], str | None] = lambda number, method: None
-        self.requests: list[tuple[str, str, str | None]] = []
-
-    def close(self) -> None:
-        self._server.shutdown()
+        self.fault: Callable[[int], str | None] = lambda number: None
+        self.requests: list[tuple[str, str | None]] = []
 
     def ranges(self) -> list[int]:
         """How many bytes each request asked for."""
-        found = (re.fullmatch(r"bytes=(\d+)-(\d+)", asked) for _, _, asked in self.requests if asked)
+        found = (re.fullmatch(r"bytes=(\d+)-(\d+)", asked) for _, asked in self.requests if asked)
         return [int(match[2]) - int(match[1]) + 1 for match in found if match]
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         with self._lock:
-            number = len(self.requests)
-            self.requests.append((method, path, environ.get("HTTP_RANGE")))
-        fault = self.fault(number, method)
+            fault = self.fault(len(self.requests))
+            self.requests.append((environ["REQUEST_METHOD"], environ.get("HTTP_RANGE")))
         if fault in ("500", "403"):
             start_response(f"{fault} fault", [("Content-Length", "0")])
             return [b""]
-        body = self._app(environ, start_response)
-        return self._half(body) if fault == "cut" else body
-
-    def _half(self, body: Iterable[bytes]) -> Iterator[bytes]:
-        content = b"".join(body)
-        yield content[: len(content) // 2]
+        content = b"".join(self._app(environ, start_response))
+        return [content[: len(content) // 2] if fault == "cut" else content]
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +67,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, P
     folder, store = tmp_path_factory.mktemp("local"), Store()
     rng = np.random.default_rng(0)
     for name, documents in (("big", NUM_TOKENS // 100), ("small", 300)):
-        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-            for _ in range(documents):
-                writer.add_document(rng.integers(0, 1000, 100))
+        write(folder / name, rng.integers(0, 1000, (documents, 100)))
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "AWS_ENDPOINT_URL": store.address,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{store.server.server_port}",
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -99,7 +85,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, P
         client.mkdir("bucket")
         client.put(str(folder), "bucket/corpus", recursive=True)
         yield store, folder
-    store.close()
+    store.server.shutdown()
     s3fs.S3FileSystem.clear_instance_cache()
 
 
@@ -112,12 +98,16 @@ def store(running: tuple[Store, Path]) -> Iterator[Store]:
 
 
 @pytest.fixture
+def remote(store: Store, tmp_path: Path) -> IndexedDataset:
+    return IndexedDataset(BIG, remote_cache=tmp_path)
+
+
+@pytest.fixture
 def local(running: tuple[Store, Path]) -> IndexedDataset:
     return IndexedDataset(running[1] / "big")
 
 
-def test_objects_are_the_files(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
-    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+def test_objects_are_the_files(store: Store, remote: IndexedDataset, local: IndexedDataset, tmp_path: Path) -> None:
     assert (remote.num_tokens, remote.num_documents) == (NUM_TOKENS, NUM_TOKENS // 100)
     rng = np.random.default_rng(0)
     for start in (0, BLOCK_BYTES // 2 - 5, NUM_TOKENS - 10, *rng.integers(0, NUM_TOKENS - 10, 9).tolist()):
@@ -131,7 +121,7 @@ def test_objects_are_the_files(store: Store, local: IndexedDataset, tmp_path: Pa
     store.requests.clear()
     again = IndexedDataset(BIG, remote_cache=tmp_path)
     assert again.identity() == local.identity() and np.array_equal(again.tokens(600_000, 10), local.tokens(600_000, 10))
-    assert {method for method, _, _ in store.requests} == {"HEAD"}
+    assert {method for method, _ in store.requests} == {"HEAD"}
     blocks = sorted(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and "-" not in path.name)
     assert blocks[2:] == [BLOCK_BYTES + 64 * 8] * 2 and len(blocks) == 4
 
@@ -151,17 +141,17 @@ def test_a_pattern_and_a_list(store: Store, local: IndexedDataset, tmp_path: Pat
 def test_faults_that_pass_and_faults_that_stay(
     store: Store, local: IndexedDataset, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.fault = lambda number, method: fault if number % 3 == 1 or number == 0 else None
+    store.fault = lambda number: fault if number % 3 == 1 or number == 0 else None
     remote = IndexedDataset(BIG, remote_cache=tmp_path)
     assert np.array_equal(remote.tokens(0, 700_000), local.tokens(0, 700_000))
     assert "trying again in" in caplog.text and BIG in caplog.text
-    store.fault = lambda number, method: fault
+    store.fault = lambda number: fault
     with pytest.raises(ConnectionError) as failure:
         remote.tokens(NUM_TOKENS - 10, 10)
     message = str(failure.value)
     assert message.startswith(f"{BIG}.bin: ") and "\n" not in message and "(6 attempts in " in message
     assert not list(tmp_path.rglob("*.tmp"))
-    store.fault = lambda number, method: None
+    store.fault = lambda number: None
     assert np.array_equal(remote.tokens(NUM_TOKENS - 10, 10), local.tokens(NUM_TOKENS - 10, 10))
 
 
@@ -170,7 +160,7 @@ def test_what_another_attempt_would_not_change(store: Store, tmp_path: Path, mon
         with pytest.raises(FileNotFoundError, match=f"^{prefix}.idx does not exist; a dataset is named by"):
             IndexedDataset(prefix, remote_cache=tmp_path)
     asked = len(store.requests)
-    store.fault = lambda number, method: "403"
+    store.fault = lambda number: "403"
     with pytest.raises(PermissionError, match=f"^{SMALL}.idx: "):
         IndexedDataset(SMALL, remote_cache=tmp_path)
     assert len(store.requests) <= asked + 3
@@ -188,9 +178,7 @@ def test_an_object_that_was_replaced(store: Store, tmp_path: Path) -> None:
     """An open reader refuses what it has not kept; who opens it then reads the new one."""
     client, readers = s3fs.S3FileSystem(), []
     for token in (1, 2):
-        with IndexedDatasetWriter(tmp_path / "o", np.uint16) as writer:
-            for _ in range(2000):
-                writer.add_document([token] * 1000)
+        write(tmp_path / "o", np.full((2000, 1000), token))
         for ending in ("idx", "bin"):
             client.put(str(tmp_path / f"o.{ending}"), f"bucket/open/o.{ending}")
         s3fs.S3FileSystem.clear_instance_cache()
@@ -201,17 +189,16 @@ def test_an_object_that_was_replaced(store: Store, tmp_path: Path) -> None:
 
 
 def test_threads_fetch_a_block_once(
-    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, remote: IndexedDataset, local: IndexedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And do not try one after the other where the store is gone."""
-    remote = IndexedDataset(BIG, remote_cache=tmp_path)
     store.requests.clear()
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda start: remote.tokens(start, 10), range(0, 80_000, 10_000)))
     assert np.array_equal(found[1], local.tokens(10_000, 10)) and store.ranges() == [BLOCK_BYTES]
     monkeypatch.setattr(data.storage, "_PATIENCE", 0.01)
     monkeypatch.setattr(data.storage, "RETRY_SECONDS", (1.0,))
-    store.fault = lambda number, method: "500"
+    store.fault = lambda number: "500"
     began = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
         tried = [pool.submit(remote.tokens, 600_000, 10) for _ in range(8)]
@@ -220,9 +207,8 @@ def test_threads_fetch_a_block_once(
 
 
 def test_on_a_full_disk_nothing_is_kept(
-    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, remote: IndexedDataset, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote = IndexedDataset(BIG, remote_cache=tmp_path)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=1000, free=49))
     store.requests.clear()
@@ -230,8 +216,7 @@ def test_on_a_full_disk_nothing_is_kept(
     assert store.ranges() == [20] and sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_damaged_block_is_fetched_again(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
-    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+def test_a_damaged_block_is_fetched_again(remote: IndexedDataset, local: IndexedDataset, tmp_path: Path) -> None:
     remote.tokens(300_000, 10)
     (block,) = (path for path in tmp_path.rglob("0") if path.is_file())
     whole = block.read_bytes()

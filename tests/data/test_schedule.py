@@ -40,7 +40,7 @@ def test_source_ranges_are_what_locate_says() -> None:
     for start, end in [(0, 20), (0, 0), (3, 4), (5, 19), (9, 11)]:
         ranges = schedule.source_ranges(start, end)
         found = [(taken.phase, taken.source, k) for taken in ranges for k in range(taken.start, taken.end)]
-        assert sorted(found) == sorted(tuple(schedule.locate(i)) for i in range(start, end))
+        assert sorted(found) == sorted(map(tuple, map(schedule.locate, range(start, end))))
 
 
 def test_lengths_in_steps_tokens_and_the_rest() -> None:
@@ -51,13 +51,8 @@ def test_lengths_in_steps_tokens_and_the_rest() -> None:
         Phase("share", 0.25, {"a": 1}),
     ]
     schedule = PhaseSchedule(phases, num_steps=40, global_batch_size=4, sequence_length=16)
-    assert [(span.first_step, span.end_step, span.batch_size) for span in schedule.spans] == [
-        (0, 7, 4),
-        (7, 17, 8),
-        (17, 30, 4),
-        (30, 40, 4),
-    ]
-    assert [span.sequence_length for span in schedule.spans] == [None, None, 4, None]
+    laid_out = [(span.first_step, span.end_step, span.batch_size, span.sequence_length) for span in schedule.spans]
+    assert laid_out == [(0, 7, 4, None), (7, 17, 8, None), (17, 30, 4, 4), (30, 40, 4, None)]
     assert schedule.num_samples == 28 + 80 + 52 + 40
     for step in range(41):
         assert schedule.steps_before(schedule.samples_before(step)) == step
@@ -71,9 +66,7 @@ def test_growing_batches_continue_their_blend() -> None:
     ramp = [Phase(f"of {size}", blend=blend, steps=3, global_batch_size=size) for size in (2, 4, 6)]
     schedule = PhaseSchedule([*ramp, Phase("full", blend=blend)], num_steps=20, global_batch_size=8)
     alone = Blend(blend)
-    assert [schedule.locate(i)[1:] for i in range(schedule.num_samples)] == [
-        alone.source(i) for i in range(schedule.num_samples)
-    ]
+    assert all(schedule.locate(i)[1:] == alone.source(i) for i in range(schedule.num_samples))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -149,9 +142,8 @@ def test_a_limit_of_epochs(run: RunData) -> None:
     [
         ([{"steps": 5, "fraction": 0.5}, {}], "phase 'p0' has fraction and steps; give one length"),
         ([{}, {}], "the phases p0 and p1 have no length; give all but one"),
-        ([{"steps": 20}, {}], "the phases p0 take 20 steps, and the run has 20; correct them"),
-        ([{"fraction": 0.5}, {"fraction": 0.49}], "take 19.8 steps, and the run has 20; correct them"),
-        ([{"steps": 5}, {"steps": 6}], "take 11 steps, and the run has 20; correct them"),
+        ([{"steps": 20}, {}], "the phases p0 take 20 steps, and the run has 20"),
+        ([{"fraction": 0.5}, {"fraction": 0.49}], "take 19.8 steps, and the run has 20"),
         ([{"fraction": 0.001}, {}], "phase 'p0' gets none of the 20 steps"),
     ],
 )

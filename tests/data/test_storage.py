@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -33,19 +33,10 @@ def test_threads_share_few_descriptors(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / f"{i}").write_bytes(np.full(100, i, np.uint32).tobytes())
     files = [LocalFile(f"{tmp_path}/{i}") for i in range(40)]
     assert open_in(tmp_path) == 0, "naming a file does not open it"
-    wrong: list[int] = []
-
-    def read(seed: int) -> None:
-        for i in np.random.default_rng(seed).integers(0, 40, 2000).tolist():
-            if files[i].read(100, 4) != np.uint32(i).tobytes():
-                wrong.append(i)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and open_in(tmp_path) == 16
+    picked = np.random.default_rng(0).integers(0, 40, 8000).tolist()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: files[i].read(100, 4), picked))
+    assert found == [np.uint32(i).tobytes() for i in picked] and open_in(tmp_path) == 16
 
 
 def test_a_file_that_was_replaced_or_cut_short(tmp_path: Path) -> None:

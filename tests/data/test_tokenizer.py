@@ -178,15 +178,6 @@ def test_any_text_gets_the_ids_of_tokenizers(
             assert ids.dtype == np.int32 and ids.tolist() == right, repr(text)
 
 
-def test_named_encodings_come_from_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network: the library's own loading is replaced."""
-    monkeypatch.setattr("tiktoken.get_encoding", {}.__getitem__)
-    with pytest.raises(ValueError, match=r"cannot fetch cl100k_base \('cl100k_base'\); connect to a network"):
-        load_tokenizer("tiktoken:cl100k_base")
-    with pytest.raises(ValueError, match=r"tiktoken knows no encoding 'mine'; it knows .*cl100k_base"):
-        load_tokenizer("tiktoken:mine")
-
-
 def test_every_character_is_classified_as_tokenizers_does() -> None:
     """Beside a letter, a digit, a mark and a space: a character of another class would cut other words."""
     subject = cut_by(GPT2)

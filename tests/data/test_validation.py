@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.indexed import Concatenation, IndexedDataset, IndexedDatasetWriter, TokenRange
+from data.indexed import Concatenation, IndexedDataset, TokenRange
 from data.tokenizer import train_tokenizer
 from data.validation import ValidationSet, bytes_per_token
+from tests.data.streams import write
 
 MakeDataset = Callable[..., IndexedDataset]
 
@@ -74,10 +75,7 @@ def test_yardsticks_of_the_very_targets(tmp_path: Path) -> None:
     text = "naïve façade, 数据 🙂\n"
     tokenizer = train_tokenizer([text * 3] * 5, 280)
     documents = [[*ids, tokenizer.eod_id] for ids in tokenizer.encode_batch([text * n for n in range(1, 20)])]
-    with IndexedDatasetWriter(tmp_path / "held_out", np.uint16) as writer:
-        for document in documents:
-            writer.add_document(document)
-    validation = ValidationSet("web", IndexedDataset(tmp_path / "held_out"), 16, None, vocab_size=300)
+    validation = ValidationSet("web", write(tmp_path / "held_out", documents), 16, None, vocab_size=300)
     lengths = tokenizer.byte_lengths()
     assert lengths is not None
     yardstick = validation.yardstick(validation.target_counts(), lengths)

@@ -10,42 +10,49 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from data.indexed import IndexedDatasetWriter
 from data.loader import MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
 from data.workers import LoaderError
-from tests.data.streams import SlowStream, SteeredStream
+from tests.data.streams import SteeredStream
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+ROOT = Path(__file__).parents[2]
+SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
-# A rank with checkpoint handlers and two workers. It prints its workers' ids, and that it has worked on after three
-# signals.
-RANK = """
-import signal, sys, time
-from data.indexed import IndexedDataset
-from data.loader import MicroBatchLoader
-from data.schedule import Phase, PhaseSchedule
-from data.order import SampleSource
 
-received = []
-for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-    signal.signal(number, lambda number, frame: (received.append(number), print("saving", flush=True)))
-source = SampleSource("code", IndexedDataset(sys.argv[1]), seq_length=4, seed=0, vocab_size=1000)
-schedule = PhaseSchedule([Phase("main", 1.0, {"code": 1.0})], num_steps=200, global_batch_size=2)
-steps = (loader := MicroBatchLoader(schedule, {"code": source}, 1, 0, 1, num_workers=2)).steps(0, 200)
-next(steps)
-print(*loader.worker_pids, flush=True)
-while len(received) < 3:
-    time.sleep(0.01)
-print("steps", 1 + sum(1 for _ in zip(steps, range(150))), flush=True)
-time.sleep(60)
-"""
+def a_loader(stream: SteeredStream, num_workers: int = 1, micro_batches: int = 2) -> MicroBatchLoader:
+    """Of 50 steps."""
+    source = SampleSource("code", stream, seq_length=4, seed=0, vocab_size=5000)
+    schedule = PhaseSchedule([Phase("main", blend={"code": 1})], num_steps=50, global_batch_size=micro_batches)
+    return MicroBatchLoader(schedule, {"code": source}, 1, 0, 1, num_workers)
+
+
+def a_rank() -> None:
+    """With handlers that save checkpoints, and two workers: prints their ids, each signal that it gets, and after the
+    last that it has worked on."""
+    received: list[int] = []
+
+    def save(number: int, frame: object) -> None:
+        received.append(number)
+        print("saving", flush=True)
+
+    for number in SIGNALS:
+        signal.signal(number, save)
+    steps = (loader := a_loader(SteeredStream(), num_workers=2)).steps(0, 50)
+    next(steps)
+    print(*loader.worker_pids, flush=True)
+    while len(received) < len(SIGNALS):
+        time.sleep(0.01)
+    for _ in range(40):
+        next(steps)
+    print("worked on", flush=True)
+    time.sleep(60)
 
 
 def is_running(pid: int) -> bool:
@@ -67,24 +74,21 @@ def wait_until_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(map(is_running, pids)), f"workers {pids} outlived their rank")
 
 
-def test_workers_ignore_signals_and_die_with_a_killed_rank(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "code", np.uint16) as writer:
-        writer.add_document(np.arange(500))
-    root = Path(__file__).parents[2]
+def test_workers_ignore_signals_and_die_with_a_killed_rank() -> None:
     rank = subprocess.Popen(
-        [sys.executable, "-c", RANK, str(tmp_path / "code")],
+        [sys.executable, "-m", "tests.data.test_workers"],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         start_new_session=True,
     )
     assert rank.stdout is not None
     workers = [int(pid) for pid in rank.stdout.readline().split()]
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # to all, as a scheduler or a terminal does
+    for number in SIGNALS:  # to all, as a scheduler or a terminal does
         os.killpg(rank.pid, number)
         assert rank.stdout.readline() == "saving\n"  # the rank alone
-    assert rank.stdout.readline() == "steps 151\n"
+    assert rank.stdout.readline() == "worked on\n"
     assert len(workers) == 2 and all(map(is_running, workers))
     for worker in workers:  # then they cannot see by themselves that the rank is gone
         os.kill(worker, signal.SIGSTOP)
@@ -93,16 +97,9 @@ def test_workers_ignore_signals_and_die_with_a_killed_rank(tmp_path: Path) -> No
     assert rank.communicate(timeout=30)[0] == ""
 
 
-def a_loader(stream: SteeredStream, num_workers: int = 1, micro_batches: int = 2) -> MicroBatchLoader:
-    """Of 50 steps."""
-    source = SampleSource("code", stream, seq_length=4, seed=0, vocab_size=1000)
-    schedule = PhaseSchedule([Phase("main", 1.0, {"code": 1.0})], num_steps=50, global_batch_size=micro_batches)
-    return MicroBatchLoader(schedule, {"code": source}, 1, 0, 1, num_workers)
-
-
 def test_a_dead_worker_is_named(tmp_path: Path) -> None:
     """Also where another process, forked while the workers started, holds its pipe."""
-    stream = SteeredStream(log=tmp_path / "log", blocks=True)
+    stream = SteeredStream(log=tmp_path / "log", seconds=60)
     loader = a_loader(stream, num_workers=2)
     steps = loader.steps(0, 50)
     held, pids = [], []
@@ -132,11 +129,10 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
         (OSError("x" * 100_000), "RuntimeError: OSError: xxx"),
     ],
 )
-def test_what_a_worker_meets_is_raised_in_its_rank(error: Exception | None, raised: str) -> None:
+def test_what_a_worker_meets_is_raised_in_its_rank(error: Exception, raised: str) -> None:
     """With where it was in the worker."""
-    steps = a_loader(SteeredStream(fails_at=40, error=error)).steps(0, 50)
     with pytest.raises(Exception) as at:
-        list(steps)
+        list(a_loader(SteeredStream(fails_at=40, error=error)).steps(0, 50))
     assert f"{type(at.value).__name__}: {at.value}".startswith(raised)
     assert "in worker 0 (process" in str(at.value.__cause__) and "raise self.error" in str(at.value.__cause__)
 
@@ -154,31 +150,30 @@ def test_workers_are_whole_steps_ahead_and_no_further(tmp_path: Path) -> None:
     steps.close()
 
 
-@pytest.mark.parametrize("fails_at", [-1, 2000])
-def test_samples_of_a_slow_disk_are_read_side_by_side(tmp_path: Path, fails_at: int) -> None:
+@pytest.mark.parametrize("error", [None, ValueError("a hole")])
+def test_samples_of_a_slow_disk_are_read_side_by_side(tmp_path: Path, error: Exception | None) -> None:
     """And are those that are read one by one, up to the same error."""
 
     def taken(num_workers: int) -> list[object]:
-        stream = SlowStream(tmp_path / f"{num_workers}", 0.002 * num_workers, fails_at)
-        source = SampleSource("code", stream, seq_length=30, seed=0, vocab_size=5000)
-        schedule = PhaseSchedule([Phase("main", 1.0, {"code": 1.0})], num_steps=10, global_batch_size=8)
+        stream = SteeredStream([3] * 500, tmp_path / f"{num_workers}", 0.002 * num_workers, 628, error)
         found: list[object] = []
         try:
-            for step in MicroBatchLoader(schedule, {"code": source}, 2, 0, 1, num_workers).steps(0, 10):
+            for step in a_loader(stream, num_workers, micro_batches=8).steps(0, 15):
                 found.append([batch.tokens.tolist() for batch in step])
-        except ValueError as error:
-            found.append(str(error))
+        except ValueError as met:
+            found.append(str(met))
         return found
 
     whole = taken(0)
-    assert taken(1) == whole and (len(whole) == 10) == (fails_at < 0) and len(whole) > 1
-    assert (tmp_path / "1").stat().st_size > 8
+    assert taken(1) == whole and (len(whole) == 15) == (error is None) and len(whole) > 2
+    noted = (tmp_path / "1").read_bytes()
+    assert max(accumulate(1 if note == ord("+") else -1 for note in noted)) > 8
 
 
 def test_workers_do_without_torch() -> None:
     """Which takes seconds and hundreds of MB."""
     program = "import data.workers, data.indexed, sys; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_nothing_is_left() -> None:
@@ -199,13 +194,16 @@ def test_nothing_is_left() -> None:
 def test_a_worker_that_cannot_be_killed_does_not_hold_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a dead disk: the rank says so and ends."""
     monkeypatch.setattr("data.workers._SECONDS_TO_DIE", 0.2)
-    loader = a_loader(SteeredStream(blocks=True))
+    loader = a_loader(SteeredStream(seconds=60))
     loader.timeout_seconds = 3
-    steps = loader.steps(0, 1)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
         with pytest.raises(LoaderError, match=r"no data for step 1 .*nothing for 3 s"):
-            next(steps)
+            next(loader.steps(0, 1))
     for pid in loader.worker_pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    a_rank()
