@@ -1,41 +1,75 @@
 """Prove on this machine, in a minute and without a run, that the backends compute what the recipes say.
 
     python scripts/prove_backend.py                                      every precision and backend, some shapes
+    python scripts/prove_backend.py --page page.md                       and how fast, in ten minutes, in one file
     python scripts/prove_backend.py model=nemotron_h_8b parallel.tensor=8     the quantized linears of one rank of it
     python scripts/prove_backend.py precision.wgrad.rht=0 --precision nvfp4 --backend transformer_engine
 
 Arguments are overrides of pretrain.py, before the options. Each linear is computed by its own recipe in the plan; where
 no run is named, every shape by every recipe of the precision. Compared are: every operand's codes, scales and maxima
-with the reference; the three products with FP64; what becomes of NaN and inf; and stochastic rounding is judged by its
-statistics (precision/verify.py). What this machine cannot run is listed with the reason. The output is a block of
-Markdown for a report. Exit codes: 0 all agrees, 1 something does not, 2 the arguments are wrong.
+with the reference, and those of a preset with fingerprints that a CPU made (`FINGERPRINTS`); the three products with
+FP64; what becomes of NaN and inf; and stochastic rounding is judged by its statistics (precision/verify.py). The output
+is a block of Markdown for a report.
+
+--page measures as well: the GEMMs of linears of the 8B hybrid, quantizers, whether CUDA graphs capture a linear, and
+the step of a Transformer of eight layers. It ends in rows for docs/measurements.md.
+
+What this machine cannot run is listed with the reason. Exit codes: 0 all agrees, 1 something does not (no time is
+judged), 2 the arguments are wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import functools
+import gc
+import hashlib
 import importlib.metadata
+import json
 import math
 import os
 import platform
+import shlex
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import collect_env
 
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.recipe import GEMMS
+from megatron_fp4.precision.backend import Backend, BackendOperand
+from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
+from megatron_fp4.precision.recipe import (
+    GEMMS,
+    SLOTS,
+    SLOTS_OF,
+    OperandSlot,
+    Recipe,
+    recipe_from_config,
+    rounded_to_nearest,
+)
+from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
-from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, padded_tensors
+from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, padded_tensors, sample_tensors
+from megatron_fp4.quantization.rounding import random_bits, rounding_key
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.build import check as check_config
 from megatron_fp4.training.build import plans_of
+from megatron_fp4.training.cuda_graphs import GpuGraph
 from models import provider as models
 from pretrain import CONFIGS
+from scripts.benchmark import median_milliseconds
 
 # Tokens, inputs, outputs and groups of these where no model is named: whole blocks of every format, and outputs that
 # must be padded.
@@ -44,6 +78,16 @@ SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
     "cuda": [(1024, 512, 2048, 1), (512, 2048, 1200, 2), (8192, 4096, 8192, 1)],
 }
 _CPU_TOKENS = 256
+
+# What a CPU made of `fingerprint_tensors` by each preset: eight digits for each operand of `SLOTS`, rounded to nearest,
+# then for each that is drawn, by our draws. tests/test_prove_backend.py makes them again.
+FINGERPRINTS = {
+    "nvfp4": "f5dc1818 18cc0fc8 cfd58de8 20da6bd8 813f53b4 25abc71e c193ce0c 8fe8681f",
+    "nvfp4_4over6_1x16": "eef5d411 092f192b cfd58de8 d2bda2d8 813f53b4 25abc71e c193ce0c 8fe8681f",
+    "mxfp4": "efcdf776 ab4cb6a3 dca8d0fe bb585d79 87d2c168 9d280633 9e95933d 8e29c605",
+    "mxfp8": "180a4aa2 307eb1f2 b0085675 34b0a703 1f2d668e 82531891",
+    "fp8_block": "2eeac70b 4776ccea 34de97a1 e8e57463 5b5e8633 eedbe146",
+}
 
 
 @dataclass
@@ -63,7 +107,7 @@ class Proof:
     def row(self) -> list[str]:
         """Of the table of comparisons."""
         if self.untested:
-            return [self.precision, self.backend, f"not tested: {self.untested}", *["-"] * 4]
+            return [self.precision, self.backend, f"not tested: {self.untested}", *["-"] * 5]
         lost = [bool(finding.fault) for finding in self.findings if finding.what == "NaN and inf"]
         arrive = "-" if not lost else "NO" if any(lost) else "yes"
         errors = []
@@ -71,7 +115,13 @@ class Proof:
             found = [f.measured for f in self.findings if f.what == f"{gemm} product" and f.measured is not None]
             errors.append(f"{max(found):.1e}" if found else "-")
         compared = f"{len(self.findings)}, {len(self.faults)} faults"
-        return [self.precision, self.backend, compared, arrive, *errors]
+        return [self.precision, self.backend, compared, as_on_a_cpu(self.findings), arrive, *errors]
+
+
+def as_on_a_cpu(findings: list[Finding]) -> str:
+    """How many operands have their committed fingerprint."""
+    agree = [not finding.fault for finding in findings if finding.what.endswith(FINGERPRINT)]
+    return f"{sum(agree)} of {len(agree)}" if agree else "-"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -79,15 +129,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     known = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
     parser = argparse.ArgumentParser(prog="prove_backend.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of pretrain.py, such as model=hybrid_60m")
-    default = ["nvfp4", "mxfp4", "mxfp8", "fp8_block"]
-    parser.add_argument("--precision", nargs="+", choices=known, default=default)
+    parser.add_argument("--precision", nargs="+", choices=known, default=list(FINGERPRINTS))
     parser.add_argument("--backend", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
+    parser.add_argument("--page", type=Path, metavar="FILE", help="measure as well, and write everything here")
     return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Prove, print the Markdown block, and return the exit code."""
-    options = parse(arguments)
+    options, began = parse(arguments), time.perf_counter()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         configs = {name: composed(name, options.overrides, device.type) for name in options.precision}
@@ -98,15 +148,29 @@ def main(arguments: list[str]) -> int:
     proofs = []
     for name, config in configs.items():
         for backend_name in options.backend:
-            print(f"{name}, {backend_name} ...", file=sys.stderr, flush=True)
+            say(f"{name}, {backend_name}")
             backend = backend_for(config, backend_name, device.type) if cases[name] else "it quantizes no linear"
             if isinstance(backend, str):
                 proofs.append(Proof(name, backend_name, untested=backend))
             else:
                 found = [finding for case in cases[name] for finding in findings(backend, case, device)]
+                if name in FINGERPRINTS and not options.overrides:
+                    found += unlike_a_cpu(backend, name, device)
                 proofs.append(Proof(name, backend_name, found))
-    print(report(proofs))
+    text = report(proofs)
+    if options.page:
+        no_gpu = "Times, steps, CUDA graphs: not run: there is no CUDA device here."
+        text += f"\n\n{measured(proofs, options.backend, device) if device.type == 'cuda' else no_gpu}\n\n"
+        command = shlex.join(["python", "scripts/prove_backend.py", *arguments])
+        text += f"`{command}`, {datetime.date.today()}, {time.perf_counter() - began:.0f} s."
+        options.page.write_text(text + "\n")
+    print(text)
     return 1 if any(proof.faults for proof in proofs) else 0
+
+
+def say(what: str) -> None:
+    """Tell whoever waits."""
+    print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def composed(precision: str, overrides: list[str], device_type: str) -> Config:
@@ -153,6 +217,274 @@ def findings(backend: Backend, case: Case, device: torch.device) -> list[Finding
     return found
 
 
+# -------------------------------------------------------------------------------------------------------- fingerprints
+
+FINGERPRINT = "codes as on a CPU"
+_FINGERPRINT_SHAPE = (256, 256, 384)  # tokens, inputs, outputs: no backend pads them
+
+
+def unlike_a_cpu(backend: Backend, precision: str, device: torch.device) -> Iterator[Finding]:
+    """For every operand that a preset quantizes, whether it has the fingerprint that is committed here."""
+    recipe = preset(precision)
+    found = fingerprints(backend, recipe, device)
+    for (label, mine), right in zip(found, FINGERPRINTS[precision].split(), strict=False):
+        fault = "" if mine == right else f"{mine} instead of {right}"
+        yield Finding(Case(*_FINGERPRINT_SHAPE, 1, recipe), f"{label} {FINGERPRINT}", fault)
+
+
+def fingerprints(backend: Backend, recipe: Recipe, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Name and fingerprint of every operand, rounded to nearest; then of the drawn ones, if draws are ours."""
+    tensors = fingerprint_tensors(device)
+    drawn = [slot for slot in SLOTS if recipe[slot].drawn and backend.draws_ours]
+    for what, used, slots in (("", rounded_to_nearest(recipe), SLOTS), (" drawn", recipe, drawn)):
+        made = made_operands(LinearContext("fingerprint", used, StepState(seed=7), backend), tensors)
+        yield from ((slot.name + what, fingerprint(made[slot])) for slot in slots)
+
+
+def fingerprint(made: BackendOperand) -> str:
+    """Eight digits of `code * block scale` and the tensor scale; every zero counts as +0."""
+    digest = hashlib.sha256()
+    for part in (made.unpacked(), made.scale):
+        if part is not None:
+            digest.update((part.to(torch.float32) + 0.0).cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:8]
+
+
+def fingerprint_tensors(device: torch.device) -> dict[str, Tensor]:
+    """x, W and dy in BF16 by their names in `SLOTS_OF`: the same numbers on every machine. Nine bits each, with larger
+    columns and smaller rows, so that a Hadamard transform is exact in any order of summation."""
+    tokens, inputs, outputs = _FINGERPRINT_SHAPE
+    tensors = {}
+    for name, shape in {
+        "activation": (tokens, inputs),
+        "weight": (outputs, inputs),
+        "gradient": (tokens, outputs),
+    }.items():
+        values = (random_bits(rounding_key(name), *shape, device) & 0xFF).to(torch.float32) - 127.5
+        values[:, ::67] *= 16
+        values[1::31] *= 2.0**-4
+        values[:16, :16] = 0
+        tensors[name] = values.to(torch.bfloat16)
+    return tensors
+
+
+def made_operands(context: LinearContext, tensors: dict[str, Tensor]) -> dict[OperandSlot, Any]:
+    """All operands of a linear. tensors: padded, by their names in `SLOTS_OF`."""
+    call = LinearCall(context, tensors["weight"], tensors["activation"])
+    return {slot: operand for name, tensor in tensors.items() for slot, operand in made_of(call, name, tensor).items()}
+
+
+def made_of(call: LinearCall, name: str, tensor: Tensor) -> dict[OperandSlot, Any]:
+    """Both operands of one of them."""
+    slots = SLOTS_OF[name]
+    return {slot: make() for slot, make in zip(slots, call.prepare(*slots, tensor), strict=True) if make is not None}
+
+
+def preset(name: str, *overrides: str) -> Recipe:
+    """The recipe of `precision=name` with overrides."""
+    return recipe_from_config(compose_config([f"precision={name}", *overrides], CONFIGS).precision)
+
+
+# ------------------------------------------------------------------------------------------------------------- measured
+
+# Tokens, inputs, outputs and groups of linears of the 8B hybrid, in a micro-batch of one sequence.
+LINEARS = {
+    "up_proj": (8192, 4096, 21504, 1),
+    "down_proj": (8192, 21504, 4096, 1),
+    "in_proj": (8192, 4096, 18560, 8),
+}
+# A Transformer of eight layers with the 8B's widths, every linear quantized.
+MODEL = [
+    *("model=transformer_1_2b", "model.pattern=*-*-*-*-*-*-*-*-", "model.hidden_dim=4096", "model.ffn_dim=21504"),
+    *("model.num_query_heads=32", "model.vocab_size=32768", "precision.switch.when=never", "run.deterministic=false"),
+    *("train.sequence_length=8192", "train.micro_batch_size=1", "train.global_batch_size=2"),
+]
+_ALL_QUANTIZED = ["precision.bf16_blocks.first=0", "precision.bf16_blocks.last=0"]
+# What is measured of `FORMATS`, and of quantizers: presets and overrides.
+FORMATS = {name: [name] for name in ("bf16", "fp8_block", "mxfp8", "nvfp4")}
+_NEAREST = [f"precision.{gemm}.gradient.rounding=nearest" for gemm in ("dgrad", "wgrad")]
+_SIX = ("fprop.activation", "fprop.weight", "dgrad.gradient", "wgrad.gradient", "wgrad.activation")
+_PLAIN = ["nvfp4", "precision.wgrad.rht=0", *_NEAREST]
+QUANTIZERS = {
+    "nvfp4 plain": _PLAIN,
+    "four over six": [*_PLAIN, *(f"precision.{operand}.four_over_six=absolute" for operand in _SIX)],
+    "Hadamard": ["nvfp4", *_NEAREST],
+    "drawn": ["nvfp4", "precision.wgrad.rht=0"],
+    "Hadamard, drawn": ["nvfp4"],
+    "mxfp8": ["mxfp8"],
+    "fp8_block": ["fp8_block"],
+}
+# The columns of docs/measurements.md, "On Blackwell".
+ROW = [
+    *(
+        "GPU",
+        "commit",
+        "torch, CUDA, Transformer Engine",
+        "backend",
+        FINGERPRINT,
+        "faults",
+        "GEMMs: " + ", ".join(FORMATS),
+    ),
+    *(
+        "quantizing x: plain, four over six, Hadamard",
+        "CUDA graphs: " + ", ".join(list(FORMATS)[1:]),
+        "a step: " + ", ".join(FORMATS),
+    ),
+]
+
+Found = dict[tuple[str, str], dict[str, str]]
+
+
+def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> str:
+    """A table for each of `MEASURED`, in which stands too why something could not be had, and rows for
+    docs/measurements.md."""
+    native = [name for name in backends if name != "emulated"]
+    found: list[Found] = []
+    parts = []
+    for title, function, variants in MEASURED:
+        of_all: Found = {}
+        rows = []
+        for label, (name, *overrides) in variants.items():
+            for of in ["emulated"] if label == "bf16" else backends if variants is QUANTIZERS else native:
+                say(f"{title}: {label}, {of}")
+                try:
+                    config = compose_config([f"precision={name}", *overrides], CONFIGS)
+                    backend = backend_for(config, of, device.type)
+                    if isinstance(backend, str):
+                        raise ConfigError(backend)
+                    of_all[label, of] = function(backend, preset(name, *overrides), device)
+                    rows.append([label, of, *of_all[label, of].values()])
+                except Exception as error:
+                    rows.append([label, of, f"not run: {error if isinstance(error, ConfigError) else said(error)}"])
+        found.append(of_all)
+        parts += [f"{title}:", table([["precision", "backend", *next(iter(of_all.values()), {})], *rows])]
+    rows = [row(name, proofs, *found) for name in native]
+    parts += ['For docs/measurements.md, "On Blackwell" (times in ms):', table([ROW, *rows])]
+    return "\n\n".join(parts)
+
+
+def said(error: BaseException) -> str:
+    """An error in one line."""
+    text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    return text.replace("|", "/")  # it may stand in a table
+
+
+def gemm_times(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
+    """Of every GEMM of `LINEARS`, and their sum."""
+    times = {}
+    for name, shape in LINEARS.items():
+        case = Case(*shape, recipe)
+        made = made_operands(case.context(backend), padded_tensors(backend, case, device))
+        for gemm in GEMMS:
+            left, right = (made[slot] for slot in SLOTS if slot.gemm == gemm)
+            dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
+            times[f"{name} {gemm}"] = milliseconds(functools.partial(backend.gemm, left, right, dtype), device)
+    return {name: f"{time:.3f}" for name, time in {**times, "sum": sum(times.values())}.items()}
+
+
+def quantizer_times(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
+    """Of both operands of x, W and dy of up_proj."""
+    case = Case(*LINEARS["up_proj"], recipe)
+    tensors = padded_tensors(backend, case, device)
+    call = LinearCall(case.context(backend), tensors["weight"], tensors["activation"])
+    return {
+        name: f"{milliseconds(functools.partial(made_of, call, name, tensor), device):.3f}"
+        for name, tensor in tensors.items()
+    }
+
+
+def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, the first one apart, which compiles."""
+    function()
+    return median_milliseconds(function, device, 20)
+
+
+def step_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
+    """Of `MODEL`, in a process of its own."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        output, script = Path(folder) / "step.json", Path(__file__).with_name("benchmark.py")
+        command = [sys.executable, str(script), "parallel", "--warmup=3", "--steps=5", f"--output={output}", *MODEL]
+        command += [f"precision={recipe.name}", f"precision.backend={backend.name}"]
+        command += _ALL_QUANTIZED if recipe.quantized else []
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise ConfigError(next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}"))
+        found = json.loads(output.read_text())
+    return {
+        "ms": f"{found['median_seconds'] * 1e3:.1f}",
+        "tokens/s": f"{found['tokens_per_second']:,.0f}",
+        "peak, GiB": f"{found['peak_gib']:.1f}",
+        "first step, s": f"{found['first_step_seconds']:.1f}",
+    }
+
+
+def capture(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
+    """Whether a linear, forward and backward, is captured, and whether a replay has the bits of an eager call."""
+    case = Case(1024, 512, 1024, 1, recipe)
+    x, w, dy = sample_tensors(case, device)
+    context = case.context(backend)
+    keys = context.step_state.keys = DeviceKeys({context.name: recipe}, device)
+    keys.fill(context.step_state.seed, context.step_state.step, context.step_state.micro_batch)
+    for t in (x, w):
+        t.requires_grad_()
+
+    def compute() -> Tensor:
+        x.grad = w.grad = context.weight_cache = None
+        y = quantized_linear(x, w, context)
+        y.backward(dy)
+        assert x.grad is not None and w.grad is not None
+        return torch.cat([t.detach().to(torch.float32).flatten() for t in (y, x.grad, w.grad)])
+
+    eager = [compute() for _ in range(2)][-1]
+    gc.collect()
+    try:
+        graph = GpuGraph(compute, torch.cuda.graph_pool_handle())
+        graph.replay()
+        equal = torch.equal(graph.result, eager)
+    except Exception as error:
+        return {"captured": f"no: {said(error.__context__ or error)}"}  # the end of a broken capture fails too
+    return {"captured": "yes, equal bits" if equal else "yes, other bits"}
+
+
+# What is measured, how, and of which. The last one may leave the device unusable.
+Measure = Callable[[Backend, Recipe, torch.device], dict[str, str]]
+MEASURED: list[tuple[str, Measure, dict[str, list[str]]]] = [
+    ("GEMMs, ms", gemm_times, FORMATS),
+    ("Quantizers, both operands of a tensor of up_proj, ms", quantizer_times, QUANTIZERS),
+    ("A step of eight layers, two micro-batches", step_of, FORMATS),
+    ("A linear in a CUDA graph", capture, FORMATS),
+]
+
+
+def row(backend: str, proofs: list[Proof], gemms: Found, quantizers: Found, steps: Found, graphs: Found) -> list[str]:
+    """Of docs/measurements.md, for a native backend."""
+    findings = [finding for proof in proofs if proof.backend == backend for finding in proof.findings]
+    versions = surroundings()
+
+    def cells(of: Found, labels: Iterable[str], name: str) -> str:
+        keys = [(label, "emulated" if label == "bf16" else backend) for label in labels]
+        return ", ".join(of[key][name] if key in of else "-" for key in keys)
+
+    return [
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        versions["commit"],
+        ", ".join(versions[name] for name in ("torch", "CUDA of torch", "transformer_engine")),
+        backend,
+        as_on_a_cpu(findings),
+        f"{sum(bool(finding.fault) for finding in findings)} of {len(findings)}",
+        cells(gemms, FORMATS, "sum"),
+        cells(quantizers, list(QUANTIZERS)[:3], "activation"),
+        cells(graphs, list(FORMATS)[1:], "captured"),
+        cells(steps, FORMATS, "ms"),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
 def report(proofs: list[Proof]) -> str:
     """The Markdown block."""
     faults = [f"- {proof.backend}: {finding}" for proof in proofs for finding in proof.faults]
@@ -163,15 +495,20 @@ def report(proofs: list[Proof]) -> str:
         table([["what", "is"], *map(list, surroundings().items())]),
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
         "rounded to BF16, which alone is 1.7e-03):",
-        table([["precision", "backend", "comparisons", "NaN, inf arrive", *GEMMS], *(proof.row() for proof in proofs)]),
+        table(
+            [
+                ["precision", "backend", "comparisons", FINGERPRINT, "NaN, inf arrive", *GEMMS],
+                *(proof.row() for proof in proofs),
+            ]
+        ),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def table(rows: list[list[str]]) -> str:
-    """A Markdown table, its first column to the left and the others to the right."""
-    rows.insert(1, ["---", *["---:"] * (len(rows[0]) - 1)])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    """A Markdown table, its first column to the left and the others to the right. rows: the first has all columns."""
+    rules = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (rows[0], rules, *rows[1:]))
 
 
 # Environment variables that change codes, products or kernels begin so.
@@ -187,9 +524,14 @@ def machine() -> str:
 
 
 def surroundings() -> dict[str, str]:
-    """Versions, torch's switches, and every environment variable that is set and may change bits; of one that holds a
-    path only that it is set: reports are passed on."""
-    found = {"Python": platform.python_version(), "torch": torch.__version__, "CUDA of torch": str(torch.version.cuda)}
+    """Commit, versions, torch's switches, and every environment variable that is set and may change bits; of one that
+    holds a path only that it is set: reports are passed on."""
+    found = {
+        "commit": revision(),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA of torch": str(torch.version.cuda),
+    }
     if torch.cuda.is_available():
         found["driver"] = str(collect_env.get_nvidia_driver_version(collect_env.run))
     for name in ("triton", "transformer_engine", "nvidia-cublas"):

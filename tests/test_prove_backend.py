@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ from torch import Tensor
 
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.support import BACKENDS
+from megatron_fp4.runtime.revision import revision
 from scripts import prove_backend
+from tests.precision import te_stand_in
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -27,15 +33,60 @@ def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert printed.startswith("### Proof of the backends on CPU")
     assert "All that was tested agrees." in printed
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line[:1] == "|"]
-    compared = {(row[0], row[1]): row for row in rows if len(row) == 7}
-    for precision in ("nvfp4", "mxfp4", "fp8_block"):
-        row = compared[precision, "emulated"]
-        assert row[2].endswith(", 0 faults") and int(row[2].split(",")[0]) > 8 and row[3] == "yes"
-        assert all(0 <= float(error) < 4e-3 for error in row[4:])
+    compared = {(row[0], row[1]): row for row in rows if len(row) == 8}
+    for precision, prints in prove_backend.FINGERPRINTS.items():
+        row, operands = compared[precision, "emulated"], len(prints.split())
+        assert row[2].endswith(", 0 faults") and int(row[2].split(",")[0]) > 8
+        assert row[3:5] == [f"{operands} of {operands}", "yes"]
+        assert all(0 <= float(error) < 4e-3 for error in row[5:])
         for name in list(BACKENDS)[1:]:
             assert "not tested: " in compared[precision, name][2]
     assert "the run is on cpu" in compared["nvfp4", "transformer_engine"][2]
     assert ["NVTE_USE_FAST_MATH", "1"] in [row[:2] for row in rows]
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "nvfp4_4over6_1x16", "mxfp8"])
+def test_other_backends_have_the_fingerprints(precision: str) -> None:
+    """Transformer Engine's stand-in has its own draws, and no MXFP8."""
+    for name, prints in (("torch", slice(None)), *([("transformer_engine", slice(6))] if precision != "mxfp8" else [])):
+        with te_stand_in.installed():
+            found = list(prove_backend.unlike_a_cpu(BACKENDS[name](), precision, CPU))
+        assert len(found) == len(prove_backend.FINGERPRINTS[precision].split()[prints])
+        assert not any(finding.fault for finding in found)
+
+
+@pytest.mark.slow
+def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be had is measured, the rest is listed with its reason, and the row is one of docs/measurements.md."""
+
+    def backend_for(config: Any, name: str, device_type: str) -> Any:
+        formats = config.precision.fprop.weight.format, name
+        possible = formats[0] in ("bf16", "nvfp4") or name == "emulated"
+        return BACKENDS[name]() if possible else f"{' by '.join(formats)} needs a Blackwell"
+
+    tiny = ["model=tiny", "run.device=cpu", "train.sequence_length=64", "train.micro_batch_size=1"]
+    monkeypatch.setattr(prove_backend, "LINEARS", {"up_proj": (128, 128, 144, 2)})
+    monkeypatch.setattr(prove_backend, "MODEL", [*tiny, "train.global_batch_size=2"])
+    monkeypatch.setattr(prove_backend, "backend_for", backend_for)
+    proofs = [prove_backend.Proof("nvfp4", "transformer_engine")]
+    with te_stand_in.installed():
+        page = prove_backend.measured(proofs, ["emulated", "transformer_engine"], CPU)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    found = [row for row in rows if row[0] in {*prove_backend.FORMATS, *prove_backend.QUANTIZERS}]
+    gemms, quantizers, steps, graphs = (
+        {(label, of): cells for label, of, *cells in part}
+        for part in (found[:4], found[4:18], found[18:22], found[22:])
+    )
+    te = "transformer_engine"
+    assert all(float(cell) > 0 for of in (gemms["bf16", "emulated"], gemms["nvfp4", te]) for cell in of)
+    assert len(gemms["nvfp4", te]) == 4
+    assert gemms["mxfp8", te] == quantizers["mxfp8", te] == [f"not run: mxfp8 by {te} needs a Blackwell"]
+    assert len(quantizers) == len(prove_backend.QUANTIZERS) * 2 and len(quantizers["four over six", te]) == 3
+    assert float(steps["bf16", "emulated"][0]) > 0 and "needs a CUDA device" in steps["nvfp4", te][0]
+    assert graphs["nvfp4", te][0].startswith("no: ") and len(graphs) == 4
+    header, _, row = rows[-3:]
+    assert header == prove_backend.ROW and len(row) == len(header) and row[1] == revision()
+    assert f"| {' | '.join(header)} |" in (ROOT / "docs" / "measurements.md").read_text()
 
 
 @pytest.mark.slow
@@ -46,17 +97,28 @@ def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch:
         (lambda made: made.nan_to_num(), "NaN and inf: nan in the activation disappears"),
     ],
 )
-def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch) -> None:
+def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch, tmp_path) -> None:
     gemm = EmulatedBackend.gemm
 
     def spoiled(self: EmulatedBackend, *arguments: Any) -> Tensor:
         return spoil(gemm(self, *arguments))
 
     monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
-    assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated"]) == 1
+    page = tmp_path / "page.md"
+    assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated", "--page", str(page)]) == 1
     printed = capsys.readouterr().out
+    assert page.read_text() == printed
+    assert "not run: there is no CUDA device" in printed and f"| commit | {revision()} |" in printed
     assert "faults.**" in printed and "All that was tested" not in printed
     assert any(line.startswith("- emulated: nvfp4, 128 tokens") and seen in line for line in printed.splitlines())
+
+
+@pytest.mark.slow
+def test_codes_that_are_not_a_cpus_are_named(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(prove_backend.FINGERPRINTS, "nvfp4", "01234567 " + prove_backend.FINGERPRINTS["nvfp4"][9:])
+    assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated"]) == 1
+    printed = capsys.readouterr().out
+    assert "**1 faults.**" in printed and "instead of 01234567" in printed and "| 7 of 8 |" in printed
 
 
 def test_misuse(capsys) -> None:
