@@ -35,16 +35,16 @@ def exact_norm_share(gradients: Sequence[Tensor], device: torch.device) -> Tenso
 
 def row_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of every row of every gradient [rows, ...], FP64; a row of a vector is an element."""
-    vectors = [gradient for gradient in gradients if gradient.ndim < 2]
+    empty = torch.zeros(0, device=device)
+    of_vectors = torch.cat([empty, *(gradient.flatten() for gradient in gradients if gradient.ndim < 2)])
     matrices = [gradient.flatten(1) for gradient in gradients if gradient.ndim > 1]
-    of_vectors = [vector.flatten().double().square() for vector in vectors]
     if device.type == "cuda":
         from megatron_fp4.training.exact_norm_triton import sum_row_squares
 
         of_matrices = [sum_row_squares(matrix) for matrix in matrices if matrix.numel()]
     else:
         of_matrices = [_sum_columns(matrix.double().square()) for matrix in matrices if matrix.numel()]
-    return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *of_vectors, *of_matrices])
+    return torch.cat([of_vectors.double().square(), *of_matrices])
 
 
 def _sum_columns(squares: Tensor) -> Tensor:
