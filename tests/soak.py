@@ -1,13 +1,14 @@
 """Soak test: runs that are killed, cut off and damaged at every place, and must come out as if nothing had been.
 
-    python -m tests.soak --kills 500 --seed 1 --mode both --processes 2
+    python -m tests.soak --kills 500 --seed 1 --processes 2
 
-A round is one run of a very small model, started by the same command until it is finished. Each start is killed: one
-rank or all, at one of `PLACES` or at any moment; now and then the newest checkpoint is damaged before the next start.
-Some rounds are on an ext4 image that loses power (as root; otherwise a line says that they were left out). Every round
-is then compared with a run that was left alone: each step's loss, gradient norm and all else but times, once;
-validation losses; bits of weights, moments and generators of the last checkpoints; no file or folder too many. Prints a
-table, and each difference; exit code 1 if there is any, with the folder of that round kept.
+A round is one run of a very small model, started by the same command until it is finished; every second one saves in
+the background. Each start is killed: one rank or all, at one of `PLACES` or at any moment; now and then the newest
+checkpoint is damaged before the next start. Every sixth round is on an ext4 image that loses power (as root; otherwise
+the table says that it was not). Every round is then compared with a run that was left alone: each step's loss, gradient
+norm and all else but times, once; validation losses; bits of weights, moments and generators of the last checkpoints;
+no file or folder too many. Prints a table, and each difference; exit code 1 if there is any, with the folder of that
+round kept.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,77 +38,75 @@ import torch
 from data.indexed import IndexedDatasetWriter
 from tests.programs import environments_of_ranks, fork_server
 
-STEPS, INTERVAL, KEEP, PER_ROUND = 24, 2, 2, 12
+STARTS = 12  # of a round, at most, before the one that is left alone
 RUN = [
     *["model.pattern=M*-", "model.vocab_size=512", "model.hidden_dim=32", "model.ffn_dim=32", "model.head_dim=16"],
     *["model.num_query_heads=2", "model.num_kv_heads=1", "model.mamba_num_heads=2", "model.mamba_head_dim=16"],
     *["model.mamba_num_groups=1", "model.mamba_state_dim=16", "model.mamba_chunk_size=16"],
     *["model.nvfp4_bf16_blocks.last=0", "precision.switch.when=never", "train.global_batch_size=2"],
     *["train.micro_batch_size=1", "train.sequence_length=16", "validation.interval=7", "validation.num_samples=2"],
-    *[f"train.steps={STEPS}", f"checkpoint.interval={INTERVAL}", f"checkpoint.keep={KEEP}", "run.device=cpu"],
+    *["train.steps=24", "checkpoint.interval=2", "checkpoint.keep=2", "run.device=cpu"],
     *["data=indexed", "data.num_workers=0", "parallel.timeout_seconds=120"],
     "data.phases=[{name: one, fraction: 0.5, blend: {a: 1}}, {name: two, fraction: 0.5, blend: {a: 1, b: 2}}]",
 ]
 # A start that is left alone takes seconds; one that takes this long hangs.
 HANGS = 240.0
+# Whoever is root sees power cuts.
+MAY_MOUNT = os.geteuid() == 0 and shutil.which("mkfs.ext4") is not None
 
 
 # Where a rank may be killed
 
 
-@dataclass(frozen=True)
-class Place:
-    """A function before or after which a rank can be killed. owner: a module, or `module:Class`. first: only the first
-    rank comes there. repeats: how often it may have been there before. asynchronous, resumes: only there in runs that
-    save in the background, and in starts that resume."""
+class Place(NamedTuple):
+    """A function before or after which a rank can be killed. owner: a module, or `module:Class`. repeats: how often it
+    may have been there before. first: only the first rank comes there."""
 
     owner: str
     name: str
-    first: bool = False
     repeats: int = 3
-    asynchronous: bool = False
-    resumes: bool = False
+    first: bool = True
 
 
 _SAVES, _FILES = "megatron_fp4.checkpoint.checkpointer", "megatron_fp4.checkpoint.files"
-_RECORDS = "megatron_fp4.logging.files:RecordFile"
+_CHECKPOINTER, _RECORDS = f"{_SAVES}:Checkpointer", "megatron_fp4.logging.files:RecordFile"
+_TRAINER, _CALLBACKS = "megatron_fp4.training.trainer", "megatron_fp4.training.callbacks"
 PLACES: dict[str, Place] = {
     # A save, in its order.
-    "save: begin": Place(f"{_SAVES}:Checkpointer", "save"),
-    "save: stage": Place("megatron_fp4.checkpoint.staging:Staging", "copy", asynchronous=True),
-    "save: folder": Place(_SAVES, "_make_folder", first=True),
-    "save: shard": Place(f"{_SAVES}:Checkpointer", "_write_own"),
-    "save: small files": Place(_FILES, "write_file", first=True, repeats=12),
-    "save: manifest": Place(_FILES, "write_manifest", first=True),
-    "save: sync records": Place(_RECORDS, "sync", first=True),
-    "save: publish": Place(_FILES, "publish", first=True),
-    "save: pointer": Place(_FILES, "write_pointer", first=True),
-    "save: prune": Place(_FILES, "prune", first=True),
-    "save: end": Place(f"{_SAVES}:Checkpointer", "_end", repeats=6),
+    "save: begin": Place(_CHECKPOINTER, "save", first=False),
+    "save: stage": Place("megatron_fp4.checkpoint.staging:Staging", "copy", first=False),
+    "save: folder": Place(_SAVES, "_make_folder"),
+    "save: shard": Place(_CHECKPOINTER, "_write_own", first=False),
+    "save: small files": Place(_FILES, "write_file", 12),
+    "save: manifest": Place(_FILES, "write_manifest"),
+    "save: sync records": Place(_RECORDS, "sync"),
+    "save: publish": Place(_FILES, "publish"),
+    "save: pointer": Place(_FILES, "write_pointer"),
+    "save: prune": Place(_FILES, "prune"),
+    "save: end": Place(_CHECKPOINTER, "_end", 6, first=False),
     # Whatever changes a disk.
-    "any sync to the disk": Place("os", "fsync", first=True, repeats=40),
-    "any rename": Place("os", "rename", first=True, repeats=6),
-    "any replacement": Place("os", "replace", first=True, repeats=6),
-    "any folder made": Place("os", "mkdir", first=True, repeats=6),
-    "any folder removed": Place("os", "rmdir", first=True),
-    "any file removed": Place("os", "unlink", first=True, repeats=8),
+    "any sync to the disk": Place("os", "fsync", 40),
+    "any rename": Place("os", "rename", 6),
+    "any replacement": Place("os", "replace", 6),
+    "any folder made": Place("os", "mkdir", 6),
+    "any folder removed": Place("os", "rmdir"),
+    "any file removed": Place("os", "unlink", 8),
     # The rest of a run.
-    "start: clean": Place(_FILES, "clean_stale", first=True, repeats=0),
-    "start: resume": Place(f"{_SAVES}:Checkpointer", "resume", repeats=0),
-    "start: load": Place("megatron_fp4.checkpoint.shards", "read_shards", repeats=0, resumes=True),
-    "start: cut records": Place("megatron_fp4.logging.metrics", "cut_after", first=True, repeats=0, resumes=True),
-    "record": Place(_RECORDS, "write", first=True, repeats=12),
-    "step": Place("megatron_fp4.training.trainer", "accumulate", repeats=6),
-    "update": Place("megatron_fp4.training.trainer", "update", repeats=6),
-    "validation": Place("megatron_fp4.training.callbacks.validation", "held_out_losses", repeats=2),
-    "end: summary": Place("megatron_fp4.training.callbacks.reporting:Summary", "conclude", first=True, repeats=0),
-    "end: picture": Place("megatron_fp4.logging.pictures", "plot_loss", first=True, repeats=0),
-    "end": Place("megatron_fp4.runtime.errors", "leave_distributed", repeats=0),
+    "start: clean": Place(_FILES, "clean_stale", 0),
+    "start: resume": Place(_CHECKPOINTER, "resume", 0, first=False),
+    "start: load": Place("megatron_fp4.checkpoint.shards", "read_shards", 0, first=False),
+    "start: cut records": Place("megatron_fp4.logging.metrics", "cut_after", 0),
+    "record": Place(_RECORDS, "write", 12),
+    "step": Place(_TRAINER, "accumulate", 6, first=False),
+    "update": Place(_TRAINER, "update", 6, first=False),
+    "validation": Place(f"{_CALLBACKS}.validation", "held_out_losses", 2, first=False),
+    "end: summary": Place(f"{_CALLBACKS}.reporting:Summary", "conclude", 0),
+    "end: picture": Place("megatron_fp4.logging.pictures", "plot_loss", 0),
+    "end": Place("megatron_fp4.runtime.errors", "leave_distributed", 0, first=False),
 }
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """At `place`, coming there the `nth` time (from 1), rank `victim` kills itself, or every rank (`all_of_them`).
     after: the function has done its work."""
 
@@ -122,7 +120,8 @@ class Kill:
 def rank_main(environment: dict[str, str], overrides: list[str], folder: str, kill: Kill | None, slow: float) -> None:
     """pretrain.py as one rank; output goes to `folder`/output, and the process ends as a run does.
 
-    slow: seconds that a disk takes before it takes a rank's part of a checkpoint.
+    slow: seconds that a disk takes before it takes a rank's part of a checkpoint: a model this small is written before
+    the next step has begun.
     """
     os.environ.update(environment)
     rank = int(environment["RANK"])
@@ -131,12 +130,9 @@ def rank_main(environment: dict[str, str], overrides: list[str], folder: str, ki
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    # A save that a full disk refuses is tried once more, soon enough for a test.
     saves: Any = importlib.import_module(_SAVES)
-    saves._PAUSES, saves._LAST_PAUSES = (0.05,), (0.05,)
-    if slow:  # a model this small is written before the next step has begun
-        write_own = saves.Checkpointer._write_own
-        saves.Checkpointer._write_own = lambda *arguments: (time.sleep(slow), write_own(*arguments))[1]
+    write_own = saves.Checkpointer._write_own
+    saves.Checkpointer._write_own = lambda *arguments: (time.sleep(slow), write_own(*arguments))[1]
     import pretrain
     from megatron_fp4.runtime.errors import run_program
     from megatron_fp4.runtime.signals import StopRequest
@@ -171,18 +167,12 @@ def arm(kill: Kill, pids: list[Path]) -> None:
 # A disk that loses power, and checkpoints that rot
 
 
-class NotPermittedError(Exception):
-    """The machine does not let this user mount what is needed."""
-
-
 class Disk:
     """An ext4 file system of its own, mounted at `folder`/disk; a copy of its image is what a power cut leaves."""
 
     def __init__(self, folder: Path) -> None:
-        if os.geteuid() != 0:
-            raise NotPermittedError("a disk of its own needs root")
         self.image, self.mount = folder / "image", folder / "disk"
-        self.mount.mkdir(parents=True)
+        self.mount.mkdir()
         with self.image.open("wb") as file:
             file.truncate(48 << 20)
         _command("mkfs.ext4", "-q", "-F", self.image)
@@ -190,8 +180,7 @@ class Disk:
 
     def _up(self) -> None:
         _command("mount", "-o", "loop", self.image, self.mount)
-        device = subprocess.run(["findmnt", "-no", "SOURCE", self.mount], capture_output=True, text=True).stdout.strip()
-        self._statistics = Path("/sys/block", Path(device).name, "stat")
+        self._statistics = Path("/sys/block", Path(_command("findmnt", "-no", "SOURCE", self.mount)).name, "stat")
 
     def copy(self) -> Path:
         """What is on the disk at one instant, which has to be one without writers: they are to be stopped meanwhile."""
@@ -213,11 +202,8 @@ class Disk:
         self._up()
 
 
-def _command(*words: str | Path) -> None:
-    try:
-        subprocess.run([str(word) for word in words], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise NotPermittedError(f"{words[0]}: {getattr(error, 'stderr', error)}") from error
+def _command(*words: str | Path) -> str:
+    return subprocess.run([*map(str, words)], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -254,45 +240,43 @@ def damage(folder: Path, draw: random.Random) -> str:
 TIMES = ("tokens_per_second", "model_tflops", "mfu", "step_time", "data_wait", "peak_memory_gib")
 
 
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl; what a kill left unfinished at its end is left out."""
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Of metrics.jsonl, without times; what a kill left unfinished at its end is left out."""
     path = run_dir / "metrics.jsonl"
     whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
-    return [json.loads(line) for line in whole.splitlines()]
+    found = [json.loads(line) for line in whole.splitlines()]
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in found if record["kind"] == kind]
 
 
-def differences(expected: Path, run_dir: Path, damaged: int = 0, power: bool = False) -> list[str]:
-    """What is not as in the run that was left alone. damaged: how many checkpoints were, on the way.
-    power: it was cut, which may leave pages of zeros at the end of a file that is being written."""
+def differences(expected: Path, run_dir: Path, damaged: bool = False, power: bool = False) -> list[str]:
+    """What is not as in the run that was left alone. damaged: checkpoints were, on the way. power: it was cut, which
+    may leave pages of zeros at the end of a file that is being written."""
     found = []
     for kind in ("step", "validation"):
-        left, right = (
-            [{k: v for k, v in one.items() if k not in TIMES} for one in records(folder) if one["kind"] == kind]
-            for folder in (expected, run_dir)
-        )
+        left, right = records(expected, kind), records(run_dir, kind)
         steps = [record["step"] for record in right]
         if steps != [record["step"] for record in left]:
             found.append(f"records of kind {kind} are of steps {steps}")
         elif bad := [one["step"] for one, other in zip(left, right, strict=True) if one != other]:
             found.append(f"other numbers in records of kind {kind} of steps {bad}")
-    left, right = (sorted(path.name for path in checkpoints(folder)) for folder in (expected, run_dir))
+    names, others = (sorted(path.name for path in checkpoints(folder)) for folder in (expected, run_dir))
     # One more is there if the last save was killed before it removed the oldest: the next save would.
-    older = [name for name in right if name < left[0]][:1]
-    if right != [*older, *left]:
-        found.append(f"checkpoints are {right}, not {left}")
-    for name in set(left) & set(right):
+    older = [name for name in others if name < names[0]][:1]
+    if others != [*older, *names]:
+        found.append(f"checkpoints are {others}, not {names}")
+    for name in set(names) & set(others):
         found += compare_checkpoints(expected / "checkpoints" / name, run_dir / "checkpoints" / name)
-    pointer = (run_dir / "checkpoints" / "latest").read_text()
-    if pointer != (expected / "checkpoints" / "latest").read_text():
-        found.append(f"`latest` names {pointer.strip()}")
+    pointer, other = ((folder / "checkpoints" / "latest").read_text().strip() for folder in (expected, run_dir))
+    if pointer != other:
+        found.append(f"`latest` names {other}")
     allowed = r"(metrics\.jsonl|tensorboard)\.\d+"  # of starts before there was a checkpoint
     if damaged:  # also of a run that was finished until its end was damaged
         allowed += r"|checkpoints/.*damaged.*|summary\.json\.\d+"
     if power:
         allowed += r"|metrics\.jsonl\.damaged.*"
-    here, there = (
+    there, here = (
         {str(path.relative_to(root)) for path in [*root.iterdir(), *(root / "checkpoints").iterdir()]}
-        for root in (run_dir, expected)
+        for root in (expected, run_dir)
     )
     here -= {f"checkpoints/{name}" for name in older}
     found += [f"left over: {name}" for name in sorted(here - there) if not re.fullmatch(allowed, name)]
@@ -313,9 +297,8 @@ def compare_checkpoints(expected: Path, other: Path) -> list[str]:
             found.append(f"{other.name}/{name} has other bits")
     states = [json.loads((folder / "trainer.json").read_text()) for folder in (expected, other)]
     for state in states:
-        state["config"] = {key: state["config"][key] for key in state["config"] if key not in ("run", "checkpoint")}
-    if states[0] != states[1]:
-        keys = sorted(key for key in states[0].keys() | states[1].keys() if states[0].get(key) != states[1].get(key))
+        del state["config"]["run"], state["config"]["checkpoint"]
+    if keys := [key for key in states[0] if states[0][key] != states[1].get(key)]:
         found.append(f"{other.name}: the trainer's state differs in {keys}")
     return found
 
@@ -326,14 +309,14 @@ def compare_checkpoints(expected: Path, other: Path) -> list[str]:
 class Soak:
     """The rounds, one after the other. counts: what happened. wrong: each difference, a line."""
 
-    def __init__(self, kills: int, seed: int, mode: str, processes: int, folder: Path) -> None:
-        self.wanted, self.mode, self.processes, self.folder = kills, mode, processes, folder
+    def __init__(self, kills: int, seed: int, processes: int, folder: Path) -> None:
+        self.wanted, self.processes, self.folder = kills, processes, folder
         self.draw = random.Random(seed)
-        self.kills: Counter[tuple[str, str]] = Counter()
+        self.kills: Counter[tuple[str, bool]] = Counter()  # (place, in the background)
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._alone = folder / "alone"
-        self._seconds = 3.0
+        self.alone = folder / "alone"
+        self.seconds = 3.0  # of a start that is left alone
         numbers = np.random.default_rng(seed)
         for name in ("a", "b", "held_out"):
             with IndexedDatasetWriter(folder / name, np.uint16) as writer:
@@ -346,41 +329,41 @@ class Soak:
         first.start()
         first.join()
         began = time.monotonic()
-        _, code = self.start(self._alone, self._alone / "run", "sync")
-        self._seconds = time.monotonic() - began
+        _, code = self.ended(self.launched(self.alone, self.alone / "run", False))
+        self.seconds = time.monotonic() - began
         if code != 0:
-            raise SystemExit(f"the run that is left alone failed:\n{(self._alone / 'output').read_text()[-3000:]}")
+            raise SystemExit(f"the run that is left alone failed:\n{(self.alone / 'output').read_text()[-3000:]}")
         index = 0
         while self.kills.total() < self.wanted and len(self.wrong) < 10:
-            self.round(index)
+            scratch, before = self.folder / f"round_{index:03d}", len(self.wrong)
+            scratch.mkdir()
+            disk = Disk(scratch) if index % 6 == 3 and MAY_MOUNT else None
+            run_dir = (scratch if disk is None else disk.mount) / "run"
+            self.round(scratch, run_dir, index % 2 == 1, disk)
+            if disk is not None:
+                if len(self.wrong) > before:
+                    shutil.copytree(run_dir, scratch / "run", dirs_exist_ok=True)
+                _command("umount", disk.mount)
+            if len(self.wrong) == before:
+                shutil.rmtree(scratch)
             print(f"round {index}: {self.kills.total()} kills, {len(self.wrong)} differences", file=sys.stderr)
             index += 1
 
-    def round(self, index: int) -> None:
-        """One run from its first start to its end, and the comparison."""
-        draw, scratch, disk = self.draw, self.folder / f"round_{index:03d}", None
-        scratch.mkdir()
-        mode, kind = self.mode if self.mode != "both" else ("sync", "async")[index % 2], "kills"
-        if index % 6 == 3:
-            try:
-                disk, kind = Disk(scratch), "power cuts"
-            except NotPermittedError as error:
-                kind = f"kills ({error})"
-        self.counts[f"rounds of {kind}"] += 1
-        run_dir = (scratch if disk is None else disk.mount) / "run"
-        before, damaged = len(self.wrong), 0
+    def round(self, scratch: Path, run_dir: Path, background: bool, disk: Disk | None) -> None:
+        """One run from its first start to its end, and the comparison. background: how it saves."""
+        draw, before, damaged = self.draw, len(self.wrong), 0
         hurt: tuple[Path, int] | None = None
         # Of a short soak, each way of saving gets its half.
-        left = min(PER_ROUND, -(-self.wanted // 2), self.wanted - self.kills.total())
-        while left > 0 and len(self.wrong) == before:
-            left -= 1
+        for _ in range(min(STARTS, -(-self.wanted // 2), self.wanted - self.kills.total())):
             if disk is not None and draw.random() < 0.4:
-                self.power_cut(scratch, disk, run_dir, mode)
+                self.power_cut(scratch, disk, run_dir, background)
                 continue
-            killed, code = self.disturbed(scratch, run_dir, mode)
+            killed, code = self.disturbed(scratch, run_dir, background)
             if not killed and code != 0:
                 self.wrong.append(f"a start that was left alone ended with {code}; {scratch}/output")
-            if not killed and code == 0:
+            if len(self.wrong) > before:
+                return
+            if not killed:
                 break
             # Not another one before the damage was found: two intact ones would be needed.
             found = hurt is None or not hurt[0].exists() or hurt[0].stat().st_ino != hurt[1]
@@ -388,70 +371,36 @@ class Soak:
                 hurt = newest[0], newest[0].stat().st_ino  # which stays when it is renamed
                 self.counts[f"checkpoints with {damage(newest[0], draw)}"] += 1
                 damaged += 1
-        if len(self.wrong) == before:
-            _, code = self.start(scratch, run_dir, mode)
-            if code != 0:
-                self.wrong.append(f"a last start ended with {code}; see {scratch}/output")
-            else:
-                lines = differences(self._alone / "run", run_dir, damaged, disk is not None)
-                self.wrong += [f"round {index}: {line}" for line in lines]
-        if disk is not None:
-            if len(self.wrong) > before:
-                shutil.copytree(run_dir, scratch / "run", dirs_exist_ok=True)
-            _command("umount", disk.mount)
-        if len(self.wrong) == before:
-            shutil.rmtree(scratch)
+        _, code = self.ended(self.launched(scratch, run_dir, background))
+        if code != 0:
+            self.wrong.append(f"a last start ended with {code}; see {scratch}/output")
+        elif len(self.wrong) == before:
+            found_wrong = differences(self.alone / "run", run_dir, damaged > 0, disk is not None)
+            self.wrong += [f"{scratch.name}: {line}" for line in found_wrong]
 
-    def disturbed(self, scratch: Path, run_dir: Path, mode: str) -> tuple[bool, int]:
+    def disturbed(self, scratch: Path, run_dir: Path, background: bool) -> tuple[bool, int]:
         """One start, killed somewhere; whether it was, and its exit code."""
-        draw, resumes = self.draw, bool(checkpoints(run_dir))
+        draw = self.draw
         if draw.random() < 0.25:
-            return self.start(scratch, run_dir, mode, moment=draw.random() * 0.6)
-        places = {
-            name: place
-            for name, place in PLACES.items()
-            if (mode == "async") >= place.asynchronous and resumes >= place.resumes
-        }
-        # The places that had the fewest kills first, with some chance for all.
-        counts = {name: self.kills[name, "sync"] + self.kills[name, "async"] for name in places}
-        name = min(places, key=lambda name: counts[name] + draw.random() * 3)
-        victim = 0 if places[name].first else draw.randrange(self.processes)
-        nth = 1 + draw.randrange(places[name].repeats + 1)
-        return self.start(scratch, run_dir, mode, Kill(name, nth, victim, draw.random() < 0.4, draw.random() < 0.5))
-
-    def start(
-        self, scratch: Path, run_dir: Path, mode: str, kill: Kill | None = None, moment: float | None = None
-    ) -> tuple[bool, int]:
-        """Start the run and see it end; whether it was killed, and the exit code of the first rank that failed.
-
-        kill: where a rank kills itself. moment: or when, as a share of the time that a whole run takes.
-        """
-        draw, processes, killed = self.draw, self.launch(scratch, run_dir, mode, kill), False
-        sentinels = [process.sentinel for process in processes]
-        if moment is not None and not wait(sentinels, timeout=moment * self._seconds):
-            killed = True
+            processes = self.launched(scratch, run_dir, background)
+            wait([process.sentinel for process in processes], timeout=draw.random() * 0.6 * self.seconds)
             for process in processes if draw.random() < 0.5 else [draw.choice(processes)]:
                 process.kill()
-        deadline = time.monotonic() + HANGS
-        while waiting := [process for process in processes if process.is_alive()]:
-            if not wait([process.sentinel for process in waiting], timeout=max(0.0, deadline - time.monotonic())):
-                if len(waiting) == len(processes):
-                    self.wrong.append(f"a start hangs; {scratch}/output")
-                for process in waiting:
-                    process.kill()
-                    process.join()
-            if any(process.exitcode not in (None, 0) for process in processes):
-                # As torchrun does with the others, sooner or later.
-                deadline = min(deadline, time.monotonic() + draw.choice([0.0, 0.1, 1.0]))
-        codes = [process.exitcode for process in processes]
-        killed |= kill is not None and -signal.SIGKILL in codes
+            name = "any moment"
+        else:
+            name, place = draw.choice([*PLACES.items()])
+            victim = 0 if place.first else draw.randrange(self.processes)
+            nth = 1 + draw.randrange(place.repeats + 1)
+            kill = Kill(name, nth, victim, draw.random() < 0.4, draw.random() < 0.5)
+            processes = self.launched(scratch, run_dir, background, kill)
+        killed, code = self.ended(processes)
         if killed:
-            self.kills["any moment" if kill is None else kill.place, mode] += 1
-        elif kill is not None:
+            self.kills[name, background] += 1
+        else:
             self.counts["starts that did not come to their place"] += 1
-        return killed, next((code for code in codes if code not in (0, -signal.SIGKILL)), 0)
+        return killed, code
 
-    def launch(self, scratch: Path, run_dir: Path, mode: str, kill: Kill | None) -> list[Any]:
+    def launched(self, scratch: Path, run_dir: Path, background: bool, kill: Kill | None = None) -> list[Any]:
         """The processes of one start."""
         scratch.mkdir(exist_ok=True)
         for old in scratch.glob("pid_*"):
@@ -461,9 +410,9 @@ class Soak:
             f"run.dir={run_dir}",
             f"data.sources={{a: {self.folder}/a, b: {self.folder}/b}}",
             f"data.validation={{a: {self.folder}/held_out}}",
-            f"checkpoint.asynchronous={str(mode == 'async').lower()}",
+            f"checkpoint.asynchronous={str(background).lower()}",
         ]
-        slow = self.draw.choice([0.0, 0.1, 0.3]) if mode == "async" else 0.0
+        slow = self.draw.choice([0.0, 0.1, 0.3]) if background else 0.0
         processes = [
             fork_server().Process(target=rank_main, args=(environment, overrides, str(scratch), kill, slow))
             for environment in environments_of_ranks(self.processes)
@@ -472,40 +421,54 @@ class Soak:
             process.start()
         return processes
 
-    def power_cut(self, scratch: Path, disk: Disk, run_dir: Path, mode: str) -> None:
+    def ended(self, processes: list[Any]) -> tuple[bool, int]:
+        """See a start end; whether a rank was killed, and the exit code of the first rank that failed by itself."""
+        deadline, codes = time.monotonic() + HANGS, list[int]()
+        while waiting := [process for process in processes if process.is_alive()]:
+            if not wait([process.sentinel for process in waiting], timeout=max(0.0, deadline - time.monotonic())):
+                if len(waiting) == len(processes):
+                    self.wrong.append("a start hangs; its output is in the round's folder")
+                for process in waiting:
+                    process.kill()
+                    process.join()
+            codes = codes or [process.exitcode for process in processes if process.exitcode not in (None, 0)]
+            if codes:  # as torchrun does with the others, sooner or later
+                deadline = min(deadline, time.monotonic() + self.draw.choice([0.0, 0.1, 1.0]))
+        codes = [process.exitcode for process in processes]
+        return -signal.SIGKILL in codes, next((code for code in codes if code not in (0, -signal.SIGKILL)), 0)
+
+    def power_cut(self, scratch: Path, disk: Disk, run_dir: Path, background: bool) -> None:
         """A start, at some moment of which the disk is what a power cut leaves."""
-        processes = self.launch(scratch, run_dir, mode, None)
-        wait([process.sentinel for process in processes], timeout=self.draw.random() * 0.6 * self._seconds)
+        processes = self.launched(scratch, run_dir, background)
+        wait([process.sentinel for process in processes], timeout=self.draw.random() * 0.6 * self.seconds)
         for process in processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGSTOP)
         output = (scratch / "output").read_text() if (scratch / "output").exists() else ""
-        announced = [int(step) for step in re.findall(r"saved \S*step_(\d+)", output)]
+        # What the soak has damaged was moved aside by the start before the cut, and is not lost by that.
+        aside = {int(path.name[5:13]) for path in (run_dir / "checkpoints").glob("step_*.damaged*")}
+        announced = [step for step in map(int, re.findall(r"saved \S*step_(\d+)", output)) if step not in aside]
         copy = disk.copy()
         for process in processes:
             process.kill()
             process.join()
         disk.lose_power(copy)
         self.counts["power cuts"] += 1
-        found = checkpoints(run_dir)
-        newest = json.loads((found[-1] / "manifest.json").read_text())["step"] if found else 0
-        steps = {record["step"] for record in records(run_dir) if record["kind"] == "step"}
-        if missing := sorted(set(range(1, newest + 1)) - steps):
+        newest = max((int(path.name[5:]) for path in checkpoints(run_dir)[-1:]), default=0)
+        if missing := sorted(set(range(1, newest + 1)) - {record["step"] for record in records(run_dir, "step")}):
             self.wrong.append(f"a power cut left a checkpoint of step {newest} without records {missing}; {scratch}")
-        # What the soak has damaged was moved aside by the start before the cut, and is not lost by that.
-        aside = {int(path.name[5:13]) for path in (run_dir / "checkpoints").glob("step_*.damaged*")}
-        announced = [step for step in announced if step not in aside]
         if announced and newest < announced[-1]:
             self.wrong.append(f"step {announced[-1]} was said to be saved, a power cut left {newest}; {scratch}")
 
     def table(self) -> str:
         """Of what was done."""
-        rows = [(p, self.kills[p, "sync"], self.kills[p, "async"]) for p in (*PLACES, "any moment")]
+        rows = [(name, self.kills[name, False], self.kills[name, True]) for name in (*PLACES, "any moment")]
         rows.append(("all kills", sum(row[1] for row in rows), sum(row[2] for row in rows)))
         lines = [f"{'killed at':<32}{'sync':>6}{'async':>7}", *(f"{name:<32}{a:>6}{b:>7}" for name, a, b in rows), ""]
         lines += [f"{count:>5} {what}" for what, count in sorted(self.counts.items())]
+        lines += [] if MAY_MOUNT else ["no power cuts: they need root and mkfs.ext4"]
         lines += [f"WRONG: {line}" for line in self.wrong]
-        return "\n".join([*lines, "all equal" if not self.wrong else f"{len(self.wrong)} differences"])
+        return "\n".join([*lines, f"{len(self.wrong)} differences" if self.wrong else "all equal"])
 
 
 def main() -> int:
@@ -513,16 +476,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--mode", choices=("sync", "async", "both"), default="both", help="how checkpoints are saved")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="where to (default: a folder in memory, /dev/shm, if there is one)")
     options = parser.parse_args()
-    if options.folder is not None:
-        options.folder.mkdir(parents=True, exist_ok=True)
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    folder = Path(tempfile.mkdtemp(prefix="soak_", dir=options.folder or memory))
+    folder = Path(tempfile.mkdtemp(prefix="soak_", dir=memory))
     began = time.monotonic()
-    soak = Soak(options.kills, options.seed, options.mode, options.processes, folder)
+    soak = Soak(options.kills, options.seed, options.processes, folder)
     try:
         soak.go()
     except KeyboardInterrupt:

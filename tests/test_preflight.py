@@ -12,7 +12,6 @@ import pytest
 
 import pretrain
 from data import provider as data_provider
-from megatron_fp4.checkpoint.find import check_initialization
 from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.planning import needs
@@ -52,7 +51,6 @@ def check(saved: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch
         config = config_from_saved(saved, [f"run.dir={run_dir}", *overrides], CONFIGS, trusted=True)
         try:
             check_configuration(config, 1, "cpu")
-            check_initialization(config)
             needs.print_check(config, models, data_provider)
         finally:
             assert sorted(run_dir.rglob("*")) == before

@@ -24,8 +24,6 @@ NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
 _ABSENT = "(absent)"
 # Keys, or their beginnings, that say something of a start and nothing of the run.
 _OF_A_START = ("run.dir", "run.dry", "checkpoint.resume", "checkpoint.initialize_from", "checkpoint.allow_mismatch")
-# Of `precision`, but of no recipe.
-_NO_RECIPE = tuple(f"precision.{key}" for key in ("switch", "diagnostics", "backend", "recheck"))
 _SHOWN = 12
 
 
@@ -112,21 +110,6 @@ def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwit
             f"{now.lr(start):.2e} in step {start + 1}; it decays from step {now.decay_start_step + 1} now"
         )
     return lines
-
-
-def untrained_recipe(changes: Sequence[Change], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:
-    """A warning if `changes` bring another recipe, and the precision switch leaves it no step after `start`."""
-    settings = config.precision.switch
-    if switch.switched_at is not None or switch.at_step is None or settings.scope != "both":
-        return []
-    another = any(key.startswith("precision.") and not key.startswith(_NO_RECIPE) for key, *_ in changes)
-    if not another or not switch.at_step <= start < config.train.steps:
-        return []
-    return [
-        f"WARNING: no step is trained in the recipe {config.precision.name}, which is not the checkpoint's: "
-        f"precision.switch.when={settings.when} means before step {switch.at_step + 1}, so all that is left is in "
-        f"{settings.target}. Set precision.switch.when=never, or begin from an earlier checkpoint"
-    ]
 
 
 def _differences(prefix: str, fields: Any, before: Any, now: Any) -> Iterator[Change]:

@@ -353,46 +353,34 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
 
 
 def check_resume(config: Config) -> None:
-    """Raise ConfigError if `checkpoint.resume` is a path that no start could resume from.
+    """Raise ConfigError if no start could begin from what `checkpoint.resume` or `checkpoint.initialize_from` names: no
+    checkpoint, or weights of another model.
 
-    A branch resumes from its own checkpoints also when its parent is gone; the start sees whether they are its own.
+    A run that has checkpoints of its own resumes from these, also when what it began from is gone; the start sees
+    whether they are its own.
     """
-    resume, root = config.checkpoint.resume, Path(config.run.dir) / "checkpoints"
-    if config.checkpoint.initialize_from is not None or resume in KEYWORDS:
-        return
-    if any(root.glob("step_*")) and not is_own(root, Path(resume)):
+    settings, root = config.checkpoint, Path(config.run.dir) / "checkpoints"
+    resume, given = settings.resume, settings.initialize_from
+    if given is not None and resume not in KEYWORDS:
+        raise ConfigError(
+            f"{INITIALIZE}={given} takes weights alone and checkpoint.resume={resume} all of a checkpoint; give one of "
+            "them"
+        )
+    if files.list_checkpoints(root) and not is_own(root, Path(resume)):
         return
     try:
-        if (found := files.checkpoint_in(Path(resume))) != Path(resume):
-            raise ValueError(f"{resume} is no checkpoint, but has some inside: give {found}")
-        refuse_weights_only(found, files.read_manifest(found))
+        if given is not None:
+            folder, manifest = _source(given)
+            if not settings.allow_mismatch:
+                _check_model(folder, manifest, run_identity(config, {}), ("model.",))
+        elif resume not in KEYWORDS:
+            if (found := files.checkpoint_in(Path(resume))) != Path(resume):
+                raise ValueError(f"{resume} is no checkpoint, but has some inside: give {found}")
+            refuse_weights_only(found, files.read_manifest(found))
     except DamagedCheckpointError as error:
         raise ConfigError(f"checkpoint.resume={resume} is no whole checkpoint ({error}); give another one") from error
     except (ValueError, OSError) as error:
-        raise ConfigError(f"checkpoint.resume: {error}") from error
-
-
-def check_initialization(config: Config) -> None:
-    """Raise ConfigError if `checkpoint.initialize_from` cannot be begun from: no checkpoint, or of another model.
-
-    A run that has checkpoints of its own resumes from those, whatever has become of the path.
-    """
-    given, settings = config.checkpoint.initialize_from, config.checkpoint
-    if given is None:
-        return
-    if settings.resume not in KEYWORDS:
-        raise ConfigError(
-            f"{INITIALIZE}={given} takes weights alone and checkpoint.resume={settings.resume} all of a checkpoint; "
-            "give one of them"
-        )
-    if files.list_checkpoints(Path(config.run.dir) / "checkpoints"):
-        return
-    try:
-        folder, manifest = _source(given)
-        if not settings.allow_mismatch:
-            _check_model(folder, manifest, run_identity(config, {}), ("model.",))
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"checkpoint.resume: {error}" if given is None else str(error)) from error
 
 
 # Beginning from weights alone

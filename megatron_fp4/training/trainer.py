@@ -26,7 +26,7 @@ from megatron_fp4.checkpoint import config_diff
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.files import origin_state
-from megatron_fp4.checkpoint.find import Resumed, check_initialization, check_resume, would_overwrite
+from megatron_fp4.checkpoint.find import Resumed, check_resume, would_overwrite
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
@@ -448,7 +448,6 @@ class Trainer:
             self.log.found("damaged", [f"{line}{start}"], **asdict(damage))
         if saved and (changes := config_diff.configuration_changes(saved, self.config)):
             lines = config_diff.change_lines(changes)
-            lines += config_diff.untrained_recipe(changes, self.config, switch, start)
             lines += config_diff.consequences(saved, self.config, switch, start)
             self.log.found("configuration", lines, changes=[change._asdict() for change in changes])
         if changed_data := self.data.loader.changes:
@@ -485,7 +484,6 @@ def check_start(config: Config, models: ModelProvider, data: DataProvider) -> No
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     check(config, models, data, place_in_run().world_size, device_type)
     check_resume(config)
-    check_initialization(config)
     check_baseline(config)
     if not config.run.dry:
         execution_of(config, models)

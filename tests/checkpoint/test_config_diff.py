@@ -13,7 +13,6 @@ from megatron_fp4.checkpoint.config_diff import (
     consequences,
     identity_differences,
     run_identity,
-    untrained_recipe,
 )
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig, SwitchConfig
@@ -98,17 +97,6 @@ def test_what_the_switch_resolves_to() -> None:
     switch = replace(PrecisionConfig().switch, target="mxfp8")
     other = replace(other, precision=replace(other.precision, switch=switch))
     assert [change.key for change in configuration_changes(saved(), other)] == ["precision.switch.target"]
-
-
-def test_a_recipe_of_which_no_step_is_left_before_the_switch() -> None:
-    bf16, switches = PrecisionConfig(name="bf16"), SwitchConfig("before_decay")
-    now = config(precision=PrecisionConfig(name="nvfp4", switch=switches))
-    changes = configuration_changes(saved(precision=bf16), now)
-    [line] = untrained_recipe(changes, now, PrecisionSwitch(switches, 255), 255)
-    assert "when=before_decay means before step 256, so all that is left is in bf16." in line
-    of_itself = saved(precision=PrecisionConfig(name="nvfp4"))  # a switch that is meant
-    for before, start in ((of_itself, 255), (saved(precision=bf16), 254), (saved(precision=bf16), now.train.steps)):
-        assert untrained_recipe(configuration_changes(before, now), now, PrecisionSwitch(switches, 255), start) == []
 
 
 def test_a_longer_run_decays_again_and_stays_switched() -> None:

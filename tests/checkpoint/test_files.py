@@ -94,7 +94,13 @@ def test_prune_keeps_the_newest_the_pointed_and_the_damaged(tmp_path: Path) -> N
     assert names(tmp_path) == {"latest", "step_00000100", "step_00000200", "step_00000500"}
 
 
+def test_damaged_ones_never_replace_each_other(tmp_path: Path) -> None:
+    moved = [files.move_aside(make(tmp_path, 200, index)).name for index in range(3)]
+    assert moved == [f"step_00000200.damaged{more}" for more in ("", ".1", ".2")] and set(moved) == names(tmp_path)
+
+
 def test_clean_stale(tmp_path: Path) -> None:
+    """And nothing that a link leads to."""
     assert files.clean_stale(tmp_path / "nowhere") == []
     make(tmp_path, 100, 1)
     make(tmp_path, 100, 1, ".old")  # replaced, not yet removed
@@ -102,9 +108,9 @@ def test_clean_stale(tmp_path: Path) -> None:
     make(tmp_path, 200, 3, ".tmp")
     for other in ("notes.tmp", "notes.old", "step_00000300.damaged.old"):
         (tmp_path / other).mkdir()
+    kept = names(tmp_path) - {f"step_00000{name}" for name in ("100.old", "200.old", "200.tmp")}
+    (tmp_path / "step_00000900.tmp").symlink_to(tmp_path / "step_00000100")
     done = files.clean_stale(tmp_path)
-    assert len(done) == 3 and "restored step_00000200" in done
-    assert names(tmp_path) == {
-        "step_00000100", "step_00000200", "notes.tmp", "notes.old", "step_00000300.damaged.old",
-    }  # fmt: skip
+    assert len(done) == 4 and "restored step_00000200" in done
+    assert names(tmp_path) == kept | {"step_00000200"} and files.read_manifest(tmp_path / "step_00000100").step == 100
     assert files.read_manifest(tmp_path / "step_00000200").save_index == 2
