@@ -26,6 +26,7 @@ from pathlib import Path
 from megatron_fp4.runtime.progress import state_of_process
 from scripts.fingerprint import state_digest
 from tests.programs import ROOT
+from tests.soak import records
 
 SECONDS = 300.0
 """What a start, and what an answer to a fault may take."""
@@ -60,10 +61,7 @@ class Job:
             time.sleep(0.001)
 
     def steps(self) -> list[dict[str, float]]:
-        path = self.dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        return [record for record in records if record["kind"] == "step"]
+        return records(self.dir, "step")
 
     def finish(self) -> int:
         """Start until it is finished; returns the number of starts."""

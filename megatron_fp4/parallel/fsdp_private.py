@@ -1,6 +1,6 @@
 """What this project uses of FSDP2 that has no public name, in one place; torch 2.11 to 2.13 have it.
 
-`NAMES` lists it by torch's file and class; a test looks each up in the installed torch.
+`NAMES` lists it by torch's file and class; a test looks each up in the installed torch, or in another one's files.
 """
 
 from __future__ import annotations

@@ -16,13 +16,14 @@ from megatron_fp4.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
-from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_plan
+from megatron_fp4.precision.plan import PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import MicroBatch
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from models.pattern import linear_shapes
 from tests.training.harness import train_step, whole
 
 # Four of everything that tensor-parallel ranks divide among them. The rows of a group of in_proj, 16 + 16 + 8 + 8 + 2,
@@ -120,20 +121,30 @@ def micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_bat
     return shares
 
 
-def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, step_state: StepState) -> HybridModel:
+def controlled_model(
+    mesh: ParallelMesh,
+    recipe: Recipe,
+    step_state: StepState,
+    config: ModelConfig = MODEL,
+    dtype: torch.dtype = torch.float32,
+    reshard: bool = False,
+) -> tuple[HybridModel, PrecisionController]:
+    """As a run builds it, all linears in `recipe`."""
     with torch.device("meta"):
-        model = build_model(MODEL, mesh, torch.float32)
-    linears = dict(model.linears())
-    shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
+        model = build_model(config, mesh, dtype)
     apply_data_parallel(
-        model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=torch.float32,
-        reshard=layout.reshard, ends=[model.embedding, model.head],
+        model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=dtype,
+        reshard=reshard, ends=[model.embedding, model.head],
     )  # fmt: skip
     model.to_empty(device="cpu")
-    initialize(model, MODEL, seed=7)
-    plan = build_plan(shapes, recipe, Bf16BlocksConfig(), MODEL.num_blocks)
-    PrecisionController({name: module.context for name, module in linears.items()}, plan, step_state)
-    return model
+    initialize(model, config, seed=7)
+    plan = build_plan(linear_shapes(config), recipe, Bf16BlocksConfig(), config.num_blocks)
+    contexts = {name: module.context for name, module in model.linears()}
+    return model, PrecisionController(contexts, plan, step_state)
+
+
+def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, step_state: StepState) -> HybridModel:
+    return controlled_model(mesh, recipe, step_state, reshard=layout.reshard)[0]
 
 
 def masked_micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_batches) -> list[MicroBatch]:
@@ -175,10 +186,8 @@ def train(
     optimizer.register_step_pre_hook(keep_gradients)
     for step in range(steps):
         with recorded(model, step_state, result.codes) if step == 0 else nullcontext():
-            done = train_step(
-                model, optimizer, batches(step, mesh, layout.num_micro_batches), mesh, step_state,
-                step=step, lr=1e-3, clip_norm=1.0, reshard=layout.reshard,
-            )  # fmt: skip
+            mine = batches(step, mesh, layout.num_micro_batches)
+            done = train_step(model, optimizer, mine, mesh, step_state, step=step, reshard=layout.reshard)
         result.losses.append(done.loss)
         result.norms.append(done.grad_norm)
     result.weights = {name: whole(parameter) for name, parameter in model.named_parameters()}

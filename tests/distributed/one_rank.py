@@ -25,13 +25,11 @@ class Job:
     settings: of the checkpointer.
     """
 
-    def __init__(
-        self, root: Path, mesh: ParallelMesh, keep: int = 0, settings: Mapping[str, Any] = NONE, **identity: Any
-    ) -> None:
+    def __init__(self, root: Path, mesh: ParallelMesh, settings: Mapping[str, Any] = NONE, **identity: Any) -> None:
         self.root = root
         self.model, self.optimizer = toy(mesh)
         self.step_state = StepState(0)
-        self.checkpointer = Checkpointer(root, mesh, keep=keep, identity={"hidden": 12, **identity}, **settings)
+        self.checkpointer = Checkpointer(root, mesh, keep=0, identity={"hidden": 12, **identity}, **settings)
         self.checkpointer.prepare(self.model, self.optimizer)
 
     def fill(self, value: float) -> None:

@@ -73,11 +73,8 @@ def run(
         for step in range(start, until):
             if rank == stop_rank and step == until - 2:
                 os.kill(os.getpid(), signal.SIGTERM)
-            batches = toy_batches(step, mesh)
-            result = train_step(
-                model, optimizer, batches, mesh, step_state,
-                step=step, lr=1e-2, clip_norm=1.0, requests=StepRequests(stop=stop.requested),
-            )  # fmt: skip
+            batches, requests = toy_batches(step, mesh), StepRequests(stop=stop.requested)
+            result = train_step(model, optimizer, batches, mesh, step_state, step=step, requests=requests)
             losses.append((result.loss, result.grad_norm))
             draws += _draws()
             done, stopped = step + 1, result.requests.stop
@@ -223,8 +220,7 @@ def _save_as_format_1(rank: int, root: str) -> dict[str, Any]:
     mesh = toy_mesh()
     model, optimizer = toy(mesh, seed=3)
     for step in range(3):
-        settings = {"step": step, "lr": 1e-2, "clip_norm": 1.0}
-        train_step(model, optimizer, toy_batches(step, mesh), mesh, StepState(seed=0), **settings)
+        train_step(model, optimizer, toy_batches(step, mesh), mesh, StepState(seed=0), step=step)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(rank + 50)
     folder = Path(root) / "step_00000003"

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.measure.diagnostics import Probe
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.gathered_codes import GatheredWeight
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision.backend import Backend
@@ -24,9 +23,7 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.training.callbacks.validation import evaluate
 from megatron_fp4.training.optimizer import build_optimizer
-from models.hybrid import HybridModel, build_model
-from models.initialization import initialize
-from tests.distributed.hybrid import MODEL, NVFP4, Layout, micro_batches, whole
+from tests.distributed.hybrid import NVFP4, Layout, controlled_model, micro_batches, whole
 from tests.quantization import cublas
 from tests.training.harness import launch, train_step
 
@@ -64,10 +61,9 @@ def run(rank: int, layout: Layout, dtype: torch.dtype, backend: Backend) -> list
 
 def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Seen:
     mesh, step_state, seen = layout.mesh(), StepState(seed=11), Seen()
-    model = model_on(mesh, dtype, layout.reshard)
-    contexts = {name: linear.context for name, linear in model.linears()}
-    for name, context in contexts.items():
-        context.name, context.recipe, context.step_state = name, NVFP4, step_state
+    model, controller = controlled_model(mesh, NVFP4, step_state, dtype=dtype, reshard=layout.reshard)
+    contexts = controller.linears
+    for context in contexts.values():
         context.backend = backend
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     count = 0
@@ -90,10 +86,7 @@ def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Seen:
             if step == EVALUATED_STEP:
                 seen.losses.append(evaluate(model, {"held out": batches[:1]}, mesh, step_state)["held out"])
             with Probe(once=True).attached(contexts if step == PROBED_STEP else {}):
-                done = train_step(
-                    model, optimizer, batches, mesh, step_state,
-                    step=step, lr=1e-3, clip_norm=1.0, reshard=layout.reshard,
-                )  # fmt: skip
+                done = train_step(model, optimizer, batches, mesh, step_state, step=step, reshard=layout.reshard)
             seen.losses.append(done.loss)
             seen.gatherings.append(count / len(contexts))
     seen.weights = [whole(parameter) for parameter in model.parameters()]
@@ -107,18 +100,6 @@ def see(weight: Tensor, as_codes: list[int]) -> None:
     # What is known by its codes has no values that anybody could read.
     assert bool(local.isnan().all()) == (codes is not None)
     assert codes is None or codes.codes.shape == (local.shape[0], local.shape[1] // 2)
-
-
-def model_on(mesh: Any, dtype: torch.dtype, reshard: bool) -> HybridModel:
-    with torch.device("meta"):
-        model = build_model(MODEL, mesh, dtype)
-    apply_data_parallel(
-        model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=dtype, reshard=reshard,
-        ends=[model.embedding, model.head],
-    )  # fmt: skip
-    model.to_empty(device=mesh.device)
-    initialize(model, MODEL, seed=7)
-    return model
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,15 +124,14 @@ def through_formats(rank: int) -> list[list[float]]:
     for codes in (True, False):
         layout = Layout(2)
         mesh, step_state = layout.mesh(), StepState(seed=11)
-        model = model_on(mesh, torch.bfloat16, reshard=False)
+        model, controller = controlled_model(mesh, mxfp4, step_state, dtype=torch.bfloat16)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
         losses.append([])
         with nullcontext() if codes else mock.patch.object(LinearContext, "gathers_codes", False):
             for step, recipe in enumerate((mxfp4, BF16, NVFP4, BF16, mxfp4)):
-                for name, linear in model.linears():
-                    linear.context.name, linear.context.step_state, linear.context.recipe = name, step_state, recipe
-                settings = {"step": step, "lr": 1e-3, "clip_norm": 1.0}
-                done = train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, **settings)
+                for context in controller.linears.values():
+                    context.recipe = recipe
+                done = train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, step=step)
                 losses[-1].append(done.loss)
     return losses
 

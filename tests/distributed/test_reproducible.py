@@ -39,10 +39,8 @@ BATCHES = {
 ONCE, REPLICAS = "parallel.reduce_gradients=once", "parallel.replicate=2"
 RUNS = [  # ranks, batch, mesh
     *((1, batch, ONCE) for batch in BATCHES),
-    (2, "eight, not all targets count", "parallel.reduce_gradients=each"),
     (2, "six, leaves of three", REPLICAS),
-    (4, "eight, not all targets count", "parallel.reduce_gradients=each parallel.reshard=true"),
-    (4, "eight, not all targets count", f"{REPLICAS} parallel.reshard=true"),
+    (4, "eight, not all targets count", f"parallel.reduce_gradients=each {REPLICAS} parallel.reshard=true"),
 ]
 Bits = tuple[list[tuple[float, float]], dict[str, Tensor]]
 

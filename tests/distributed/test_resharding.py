@@ -55,7 +55,7 @@ def run(rank: int, layout: Layout, source: str | None, folder: str, steps: int) 
         assert resumed is not None
         done = resumed.step
     for step in range(done, done + steps):
-        train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, step=step, lr=1e-3, clip_norm=1.0)
+        train_step(model, optimizer, micro_batches(step, mesh), mesh, step_state, step=step)
     checkpointer.save(done + steps, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
     weights = {name: whole(value) for name, value in model.state_dict().items()}
     moments = {name: whole(value) for name, value in optimizer_state(model, optimizer).items()}

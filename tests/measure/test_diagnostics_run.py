@@ -10,20 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ModelConfig, OptimizerConfig
 from megatron_fp4.measure.diagnostics import Probe, diagnostics_record, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.measure.replay import replay
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.linear import LinearContext
-from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer
-from models.hybrid import build_model
-from models.initialization import initialize
+from tests.distributed.hybrid import controlled_model
 from tests.precision.reference import NVFP4
 from tests.training.harness import ToyBatch, launch, toy_mesh, train_step, whole
 
@@ -44,15 +39,9 @@ class Run:
 
     def __init__(self, mesh: ParallelMesh, recipe: Recipe, reshard: bool = False) -> None:
         self.mesh, self.reshard, self.step_state = mesh, reshard, StepState(seed=7)
-        self.model = build_model(CONFIG, mesh, torch.bfloat16)
-        modules = dict(self.model.linears())
-        self.linears: dict[str, LinearContext] = {name: module.context for name, module in modules.items()}
-        shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
-        plan = build_plan(shapes, recipe, Bf16BlocksConfig(), len(CONFIG.pattern))
-        self.controller = PrecisionController(self.linears, plan, self.step_state)
-        initialize(self.model, CONFIG, seed=7)
-        settings: dict[str, Any] = {"units": list(self.model.blocks), "fp32_units": [], "reshard": reshard}
-        apply_data_parallel(self.model, mesh, compute_dtype=torch.bfloat16, **settings)
+        parts = mesh, recipe, self.step_state, CONFIG, torch.bfloat16, reshard
+        self.model, self.controller = controlled_model(*parts)
+        self.linears = self.controller.linears
         self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2))
 
     def batches(self, step: int) -> list[ToyBatch]:
@@ -64,8 +53,8 @@ class Run:
         return found
 
     def step(self, step: int) -> tuple[float, float]:
-        settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": 1.0, "reshard": self.reshard}
-        result = train_step(self.model, self.optimizer, self.batches(step), self.mesh, self.step_state, **settings)
+        parts = self.model, self.optimizer, self.batches(step), self.mesh, self.step_state
+        result = train_step(*parts, step=step, reshard=self.reshard)
         return result.loss, result.grad_norm
 
     def noise(self, step: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -22,15 +22,9 @@ from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.models.builders import small_config
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, alone, launch, toy_mesh, train_step, whole
+from tests.training.harness import ToyBatch, launch, toy_mesh, train_step, whole
 
 CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64)
-
-
-@pytest.fixture
-def mesh() -> Iterator[ParallelMesh]:
-    with alone() as mesh:
-        yield mesh
 
 
 def batches(step: int) -> list[ToyBatch]:
@@ -56,8 +50,7 @@ def trained(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tu
     step_state = StepState(seed=3)
     model = built(mesh, apply, reshard, step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
-    settings: dict[str, Any] = {"lr": 1e-2, "clip_norm": 1.0, "reshard": reshard}
-    results = [train_step(model, optimizer, batches(s), mesh, step_state, step=s, **settings) for s in range(3)]
+    results = [train_step(model, optimizer, batches(s), mesh, step_state, step=s, reshard=reshard) for s in range(3)]
     return [(result.loss, result.grad_norm) for result in results], model
 
 
@@ -100,15 +93,14 @@ def trained_by_two(rank: int) -> list[tuple[list[Any], list[torch.Tensor]]]:
         model.blocks[0].register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
         with mock.patch.object(FSDPHooks, "left_out", autospec=True, side_effect=context) as left_out:
             given = [[*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5] for s in range(2)]
-            settings = {"lr": 1e-2, "clip_norm": 1.0}
-            results = [train_step(model, optimizer, given[s], mesh, step_state, step=s, **settings) for s in range(2)]
+            results = [train_step(model, optimizer, given[s], mesh, step_state, step=s) for s in range(2)]
         assert left_out.call_count == 2 * 3 and len(ran) == 2 * 5
         weights = [whole(parameter) for parameter in model.parameters()]
         # An error in the second micro-batch of a step leaves the hooks as they were.
         model.blocks[0].register_forward_pre_hook(lambda *_, ran=ran: 1 / (len(ran) - 12) and None)
         hooks = [len(module._forward_pre_hooks) for module in model.modules()]
         with pytest.raises(ZeroDivisionError):
-            train_step(model, optimizer, given[0], mesh, step_state, step=2, **settings)
+            train_step(model, optimizer, given[0], mesh, step_state, step=2)
         assert hooks == [len(module._forward_pre_hooks) for module in model.modules()] and len(ran) == 12
         found.append(([(result.loss, result.grad_norm) for result in results], weights))
     return found

@@ -196,12 +196,14 @@ def train_step(
     step: int,
     reshard: bool = False,
     graphs: MicroBatchGraphs | None = None,
+    lr: float = 1e-3,
+    clip_norm: float = 1.0,
     **settings: Any,
 ) -> StepResult:
     """One step as a Trainer makes it, without callbacks."""
     step_state.step = step
     loss = accumulate(model, micro_batches, mesh, step_state, reshard=reshard, graphs=graphs)
-    return update(optimizer, loss, mesh, step_state, **settings)
+    return update(optimizer, loss, mesh, step_state, lr=lr, clip_norm=clip_norm, **settings)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ the StepState of the capture, so that nothing that the host counts on can get in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -26,13 +26,7 @@ from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
 from tests.composing import CONFIGS, composed, plans_of
 from tests.measure.test_diagnostics_run import CONFIG, Run
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, alone, train_step
-
-
-@pytest.fixture
-def mesh() -> Iterator[ParallelMesh]:
-    with alone() as mesh:
-        yield mesh
+from tests.training.harness import ToyBatch, train_step
 
 
 class Job(Run):
@@ -60,9 +54,8 @@ class Job(Run):
 
     def train(self, step: int, length: int = 16, count: int = 3) -> tuple[float, float, bool]:
         """Loss, norm, and whether the step was replayed."""
-        settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": self.graphs}
-        batches = self.sized(step, length, count)
-        result = train_step(self.model, self.optimizer, batches, self.mesh, self.step_state, **settings)
+        parts = self.model, self.optimizer, self.sized(step, length, count), self.mesh, self.step_state
+        result = train_step(*parts, step=step, graphs=self.graphs)
         assert self.step_state.keys is None and all(p.grad is None for p in self.model.parameters())
         return result.loss, result.grad_norm, self.graphs is not None and self.graphs.captured
 

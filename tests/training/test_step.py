@@ -74,7 +74,7 @@ def _ahead_or_not(rank: int, clip_norm: float, factor: float) -> tuple[list[dict
                 poison = model.blocks[0].register_forward_hook(
                     lambda module, inputs, output: output.register_hook(lambda gradient: gradient * factor) and None
                 )
-            settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": clip_norm, "accept": accept}
+            settings: dict[str, Any] = {"step": step, "clip_norm": clip_norm, "accept": accept}
             results.append(train_step(model, optimizer, toy_batches(step, mesh), mesh, step_state, **settings))
             assert all(parameter.grad is None for parameter in model.parameters())
             if poison is not None:
