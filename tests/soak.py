@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from data.indexed import IndexedDatasetWriter
+from megatron_fp4.checkpoint import files
 from tests.programs import environments_of_ranks, fork_server
 
 STARTS = 12  # of a round, at most, before the one that is left alone
@@ -207,16 +208,8 @@ def _command(*words: str | Path) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Those that bear a checkpoint's name, the one that was saved last at the end."""
-    found = [path for path in run_dir.glob("checkpoints/step_*") if re.fullmatch(r"step_\d{8}", path.name)]
-
-    def index(folder: Path) -> int:
-        try:
-            return int(json.loads((folder / "manifest.json").read_text())["save_index"])
-        except (OSError, ValueError, KeyError):
-            return -1
-
-    return sorted(found, key=index)
+    """Those that can be resumed from, the one that was saved last at the end."""
+    return [folder for folder, _ in files.scan(run_dir / "checkpoints")[0]][::-1]
 
 
 def damage(folder: Path, draw: random.Random) -> str:

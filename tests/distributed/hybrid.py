@@ -1,15 +1,15 @@
-"""A small hybrid model with every kind of block, trained for a few steps on any mesh, and what its GEMMs were given."""
+"""A small hybrid model with every kind of block, trained for a few steps on any mesh; a look at its GEMMs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
@@ -62,8 +62,6 @@ RECIPES = {
     "quartet2": QUARTET2,
 }
 
-Codes = dict[tuple[int, str, str], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -98,17 +96,12 @@ LAYOUTS = {
 
 @dataclass
 class Result:
-    """What one rank saw. Gradients (of the first step, as the optimizer got them) and weights are whole tensors.
+    """What one rank saw. Gradients (of the first step, as the optimizer got them) and weights are whole tensors."""
 
-    codes: of the first step's quantized GEMMs, (micro-batch, linear, GEMM) -> both operands' values and scales.
-    """
-
-    tp_rank: int
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    codes: Codes = field(default_factory=dict)
 
 
 def micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_batches) -> list[MicroBatch]:
@@ -174,7 +167,7 @@ def train(
     model = sharded_model(layout, mesh, RECIPES[precision], step_state)
     # A larger eps than usual: where a gradient is all rounding error, Adam would make a step of full length of it.
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
-    result = Result(mesh.tp_rank)
+    result = Result()
     names = {parameter: name for name, parameter in model.named_parameters()}
 
     def keep_gradients(*_: object) -> None:
@@ -185,32 +178,12 @@ def train(
 
     optimizer.register_step_pre_hook(keep_gradients)
     for step in range(steps):
-        with recorded(model, step_state, result.codes) if step == 0 else nullcontext():
-            mine = batches(step, mesh, layout.num_micro_batches)
-            done = train_step(model, optimizer, mine, mesh, step_state, step=step, reshard=layout.reshard)
+        mine = batches(step, mesh, layout.num_micro_batches)
+        done = train_step(model, optimizer, mine, mesh, step_state, step=step, reshard=layout.reshard)
         result.losses.append(done.loss)
         result.norms.append(done.grad_norm)
     result.weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     return result
-
-
-@contextmanager
-def recorded(model: nn.Module, step_state: StepState, codes: Codes) -> Iterator[None]:
-    """Keep the operands of all quantized GEMMs of `model`: fprops come in the model's order, the others backwards."""
-    names = [name for name, _ in model.linears()]
-    order = [(name, "fprop") for name in names]
-    order += [(name, gemm) for name in reversed(names) for gemm in ("dgrad", "wgrad")]
-    calls = 0
-
-    def keep(a: GemmOperand, b: GemmOperand) -> None:
-        nonlocal calls
-        if a.quantized or b.quantized:
-            codes[(step_state.micro_batch, *order[calls % len(order)])] = (*operand(a), *operand(b))
-            calls += 1
-
-    with watched_gemms(keep):
-        yield
-    assert calls % len(order) == 0
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One model on every mesh: loss, gradients, weights, codes, the gradient norm and generated texts are those of one
+"""One model on every mesh: loss, gradients, weights, the gradient norm and generated texts are those of one
 process; and what ranks multiplied by is what is exported."""
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ def test_in_fp32_every_mesh_is_one_process(layout, one, many):
     for rank in many[layout, "fp32"]:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
         assert rank.norms == pytest.approx(expected.norms, rel=1e-5)
-        assert rank.gradients.keys() == expected.gradients.keys()
-        for found, wanted in ((rank.gradients, expected.gradients), (rank.weights, expected.weights)):
-            for name, tensor in found.items():
-                assert relative_error(tensor, wanted[name]) < 1e-5, name
+        assert_gradients_equal(rank, expected, 1e-5)
+        for name, weight in rank.weights.items():
+            assert relative_error(weight, expected.weights[name]) < 1e-5, name
         assert (rank.losses, rank.norms) == (first.losses, first.norms)
         assert all(torch.equal(rank.weights[name], weight) for name, weight in first.weights.items())
 
@@ -89,48 +88,30 @@ def test_reducing_after_each_micro_batch_changes_the_order_of_sums(many):
 
 
 @pytest.mark.parametrize("layout", MESHES)
-def test_in_nvfp4_losses_and_the_codes_of_weights(layout, one, many):
-    first = 1e-3 if LAYOUTS[layout].tensor > 1 else 1e-6
-    assert abs(one["nvfp4"].losses[0] - one["fp32"].losses[0]) > 1e-4
+def test_in_nvfp4_losses_and_data_parallel_gradients(layout, one, many):
+    """(test_linear_codes.py gives linears of tensor-parallel ranks equal inputs.)"""
+    expected, tensor = one["nvfp4"], LAYOUTS[layout].tensor
+    assert abs(expected.losses[0] - one["fp32"].losses[0]) > 1e-4
     for rank in many[layout, "nvfp4"]:
-        assert rank.losses[0] == pytest.approx(one["nvfp4"].losses[0], rel=first)
-        assert rank.losses == pytest.approx(one["nvfp4"].losses, rel=1e-3)
-    ranks = sorted(many[layout, "nvfp4"], key=lambda rank: rank.tp_rank)
-    checked = 0
-    for micro_batch, linear, gemm in one["nvfp4"].codes:
-        holders = [rank for rank in ranks if (micro_batch, linear, gemm) in rank.codes]
-        assert [rank.tp_rank for rank in holders] == list(range(LAYOUTS[layout].tensor))
-        if gemm == "wgrad":
-            continue
-        *_, values, scale = one["nvfp4"].codes[micro_batch, linear, gemm]
-        parts = [rank.codes[micro_batch, linear, gemm] for rank in holders]
-        # fprop's weight is [out, in], dgrad's [in, out]; out is sharded in the projections into a block.
-        sharded = int(linear.endswith(("out_proj", "down_proj"))) ^ int(gemm == "dgrad")
-        assert torch.equal(torch.cat([part[2] for part in parts], sharded), values), (linear, gemm)
-        assert all(torch.equal(part[3], scale) for part in parts), (linear, gemm)
-        checked += 1
-    assert checked == ONE.num_micro_batches * 6 * 2
-    if LAYOUTS[layout].tensor == 1:  # test_linear_codes.py gives linears of tensor-parallel ranks equal inputs
-        assert_codes_equal(ranks, one["nvfp4"], ONE.num_micro_batches)
+        assert rank.losses[0] == pytest.approx(expected.losses[0], rel=1e-3 if tensor > 1 else 1e-6)
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-3)
+        if tensor == 1:
+            assert_gradients_equal(rank, expected)
 
 
-def test_every_code_of_the_first_step_on_three_ranks():
+def test_three_ranks_have_the_gradients_of_one():
     """Three and six are no powers of two: a division in another place would round, and move codes."""
     one = launch(train, 1, replace(ONE, num_micro_batches=6), "nvfp4", 1)[0]
-    three = launch(train, 3, Layout(3, num_micro_batches=6), "nvfp4", 1)
-    assert_codes_equal(three, one, 6)
-    for rank in three:
+    for rank in launch(train, 3, Layout(3, num_micro_batches=6), "nvfp4", 1):
         assert rank.losses == pytest.approx(one.losses, rel=1e-6)
-        for name, gradient in rank.gradients.items():
-            assert relative_error(gradient, one.gradients[name]) < 1e-5, name
+        assert_gradients_equal(rank, one)
 
 
-def assert_codes_equal(ranks: list[Result], one: Result, num_micro_batches: int) -> None:
-    """Both operands and both tensor scales of all GEMMs of a step, bit for bit."""
-    codes = {key: value for rank in ranks for key, value in rank.codes.items()}
-    assert codes.keys() == one.codes.keys() and len(codes) == num_micro_batches * 6 * 3
-    for key, found in codes.items():
-        assert all(torch.equal(a, b) for a, b in zip(found, one.codes[key], strict=True)), key
+def assert_gradients_equal(rank: Result, one: Result, tolerance: float = 1e-6) -> None:
+    """But for the order of sums over micro-batches: a single other code moves a gradient by far more than this."""
+    assert rank.gradients.keys() == one.gradients.keys()
+    for name, gradient in rank.gradients.items():
+        assert relative_error(gradient, one.gradients[name]) < tolerance, name
 
 
 def texts(rank: int, layout: Layout) -> tuple[list[list[Continuation]], Tensor]:

@@ -1,4 +1,4 @@
-"""Diagnostics, gradient noise and replays in training steps of a real model on several ranks."""
+"""Diagnostics, gradient noise, replays and rechecks in training steps of a real model on several ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_fp4.measure.replay import replay
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.verify import Recheck
 from megatron_fp4.training.optimizer import build_optimizer
 from tests.distributed.hybrid import controlled_model
 from tests.precision.reference import NVFP4
@@ -71,10 +72,10 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple[list[Any], list[float], list[Any]]:
     """Diagnostics and noise of every second step of a run, which is the run that measures nothing; also that what it
-    computes twice is equal."""
+    computes twice and what it rechecks is equal."""
     mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
     off, on = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard)
-    generator, records, norms, noises = torch.get_rng_state(), [], [], []
+    generator, recheck, records, norms, noises = torch.get_rng_state(), Recheck(1, on.linears), [], [], []
     for step in range(3):
         probe, due = Probe(), step % 2 == 0
         if due:
@@ -84,8 +85,11 @@ def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple
             assert replayed.differences == [] and replayed.checked > 60
             assert recipes == {name: context.recipe for name, context in on.linears.items()}
             assert all(parameter.grad is None for parameter in on.model.parameters())
-        with probe.attached(on.linears if due else {}):
+        with probe.attached(on.linears if due else {}), recheck.watching(step):
             result = on.step(step)
+        rechecked = recheck.collect()
+        assert rechecked is not None and rechecked.linear == LINEARS[step]
+        assert rechecked.faults == [] and rechecked.comparisons >= 8
         assert result == off.step(step) and on.step_state == off.step_state
         assert torch.equal(generator, torch.get_rng_state())
         assert all(context.probe is None for context in on.linears.values())

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
@@ -118,10 +118,9 @@ def alone() -> Iterator[ParallelMesh]:
         dist.destroy_process_group()
 
 
-def toy_mesh(tp_size: int = 1, sequence_parallel: bool = False, replicate: int = 1) -> ParallelMesh:
-    """All ranks as (dp, tp), or (replicate, dp, tp)."""
-    mesh = build_mesh(ParallelConfig(tensor=tp_size, replicate=replicate), torch.device("cpu"))
-    return ParallelMesh(mesh.device_mesh, mesh.device, sequence_parallel)
+def toy_mesh(tp_size: int = 1, sequence_parallel: bool = False) -> ParallelMesh:
+    """All ranks as (dp, tp)."""
+    return build_mesh(ParallelConfig(tensor=tp_size, sequence=sequence_parallel), torch.device("cpu"))
 
 
 def toy_batches(step: int, mesh: ParallelMesh, num_global: int = 4, rows: int = 2) -> list[ToyBatch]:
@@ -165,22 +164,12 @@ class ToyModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def replicate_over_tp(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Turn all parameters into DTensors that are replicated on the tp axis."""
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            distributed = DTensor.from_local(parameter.data, mesh.tp, [Replicate()], run_check=False)
-            module.register_parameter(name, nn.Parameter(distributed))
-
-
-def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32, on_tp: bool = False) -> tuple[Any, Any]:
-    """A sharded toy model and its optimizer. on_tp: parameters are DTensors on tp before they are sharded."""
+def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """A sharded toy model and its optimizer."""
     random.seed(seed + mesh.rank)
     np.random.seed(seed + mesh.rank)
     torch.manual_seed(seed)
     model = ToyModel()
-    if on_tp:
-        replicate_over_tp(model, mesh)
     apply_data_parallel(model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=dtype, reshard=False)
     torch.manual_seed(seed + 100 + mesh.rank)
     return model, build_optimizer(model, OptimizerConfig(lr=1e-2))
