@@ -22,7 +22,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +105,10 @@ def analyze(options: argparse.Namespace) -> int:
         load({"model": run.model.state_dict()}, storage_reader=CheckedReader(checkpoint))
 
     found, measured = measure(run, manifest.step, options.micro_batches)
-    ranked = rank_linears(shapes, {name: one.errors for name, one in found.items()}, options.gemm)
-    chosen = ranked[:kept]
+    errors = {name: one.errors for name, one in found.items()}
+    ranked = rank_linears(shapes, errors, options.gemm)
     if run.mesh.rank == 0:
-        print(table(ranked, chosen))
+        print(table(ranked, kept, errors))
         facts = {
             "checkpoint": str(checkpoint),
             "step": manifest.step,
@@ -117,8 +117,8 @@ def analyze(options: argparse.Namespace) -> int:
             "budget": options.budget,
             "micro_batches": measured * run.mesh.dp_size,
         }
-        options.output.write_text(plan_file(ranked, chosen, facts))
-        print(f"{len(chosen)} of {len(ranked)} linears stay in BF16: {options.output}")
+        options.output.write_text(plan_file(ranked, kept, errors, facts))
+        print(f"{kept} of {len(ranked)} linears stay in BF16: {options.output}")
     return 0
 
 
@@ -158,23 +158,13 @@ def measure(run: Trainer, start: int, count: int) -> tuple[dict[str, LinearMeasu
 # ------------------------------------------------------------------------------------------------- ranking and choosing
 
 
-@dataclass(frozen=True)
-class RankedLinear:
-    """A linear with its measured relative errors by GEMM, and the score that it is ordered by (larger is worse)."""
-
-    linear: LinearShape
-    errors: dict[str, float]
-    score: float
+Errors = Mapping[str, Mapping[str, float]]  # linear -> GEMM -> relative error of its result
 
 
-def rank_linears(
-    linears: Iterable[LinearShape], errors: Mapping[str, Mapping[str, float]], gemm: str
-) -> list[RankedLinear]:
-    """The linears, worst first; equal scores in the order given.
+def rank_linears(linears: Iterable[LinearShape], errors: Errors, gemm: str) -> list[LinearShape]:
+    """The linears by the error of `gemm`, worst first (not a number is worst of all); equal ones in the order given.
 
-    errors: linear -> GEMM -> relative error of its result. gemm: the one whose error is the score; an error that is not
-    a number is the worst there is. Raises ValueError for a linear without measurements, or a GEMM that no linear was
-    measured at.
+    Raises ValueError for a linear without measurements, or a GEMM that no linear was measured at.
     """
     shapes = list(linears)
     if missing := [shape.name for shape in shapes if shape.name not in errors]:
@@ -182,8 +172,7 @@ def rank_linears(
     if not any(gemm in errors[shape.name] for shape in shapes):
         raise ValueError(f"--gemm {gemm}: the recipe quantizes no operand of {gemm}; choose another GEMM or recipe")
     scores = {name: math.inf if math.isnan(of.get(gemm, 0.0)) else of.get(gemm, 0.0) for name, of in errors.items()}
-    ranked = [RankedLinear(shape, dict(errors[shape.name]), scores[shape.name]) for shape in shapes]
-    return sorted(ranked, key=lambda row: row.score, reverse=True)
+    return sorted(shapes, key=lambda shape: scores[shape.name], reverse=True)
 
 
 def number_in_bf16(count: int, budget: float) -> int:
@@ -199,42 +188,35 @@ def number_in_bf16(count: int, budget: float) -> int:
     return kept
 
 
-def plan_file(ranked: Sequence[RankedLinear], chosen: Sequence[RankedLinear], facts: Mapping[str, Any]) -> str:
-    """The text of a plan file for `precision.bf16_blocks.file`.
+def plan_file(ranked: Sequence[LinearShape], kept: int, errors: Errors, facts: Mapping[str, Any]) -> str:
+    """The text of a plan file for `precision.bf16_blocks.file` that keeps the first `kept`.
 
-    Its list `bf16` is what a run reads, by block; `selection` (`facts` and the shares kept) and
-    `measured` (all linears, worst first) are for people.
+    Its list `bf16` is what a run reads, by block; `selection` (`facts` and the shares kept) and `measured` (all
+    linears, worst first) are for people.
     """
-    kept = {row.linear.name for row in chosen}
-    flops = sum(row.linear.flops_per_token for row in ranked)
+    chosen = sorted(ranked[:kept], key=lambda shape: (shape.block, shape.name))
     shares = {
-        "linears_kept": f"{len(chosen)} of {len(ranked)}",
-        "share_of_linears": round(len(chosen) / len(ranked), 4),
-        "share_of_flops": round(sum(row.linear.flops_per_token for row in chosen) / flops, 4),
+        "linears_kept": f"{kept} of {len(ranked)}",
+        "share_of_linears": round(kept / len(ranked), 4),
+        "share_of_flops": round(sum(shape.parameters for shape in chosen) / sum(s.parameters for s in ranked), 4),
     }
     measured = {
-        row.linear.name: {
-            "kept": row.linear.name in kept,
-            **{gemm: float(f"{error:.4g}") for gemm, error in row.errors.items()},
-        }
-        for row in ranked
+        shape.name: {"kept": i < kept, **{gemm: float(f"{error:.4g}") for gemm, error in errors[shape.name].items()}}
+        for i, shape in enumerate(ranked)
     }
-    in_order = sorted(chosen, key=lambda row: (row.linear.block, row.linear.name))
-    content = {"bf16": [row.linear.name for row in in_order], "selection": {**facts, **shares}, "measured": measured}
+    content = {"bf16": [shape.name for shape in chosen], "selection": {**facts, **shares}, "measured": measured}
     return yaml.safe_dump(content, sort_keys=False, default_flow_style=False, width=120)
 
 
-def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:
-    """Linears, worst first, with their errors and which of them stay in BF16."""
-    kept = {row.linear.name for row in chosen}
-    width = max(len(row.linear.name) for row in ranked)
+def table(ranked: Sequence[LinearShape], kept: int, errors: Errors) -> str:
+    """Linears, worst first, with their errors; the first `kept` stay in BF16."""
+    width, total = max(len(shape.name) for shape in ranked), sum(shape.parameters for shape in ranked)
     lines = [f"{'linear':<{width}}   fprop   dgrad   wgrad   {'FLOPs':>6}"]
-    total = sum(row.linear.flops_per_token for row in ranked)
-    for row in ranked:
-        errors = [f"{row.errors[gemm]:.4f}" if gemm in row.errors else "     -" for gemm in GEMMS]
-        share = f"{row.linear.flops_per_token / total:.1%}"
-        mark = "BF16" if row.linear.name in kept else ""
-        lines.append(f"{row.linear.name:<{width}}  {'  '.join(errors)}   {share:>6}  {mark}".rstrip())
+    for i, shape in enumerate(ranked):
+        of = errors[shape.name]
+        shown = "  ".join(f"{of[gemm]:.4f}" if gemm in of else "     -" for gemm in GEMMS)
+        mark = "BF16" if i < kept else ""
+        lines.append(f"{shape.name:<{width}}  {shown}   {shape.parameters / total:>6.1%}  {mark}".rstrip())
     return "\n".join(lines)
 
 

@@ -14,9 +14,6 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.cuda import Side
-from megatron_fp4.quantization.fp4 import FusedFP4
-from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.training.build import initialized_model, set_determinism
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
@@ -96,22 +93,3 @@ def test_graphs_give_the_bits_of_eager_steps(mesh: ParallelMesh, overrides: list
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
     eager = {first + step for first in (0, 6) for step in range(EAGER_STEPS)}  # 6: the switch
     assert replayed == [step not in eager for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("hadamard", [0, 16])
-def test_kernels_read_keys_from_the_device(hadamard: int) -> None:
-    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-    keys = [RoundingKey(0xFEDCBA9876543210, 48, 96), RoundingKey(0x0123456789ABCDEF, 16, 32)]
-    words = [[key.key & 0xFFFFFFFF, key.key >> 32, 0, 0] for key in keys]
-    table = torch.tensor(words, device="cuda").to(torch.int32)
-    other = [RoundingKey(5, key.row_offset, key.column_offset, row) for key, row in zip(keys, table, strict=True)]
-
-    def made(columns: RoundingKey, rows: RoundingKey) -> list[Tensor]:
-        sides = Side("nvfp4", (1, 16), key=columns), Side("nvfp4", (1, 16), hadamard, key=rows)
-        both = FusedFP4(x, *sides)
-        return [both.operand("columns"), both.operand("rows").contiguous()]
-
-    expected = made(*keys)
-    for pair in (other, [other[0], keys[1]], [keys[0], other[1]]):
-        assert all(torch.equal(a, b) for a, b in zip(expected, made(*pair), strict=True))
-    assert not torch.equal(expected[0], made(RoundingKey(5, 48, 96), keys[1])[0])

@@ -1,17 +1,12 @@
-"""Weights as 4-bit codes on a GPU: kernels against the reference on the CPU bit for bit, linears that keep codes."""
+"""Weights as 4-bit codes on a GPU: kernels against the reference on the CPU, bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, PackedWeight
-from megatron_fp4.precision.linear import LinearContext, quantized_linear
-from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
-from tests.distributed.hybrid import NVFP4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -57,27 +52,3 @@ def check(w: Tensor, blocks: RowBlocks, what: str) -> None:
     codes, scales = quantize_rows(rounded, whole_blocks, of_whole, amax)
     values = unpack_rows(codes.cuda(), scales.cuda(), whole_blocks)
     assert torch.equal(values.cpu(), unpack_rows(codes, scales, whole_blocks)), what
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_a_linear_keeps_codes_and_has_the_results_of_values(groups: int) -> None:
-    """Against the same kernels' values, as it was before weights were packed: the same operands and GEMMs."""
-
-    class Values(EmulatedBackend):
-        def packs(self, request: OperandRequest) -> bool:
-            return False
-
-    rows = 3 * 2836 if groups == 3 else 1536
-    w, x, dy = normal(rows, 512), normal(300, 512).bfloat16(), normal(300, rows).bfloat16()
-    results = []
-    for backend in (EMULATED, Values()):
-        state = StepState(seed=1)
-        context = LinearContext(name="linear", recipe=NVFP4, step_state=state, backend=backend, num_groups=groups)
-        weight, inputs = nn.Parameter(w.cuda()), x.cuda().requires_grad_()
-        y = quantized_linear(inputs, weight, context)
-        y.backward(dy.cuda())
-        assert context.weight_cache is not None
-        assert isinstance(context.weight_cache[1].values, PackedWeight) == (backend is EMULATED)  # type: ignore[attr-defined]
-        results.append((y, inputs.grad, weight.grad))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_fp4.config.schema import ModelConfig, TrainConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed
+from megatron_fp4.parallel.mesh import ParallelMesh
 from models.attention import attend, attend_fused, split_heads
 from models.execution import Execution, torch_compile
 from models.hybrid import HybridModel, build_model
@@ -43,13 +42,8 @@ COMPILED = Execution(compile=torch_compile)
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[ParallelMesh]:
-    began = not dist.is_initialized()
-    if began:
-        init_distributed("cuda", 60)
-    yield ParallelMesh(init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")), torch.device("cuda", 0))
-    if began:
-        dist.destroy_process_group()
+def mesh(alone: None) -> ParallelMesh:
+    return ParallelMesh(init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")), torch.device("cuda", 0))
 
 
 @pytest.fixture(autouse=True)

@@ -117,6 +117,23 @@ def test_fp4(case: str, form: str) -> None:
         check(FusedFP4, x, "rows", rows, rows, made)
 
 
+def in_memory(key: RoundingKey) -> RoundingKey:
+    """`key`, to be read from memory, as under CUDA graphs."""
+    halves = torch.tensor([key.key & 0xFFFFFFFF, key.key >> 32, 0, 0], dtype=torch.int64)
+    return replace(key, key=0, device=halves.to(torch.int32).cuda())
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_fp4_with_keys_in_memory(form: str) -> None:
+    """Of either operand, or of both."""
+    x, (columns, rows) = CASES["normal"].bfloat16(), sides(form)[2]
+    first, second = (replace(side, key=in_memory(side.key)) for side in (columns, rows) if side.key is not None)
+    for given in ((first, rows), (columns, second), (first, second)):
+        made = FusedFP4(x.cuda(), *given)
+        check(FusedFP4, x, "columns", given[0], columns, made)
+        check(FusedFP4, x, "rows", given[1], rows, made)
+
+
 @pytest.mark.parametrize("error", ["absolute", "squared"])
 @pytest.mark.parametrize("case", CASES)
 def test_four_over_six(case: str, error: str) -> None:
@@ -124,17 +141,11 @@ def test_four_over_six(case: str, error: str) -> None:
     check(FusedFourOverSix, case_of(case), "columns", side, side)
 
 
-def on_device(key: RoundingKey) -> RoundingKey:
-    """`key`, to be read from memory, as under CUDA graphs."""
-    halves = torch.tensor([key.key & 0xFFFFFFFF, key.key >> 32, 0, 0], dtype=torch.int64)
-    return replace(key, key=0, device=halves.to(torch.int32).cuda())
-
-
 def check_ms_eden(x: Tensor, device_keys: bool) -> None:
     key, signs = rounding_key(1, "a", row_offset=2**33 + 48, column_offset=128 * 160), rounding_key(7, "signs")
     side = given = Side("nvfp4", (1, 16), 128, "fresh", key, signs_key=signs, ms_eden=True)
     if device_keys:
-        given = replace(side, key=on_device(key), signs_key=on_device(signs))
+        given = replace(side, key=in_memory(key), signs_key=in_memory(signs))
     check(FusedMSEden, x, "rows", given, side)
     check(FusedMSEden, x.t().contiguous(), "columns", given, side)
 

