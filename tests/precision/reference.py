@@ -36,13 +36,11 @@ ALL_THE_WAY = Recipe("all_the_way", Gemm(X, W), Gemm(DY, W), Gemm(DY, DY))
 QAF = Recipe("qaf", Gemm(X, W))
 
 
-def decoded(x: np.ndarray, operand: Operand, rht: int = 0, signs: np.ndarray | None = None) -> np.ndarray:
+def decoded(x: np.ndarray, operand: Operand, rht: int = 0) -> np.ndarray:
     """What `operand` makes of x [rows, k], as real values in double."""
     x = np.asarray(x, dtype=np.float64)
     if rht:
-        x = oracle.bfloat16(
-            oracle.rht(oracle.bfloat16(x), fixed_signs(rht).double().numpy() if signs is None else signs)
-        )
+        x = oracle.bfloat16(oracle.rht(oracle.bfloat16(x), fixed_signs(rht).double().numpy()))
     if operand.format == "nvfp4":
         squared = operand.four_over_six_error == "squared"
         return oracle.nvfp4(x, operand.block[0], operand.four_over_six, squared=squared).values
@@ -55,31 +53,28 @@ def decoded(x: np.ndarray, operand: Operand, rht: int = 0, signs: np.ndarray | N
     return x
 
 
-def unit_of(x: np.ndarray, operand: Operand) -> float:
-    """What `code * block scale` is multiplied with: NVFP4's tensor scale."""
-    return np.abs(x).max() / (6 * (256 if operand.four_over_six else 448)) if operand.format == "nvfp4" else 1.0
+def _second(tensor: np.ndarray, first: np.ndarray, unit: float, operand: Operand, rht: int) -> np.ndarray:
+    """The operand along the rows of `tensor`, which fprop decodes to `first`; unit: NVFP4's tensor scale there."""
+    if operand.source == "codes":
+        return first.T
+    if operand.source == "forward":
+        return decoded(first.T / unit, operand, rht) * unit
+    return decoded(tensor.T, operand, rht)
 
 
 def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """y, dx and dw in double of operands quantized to nearest, each along its GEMM's dot product."""
-    x_fprop = decoded(x, recipe.fprop.left, recipe.fprop.rht)
-    w_fprop = decoded(w, recipe.fprop.right, recipe.fprop.rht)
-    w_dgrad = decoded(w.T, recipe.dgrad.right, recipe.dgrad.rht)
-    x_wgrad = decoded(x.T, recipe.wgrad.right, recipe.wgrad.rht)
-    if recipe.dgrad.right.source == "forward":
-        unit = unit_of(w, recipe.fprop.right)
-        w_dgrad = decoded(w_fprop.T / unit, recipe.dgrad.right, recipe.dgrad.rht) * unit
-    if recipe.wgrad.right.source == "forward":
-        unit = unit_of(x, recipe.fprop.left)
-        x_wgrad = decoded(x_fprop.T / unit, recipe.wgrad.right, recipe.wgrad.rht) * unit
-    if recipe.dgrad.right.source == "codes":
-        w_dgrad = w_fprop.T
-    if recipe.wgrad.right.source == "codes":
-        x_wgrad = x_fprop.T
-    y = oracle.gemm(x_fprop, w_fprop)
-    dx = oracle.gemm(decoded(dy, recipe.dgrad.left, recipe.dgrad.rht), w_dgrad)
-    dw = oracle.gemm(decoded(dy.T, recipe.wgrad.left, recipe.wgrad.rht), x_wgrad)
-    return y, dx, dw
+    fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
+    of_fprop = ((x, fprop.left), (w, fprop.right))
+    x_fprop, w_fprop = (decoded(tensor, operand, fprop.rht) for tensor, operand in of_fprop)
+    x_unit, w_unit = (
+        np.abs(tensor).max() / (6 * (256 if operand.four_over_six else 448)) if operand.format == "nvfp4" else 1.0
+        for tensor, operand in of_fprop
+    )
+    w_dgrad = _second(w, w_fprop, w_unit, dgrad.right, dgrad.rht)
+    x_wgrad = _second(x, x_fprop, x_unit, wgrad.right, wgrad.rht)
+    dy_dgrad, dy_wgrad = decoded(dy, dgrad.left, dgrad.rht), decoded(dy.T, wgrad.left, wgrad.rht)
+    return x_fprop @ w_fprop.T, dy_dgrad @ w_dgrad.T, dy_wgrad @ x_wgrad.T
 
 
 def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,6 @@ from megatron_fp4.precision import emulated
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from tests.precision import reference as ref
-from tests.quantization import oracle
 from tests.recipes import changed
 
 RECIPES = {
@@ -115,7 +114,7 @@ def test_mxfp8_blocks_lie_along_each_dot_product(gemm):
     expected = ref.linear(*exact, ref.MXFP8)[gemm]
     assert relative(ref.run(x, w, dy, ref.context_of(ref.MXFP8))[gemm], expected) < 2e-6
     left, right = ((exact[0], exact[1]), (exact[2], exact[1].T), (exact[2].T, exact[0].T))[gemm]
-    across = oracle.gemm(ref.decoded(left.T, ref.MX8).T, ref.decoded(right.T, ref.MX8).T)
+    across = ref.decoded(left.T, ref.MX8).T @ ref.decoded(right.T, ref.MX8)
     assert np.abs(across - expected).max() / np.abs(expected).max() > 1e-2
 
 
@@ -127,16 +126,6 @@ def test_tensor_scales_are_neither_floored_nor_lost():
         scaled = ref.run(x, w, dy * 2.0**exponent, ref.context_of(ref.NVFP4))
         for now, then in zip(plain[1:], scaled[1:], strict=True):
             assert relative(then, ref.double(now) * 2.0**exponent) < 1e-6
-
-
-def test_a_non_finite_value_never_disappears():
-    for name in ("nvfp4", "mxfp4", "fp8", "all_the_way"):
-        for bad in (float("nan"), float("inf")):
-            for which, unbroken in enumerate((1, 2, 0)):  # x is no part of dx, w of dw, dy of y
-                operands = list(ref.tensors(128, 128, 128))
-                operands[which][5, 7] = bad
-                for index, result in enumerate(ref.run(*operands, ref.context_of(RECIPES[name]))):
-                    assert index == unbroken or not torch.isfinite(result).all(), (name, bad, which)
 
 
 @pytest.mark.parametrize("recipe, num_groups, group_rows", [(BF16, 1, 32), (ref.NVFP4, 3, 20)], ids=["bf16", "nvfp4"])

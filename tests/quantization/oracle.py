@@ -197,11 +197,6 @@ def rht(x: np.ndarray, signs: np.ndarray = PAPER_SIGNS) -> np.ndarray:
     return ((tiles * signs) @ hadamard / np.sqrt(size)).reshape(x.shape)
 
 
-def gemm(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a (m, k) times b (n, k) transposed, in double."""
-    return np.asarray(a, dtype=np.float64) @ np.asarray(b, dtype=np.float64).T
-
-
 def snr_db(exact: np.ndarray, approximate: np.ndarray) -> float:
     """Signal to noise in decibels."""
     exact = np.asarray(exact, dtype=np.float64)

@@ -22,10 +22,9 @@ from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel
-from megatron_fp4.quantization.formats import FORMATS, quantize_nvfp4
-from megatron_fp4.quantization.rounding import rounding_key, unpack_codes
+from megatron_fp4.quantization.formats import FORMATS
+from megatron_fp4.quantization.rounding import rounding_key
 from tests.planning.gpu_path import without_launches
-from tests.quantization import kernel_layout
 
 ROOM = Path(cuda.__file__).parent
 ALONG = ("columns", "rows")
@@ -147,15 +146,3 @@ def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
             compiled.__getitem__().assert_called_with(x, x, x, 16, 1, 2, 3, 16, 32)
         assert Jitted.warmup.call_args.args == (torch.int32, torch.int16, torch.int32, 1, 1, 1, 1, 16, 32)
     cuda._compiled.cache_clear()
-
-
-@pytest.mark.parametrize("shape", [(48, 80), (400, 272)])
-def test_the_transpose_in_bytes(shape):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    x[:, 3] *= -1000
-    expected = quantize_nvfp4(x.t(), rounding="stochastic", key=rounding_key(1))
-    packed = kernel_layout.words(unpack_codes(expected.codes).t(), expected.scales.view(torch.uint8).t())
-    codes, scales = packed.transposed()
-    assert codes.is_contiguous()
-    assert torch.equal(codes, expected.codes)
-    assert torch.equal(scales, expected.scales.view(torch.uint8))
