@@ -288,6 +288,7 @@ FILES = [
         "train.kernels=x: Input",
     ),
     ("plan.yaml", BINARY, "precision.bf16_blocks.file=FOLDER/plan.yaml", "plan.yaml cannot be used"),
+    ("plan.yaml", b"bf16: x\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "has no list of linears under `bf16`"),
     ("plan.yaml", b"bf16: [x]\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "lists 'x', which is no linear of"),
     ("empty/x", b"", "checkpoint.resume=FOLDER/empty", "is neither a checkpoint nor a run with checkpoints"),
     ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "no whole checkpoint (manifest.json is not readable"),
