@@ -1,6 +1,5 @@
 """The linear layer on a GPU against the same layer on the CPU: operands bit for bit, products to rounding."""
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,46 +11,18 @@ import megatron_fp4.precision.gemm_cuda as gemm_cuda
 from megatron_fp4.precision.backend import RowGroups
 from megatron_fp4.precision.emulated import GemmOperand
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
-from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import Recipe
 from tests.distributed.hybrid import operand, watched_gemms
 from tests.precision import reference as ref
 from tests.recipes import changed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-NVFP4, MXFP8, FP8, X, MX8 = ref.NVFP4, ref.MXFP8, ref.FP8, ref.X, ref.MX8
-M8_W = Operand("mxfp8", (32, 32))
-F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (ref.F8, ref.F8_W))
-SIX, AGAIN = replace(X, four_over_six=True), replace(X, source="forward")
+NVFP4, FP8 = ref.NVFP4, ref.FP8
 RECIPES = {
-    "bf16": BF16,
-    "nvfp4": NVFP4,
-    "nvfp4, fresh signs": replace(NVFP4, rht_signs="fresh"),
-    "nvfp4, no signs": replace(NVFP4, rht_signs="none"),
-    "nvfp4, rht in all": changed(NVFP4, fprop_rht=16, dgrad_rht=16, wgrad_rht=64, fprop_weight=X, dgrad_weight=X),
-    "nvfp4, four over six": changed(NVFP4, fprop_activation=SIX, wgrad_activation=SIX),
-    "nvfp4, codes of fprop": changed(NVFP4, wgrad_rht=0, wgrad_activation=replace(X, source="codes")),
-    "nvfp4 forward only": changed(BF16, fprop_activation=X, fprop_weight=ref.W2),
-    "nvfp4 backward only": changed(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
-    "all the way": ref.ALL_THE_WAY,
-    "mxfp4": ref.MXFP4,
-    "mxfp4, 32x32 weights": ref.MXFP4_2D,
-    "mxfp8": MXFP8,
-    "mxfp8, square": changed(MXFP8, fprop_weight=M8_W, dgrad_weight=M8_W, wgrad_activation=M8_W),
-    "mxfp8, codes of fprop": changed(MXFP8, wgrad_activation=replace(MX8, source="codes")),
-    "mxfp8, rht": changed(MXFP8, wgrad_rht=32),
-    "mxfp8 and nvfp4": changed(NVFP4, fprop_activation=MX8, fprop_weight=MX8, dgrad_weight=MX8),
-    "fp8": FP8,
-    "fp8, powers of two": Recipe("fp8", Gemm(F8P, F8P_W), Gemm(F8P, F8P_W), Gemm(F8P, F8P)),
-    "quartet 2": ref.QUARTET2,
-    "codes quantized again": changed(NVFP4, fprop_weight=SIX, dgrad_weight=AGAIN, wgrad_activation=AGAIN),
-    "mixed formats": changed(
-        NVFP4,
-        fprop_activation=ref.MX,
-        fprop_weight=Operand("mxfp4", (32, 32)),
-        dgrad_weight=Operand("mxfp4", (32, 32)),
-        dgrad_gradient=ref.MX_DY,
-    ),
+    **ref.RECIPES,
+    "nvfp4, a large transform": changed(NVFP4, wgrad_rht=64),
+    "mxfp8, square": changed(ref.RECIPES["mxfp8, square weights"], wgrad_activation=ref.W8),
 }
 
 

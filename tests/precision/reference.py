@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
-from megatron_fp4.precision.recipe import Gemm, Operand, Recipe, rounded_to_nearest
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.precision.reference import reference_linear
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import fixed_signs
@@ -34,6 +34,61 @@ MX8 = Operand("mxfp8", (1, 32))
 MXFP8 = Recipe("mxfp8", Gemm(MX8, MX8), Gemm(MX8, MX8), Gemm(MX8, MX8))
 ALL_THE_WAY = Recipe("all_the_way", Gemm(X, W), Gemm(DY, W), Gemm(DY, DY))
 QAF = Recipe("qaf", Gemm(X, W))
+W8, X_46, W_46 = Operand("mxfp8", (32, 32)), replace(X, four_over_six=True), replace(W2, four_over_six=True)
+F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (F8, F8_W))
+# Every format, transform, source of operands and way to leave some in BF16.
+RECIPES = {
+    "bf16": BF16,
+    "nvfp4": NVFP4,
+    "nvfp4, fresh signs": replace(NVFP4, rht_signs="fresh"),
+    "nvfp4, no signs": replace(NVFP4, rht_signs="none"),
+    "nvfp4, 1x16 weights": changed(NVFP4, fprop_weight=W, dgrad_weight=W),
+    "nvfp4, other weight blocks in dgrad": changed(NVFP4, fprop_weight=W),
+    "nvfp4, every transform": changed(NVFP4, fprop_weight=W, dgrad_weight=W, fprop_rht=32, dgrad_rht=64, wgrad_rht=128),
+    "nvfp4, transforms of 16": changed(NVFP4, fprop_weight=W, dgrad_weight=W, fprop_rht=16, dgrad_rht=16),
+    "nvfp4, four over six": changed(NVFP4, fprop_activation=X_46, wgrad_activation=X_46),
+    "nvfp4, four over six in all": changed(
+        NVFP4, fprop_activation=X_46, fprop_weight=W_46, dgrad_weight=W_46, wgrad_activation=X_46
+    ),
+    "nvfp4, codes of fprop": changed(
+        NVFP4,
+        fprop_weight=W,
+        dgrad_weight=replace(W, source="codes"),
+        wgrad_activation=replace(X, source="codes"),
+        wgrad_rht=0,
+    ),
+    "nvfp4, codes quantized again": changed(
+        NVFP4,
+        fprop_activation=SIX,
+        fprop_weight=SIX,
+        dgrad_weight=replace(W, source="forward"),
+        wgrad_activation=replace(X, source="forward"),
+    ),
+    "nvfp4, forward": QAF,
+    "nvfp4, backward": changed(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
+    "nvfp4, gradients": Recipe("gradients", dgrad=Gemm(DY), wgrad=Gemm(DY)),
+    "nvfp4, stochastic weights": Recipe("weights", dgrad=Gemm(DY, replace(W2, rounding=SR))),
+    "quartet 2": QUARTET2,
+    "all the way": ALL_THE_WAY,
+    "mxfp4": MXFP4,
+    "mxfp4, square weights": MXFP4_2D,
+    "mxfp8": MXFP8,
+    "mxfp8, square weights": changed(MXFP8, fprop_weight=W8, dgrad_weight=W8),
+    "mxfp8, transforms": changed(MXFP8, fprop_rht=16, dgrad_rht=32, wgrad_rht=64),
+    "mxfp8, codes of fprop": changed(MXFP8, wgrad_activation=replace(MX8, source="codes")),
+    "fp8": FP8,
+    "fp8, powers of two": Recipe("fp8", Gemm(F8P, F8P_W), Gemm(F8P, F8P_W), Gemm(F8P, F8P)),
+    "nvfp4 forward, mxfp8 backward": changed(MXFP8, fprop_activation=X, fprop_weight=W2),
+    "mxfp8 forward, nvfp4 backward": changed(NVFP4, fprop_activation=MX8, fprop_weight=MX8, dgrad_weight=MX8),
+    "mxfp4 forward, nvfp4 backward": changed(
+        NVFP4,
+        fprop_activation=MX,
+        fprop_weight=MXFP4_2D.fprop.right,
+        dgrad_weight=MXFP4_2D.fprop.right,
+        dgrad_gradient=MX_DY,
+    ),
+    "mixed formats": Recipe("mixed", Gemm(X, F8_W), Gemm(MX_DY, W2), Gemm(F8, MX)),
+}
 
 
 def decoded(x: np.ndarray, operand: Operand, rht: int = 0) -> np.ndarray:

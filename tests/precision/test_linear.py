@@ -7,48 +7,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16
 from tests.precision import reference as ref
 from tests.recipes import changed
 
-RECIPES = {
-    "nvfp4": ref.NVFP4,
-    "nvfp4_1x16_weights": changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W),
-    "nvfp4_four_over_six": changed(
-        ref.NVFP4,
-        fprop_activation=replace(ref.X, four_over_six=True),
-        wgrad_activation=replace(ref.X, four_over_six=True),
-    ),
-    "all_the_way": ref.ALL_THE_WAY,
-    "qaf": ref.QAF,
-    "mxfp4": ref.MXFP4,
-    "mxfp4_2d": ref.MXFP4_2D,
-    "mxfp8": ref.MXFP8,
-    "mxfp8_2d": changed(ref.MXFP8, fprop_weight=Operand("mxfp8", (32, 32)), dgrad_weight=Operand("mxfp8", (32, 32))),
-    "fp8": ref.FP8,
-    "fp8_powers_of_two": changed(
-        ref.FP8, **{p.name: replace(op, power_of_two_scales=True) for p, op in ref.FP8.operands.items()}
-    ),
-    "every_transform": changed(
-        ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W, fprop_rht=32, dgrad_rht=64, wgrad_rht=128
-    ),
-    "reused_codes": changed(
-        ref.NVFP4,
-        fprop_weight=ref.W,
-        dgrad_weight=replace(ref.W, source="codes"),
-        wgrad_activation=replace(ref.X, source="codes"),
-        wgrad_rht=0,
-    ),
-    "codes_quantized_again": changed(
-        ref.NVFP4,
-        fprop_activation=ref.SIX,
-        fprop_weight=ref.SIX,
-        dgrad_weight=replace(ref.W, source="forward"),
-        wgrad_activation=replace(ref.X, source="forward"),
-    ),
-    "only_gradients": Recipe("gradients", dgrad=Gemm(ref.DY), wgrad=Gemm(ref.DY)),
-    "mixed_formats": Recipe("mixed", Gemm(ref.X, ref.F8_W), Gemm(ref.MX_DY, ref.W2), Gemm(ref.F8, ref.MX)),
-}
+RECIPES = ref.RECIPES
+FIXED = [name for name, recipe in RECIPES.items() if recipe.rht_signs == "fixed"]
 
 
 def relative(actual: torch.Tensor, expected: np.ndarray) -> float:
@@ -68,7 +32,7 @@ def test_the_gradient_of_a_bf16_weight_is_single_precision_without_a_rounding_be
         assert relative(dx, expected[1]) < 2.0**-8
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FIXED)
 def test_every_gemm_is_the_product_of_the_decoded_operands(name):
     """Rounding to nearest: fprop, dgrad and wgrad against double precision on the oracle's codes."""
     recipe = ref.nearest(RECIPES[name])
@@ -82,8 +46,8 @@ def test_every_gemm_is_the_product_of_the_decoded_operands(name):
 @pytest.mark.parametrize(
     ("name", "signs", "dtype"),
     [
-        *((name, "fixed", torch.bfloat16) for name in RECIPES),
-        *(("every_transform", signs, torch.float32) for signs in ("fixed", "none", "fresh")),
+        *((name, RECIPES[name].rht_signs, torch.bfloat16) for name in RECIPES),
+        *(("nvfp4, every transform", signs, torch.float32) for signs in ("fixed", "none", "fresh")),
     ],
 )
 def test_the_emulation_has_the_bits_of_the_specification(name, signs, dtype):
@@ -151,11 +115,12 @@ def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, gr
 
 
 @pytest.mark.parametrize(
-    "name, num_groups, group_rows", [("nvfp4", 2, 20), ("mxfp4_2d", 4, 8), ("all_the_way", 1, 50), ("nvfp4", 3, 16)]
+    ("name", "num_groups", "group_rows"),
+    [("nvfp4", 2, 20), ("mxfp4, square weights", 4, 8), ("all the way", 1, 50), ("nvfp4", 3, 16)],
 )
 def test_groups_of_output_features_are_padded_to_whole_blocks(name, num_groups, group_rows):
     recipe = ref.nearest(RECIPES[name])
-    multiple = 32 if name == "mxfp4_2d" else 16
+    multiple = 32 if name.startswith("mxfp4") else 16
     padded_rows = -(-group_rows // multiple) * multiple
     x, w, dy = ref.tensors(64, 64, num_groups * group_rows)
     keep = np.concatenate([np.arange(group_rows) + i * padded_rows for i in range(num_groups)])
@@ -217,7 +182,7 @@ def test_fresh_signs_change_with_the_call_and_fixed_ones_do_not():
             assert torch.equal(results[one], results[other]) == same
 
 
-@pytest.mark.parametrize("name, groups", [("nvfp4", 1), ("nvfp4", 3), ("mxfp4_2d", 3)])
+@pytest.mark.parametrize("name, groups", [("nvfp4", 1), ("nvfp4", 3), ("mxfp4, square weights", 3)])
 def test_a_weight_kept_as_codes_has_the_results_of_values(name, groups, monkeypatch):
     x, w, dy = ref.tensors(40, 64, 50 * groups, dtype=torch.bfloat16)
     results = []

@@ -12,31 +12,15 @@ from megatron_fp4.precision import torch_scaled_mm as backend
 from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.support import first_refusal
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
 from megatron_fp4.precision.verify import Case
 from tests.precision import reference as ref
 from tests.quantization import cublas
-from tests.recipes import changed
 
-NVFP4, MXFP8 = ref.NVFP4, ref.MXFP8
-MX8_2D = Operand("mxfp8", (32, 32))
-SIX, SIX2 = replace(ref.X, four_over_six=True), replace(ref.W2, four_over_six=True)
-RECIPES = {
-    "nvfp4": NVFP4,
-    "fresh signs": replace(NVFP4, rht_signs="fresh"),
-    "transforms in all": changed(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=ref.W, dgrad_weight=ref.W),
-    "four over six": changed(NVFP4, fprop_activation=SIX, fprop_weight=SIX2, dgrad_weight=SIX2, wgrad_activation=SIX),
-    "quartet 2": ref.QUARTET2,
-    "other weight blocks in dgrad": changed(NVFP4, fprop_weight=ref.W),
-    "all the way": ref.ALL_THE_WAY,
-    "forward only": ref.QAF,
-    "backward only, stochastic weights": Recipe("", dgrad=Gemm(ref.DY, replace(ref.W2, rounding=ref.SR))),
-    "mxfp8, square weights": changed(MXFP8, fprop_weight=MX8_2D, dgrad_weight=MX8_2D),
-    "mxfp8, transforms": changed(MXFP8, fprop_rht=16, dgrad_rht=32, wgrad_rht=64),
-    "nvfp4 forward, mxfp8 backward": changed(MXFP8, fprop_activation=ref.X, fprop_weight=ref.W2),
-    "bf16": BF16,
-}
+# Those that it can compute.
+RECIPES = {name: of for name, of in ref.RECIPES.items() if first_refusal("torch", {name: of}, "bfloat16") is None}
 
 
 @pytest.fixture(autouse=True)
