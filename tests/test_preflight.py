@@ -18,7 +18,8 @@ from megatron_fp4.planning import needs
 from models import provider as models
 from pretrain import CONFIGS, configure
 from tests.composing import validate as check_configuration
-from tests.test_resume import FEW, checkpoint, cut, data, flip
+from tests.distributed.one_rank import flip_a_bit
+from tests.test_resume import FEW, checkpoint, cut, data
 
 __all__ = ["data"]
 STEPS = 4
@@ -128,7 +129,7 @@ def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Pat
     lines = check(run_dir)
     assert f"checkpoint: {checkpoint(run_dir, 2)}, step 2 of 4" in lines
     assert any("NOT WHOLE, would be moved aside: step_00000004: .metadata has" in line for line in lines)
-    flip(checkpoint(run_dir, 2) / "trainer.json")
+    flip_a_bit(checkpoint(run_dir, 2) / "trainer.json")
     assert "none is whole" in refused(check, run_dir)
     shutil.rmtree(run_dir / "checkpoints")
     assert "is of an earlier run" in refused(check, run_dir)

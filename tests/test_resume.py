@@ -14,7 +14,8 @@ import pytest
 import pretrain
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.training import trainer
-from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records
+from tests.spiked_run import records
+from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
@@ -87,10 +88,6 @@ def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    return [record for record in records(run_dir, "event") if record["event"] == name]
-
-
 def summary(run_dir: Path) -> dict[str, Any]:
     """Without how much of its starts' time the run used: each start adds to that."""
     content = json.loads((run_dir / "summary.json").read_text())
@@ -100,12 +97,6 @@ def summary(run_dir: Path) -> dict[str, Any]:
 def rewrite_metrics(run_dir: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "metrics.jsonl").write_text("".join(line for line in lines if keep(json.loads(line))))
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
 
 
 def cut(path: Path) -> None:
@@ -119,7 +110,7 @@ def test_a_damaged_checkpoint_is_moved_aside(finished: Path, copy: Path, start: 
     (copy / "checkpoints" / "latest").write_text("")
     (copy / "checkpoints" / "step_00000010.tmp").mkdir()
     assert "kept as step_00000008.damaged, training again from step 6" in start(copy)
-    (event,) = events(copy, "damaged")
+    (event,) = records(copy, "damaged")
     assert event["step"] == 6 and event["moved_to"] == "step_00000008.damaged" and "__0_0.distcp" in event["problem"]
     kept = copy / "checkpoints" / "step_00000008.damaged"
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == damaged
@@ -200,7 +191,7 @@ def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Sta
         "resumed after step 8 of 16",
     ):
         assert text in output
-    assert {"key": "train.steps", "before": 8, "now": 16} in events(copy, "configuration")[0]["changes"]
+    assert {"key": "train.steps", "before": 8, "now": 16} in records(copy, "configuration")[0]["changes"]
     # The first part to the last byte: its records, and the checkpoint after it.
     assert (copy / "metrics.jsonl").read_bytes().startswith(before)
     for path in checkpoint(finished, STEPS).iterdir():
@@ -228,7 +219,7 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
     assert summary(copy) == summary(finished)
     assert (copy / "loss.png").stat().st_size > 10_000
     assert records(copy, "validation") == records(finished, "validation")
-    assert [event["step"] for event in events(copy, "checkpoint")] == [2, 4, 6, 8]
+    assert [event["step"] for event in records(copy, "checkpoint")] == [2, 4, 6, 8]
     before = (copy / "metrics.jsonl").read_bytes()
     assert "is finished" in start(copy) and (copy / "metrics.jsonl").read_bytes() == before
 
@@ -280,7 +271,7 @@ def test_files_are_added_and_phases_to_come_replaced(
     assert (
         "source 'code' has 1 new files of 50,000 tokens" in printed and "phases after sample 64: were none" in printed
     )
-    (event,) = events(copy, "data")
+    (event,) = records(copy, "data")
     assert event["step"] == STEPS and len(event["changes"]) == 2
     steps = records(copy, "step")
     assert {step: losses(copy)[step] for step in range(1, STEPS + 1)} == losses(finished)

@@ -36,7 +36,7 @@ from tests.training.harness import alone, launch, whole
 
 pytestmark = pytest.mark.slow
 
-PRECISIONS = ["fp32", "nvfp4"]
+PRECISIONS = {"fp32": 2, "nvfp4": 1}
 MESHES = ["tp2_without_sequence_parallel", "dp2", "tp2_dp2", "tp2_dp2_each", "hsdp2_dp2"]
 # With sequence parallelism, the tokens of a call of an odd number of rows do not divide; nor do single ones.
 PROMPTS = ([5], [1, 2, 3], list(range(40)))
@@ -44,8 +44,8 @@ SETTINGS = (Settings(9), Settings(9, Sampling(0.9, 0.9, seed=3), stop=11))
 
 
 def _train_all(rank: int, layouts: list[Layout]) -> list[Result]:
-    """Every layout in every precision, in one launch."""
-    return [train(rank, layout, precision, 2) for layout in layouts for precision in PRECISIONS]
+    """Every layout in every precision, in one launch: two steps in FP32, one in NVFP4."""
+    return [train(rank, layout, precision, steps) for layout in layouts for precision, steps in PRECISIONS.items()]
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +88,12 @@ def test_reducing_after_each_micro_batch_changes_the_order_of_sums(many):
 
 
 @pytest.mark.parametrize("layout", MESHES)
-def test_in_nvfp4_losses_and_data_parallel_gradients(layout, one, many):
+def test_in_nvfp4_the_loss_and_data_parallel_gradients(layout, one, many):
     """(test_linear_codes.py gives linears of tensor-parallel ranks equal inputs.)"""
     expected, tensor = one["nvfp4"], LAYOUTS[layout].tensor
     assert abs(expected.losses[0] - one["fp32"].losses[0]) > 1e-4
     for rank in many[layout, "nvfp4"]:
-        assert rank.losses[0] == pytest.approx(expected.losses[0], rel=1e-3 if tensor > 1 else 1e-6)
-        assert rank.losses == pytest.approx(expected.losses, rel=1e-3)
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-3 if tensor > 1 else 1e-6)
         if tensor == 1:
             assert_gradients_equal(rank, expected)
 
