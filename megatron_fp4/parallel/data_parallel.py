@@ -15,7 +15,7 @@ batch before its backward pass, so that this pass is the same whichever rank com
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -66,16 +66,18 @@ def shard(
 ) -> None:  # fmt: skip
     """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    specs, hooks = weight_specs(units), FSDPHooks()
+    specs, hooks = weight_specs(units), list[tuple[dict[int, Any], list[int]]]()
     for module in (*units, *ends, model):
         freed = reshard and module in units
-        with hooks.of(module):
-            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=freed)
-            assert isinstance(module, FSDPModule)
-            gather_in_fp32(module, fp32_units)
-            shards = mesh.device_mesh["dp"]
-            if module is model and shards.size() > 1:
-                gather_codes(model, units, specs, shards, compute_dtype, reshard)
+        others = [(of_kind, set(of_kind)) for of_kind in (module._forward_pre_hooks, module._forward_hooks)]
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=freed)
+        assert isinstance(module, FSDPModule)
+        gather_in_fp32(module, fp32_units)
+        shards = mesh.device_mesh["dp"]
+        if module is model and shards.size() > 1:
+            gather_codes(model, units, specs, shards, compute_dtype, reshard)
+        # A module does not know whose a hook is: what is new is FSDP2's.
+        hooks += [(of_kind, [key for key in of_kind if key not in before]) for of_kind, before in others]
         module.set_gradient_divide_factor(1.0)
         # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
         module.set_force_sum_reduction_for_comms(True)
@@ -87,45 +89,25 @@ def shard(
     model._fsdp_hooks = hooks  # type: ignore[assignment]
 
 
-class FSDPHooks:
-    """The hooks with which FSDP2 gathers parameters and adds gradients up: a tenth of a second of the host's time for a
-    small model's micro-batch.
+@contextmanager
+def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
+    """A context for a micro-batch between the first and the last of a step, of a model whose parameters stay gathered.
 
-    In a micro-batch that is neither the first of a step nor the last, with parameters that stay gathered, they have
-    nothing to do: gradients collect in the gathered parameters by themselves. A module does not know whose a hook is,
-    so what is new after each `fully_shard` is written down.
+    Gradients collect in the gathered parameters by themselves: the hooks with which FSDP2 gathers and reduces find
+    nothing to do, and take a tenth of a second of the host's time for a small model. Others' hooks stay; none may come
+    or go.
     """
-
-    def __init__(self) -> None:
-        self._found: list[tuple[dict[int, Any], list[int]]] = []  # hooks of a kind of a module, and which are FSDP2's
-
-    @contextmanager
-    def of(self, module: nn.Module) -> Iterator[None]:
-        """A context in which `fully_shard` and what goes with it put their hooks on `module`."""
-        hooks = [(of_kind, set(of_kind)) for of_kind in (module._forward_pre_hooks, module._forward_hooks)]
+    of_fsdp: list[tuple[dict[int, Any], list[int]]] = getattr(model, "_fsdp_hooks", [])
+    kept = [hooks.copy() for hooks, _ in of_fsdp]
+    for hooks, keys in of_fsdp:
+        for key in keys:
+            del hooks[key]
+    try:
         yield
-        self._found += [(of_kind, [key for key in of_kind if key not in before]) for of_kind, before in hooks]
-
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Inside, modules run without them. Others' hooks stay; none may come or go."""
-        kept = [hooks.copy() for hooks, _ in self._found]
-        for hooks, keys in self._found:
-            for key in keys:
-                del hooks[key]
-        try:
-            yield
-        finally:
-            for (hooks, _), as_before in zip(self._found, kept, strict=True):
-                hooks.clear()
-                hooks.update(as_before)
-
-
-def without_fsdp_hooks(model: nn.Module) -> AbstractContextManager[None]:
-    """A context for a micro-batch between the first and the last of a step, of a model whose parameters stay gathered:
-    FSDP2's hooks would find nothing to do. Those of a model that was not sharded here stay."""
-    hooks: FSDPHooks | None = getattr(model, "_fsdp_hooks", None)
-    return nullcontext() if hooks is None else hooks.left_out()
+    finally:
+        for (hooks, _), as_before in zip(of_fsdp, kept, strict=True):
+            hooks.clear()
+            hooks.update(as_before)
 
 
 class AloneModule(nn.Module):

@@ -12,11 +12,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.parallel.data_parallel import FSDPHooks, apply_data_parallel, shard
+from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard, without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training import step as training_step
 from megatron_fp4.training.optimizer import build_optimizer
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
@@ -86,12 +87,12 @@ def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) 
 def trained_by_two(rank: int) -> list[tuple[list[Any], list[torch.Tensor]]]:
     """Steps of five micro-batches without FSDP2's hooks in the middle, then with them: losses and norms, weights."""
     found = []
-    for context in (FSDPHooks.left_out, lambda _: nullcontext()):
+    for context in (without_fsdp_hooks, lambda _: nullcontext()):
         mesh, step_state, ran = toy_mesh(), StepState(seed=3), []
         model = built(mesh, apply_data_parallel, False, step_state)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
         model.blocks[0].register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
-        with mock.patch.object(FSDPHooks, "left_out", autospec=True, side_effect=context) as left_out:
+        with mock.patch.object(training_step, "without_fsdp_hooks", side_effect=context) as left_out:
             given = [[*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5] for s in range(2)]
             results = [train_step(model, optimizer, given[s], mesh, step_state, step=s) for s in range(2)]
         assert left_out.call_count == 2 * 3 and len(ran) == 2 * 5
