@@ -1,19 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from tests.distributed.one_rank import Job
-from tests.training.harness import alone
-
-
-@pytest.fixture
-def mesh() -> Iterator[ParallelMesh]:
-    with alone() as mesh:
-        yield mesh
 
 
 @pytest.fixture
