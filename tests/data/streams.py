@@ -23,6 +23,13 @@ def write(
     return IndexedDataset(prefix)
 
 
+def write_random(prefix: Path, num_tokens: int = 500) -> IndexedDataset:
+    """Random documents of random lengths, others for another name."""
+    rng = np.random.default_rng([num_tokens, *prefix.name.encode()])
+    borders = np.cumsum(rng.integers(1, 60, num_tokens))
+    return write(prefix, np.split(rng.integers(0, 1000, num_tokens), borders[borders < num_tokens]))
+
+
 class CountingStream:
     """A token source of documents of the given lengths."""
 

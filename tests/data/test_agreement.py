@@ -23,10 +23,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def _outcomes(rank: int) -> list[tuple[str, str]]:
-    return [_outcome(case[rank]) for case, *_ in CASES]
-
-
 def _outcome(kind: str) -> tuple[str, str]:
     def open_data() -> str:
         if kind.startswith("missing"):
@@ -43,6 +39,10 @@ def _outcome(kind: str) -> tuple[str, str]:
         return "", agreed(open_data, facts, is_refusal)
     except Exception as error:
         return type(error).__name__, str(error)
+
+
+def _outcomes(rank: int) -> list[tuple[str, str]]:
+    return [_outcome(case[rank]) for case, *_ in CASES]
 
 
 def test_all_ranks_get_the_same_data_or_one_message() -> None:

@@ -4,7 +4,6 @@ come, more files and more steps, and never with another past."""
 from __future__ import annotations
 
 import json
-from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -59,12 +58,7 @@ def whole_steps(start: int, end: int, dp_size: int, **options: Any) -> list[list
 
 @pytest.mark.parametrize(
     ("start", "dp_size", "options"),
-    [
-        (0, 4, {}),
-        (9, 1, {"num_workers": 2}),
-        (10, 2, {"num_workers": 1}),
-        (15, 2, {"consecutive": True}),
-    ],
+    [(0, 4, {}), (9, 1, {"num_workers": 2}), (10, 2, {"num_workers": 1}), (15, 2, {"consecutive": True})],
 )
 def test_the_order_is_the_same_at_any_size_and_from_anywhere(start: int, dp_size: int, options: dict[str, Any]) -> None:
     """In the middle of a phase, at a boundary and after it."""
@@ -124,9 +118,13 @@ def test_a_micro_batch_is_a_copy() -> None:
 # --- resuming
 
 
+def saved(loader: MicroBatchLoader) -> dict[str, Any]:
+    return json.loads(json.dumps(loader.state_dict()))
+
+
 def state_after(loader: MicroBatchLoader, steps: int, start: int = 0) -> dict[str, Any]:
     seen(loader, start, steps)
-    return json.loads(json.dumps(loader.state_dict()))
+    return saved(loader)
 
 
 def resumed(state: dict[str, Any], *arguments: Any, **options: Any) -> MicroBatchLoader:
@@ -144,7 +142,7 @@ def test_unchanged_data_continue() -> None:
         assert first.consumed_samples == step * BATCH
         if step == 7:
             break
-    again = resumed(json.loads(json.dumps(first.state_dict())))
+    again = resumed(saved(first))
     assert again.changes == [] and again.consumed_samples == 7 * BATCH
     assert [*rows, *seen(again, 7, 20)] == seen(loader(), 0, 20)
     assert again.state_dict()["position"]["counts"] == loader().schedule.counts(20 * BATCH)
@@ -157,11 +155,10 @@ def test_a_lengthened_run_resumes_as_if_it_had_not_stopped() -> None:
     longer = resumed(state_after(loader(), 18), of(40))
     straight = seen(longer, 18, 40)
     longer.consumed_samples = 25 * BATCH
-    state = json.loads(json.dumps(longer.state_dict()))
-    other = resumed(state, of(40))
-    assert other.state_dict()["fingerprint"] == state["fingerprint"]
+    other = resumed(saved(longer), of(40))
+    assert other.fingerprint == longer.fingerprint
     assert seen(other, 25, 40) == straight[7 * BATCH :]
-    assert seen(resumed(state, of(60)), 18, 25) == straight[: 7 * BATCH]  # and once more
+    assert seen(resumed(saved(longer), of(60)), 18, 25) == straight[: 7 * BATCH]  # and once more
 
 
 def test_new_files_join_where_the_run_stands() -> None:
@@ -177,8 +174,7 @@ def test_new_files_join_where_the_run_stands() -> None:
     third = resumed(state_after(second, 6, start=4), phases, FILES[:4])
     rows += seen(third, 6, 100)
     windows = sum((file.num_tokens - 1) // LENGTH for file in FILES[:4])
-    epoch = Counter(map(tuple, rows[:windows]))
-    assert set(epoch.values()) == {1}
+    assert len(set(map(tuple, rows[:windows]))) == windows
     assert {token // 1000 for row in rows[32:48] for token in row} == {5, 6}
     again = resumed(state_after(third, 20, start=6), phases, FILES[:4])  # and a resume without news
     assert again.changes == []
@@ -195,7 +191,7 @@ def test_a_source_that_gave_nothing_may_be_any() -> None:
     assert len(other.changes) == 1 and "of which nothing was consumed yet" in other.changes[0]
 
 
-def test_phases_to_come_change_and_nothing_comes_twice() -> None:
+def test_phases_to_come_change() -> None:
     state = state_after(loader(), 12)
     phases = [
         PHASES[0],
@@ -203,14 +199,9 @@ def test_phases_to_come_change_and_nothing_comes_twice() -> None:
         Phase("c", steps=9, blend={"code": 0.2, "prose": 0.4, "new": 0.4}, global_batch_size=12),
     ]
     other = resumed(state, phases, others=("prose", "new"))
-    assert len(other.changes) == 1
-    assert other.changes[0].startswith("phases after sample 96: were b [96, 160) code 0.5, prose 0.5; are b [96, 112)")
-    assert seen(other, 12, 14) == seen(loader(), 12, 14)
-    counts = Counter(state["position"]["counts"])
-    for source, ordinal in (other.schedule.locate(i)[1:] for i in range(96, other.schedule.num_samples)):
-        assert ordinal == counts[source]
-        counts[source] += 1
-    assert other.schedule.num_samples == 14 * BATCH + 9 * 12
+    [change] = other.changes
+    assert change.startswith("phases after sample 96: were b [96, 160) code 0.5, prose 0.5; are b [96, 112)")
+    assert seen(other, 12, 14) == seen(loader(), 12, 14) and other.schedule.num_samples == 14 * BATCH + 9 * 12
     # A later checkpoint of it resumes, too.
     rows = seen(other, 14, 23)
     assert seen(resumed(state_after(other, 18, start=14), phases, others=("prose", "new")), 18, 23) == rows[4 * 12 :]

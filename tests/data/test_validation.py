@@ -1,24 +1,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from data.indexed import Concatenation, IndexedDataset, TokenRange
+from data.indexed import Concatenation, TokenRange
 from data.tokenizer import train_tokenizer
 from data.validation import ValidationSet, bytes_per_token
-from tests.data.streams import write
-
-MakeDataset = Callable[..., IndexedDataset]
+from tests.data.streams import write, write_random
 
 
 @pytest.mark.parametrize(("micro_batch_size", "dp_size"), [(1, 3), (4, 4), (16, 2)])
-def test_every_window_counts_once_at_any_size(make_dataset: MakeDataset, dp_size: int, micro_batch_size: int) -> None:
-    validation = ValidationSet("code", make_dataset("code", 503), 8, num_samples=11, vocab_size=1000)
+def test_every_window_counts_once_at_any_size(tmp_path: Path, dp_size: int, micro_batch_size: int) -> None:
+    validation = ValidationSet("code", write_random(tmp_path / "code", 503), 8, num_samples=11, vocab_size=1000)
     ranks = [list(validation.batches(micro_batch_size, rank, dp_size)) for rank in range(dp_size)]
     assert [len(batches) for batches in ranks] == [
         len(validation.batches(micro_batch_size, rank, dp_size)) for rank in range(dp_size)
@@ -33,8 +30,8 @@ def test_every_window_counts_once_at_any_size(make_dataset: MakeDataset, dp_size
     assert torch.equal(torch.as_tensor(counts), torch.bincount(whole.targets.flatten(), minlength=1000))
 
 
-def test_windows_are_spread_and_never_overlap(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset("code", 503)
+def test_windows_are_spread_and_never_overlap(tmp_path: Path) -> None:
+    dataset = write_random(tmp_path / "code", 503)
     validation = ValidationSet("code", dataset, 8, num_samples=11, vocab_size=1000)
     windows = [validation.window(sample) for sample in range(11)]
     assert len(set(windows)) == 11
@@ -50,9 +47,9 @@ def test_windows_are_spread_and_never_overlap(make_dataset: MakeDataset) -> None
         assert batch.targets.flatten().tolist() == dataset.tokens(1, 62 * 8).tolist()
 
 
-def test_masked_documents(make_dataset: MakeDataset) -> None:
+def test_masked_documents(tmp_path: Path) -> None:
     """Against the documents' own lengths; without the losses across their borders."""
-    dataset = make_dataset("code", 400)
+    dataset = write_random(tmp_path / "code", 400)
     lengths = np.diff(dataset.document_offsets(0, dataset.num_documents))
     owners = np.repeat(np.arange(dataset.num_documents), lengths)
     joined, masked, uncounted = (
@@ -90,8 +87,8 @@ def test_yardsticks_of_the_very_targets(tmp_path: Path) -> None:
     assert yardstick.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
 
 
-def test_bits_per_byte_by_the_average_of_the_source(make_dataset: MakeDataset) -> None:
-    dataset = make_dataset("web", 500)
+def test_bits_per_byte_by_the_average_of_the_source(tmp_path: Path) -> None:
+    dataset = write_random(tmp_path / "web", 500)
     validation = ValidationSet("web", dataset, 8, 11, vocab_size=1000)
     counts = validation.target_counts()
     assert validation.yardstick(counts, None).bits_per_byte(1.0) is None
@@ -99,7 +96,7 @@ def test_bits_per_byte_by_the_average_of_the_source(make_dataset: MakeDataset) -
     facts.write_text('{"tokens": 500, "text_bytes": 2000}')
     assert validation.yardstick(counts, None).text_bytes == 88 * 4.0
     assert bytes_per_token(TokenRange(dataset, 1, dataset.num_sequences)) == 4.0
-    both = Concatenation([dataset, make_dataset("other", 300)])
+    both = Concatenation([dataset, write_random(tmp_path / "other", 300)])
     assert bytes_per_token(both) is None
     (facts.parent / "other.json").write_text('{"tokens": 300, "text_bytes": 400}')
     assert bytes_per_token(both) == 2400 / 800
