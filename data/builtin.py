@@ -28,6 +28,7 @@ import tokenize
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from data.indexed import DataBundle, IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
+from data.indexed import DataBundle, IndexedDataset, dtype_for_vocabulary, write_dataset
 from data.storage import build_once, default_cache_dir
 from data.tokenizer import load_tokenizer, train_tokenizer
 
@@ -227,8 +228,7 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
 
 
 def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -> None:
-    """Split, train the tokenizer on the training splits, write both splits of both sources under `folder`. Raises
-    ValueError if a source has no document in a split."""
+    """Split, train the tokenizer on the training splits, write both splits of both sources under `folder`."""
     training, validation = split_documents(documents, HELD_OUT_FRACTION)
     _say(f"training a tokenizer of {vocab_size:,} ids on {len(training):,} documents")
     tokenizer = train_tokenizer((document.text for document in training), vocab_size)
@@ -237,13 +237,11 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
         (folder / split).mkdir()
         for source in SOURCES:
             texts = [document.text for document in chosen if document.source == source]
-            if not texts:
-                raise ValueError(f"no {source} document fell into the {split} split; the corpus is too small")
             batches = [texts[start : start + _BATCH_DOCUMENTS] for start in range(0, len(texts), _BATCH_DOCUMENTS)]
-            with IndexedDatasetWriter(folder / split / source, dtype_for_vocabulary(tokenizer.vocab_size)) as writer:
-                for batch in _watched(f"tokenizing {split}/{source}", batches):
-                    for ids in tokenizer.encode_batch(batch):
-                        writer.add_document([*ids, tokenizer.eod_id])
+            watched = _watched(f"tokenizing {split}/{source}", batches)
+            encoded = chain.from_iterable(map(tokenizer.encode_batch, watched))
+            tokens = ([*ids, tokenizer.eod_id] for ids in encoded)
+            write_dataset(folder / split / source, tokens, dtype_for_vocabulary(tokenizer.vocab_size))
 
 
 def _watched(what: str, items: Sequence[Item]) -> Iterator[Item]:

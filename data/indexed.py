@@ -52,14 +52,11 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     3: np.dtype("<i2"),
     4: np.dtype("<i4"),
     5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
+"""Of integers; 6 and 7 are FP64 and FP32."""
 
-CHECKED_BLOCKS = 256
-"""Of an index, when it is opened."""
-_CHECKED_BLOCKS_REMOTE = 2
+_CHECKED_BLOCKS, _CHECKED_BLOCKS_REMOTE = 32, 2  # of an index, when it is opened
 _CHECKED_ENTRIES = 1024  # of each array, in a block
 _READ_AT_ONCE = 1 << 11  # documents among which one is looked for
 _READ_WHOLE = 1 << 16  # bytes of an index that is read in one piece, and checked whole
@@ -168,17 +165,24 @@ def document_at(source: TokenSource, token: int) -> int:
     return low + int(np.searchsorted(source.document_offsets(low, high), token, side="right")) - 1
 
 
+def documents_after(source: TokenSource, first: int, end: int, block: int) -> np.ndarray:
+    """Where the documents begin that do so after token `first` and before `end`: int64. block: how many to read first;
+    then more, until one does not begin before `end`."""
+    found = [np.zeros(0, dtype=np.int64)]
+    document = document_at(source, first) + 1
+    while document < source.num_documents:
+        offsets = source.document_offsets(document, min(document + block, source.num_documents))
+        found.append(offsets[:-1][offsets[:-1] < end])
+        if offsets[-1] >= end:
+            break
+        document, block = document + block, 4 * block
+    return np.concatenate(found)
+
+
 def document_numbers(source: TokenSource, start: int, length: int) -> np.ndarray:
     """The number, from 0, of the document of each of the tokens [start, start + length) of a stream: int32 [length]."""
     begins = np.zeros(length, dtype=np.int32)
-    # Documents that begin after the first token, in blocks, up to one that begins after the last.
-    document, block, end = document_at(source, start) + 1, 16, source.num_documents
-    while document < end:
-        offsets = source.document_offsets(document, min(document + block, end)) - start
-        begins[offsets[offsets < length]] = 1
-        if offsets[-1] >= length:
-            break
-        document, block = document + block, 4 * block
+    begins[documents_after(source, start, start + length, block=16) - start] = 1
     return begins.cumsum(dtype=np.int32)
 
 
@@ -206,15 +210,15 @@ def facts_path(prefix: str | Path) -> Path:
 class IndexedDataset:
     """A dataset opened for reading, a `TokenSource`: two files, or two objects of a store (`s3://bucket/prefix`).
 
-    Opening takes the same time whatever the size: checked_blocks evenly spaced blocks of the index are looked at (None:
-    256, of an object 2, its ends), and what is read is checked then. remote_cache: the folder where parts of objects
-    are kept (storage.py), None: the user's.
+    Opening takes the same time whatever the size: 32 evenly spaced blocks of the index are looked at (of an object 2,
+    its ends), and what is read is checked then. remote_cache: the folder where parts of objects are kept (storage.py),
+    None: the user's.
 
     Raises FileNotFoundError when a file is missing and ValueError, with the first fault that is found, when the two are
     not a whole dataset. So does reading when a file was cut short or replaced meanwhile, or the index is damaged there.
     """
 
-    def __init__(self, prefix: str | Path, checked_blocks: int | None = None, remote_cache: Path | None = None) -> None:
+    def __init__(self, prefix: str | Path, remote_cache: Path | None = None) -> None:
         self.prefix = str(prefix)
         self._index, self._tokens = (self._open(ending, remote_cache) for ending in (".idx", ".bin"))
         # Thousands of small files: one read for all of the checks.
@@ -235,11 +239,8 @@ class IndexedDataset:
         ends = [int(self._entries(document, document + 1)[0]) for document in (0, self.num_documents)]
         if ends != [0, self.num_sequences]:
             raise self._damaged(f"has a document index from {ends[0]} to {ends[1]} over {self.num_sequences} sequences")
-        if checked_blocks is None:
-            checked_blocks = _CHECKED_BLOCKS_REMOTE if is_url(self.prefix) else CHECKED_BLOCKS
-        if self._whole is not None:
-            checked_blocks = max(checked_blocks, _READ_WHOLE // _CHECKED_ENTRIES)
-        self.check_index(_CHECKED_ENTRIES, checked_blocks)
+        sampled = _CHECKED_BLOCKS_REMOTE if is_url(self.prefix) else _CHECKED_BLOCKS
+        self.check_index(_CHECKED_ENTRIES, sampled if self._whole is None else None)
         if self._num_bytes == 0:
             raise ValueError(f"{self}.idx holds no tokens, only empty sequences; prepare the dataset again")
         self._whole, self._opening = None, False
@@ -323,7 +324,6 @@ class IndexedDataset:
         for total, check in ((self.num_sequences, self._check_sequences), (self.num_documents, self._check_documents)):
             firsts: Iterable[int] = range(0, total, entries)
             if blocks is not None and total > blocks * entries:
-                blocks = max(2, blocks)
                 firsts = (i * (total - entries) // (blocks - 1) for i in range(blocks))
             for first in firsts:
                 check(first, min(first + entries, total))
@@ -385,7 +385,7 @@ class IndexedDataset:
         if version != VERSION:
             raise ValueError(f"{self}.idx is of version {version} or big-endian; only version {VERSION} is known")
         dtype = DTYPE_CODES.get(code)
-        if dtype is None or not np.issubdtype(dtype, np.integer):
+        if dtype is None:
             raise ValueError(f"{self}.idx has dtype code {code}; token ids are integers: prepare the data again")
         if num_sequences == 0 or num_entries < 2:
             raise ValueError(f"{self}.idx holds no documents; prepare the dataset again from non-empty text")
@@ -393,12 +393,9 @@ class IndexedDataset:
 
 
 class Concatenation:
-    """`parts`, one after the other, as one `TokenSource`; a part that is there twice counts twice. Raises ValueError
-    without parts."""
+    """`parts`, one after the other, as one `TokenSource`; a part that is there twice counts twice."""
 
     def __init__(self, parts: Sequence[TokenSource]) -> None:
-        if not parts:
-            raise ValueError("a source of no files has no tokens; name at least one")
         self.parts = list(parts)
         self._token_starts = list(accumulate((part.num_tokens for part in parts), initial=0))
         self._document_starts = list(accumulate((part.num_documents for part in parts), initial=0))
@@ -533,62 +530,39 @@ def _counting(number: int) -> Iterator[np.ndarray]:
         yield np.arange(start + 1, min(start + INDEX_BLOCK, number) + 1, dtype=np.int64)
 
 
-class IndexedDatasetWriter:
-    """A context manager that writes documents one after another; the dataset appears at its end, when it is whole.
+def write_dataset(
+    prefix: str | Path,
+    documents: Iterable[Sequence[int] | np.ndarray],
+    dtype: np.dtype[Any] | type[np.integer[Any]],
+) -> None:
+    """Write documents, [num_tokens] integers each, as a dataset of `dtype`; each is one sequence.
 
-    Both files are written under temporary names and renamed, `.idx` last: a crash leaves no dataset. After an exception
-    what was written is removed, and an earlier dataset of the same name left alone. Each document is one sequence.
-    Raises ValueError at the end if no document was added.
+    Both files are written under temporary names and renamed, `.idx` last: a crash leaves no dataset, an exception an
+    earlier one of the same name alone.
     """
-
-    def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | type[np.integer[Any]]) -> None:
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        assert self.dtype in DTYPE_CODES.values() and np.issubdtype(self.dtype, np.integer), self.dtype
-        self._lengths = array("i")  # 4 bytes a document
-        # The process id keeps two writers of one prefix from writing into one temporary file.
-        self._temporary = [Path(f"{path(prefix)}.tmp-{os.getpid()}") for path in (tokens_path, index_path)]
-        self._file = open(self._temporary[0], "wb")  # noqa: SIM115 - closed at the end
-
-    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document, [num_tokens] integers. Raises ValueError for an empty one, or an id that the dtype
-        cannot hold."""
-        values, limits = np.asarray(tokens), np.iinfo(self.dtype)
-        if values.ndim != 1 or not 0 < values.size <= np.iinfo(np.int32).max or values.dtype.kind not in "iu":
-            raise ValueError(
-                f"document {len(self._lengths)} of {self.prefix} has shape {values.shape} of {values.dtype}; it must "
-                "be [num_tokens] integers: skip empty documents, split those of 2^31 tokens"
-            )
-        low, high = int(values.min()), int(values.max())
-        if low < max(0, limits.min) or high > limits.max:
-            raise ValueError(
-                f"document {len(self._lengths)} of {self.prefix} has token ids from {low} to {high}; {self.dtype.name} "
-                f"holds 0 to {limits.max}: choose the type with dtype_for_vocabulary(vocab_size)"
-            )
-        self._file.write(values.astype(self.dtype).tobytes())
-        self._lengths.append(values.size)
-
-    def __enter__(self) -> IndexedDatasetWriter:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            self._file.close()
-            for path in self._temporary:
-                path.unlink(missing_ok=True)
-
-    def _finish(self) -> None:
-        if not self._lengths:
-            raise ValueError(f"{self.prefix}: no document was added, and an empty dataset cannot be read back")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        blocks = [lengths[first : first + INDEX_BLOCK] for first in range(0, len(lengths), INDEX_BLOCK)]
-        write_index(self._temporary[1], self.dtype, len(lengths), lambda: blocks)
+    kept = np.dtype(dtype).newbyteorder("<")
+    limits = np.iinfo(kept)
+    lengths = array("i")  # 4 bytes a document
+    # The process id keeps two writers of one prefix from writing into one temporary file.
+    temporary = [Path(f"{path(prefix)}.tmp-{os.getpid()}") for path in (tokens_path, index_path)]
+    try:
+        with open(temporary[0], "wb") as file:
+            for document in documents:
+                values = np.asarray(document)
+                assert values.ndim == 1 and values.size and values.dtype.kind in "iu", (prefix, values.shape)
+                assert max(0, limits.min) <= values.min() and values.max() <= limits.max, (prefix, len(lengths), kept)
+                file.write(values.astype(kept).tobytes())
+                lengths.append(values.size)
+            file.flush()
+            os.fsync(file.fileno())
+        assert lengths, f"{prefix}: an empty dataset cannot be read back"
+        whole = np.frombuffer(lengths, dtype=np.int32)
+        blocks = [whole[first : first + INDEX_BLOCK] for first in range(0, len(whole), INDEX_BLOCK)]
+        write_index(temporary[1], kept, len(whole), lambda: blocks)
         # An old index must not describe the new tokens, not even between two renames.
-        index_path(self.prefix).unlink(missing_ok=True)
-        for temporary, path in zip(self._temporary, (tokens_path, index_path), strict=True):
-            os.replace(temporary, path(self.prefix))
+        index_path(prefix).unlink(missing_ok=True)
+        for file_of, path in zip(temporary, (tokens_path, index_path), strict=True):
+            os.replace(file_of, path(prefix))
+    finally:
+        for file_of in temporary:
+            file_of.unlink(missing_ok=True)

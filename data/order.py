@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from data.indexed import Concatenation, TokenSource, check_ids, document_at, document_numbers
+from data.indexed import Concatenation, TokenSource, check_ids, document_numbers, documents_after
 from data.storage import in_turn, side_by_side
 
 _NUM_ROUNDS = 6
@@ -207,18 +207,9 @@ class DocumentOrder:
 
 def _documents_within(stream: TokenSource, first: int, end: int) -> np.ndarray:
     """Where the documents begin that lie in the tokens [first, end), the first one cut there, and the end: int64."""
-    documents, block = stream.num_documents, 2 * _RUN_DOCUMENTS
     if (first, end) == (0, stream.num_tokens):
-        return stream.document_offsets(0, documents)
-    found = [np.array([first])]
-    document = document_at(stream, first) + 1  # that begins after `first`
-    while document < documents:
-        offsets = stream.document_offsets(document, min(document + block, documents))
-        found.append(offsets[:-1][offsets[:-1] < end])
-        if offsets[-1] >= end:
-            break
-        document += block
-    return np.append(np.concatenate(found), end)
+        return stream.document_offsets(0, stream.num_documents)
+    return np.concatenate([[first], documents_after(stream, first, end, 2 * _RUN_DOCUMENTS), [end]])
 
 
 Order = WindowOrder | DocumentOrder

@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from data.indexed import CHECKED_BLOCKS, Concatenation, DataBundle, IndexedDataset, TokenSource, facts_path
-from data.storage import check_url, is_url, list_objects, side_by_side
+from data.indexed import Concatenation, DataBundle, IndexedDataset, TokenSource, facts_path
+from data.storage import is_url, list_objects, side_by_side, url_problem
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 _ENDINGS = (".idx", ".bin")
@@ -32,10 +32,8 @@ def entries(key: str, value: Any) -> list[str]:
     Raises ValueError, naming key and value, for what is none."""
     found = list(_flattened(key, value, ()))
     for url in filter(is_url, found):
-        try:
-            check_url(url)
-        except ValueError as error:
-            raise ValueError(f"{key}={error}") from error
+        if problem := url_problem(url):
+            raise ValueError(f"{key}={url}: {problem}")
     return found
 
 
@@ -165,13 +163,10 @@ def open_indexed(
     _refuse_shared(trained, held_out)
 
     def open_all(key: str, named: Mapping[str, list[str]]) -> dict[str, TokenSource]:
-        # Thousands of files together are looked at about as often as one of their size would be.
-        shares = {name: max(2, CHECKED_BLOCKS // len(set(found))) for name, found in named.items()}
-
         def open_one(file: tuple[str, str]) -> IndexedDataset:
             name, prefix = file
             try:
-                dataset = IndexedDataset(prefix, None if is_url(prefix) else shares[name], remote_cache)
+                dataset = IndexedDataset(prefix, remote_cache)
             except (FileNotFoundError, ValueError) as error:
                 raise type(error)(f"{key}.{name}: {error}") from error
             if opened is not None:

@@ -21,7 +21,6 @@ import os
 import random
 import resource
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -122,13 +121,11 @@ def in_turn(lock: threading.Lock) -> Iterator[None]:
 
 
 class LocalFile:
-    """A file of this machine, of which ranges are read. Raises FileNotFoundError, IsADirectoryError, PermissionError;
-    ValueError from a later read if another file lies under the path by then."""
+    """A file of this machine, of which ranges are read. Raises FileNotFoundError, PermissionError; ValueError from a
+    later read if another file lies under the path by then."""
 
     def __init__(self, path: str) -> None:
         found = os.stat(path)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, "this is a folder, not a file", path)
         self.name, self.size = path, found.st_size
         self._opened_as = (found.st_size, found.st_mtime_ns, found.st_ino)
 
@@ -173,15 +170,13 @@ class RemoteFile:
     """An object of a store, of which ranges are read. cache: the folder that keeps its blocks, None: the user's. After
     each block that is fetched, the object's version is looked up again.
 
-    Raises FileNotFoundError, IsADirectoryError, PermissionError, ValueError for an object that was replaced, and
-    ConnectionError after the last attempt.
+    Raises FileNotFoundError, PermissionError, ValueError for an object that was replaced, and ConnectionError after the
+    last attempt.
     """
 
     def __init__(self, url: str, cache: Path | None = None) -> None:
         self.name = url
         info = _attempted(url, partial(_info, url))
-        if info.get("type") == "directory":
-            raise IsADirectoryError(f"{url} is a folder, not an object")
         if info.get("size") is None:
             raise ValueError(f"{url}: its server does not say how long it is; copy it to a disk or another store")
         self.size = int(info["size"])
@@ -279,18 +274,17 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def check_url(url: str) -> None:
-    """Raise ValueError for a URL of a kind that is not opened here, naming the package to install if there is one."""
+def url_problem(url: str) -> str | None:
+    """Why a URL of its kind cannot be opened here, with the remedy; None if it can."""
     protocol = url.partition("://")[0]
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         remedy = "pip install 'megatron_fp4[remote]'" if protocol in ("s3", "s3a") else "pip install what it names"
-        raise ValueError(f"{url}: a package for {protocol}:// is missing ({error}); {remedy}") from error
-    except ValueError as error:
-        raise ValueError(
-            f"{url}: {protocol}:// is no kind of store that fsspec knows; give s3://, gs:// or a path"
-        ) from error
+        return f"a package for {protocol}:// is missing ({error}); {remedy}"
+    except ValueError:
+        return f"{protocol}:// is no kind of store that fsspec knows; give s3://, gs:// or a path"
+    return None
 
 
 def list_objects(pattern: str) -> list[str]:

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from data.indexed import IndexedDatasetWriter
+from data.indexed import write_dataset
 from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
@@ -135,9 +135,7 @@ def write_corpus(scratch: Path) -> None:
     for name, documents in (("a", 60), ("b", 40), ("c", 12)):
         lengths = generator.integers(5, 200, documents).astype(np.int32)
         tokens = generator.integers(0, 512, lengths.sum())
-        with IndexedDatasetWriter(scratch / f"corpus_{name}", np.int32) as writer:
-            for document in np.split(tokens, np.cumsum(lengths)[:-1]):
-                writer.add_document(document)
+        write_dataset(scratch / f"corpus_{name}", np.split(tokens, np.cumsum(lengths)[:-1]), np.int32)
 
 
 def arguments_of(name: str, scratch: Path) -> list[str]:

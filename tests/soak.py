@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.indexed import IndexedDatasetWriter
+from data.indexed import write_dataset
 from megatron_fp4.checkpoint import files
 from tests.programs import environments_of_ranks, fork_server
 
@@ -315,9 +315,7 @@ class Soak:
         self.seconds = 3.0  # of a start that is left alone
         numbers = np.random.default_rng(seed)
         for name in ("a", "b", "held_out"):
-            with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-                for _ in range(20):
-                    writer.add_document(numbers.integers(512, size=100))
+            write_dataset(folder / name, numbers.integers(512, size=(20, 100)), np.uint16)
 
     def go(self) -> None:
         """The run that is left alone, then rounds until there were enough kills."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain
-from data.indexed import IndexedDatasetWriter
+from data.indexed import write_dataset
 from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training import trainer
@@ -36,9 +36,7 @@ def small_corpus(folder: Path) -> list[str]:
     """Overrides that read two sources of random tokens, written to `folder`; the built-in corpus takes ten seconds."""
     generator = np.random.default_rng(0)
     for source in ("code", "prose"):
-        with IndexedDatasetWriter(folder / source, np.uint16) as writer:
-            for _ in range(20):
-                writer.add_document(generator.integers(0, 512, 300))
+        write_dataset(folder / source, generator.integers(0, 512, (20, 300)), np.uint16)
     phases = "data.phases=[{name: main, fraction: 1.0, blend: {code: 0.5, prose: 0.5}}]"
     return ["data=indexed", f"data.sources={{code: {folder}/code, prose: {folder}/prose}}", phases]
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import pretrain
-from data.indexed import IndexedDatasetWriter
+from data.indexed import write_dataset
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
@@ -32,9 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run of three steps."""
     folder = tmp_path_factory.mktemp("run")
     rng = np.random.default_rng(0)
-    with IndexedDatasetWriter(folder / "a", np.uint16) as writer:
-        for _ in range(40):
-            writer.add_document(rng.integers(0, 128, 64))
+    write_dataset(folder / "a", rng.integers(0, 128, (40, 64)), np.uint16)
     assert pretrain.main([*SMALL, f"data.sources={{a: {folder / 'a'}}}", f"run.dir={folder / 'run'}"]) == 0
     return folder / "run" / "checkpoints" / "step_00000003"
 

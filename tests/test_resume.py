@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pretrain
-from data.indexed import IndexedDatasetWriter
+from data.indexed import write_dataset
 from megatron_fp4.training import trainer
 from tests.spiked_run import records
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses
@@ -37,9 +37,7 @@ Start = Callable[..., str]
 
 def write_text(path: Path, documents: int) -> None:
     generator = np.random.default_rng(documents)
-    with IndexedDatasetWriter(path, np.uint16) as writer:
-        for _ in range(documents):
-            writer.add_document(generator.zipf(1.3, 200) % 512)
+    write_dataset(path, generator.zipf(1.3, (documents, 200)) % 512, np.uint16)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -122,25 +121,9 @@ def _agreed(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in facts[0].items() if all(other.get(key) == value for other in facts)}
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What was counted in a dataset without a fault. agreed: whether there is a `<prefix>.json`, which agrees."""
-
-    documents: int
-    tokens: int
-    smallest_id: int
-    largest_id: int
-    agreed: bool
-
-    def __str__(self) -> str:
-        agreed = ", as its .json says" if self.agreed else ""
-        ids = f"ids {self.smallest_id} to {self.largest_id}"
-        return f"{self.documents:,} documents, {self.tokens:,} tokens, {ids}{agreed}"
-
-
-def check_whole(prefix: str | Path, vocab_size: int | None = None) -> Checked:
+def check_whole(prefix: str | Path, vocab_size: int | None = None) -> str:
     """Check the whole index, that every token id is from 0 to below vocab_size (None: whatever is not negative), and
-    that `<prefix>.json`, if it is there, says the same.
+    that `<prefix>.json`, if it is there, says the same; what was counted, in words.
 
     Raises ValueError with the place of the first fault, and what IndexedDataset raises.
     """
@@ -163,10 +146,11 @@ def check_whole(prefix: str | Path, vocab_size: int | None = None) -> Checked:
                 f"is {dataset.tokens(place, 1)[0]}; {limit}: the file is damaged, or of another tokenizer"
             )
         smallest, largest = min(smallest, low), max(largest, high)
-    agreed = not is_url(str(prefix)) and facts_path(prefix).exists()
-    if agreed:
-        _compare_facts(dataset, digest.hexdigest())
-    return Checked(dataset.num_documents, dataset.num_tokens, smallest, largest, agreed)
+    found = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, ids {smallest} to {largest}"
+    if is_url(str(prefix)) or not facts_path(prefix).exists():
+        return found
+    _compare_facts(dataset, digest.hexdigest())
+    return f"{found}, as its .json says"
 
 
 def _compare_facts(dataset: IndexedDataset, digest: str) -> None:

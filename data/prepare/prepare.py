@@ -22,7 +22,6 @@ command that finds it published resumes renaming.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -350,9 +349,7 @@ class WorkFolder:
         try:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
+            except BlockingIOError as error:
                 raise ValueError(f"another command is preparing {output} right now; wait for it, or stop it") from error
             self.saved = self._state_file.is_file()
             self.state = State(json.loads(json.dumps(settings)))

@@ -19,7 +19,7 @@ import pretrain
 from analysis import branches
 from analysis.branches import Branch
 from analysis.recipes import HeldOut, Pair
-from data.indexed import IndexedDatasetWriter
+from data.indexed import write_dataset
 from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.training import trainer
 from megatron_fp4.training.step import StepResult
@@ -43,9 +43,7 @@ WEIGHTS = "1x16 W=precision=nvfp4 precision.fprop.weight.block=1x16"
 def _overrides(folder: Path) -> list[str]:
     rng = np.random.default_rng(0)
     for name in ("text", "held_out"):
-        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-            for _ in range(20):
-                writer.add_document(rng.integers(0, 128, 64))
+        write_dataset(folder / name, rng.integers(0, 128, (20, 64)), np.uint16)
     return [*SMALL, f"data.sources={{text: {folder}/text}}", f"data.validation={{text: {folder}/held_out}}"]
 
 

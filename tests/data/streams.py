@@ -10,16 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.indexed import IndexedDataset, write_dataset
 
 
 def write(
     prefix: Path, documents: Iterable[Sequence[int] | np.ndarray], dtype: type[np.integer] = np.uint16
 ) -> IndexedDataset:
     """The documents as a pair of files, opened."""
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
+    write_dataset(prefix, documents, dtype)
     return IndexedDataset(prefix)
 
 

@@ -7,9 +7,8 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +19,11 @@ from data.indexed import (
     MAGIC,
     Concatenation,
     IndexedDataset,
-    IndexedDatasetWriter,
     TokenRange,
     dtype_for_vocabulary,
 )
 from data.prepare import merge
-from data.prepare.merge import Checked, check_whole
+from data.prepare.merge import check_whole
 from tests.data.streams import write
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
@@ -49,19 +47,18 @@ def test_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_a_dataset_appears_when_it_is_whole(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
-        bad: dict[str, list[Any]] = {r"\(0,\)": [], "2, 1": [[1], [2]], "float": [1.5], "to 65536": [65536], "-1": [-1]}
-        for message, document in bad.items():
-            with pytest.raises(ValueError, match=message):
-                writer.add_document(document)
-        writer.add_document([1])
-        assert not (tmp_path / "d.bin").exists() and not (tmp_path / "d.idx").exists()
-    before = (tmp_path / "d.bin").read_bytes()
-    with pytest.raises(RuntimeError), IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
-        writer.add_document([9])
+    def documents() -> Iterator[list[int]]:
+        yield [9]
+        assert (tmp_path / "d.bin").read_bytes() == before
         raise RuntimeError
-    with pytest.raises(ValueError, match="no document"), IndexedDatasetWriter(tmp_path / "e", np.uint16):
-        pass
+
+    write(tmp_path / "d", DOCUMENTS)
+    before = (tmp_path / "d.bin").read_bytes()
+    with pytest.raises(RuntimeError):
+        write(tmp_path / "d", documents())
+    for wrong in ([], [[]], [[[1], [2]]], [[1.5]], [[65536]], [[-1]]):
+        with pytest.raises(AssertionError):
+            write(tmp_path / "e", wrong)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
     assert (tmp_path / "d.bin").read_bytes() == before
 
@@ -115,11 +112,6 @@ def cut(ending: str, size: int) -> Callable[[Path], None]:
     return lambda prefix: os.truncate(f"{prefix}{ending}", size)
 
 
-def folder(prefix: Path) -> None:
-    Path(f"{prefix}.bin").unlink()
-    Path(f"{prefix}.bin").mkdir()
-
-
 def empty_sequences(prefix: Path) -> None:
     arrays = struct.pack("<3i3q4q", 0, 0, 0, 0, 0, 0, 0, 1, 2, 3)
     Path(f"{prefix}.idx").write_bytes(header() + arrays)
@@ -133,7 +125,6 @@ def header(version: int = 1, code: int = 8, sequences: int = 3, entries: int = 4
 LENGTHS, POINTERS, ENTRIES = 34, 46, 70  # where the arrays of the .idx begin
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no .bin": (lambda prefix: Path(f"{prefix}.bin").unlink(), "d.bin does not exist; a dataset is named by"),
-    "a folder called .bin": (folder, "this is a folder, not a file: .*d.bin"),
     "a cut header": (cut(".idx", 33), "d.idx starts with b'MMIDIDX"),
     "fairseq's older format": (put(0, b"TNTIDX\x00\x00"), r"d.idx starts with b'TNTIDX.*, not with .*prepare the"),
     "a later version": (put(0, header(version=2)), "d.idx is of version 2"),
@@ -183,7 +174,7 @@ def test_a_fault_that_opening_does_not_look_at(
     monkeypatch.setattr(data.indexed, "_CHECKED_ENTRIES", 2)
     monkeypatch.setattr(data.indexed, "_READ_WHOLE", 0)
     put(offset, content)(prefix)
-    dataset = IndexedDataset(prefix, checked_blocks=10)
+    dataset = IndexedDataset(prefix)
     with pytest.raises(ValueError, match=message):
         check_whole(prefix)
     if document is not None:
@@ -196,7 +187,7 @@ def test_every_token_and_fact_is_checked(prefix: Path, monkeypatch: pytest.Monke
     dataset = IndexedDataset(prefix)
     for entries in (1 << 20, 7):  # in one block, and in many
         monkeypatch.setattr(merge, "INDEX_BLOCK", entries)
-        assert check_whole(prefix, 1000) == Checked(5001, dataset.num_tokens, 3, 999, False)
+        assert check_whole(prefix, 1000) == f"5,001 documents, {dataset.num_tokens:,} tokens, ids 3 to 999"
     facts = Path(f"{prefix}.json")
     hashes = {ending: hashlib.sha256(Path(f"{prefix}.{ending}").read_bytes()).hexdigest() for ending in ("bin", "idx")}
     facts.write_text(json.dumps({"documents": 5001, "sha256": hashes}))

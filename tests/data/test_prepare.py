@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter
+from data.indexed import HEADER, IndexedDataset
 from data.prepare import prepare as prepare_module
 from data.prepare import readers
 from data.prepare.prepare import NewTokenizer, State, prepare
@@ -35,6 +35,7 @@ from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
 from scripts import prepare_data
 from tests.data import killed
+from tests.data.streams import write
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
@@ -381,9 +382,7 @@ def test_a_merge_has_the_bytes_of_preparing_together(
 def test_pairs_of_megatron_merge_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Several sequences a document, and no facts beside them."""
     for name, starts in (("a", [0, 2, 3]), ("b", [0, 0, 1, 4])):
-        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
-            for i in range(starts[-1]):
-                writer.add_document([i + 1] * (i + 1))
+        write(tmp_path / name, [[i + 1] * (i + 1) for i in range(starts[-1])])
         path = tmp_path / f"{name}.idx"
         content = path.read_bytes()[: HEADER.size + 12 * starts[-1]] + struct.pack(f"<{len(starts)}q", *starts)
         magic, version, code, sequences, _ = HEADER.unpack(content[: HEADER.size])
@@ -401,8 +400,7 @@ def test_what_does_not_merge(
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS)])
     for name, options in (("0", ALL), ("begun", Options(0, bos_token="<|endoftext|>"))):
         prepare(parts, tmp_path / name, tokenizer, options)
-    with IndexedDatasetWriter(tmp_path / "wide", np.int32) as writer:
-        writer.add_document([1])
+    write(tmp_path / "wide", [[1]], np.int32)
     for names, expected in (
         (["0", "0"], "to merge takes two or more pairs, each named once"),
         (["0", "begun"], "the .json of the pairs differ in bos (None, {"),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.indexed import IndexedDatasetWriter
+from data.indexed import write_dataset
 from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.weights_only import write_weights_only
@@ -72,9 +72,8 @@ def text_data(folder: Path) -> list[str]:
     tokenizer = train_tokenizer(documents, 290)
     tokenizer.save(folder / "tokenizer.json")
     for name, written in (("text", documents[:30]), ("held_out", documents[30:])):
-        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-            for ids in tokenizer.encode_batch(written):
-                writer.add_document([*ids, tokenizer.eod_id])
+        encoded = ([*ids, tokenizer.eod_id] for ids in tokenizer.encode_batch(written))
+        write_dataset(folder / name, encoded, np.uint16)
     data = ["data=indexed", f"data.sources={{text: {folder}/text}}", f"data.tokenizer={folder}/tokenizer.json"]
     data.append(f"data.validation={{held_out: {folder}/held_out}}")
     return [*data, "data.phases=[{name: all, blend: {text: 1}}]", "data.num_workers=0"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pretrain
-from data.indexed import IndexedDatasetWriter
+from data.indexed import write_dataset
 from inference.agreement import TOLERANCE
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
@@ -25,9 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 def write_text(path: Path, documents: int, vocab_size: int) -> None:
     """Documents of 1 to 60 tokens: some windows have a dozen of them, others two."""
     draws = np.random.default_rng(documents)
-    with IndexedDatasetWriter(path, np.uint16) as writer:
-        for document in range(documents):
-            writer.add_document(draws.zipf(1.3, draws.integers(1, 9 if document % 20 < 10 else 60)) % vocab_size)
+    lengths = (draws.integers(1, 9 if document % 20 < 10 else 60) for document in range(documents))
+    write_dataset(path, (draws.zipf(1.3, length) % vocab_size for length in lengths), np.uint16)
 
 
 @pytest.fixture(scope="module")
