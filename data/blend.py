@@ -100,14 +100,13 @@ class _Walk:
             self._make_ready(heapq.heappop(self._waiting)[1])
         return self._ready[0][1]
 
-    def advance(self) -> int:
-        """Take the next slot; returns its source."""
+    def advance(self) -> None:
+        """Take the next slot."""
         source = self.next_source()
         heapq.heappop(self._ready)
         self.counts[source] += 1
         self.slot += 1
         self._queue(source)
-        return source
 
     def _queue(self, source: int) -> None:
         first = self.counts[source] * self._period // self._shares[source]

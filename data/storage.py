@@ -232,10 +232,7 @@ class RemoteFile:
         temporary = path.with_name(f"{path.name}-{os.getpid()}-{threading.get_ident()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                file.write(content + _hashes(content))
-                file.flush()
-                os.fsync(file.fileno())
+            temporary.write_bytes(content + _hashes(content))
             os.replace(temporary, path)
         except BaseException as error:
             temporary.unlink(missing_ok=True)

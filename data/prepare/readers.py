@@ -131,7 +131,8 @@ def open_files(format: str, files: Sequence[Path], field: str = "text") -> list[
 def open_dataset(
     names: Sequence[str], split: str | None = None, field: str = "text", subset: str | None = None
 ) -> list[Part]:
-    """One split, or slice of a split (`train[:1%]`), of what `datasets` reads, as one part of a corpus.
+    """One split, or slice of a split (`train[:1%]`, not of a saved folder), of what `datasets` reads, as one part of a
+    corpus.
 
     names: a folder that `save_to_disk` wrote, a folder of data files, a name of the Hugging Face hub, or data files and
     patterns of them, all of one kind of DATA_FILES. split: None where there is only one.
@@ -325,45 +326,39 @@ def _dataset_tasks(
     first, size = 1, 0  # row of the first of `values`, and their characters
     values: list[Any] = []
     try:
-        for table in _tables(source, split, subset):
-            if names := table.column_names:  # unknown before some streams are read
-                # Reading the others takes time; if there is no such field, one column counts the rows.
-                wanted = [name for name in (field, field.partition(".")[0]) if name in names]
-                table = table.select_columns([*wanted, names[0]][:1])
-            for batch in table.with_format("arrow").iter(_ROWS_AT_ONCE):
-                for value in _column(batch, field):
-                    values.append(value)
-                    size += len(value) if isinstance(value, str) else 8
-                    if size >= TASK_SIZE or len(values) >= _ROWS_IN_A_TASK:
-                        yield partial(row_records, where, first, values, field)
-                        first, values, size = first + len(values), [], 0
+        table = _table(source, split, subset)
+        if names := table.column_names:  # unknown before some streams are read
+            # Reading the others takes time; if there is no such field, one column counts the rows.
+            wanted = [name for name in (field, field.partition(".")[0]) if name in names]
+            table = table.select_columns([*wanted, names[0]][:1])
+        for batch in table.with_format("arrow").iter(_ROWS_AT_ONCE):
+            for value in _column(batch, field):
+                values.append(value)
+                size += len(value) if isinstance(value, str) else 8
+                if size >= TASK_SIZE or len(values) >= _ROWS_IN_A_TASK:
+                    yield partial(row_records, where, first, values, field)
+                    first, values, size = first + len(values), [], 0
     except Exception as error:  # `datasets` promises no type
-        raise ValueError(f"datasets cannot read {where}: {_in_a_line(error)}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"datasets cannot read {where}: {reason}") from error
     if values:
         yield partial(row_records, where, first, values, field)
 
 
-def _tables(source: tuple[str, ...], split: str | None, subset: str | None) -> list[Any]:
+def _table(source: tuple[str, ...], split: str | None, subset: str | None) -> Any:
     import datasets
 
     name = source[0]
     if len(source) == 1 and _is_saved(name):
         found = datasets.load_from_disk(name)
         splits = dict(found) if isinstance(found, dict) else {str(found.split or "train"): found}
-        if split is None and len(splits) > 1:
-            raise ValueError(f"it has several splits; name one with --split: {', '.join(splits)}")
-        if split is None:
-            return list(splits.values())
-        try:
-            lengths = {key: len(table) for key, table in splits.items()}
-            chosen = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
-            return [splits[part.splitname].select(range(part.from_, part.to)) for part in chosen]
-        except (ValueError, KeyError, AssertionError) as error:
-            raise ValueError(f"no split {split!r} ({_in_a_line(error)}); its splits: {', '.join(splits)}") from error
+        if split not in splits and (split is not None or len(splits) > 1):
+            raise ValueError(f"name one of its splits with --split: {', '.join(splits)}")
+        return splits[split or next(iter(splits))]
     # A whole split streams; a slice is first loaded into the cache of `datasets`, which alone can slice.
     streams = "[" not in (split or "") and "+" not in (split or "")
     given: dict[str, Any] = {"data_files": list(source[1:])} if len(source) > 1 else {"name": subset}
-    return [datasets.load_dataset(name, split=split or "train", streaming=streams, **given)]
+    return datasets.load_dataset(name, split=split or "train", streaming=streams, **given)
 
 
 def _column(batch: Any, field: str) -> list[Any]:
@@ -380,7 +375,3 @@ def _column(batch: Any, field: str) -> list[Any]:
         found = values.cast(pyarrow.large_binary()).to_pylist()
         return [None if value is None else value.decode("utf-8", "surrogateescape") for value in found]
     return found if column == field else [_value({column: value}, field) for value in found]
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -1,18 +1,25 @@
-"""Megatron runs whose order of samples was recorded (megatron_golden.json): what they trained on, and how it is hashed.
+"""Megatron runs whose order of samples megatron_golden.json has: what they trained on, and how it is hashed.
 
-Shared by the test and by make_megatron_golden.py, so that both write the same files.
+Recording needs megatron-core, which the project does not: `pip install megatron-core==0.16.1` into another environment,
+then `python -m tests.data.megatron_cases`. It goes through `BlendedMegatronDatasetBuilder`, as Megatron's
+pretrain_gpt.py does.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import tempfile
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data.indexed import HEADER, MAGIC, VERSION, index_path, tokens_path
 
+GOLDEN = Path(__file__).with_name("megatron_golden.json")
 VOCAB_SIZE = 60000
 
 
@@ -83,3 +90,61 @@ def digest(array: np.ndarray) -> str:
     """Type, shape and content of an array."""
     array = np.ascontiguousarray(array)
     return f"{array.dtype} {list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:24]}"
+
+
+# --- recording
+
+
+class _Tokenizer:
+    """As much of a tokenizer as Megatron's datasets ask for."""
+
+    vocab_size, pad, eod, eos = VOCAB_SIZE, -1, 0, 0
+
+    def __init__(self) -> None:
+        self.unique_identifiers = {"class": "none"}
+        self.special_tokens_dict: dict[str, int] = {}
+
+
+def record(case: Case, folder: Path) -> dict[str, Any]:
+    """Digests of what Megatron's training dataset of a case is."""
+    from megatron.core.datasets import blended_megatron_dataset_builder as builders  # type: ignore[import-not-found]
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # type: ignore[import-not-found]
+
+    weights = None if case.weights is None else [float(weight) for weight in case.weights]
+    blend = [str(prefix) for prefix in write_datasets(case, folder)], weights
+    paths: dict[str, Any] = {"blend_per_split": [blend, None, None]}
+    if case.split is not None:
+        paths = {"blend": blend, "split": case.split}
+    config = GPTDatasetConfig(
+        random_seed=case.seed,
+        sequence_length=case.seq_length,
+        tokenizer=_Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        **paths,
+    )
+    sizes = [case.num_samples, 0, 0]
+    dataset = builders.BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
+
+    def arrays(of: Any, *names: str) -> dict[str, str]:
+        return {name: digest(np.asarray(getattr(of, name))) for name in names}
+
+    blended = hasattr(dataset, "datasets")
+    parts = dataset.datasets if blended else [dataset]
+    items = (dataset[i] for i in range(min(len(dataset), case.num_samples)))
+    samples = np.stack([np.append(item["tokens"].numpy(), item["labels"].numpy()[-1]) for item in items])
+    return {
+        "size": len(dataset),
+        "datasets": [arrays(part, "document_index", "sample_index", "shuffle_index") for part in parts],
+        "samples": digest(samples),
+        **(arrays(dataset, "dataset_index", "dataset_sample_index") if blended else {}),
+    }
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        found = {case.name: record(case, Path(folder)) for case in CASES}
+    entries = {"megatron-core": version("megatron-core"), "numpy": np.__version__, **found}
+    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+    GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")

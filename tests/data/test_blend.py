@@ -76,10 +76,10 @@ def test_counts_at_ten_trillion_tokens_take_no_walk_from_the_start(monkeypatch: 
     blend = Blend({str(d): round(float(share), 13) for d, share in enumerate(rng.uniform(0.001, 1, 61))})
     advance = _Walk.advance
 
-    def counted(walk: _Walk) -> int:
+    def counted(walk: _Walk) -> None:
         nonlocal steps
         steps += 1
-        return advance(walk)
+        advance(walk)
 
     monkeypatch.setattr(_Walk, "advance", counted)
     assert sum(blend.counts(10**13 // 8192)) == 10**13 // 8192 and steps < 100_000

@@ -1,4 +1,4 @@
-"""Against what Megatron-core itself recorded (make_megatron_golden.py), and against its rules written out by hand."""
+"""Against what Megatron-core itself recorded (megatron_cases.py), and against its rules written out by hand."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from data.megatron_order import MegatronSchedule, MegatronSource, blending_indic
 from data.schedule import Phase
 from megatron_fp4.config.schema import Config, MegatronConfig
 from tests.composing import composed
-from tests.data.megatron_cases import CASES, VOCAB_SIZE, Case, digest, write_datasets, write_pair
+from tests.data.megatron_cases import CASES, GOLDEN, VOCAB_SIZE, Case, digest, write_datasets, write_pair
 
-GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("megatron_golden.json").read_text())
+RECORDED: dict[str, Any] = json.loads(GOLDEN.read_text())
 NAMED = {case.name: case for case in CASES}
 Opened = tuple[MegatronSchedule, dict[str, MegatronSource]]
 
@@ -48,7 +48,7 @@ def of_case(case: Case, folder: Path) -> Opened:
     # With --train-data-path Megatron takes no notice of the weight of a single dataset.
     weighted = case.weights is not None and not (len(streams) == 1 and case.split is None)
     split = None if case.split is None else [float(share) for share in case.split.split(",")]
-    phases = [Phase("all", blend=weights, steps=min(case.num_samples, GOLDEN[case.name]["size"]))]
+    phases = [Phase("all", blend=weights, steps=min(case.num_samples, RECORDED[case.name]["size"]))]
     run = {"split": split, "train_samples": case.num_samples, "weighted": weighted}
     return opened(streams, phases, folder, case.seq_length, case.seed, **run)
 
@@ -65,7 +65,7 @@ def array(folder: Path, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_megatron_has_it(case: Case, tmp_path: Path) -> None:
-    golden = GOLDEN[case.name]
+    golden = RECORDED[case.name]
     run = of_case(case, tmp_path)
     schedule, sources = run
     for source, expected in zip(sources.values(), golden["datasets"], strict=True):
@@ -211,7 +211,7 @@ def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
     run = provider.open_alone(configured())
     batches = [batch for step in run.loader.steps(0, 34) for batch in step]
     rows = torch.cat([torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1) for batch in batches]).numpy()
-    assert digest(rows) == GOLDEN["single_split"]["samples"]
+    assert digest(rows) == RECORDED["single_split"]["samples"]
     [held_out] = run.validation
     stream = IndexedDataset(tmp_path / "single_split_0")
     begin, end = stream.sequence_offsets(0, 1003)[[952, 1003]].tolist()
