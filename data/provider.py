@@ -91,19 +91,11 @@ class RunData:
         """Of each held-out set, in nats per token."""
         return {name: yardstick.unigram_entropy for name, yardstick in self.yardsticks.items()}
 
-    def summary(self, num_samples: int | None) -> list[str]:
-        """Lines that say what was opened. num_samples: held-out windows that were asked for."""
+    def summary(self) -> list[str]:
+        """Lines that say what was opened."""
         lines = [self.bundle.summary()]
         if unused := [name for name in self.bundle.train if name not in self.loader.sources]:
             lines.append(f"warning: no phase draws from data.sources.{', '.join(unused[:8])}")
-        most = max((held_out.num_samples for held_out in self.validation), default=0)
-        for held_out in self.validation:
-            if num_samples is not None and held_out.num_samples < most:
-                lines.append(
-                    f"validation {held_out.name}: {held_out.num_samples:,} windows of {held_out.seq_length:,} tokens, "
-                    f"fewer than validation.num_samples={num_samples:,}; its losses are noisier than the others', and "
-                    "weigh as much in a mean over sources"
-                )
         return lines
 
     def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:

@@ -127,7 +127,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
                 opened.loader.load_state_dict(found.trainer["loader"])
                 check_samples(opened.phases, start, opened.loader.consumed_samples)
         opened.check_epochs(config.data.max_epochs)
-    for line in (*opened.summary(config.validation.num_samples), *_precision_lines(config, models)):
+    for line in (*opened.summary(), *_precision_lines(config, models)):
         print(line)
     weights = config.checkpoint.initialize_from
     begins = "none yet; begins at step 0" + ("" if weights is None else f" with the weights of {weights}")

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import shlex
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -24,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from data.indexed import HEADER, IndexedDataset
+from data.indexed import IndexedDataset
 from data.prepare import prepare as prepare_module
 from data.prepare import readers
 from data.prepare.prepare import NewTokenizer, State, prepare
@@ -35,6 +34,7 @@ from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
 from scripts import prepare_data
 from tests.data import killed
+from tests.data.megatron_cases import write_pair
 from tests.data.streams import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -381,17 +381,13 @@ def test_a_merge_has_the_bytes_of_preparing_together(
 
 def test_pairs_of_megatron_merge_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Several sequences a document, and no facts beside them."""
-    for name, starts in (("a", [0, 2, 3]), ("b", [0, 0, 1, 4])):
-        write(tmp_path / name, [[i + 1] * (i + 1) for i in range(starts[-1])])
-        path = tmp_path / f"{name}.idx"
-        content = path.read_bytes()[: HEADER.size + 12 * starts[-1]] + struct.pack(f"<{len(starts)}q", *starts)
-        magic, version, code, sequences, _ = HEADER.unpack(content[: HEADER.size])
-        path.write_bytes(HEADER.pack(magic, version, code, sequences, len(starts)) + content[HEADER.size :])
+    for name, lengths in (("a", [2, 1, 4, 0, 0, 0, 5]), ("b", [0, 3])):
+        write_pair(tmp_path / name, np.array(lengths, np.int32), first_token=len(lengths))
     assert run("merge", "--inputs", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "all") == 0
     assert "not every pair has a .json" in capsys.readouterr().err
     pairs = [IndexedDataset(tmp_path / name) for name in ("a", "b", "all")]
     each = [[pair.document(d).tolist() for d in range(pair.num_documents)] for pair in pairs]
-    assert each[2] == each[0] + each[1] and each[2][2] == []
+    assert each[2] == each[0] + each[1] and list(map(len, each[2])) == [7, 0, 5, 3]
 
 
 def test_what_does_not_merge(

@@ -121,7 +121,7 @@ def test_the_plan_is_what_the_run_takes(run: RunData) -> None:
 
 def test_a_source_without_a_phase_is_named(run: RunData) -> None:
     streams = {name: CountingStream([40]) for name in ("code", "prose", "more")}
-    lines = replace(run, bundle=DataBundle(streams, {}, None), validation=[]).summary(None)  # type: ignore[arg-type]
+    lines = replace(run, bundle=DataBundle(streams, {}, None), validation=[]).summary()  # type: ignore[arg-type]
     assert "warning: no phase draws from data.sources.more" in lines
 
 

@@ -155,7 +155,7 @@ def test_samples_of_a_slow_disk_are_read_side_by_side(tmp_path: Path, error: Exc
     """And are those that are read one by one, up to the same error."""
 
     def taken(num_workers: int) -> list[object]:
-        stream = SteeredStream([3] * 500, tmp_path / f"{num_workers}", 0.002 * num_workers, 628, error)
+        stream = SteeredStream([3] * 500, tmp_path / f"{num_workers}", 0.01 * num_workers, 628, error)
         found: list[object] = []
         try:
             for step in a_loader(stream, num_workers, micro_batches=8).steps(0, 15):

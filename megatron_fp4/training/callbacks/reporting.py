@@ -88,7 +88,7 @@ class Banner(Callback):
             console.text(warning)
         console.table(batch_table(config.train, config.parallel, trainer.mesh.world_size, trainer.tokens(steps)))
         console.table(phases_table(trainer.data.planned_use(), config.train.sequence_length))
-        console.text("\n".join(trainer.data.summary(config.validation.num_samples)))
+        console.text("\n".join(trainer.data.summary()))
         if done:
             console.text(f"resumed after step {done} of {steps}")
 
