@@ -60,7 +60,7 @@ MAY_MOUNT = os.geteuid() == 0 and shutil.which("mkfs.ext4") is not None
 
 
 class Place(NamedTuple):
-    """A function before or after which a rank can be killed. owner: a module, or `module:Class`. repeats: how often it
+    """A function before which a rank can be killed. owner: a module, or `module:Class`. repeats: how often it
     may have been there before. first: only the first rank comes there."""
 
     owner: str
@@ -108,14 +108,12 @@ PLACES: dict[str, Place] = {
 
 
 class Kill(NamedTuple):
-    """At `place`, coming there the `nth` time (from 1), rank `victim` kills itself, or every rank (`all_of_them`).
-    after: the function has done its work."""
+    """At `place`, coming there the `nth` time (from 1), rank `victim` kills itself, or every rank (`all_of_them`)."""
 
     place: str
     nth: int = 1
     victim: int = 0
     all_of_them: bool = False
-    after: bool = False
 
 
 def rank_main(environment: dict[str, str], overrides: list[str], folder: str, kill: Kill | None, slow: float) -> None:
@@ -155,12 +153,11 @@ def arm(kill: Kill, pids: list[Path]) -> None:
     def instead(*arguments: Any, **keywords: Any) -> Any:
         nonlocal times
         times += 1
-        result = original(*arguments, **keywords) if kill.after else None
         if times == kill.nth:
             others = [int(path.read_text()) for path in pids if path.exists()] if kill.all_of_them else []
             for pid in [*(pid for pid in others if pid != os.getpid()), os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
-        return result if kill.after else original(*arguments, **keywords)
+        return original(*arguments, **keywords)
 
     setattr(owner, place.name, instead)
 
@@ -345,8 +342,7 @@ class Soak:
 
     def round(self, scratch: Path, run_dir: Path, background: bool, disk: Disk | None) -> None:
         """One run from its first start to its end, and the comparison. background: how it saves."""
-        draw, before, damaged = self.draw, len(self.wrong), 0
-        hurt: tuple[Path, int] | None = None
+        draw, before, damaged = self.draw, len(self.wrong), False
         # Of a short soak, each way of saving gets its half.
         for _ in range(min(STARTS, -(-self.wanted // 2), self.wanted - self.kills.total())):
             if disk is not None and draw.random() < 0.4:
@@ -359,17 +355,15 @@ class Soak:
                 return
             if not killed:
                 break
-            # Not another one before the damage was found: two intact ones would be needed.
-            found = hurt is None or not hurt[0].exists() or hurt[0].stat().st_ino != hurt[1]
-            if found and draw.random() < 0.15 and (newest := checkpoints(run_dir)[1:][-1:]):
-                hurt = newest[0], newest[0].stat().st_ino  # which stays when it is renamed
+            # Once: before the damage is found, another one would leave none that is whole.
+            if not damaged and draw.random() < 0.3 and (newest := checkpoints(run_dir)[1:][-1:]):
                 self.counts[f"checkpoints with {damage(newest[0], draw)}"] += 1
-                damaged += 1
+                damaged = True
         _, code = self.ended(self.launched(scratch, run_dir, background))
         if code != 0:
             self.wrong.append(f"a last start ended with {code}; see {scratch}/output")
         elif len(self.wrong) == before:
-            found_wrong = differences(self.alone / "run", run_dir, damaged > 0, disk is not None)
+            found_wrong = differences(self.alone / "run", run_dir, damaged, disk is not None)
             self.wrong += [f"{scratch.name}: {line}" for line in found_wrong]
 
     def disturbed(self, scratch: Path, run_dir: Path, background: bool) -> tuple[bool, int]:
@@ -385,8 +379,7 @@ class Soak:
             name, place = draw.choice([*PLACES.items()])
             victim = 0 if place.first else draw.randrange(self.processes)
             nth = 1 + draw.randrange(place.repeats + 1)
-            kill = Kill(name, nth, victim, draw.random() < 0.4, draw.random() < 0.5)
-            processes = self.launched(scratch, run_dir, background, kill)
+            processes = self.launched(scratch, run_dir, background, Kill(name, nth, victim, draw.random() < 0.4))
         killed, code = self.ended(processes)
         if killed:
             self.kills[name, background] += 1

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,19 @@ import torch
 from megatron_fp4.checkpoint import checkpointer, files, shards
 from megatron_fp4.checkpoint.checkpointer import CheckpointError, CheckpointGoneError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
+from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from tests.distributed.one_rank import Job, flip_a_bit, names
-from tests.training.harness import alone
 
 FULL = OSError(28, "No space left on device", "shard")
 FIRST = "step_00000001"
 
 
 @pytest.fixture
-def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+def trial(tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     monkeypatch.setattr(checkpointer, "_PAUSES", (0.0,))
     monkeypatch.setattr(checkpointer, "_LAST_PAUSES", (0.0, 0.0, 0.0))
-    with alone() as mesh:
-        yield lambda **settings: Job(tmp_path / "checkpoints", mesh, settings=settings)
+    return lambda **settings: Job(tmp_path / "checkpoints", mesh, settings=settings)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:

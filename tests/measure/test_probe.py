@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_fp4.measure import diagnostics as samples
 from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe, ProbedCall
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
+from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
@@ -22,7 +23,9 @@ from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.tensor import QuantizedTensor
 from tests.precision.reference import NVFP4, QUARTET2
 from tests.recipes import changed
-from tests.training.harness import alone, launch, toy_mesh
+from tests.training.harness import launch, toy_mesh
+
+pytestmark = pytest.mark.usefixtures("mesh")
 
 ROW = Operand("nvfp4", (1, 16))
 SR = replace(ROW, rounding="stochastic")
@@ -71,7 +74,7 @@ def _measure(recipe: Recipe, **keywords: Any) -> LinearMeasurement:
 def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     """Which a probe does not change."""
     generator, probe, backend = torch.get_rng_state(), Probe(), _Records()
-    with alone(), _measured() as measured:
+    with _measured() as measured:
         y, dx, dw = _run(recipe, probe, backend=backend)
         found = probe.collect(["a"])["a"]
     assert torch.equal(torch.get_rng_state(), generator)
@@ -156,8 +159,7 @@ def _same(measured: tuple[QuantizedTensor, Tensor | None], multiplied: tuple[Ten
 
 
 def test_padding_does_not_count() -> None:
-    with alone():
-        whole, padded = _measure(NVFP4, outputs=128, num_groups=2), _measure(NVFP4, outputs=120, num_groups=3)
+    whole, padded = _measure(NVFP4, outputs=128, num_groups=2), _measure(NVFP4, outputs=120, num_groups=3)
     _, w, dy = _tensors(outputs=120)  # 40 rows a group, padded to 48
     for name, tensor in (("dgrad_gradient", dy), ("fprop_weight", w)):
         assert padded.operands[name]["rms"] == pytest.approx(tensor.double().square().mean().sqrt().item(), rel=1e-4)
@@ -166,12 +168,11 @@ def test_padding_does_not_count() -> None:
 
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("nvfp4", "by Quartet II")])
 def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    with alone():
-        whole = _measure(recipe)
-        monkeypatch.setattr(samples, "LARGE", 128 * 128)  # dy is not, x and W are
-        monkeypatch.setattr(samples, "SAMPLE", 128 * 128)
-        monkeypatch.setattr(samples, "_BAND_ROWS", max(16, *(op.block[0] for op in recipe.operands.values())))
-        sample = _measure(recipe)
+    whole = _measure(recipe)
+    monkeypatch.setattr(samples, "LARGE", 128 * 128)  # dy is not, x and W are
+    monkeypatch.setattr(samples, "SAMPLE", 128 * 128)
+    monkeypatch.setattr(samples, "_BAND_ROWS", max(16, *(op.block[0] for op in recipe.operands.values())))
+    sample = _measure(recipe)
     assert sample.errors == whole.errors
     for name, statistics in whole.operands.items():
         assert sample.operands[name]["snr_db"] == pytest.approx(statistics["snr_db"], abs=0.5)
@@ -182,43 +183,39 @@ def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.Monke
             assert sample.operands[name]["amax_rht"] == pytest.approx(statistics["amax_rht"], rel=2**-7)
 
 
-def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
-    mesh = toy_mesh(tp_size)
+def _pass(
+    probe: Probe, mesh: ParallelMesh, recipe: Recipe, tokens: int, backend: type[EmulatedBackend] = EmulatedBackend
+) -> dict[str, QuantizedLinear]:
+    """Forward and backward of `tokens` of this rank through two linears, whose whole weights are the same on any mesh;
+    the linears."""
     generator = torch.Generator().manual_seed(1)
     first, second = ColumnParallelLinear(64, 128, mesh), RowParallelLinear(128, 64, mesh)
     layers: dict[str, QuantizedLinear] = {"blocks.0.first": first, "blocks.0.second": second}
-    for layer, dim in ((first, 0), (second, 1)):
+    for dim, (name, layer) in enumerate(layers.items()):
         whole = torch.randn(layer.out_features, layer.in_features, generator=generator) * 0.1
-        layer.weight.data._local_tensor.copy_(whole.chunk(tp_size, dim)[mesh.tp_rank])
-    probe = Probe()
-    for name, layer in layers.items():
-        layer.context.name, layer.context.recipe = name, NVFP4
+        layer.weight.data._local_tensor.copy_(whole.chunk(mesh.tp_size, dim)[mesh.tp_rank])
+        layer.context.name, layer.context.recipe, layer.context.backend = name, recipe, backend()
+    if mesh.sequence_parallel:
+        generator.manual_seed(2 + mesh.tp_rank)
     with probe.attached({name: layer.context for name, layer in layers.items()}):
-        x = torch.randn(64, 64, generator=generator).bfloat16().requires_grad_()
+        x = torch.randn(tokens, 64, generator=generator).bfloat16().requires_grad_()
         y = second(first(x))
-        y.backward(torch.randn(64, 64, generator=generator).bfloat16())
-    assert all(layer.context.probe is None for layer in layers.values())
-    _measure_slices(tp_size, changed(RECIPES["by Quartet II"], fprop_activation=SR))
-    _measure_slices(tp_size, NVFP4)
-    return probe.collect(list(layers))
-
-
-def _measure_slices(tp_size: int, recipe: Recipe) -> None:
-    """Of linears that quantize their own slice of the tokens, with the draws of its place, probes measure the whole."""
-    mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
-    layers = {"first": ColumnParallelLinear(64, 128, mesh), "second": RowParallelLinear(128, 64, mesh)}
-    backends = {name: _Records() for name in layers}
-    generator = torch.Generator().manual_seed(1 + mesh.tp_rank)
-    for name, layer in layers.items():
-        layer.weight.data._local_tensor.normal_(generator=generator)
-        layer.context.name, layer.context.recipe, layer.context.backend = name, recipe, backends[name]
-    with _measured() as measured, Probe().attached({name: layer.context for name, layer in layers.items()}):
-        x = torch.randn(256 // tp_size, 64, generator=generator).bfloat16().requires_grad_()
-        y = layers["second"](layers["first"](x))
         y.backward(torch.randn(y.shape, generator=generator).bfloat16())
-    assert len(measured) == 2 * (len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right))  # W measured once then
-    for (name, slot), of in measured.items():
-        assert _same(of, backends[name].multiplied[SLOTS.index(slot)]), (name, slot)
+    assert all(layer.context.probe is None for layer in layers.values())
+    return layers
+
+
+def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
+    """Of linears that quantize their own slice of the tokens, with the draws of its place, probes measure the whole."""
+    for recipe in (changed(RECIPES["by Quartet II"], fprop_activation=SR), NVFP4):
+        with _measured() as measured:
+            layers = _pass(Probe(), toy_mesh(tp_size, tp_size > 1), recipe, 256 // tp_size, _Records)
+        multiplied = {name: layer.context.backend.multiplied for name, layer in layers.items()}
+        assert len(measured) == 2 * (len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right))  # W measured once then
+        for (name, slot), of in measured.items():
+            assert _same(of, multiplied[name][SLOTS.index(slot)]), (name, slot)
+    probe = Probe()
+    return probe.collect(list(_pass(probe, toy_mesh(tp_size), NVFP4, 64)))
 
 
 @pytest.mark.slow
