@@ -3,6 +3,7 @@ test_diagnostics_run.py.)"""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.fp32_gradients import local_part
 from models.attention import Attention
 from tests.measure.test_diagnostics_run import NVFP4, Run
-from tests.spiked_run import FAST, small_corpus
-from tests.test_pretrain import SMALL, records
+from tests.spiked_run import FAST, records, small_corpus
+from tests.test_pretrain import SMALL
 from tests.training.harness import launch, toy_mesh
 
 
@@ -126,29 +127,22 @@ def test_the_rank_and_the_place_are_named(tp_size: int) -> None:
             assert others == ([0] if spreads else []), kind
 
 
-@pytest.fixture
-def erring(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_difference_ends_the_run_before_the_update(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One bit of one product in one of the two computations of step 3 is wrong."""
-    calls, gemm = 0, EmulatedBackend.gemm
-
-    def spoiled(self: EmulatedBackend, *operands: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        product = gemm(self, *operands)
-        return flipped(product) if calls == spoil_at else product
-
     # 6 linears with 3 products each; 4 micro-batches in a step, and 2 more before the first and the third.
     spoil_at = 6 * 3 * (2 + 4 + 4 + 1) + 2
-    monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
-
-
-@pytest.mark.slow
-def test_a_difference_ends_the_run_before_the_update(erring: None, tmp_path: Path, capsys: Any) -> None:
+    calls, gemm = itertools.count(1), EmulatedBackend.gemm
+    monkeypatch.setattr(
+        EmulatedBackend, "gemm", lambda *given: flipped(gemm(*given)) if next(calls) == spoil_at else gemm(*given)
+    )
     settings = [*SMALL, *FAST, *small_corpus(tmp_path), "train.steps=4", "run.replay_interval=2"]
     assert pretrain.main([*settings, f"run.dir={tmp_path}/run"]) == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("pretrain.py: one micro-batch of step 3 computed twice DIFFERS: rank 0 (")
     assert "the fprop product of blocks." in line and "run.replay_interval=0" in line
-    (event,) = [record for record in records(tmp_path / "run", "event") if record["event"] == "replay"]
+    (event,) = records(tmp_path / "run", "replay")
     assert event["step"] == 3 and event["ranks"] == [0] and event["first"] in line
     assert [record["step"] for record in records(tmp_path / "run", "step")] == [1, 2]

@@ -3,19 +3,19 @@ tests/measure/test_diagnostics_run.py.)"""
 
 from __future__ import annotations
 
-import json
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import pretrain
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.recipe import DGRAD_GRADIENT
 from megatron_fp4.precision.verify import Recheck
 from tests.measure.test_diagnostics_run import LINEARS, NVFP4, Run
+from tests.spiked_run import FAST, records, small_corpus
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch, toy_mesh
 
@@ -65,33 +65,24 @@ def test_a_fault_on_one_rank_is_known_to_all() -> None:
             assert fault.startswith("rank 1: dgrad_gradient: values differ in 1 of ")
 
 
-@pytest.fixture
-def faulty_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the 121st product on, some way into the second or third step, all products are two percent off."""
-    calls = 0
-    gemm = EmulatedBackend.gemm
+def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the 121st product on, some way into the second step, all products are two percent off."""
+    calls, gemm = itertools.count(1), EmulatedBackend.gemm
 
-    def spoiled(self: EmulatedBackend, *arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        product = gemm(self, *arguments)
-        return product * 1.02 if calls > 120 else product
+    def spoiled(*given: Any) -> Any:
+        product = gemm(*given)
+        return product * 1.02 if next(calls) > 120 else product
 
     monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
-
-
-def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(
-    faulty_products: None, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fast = ["data.num_workers=0", "train.steps=4", "validation.interval=0", "run.device=cpu"]
-    places = [f"run.dir={tmp_path}", f"data.cache_dir={corpus}", "logging.tensorboard=false"]
-    assert pretrain.main([*SMALL, *fast, *places, "precision.recheck_interval=1"]) == 4
+    settings = [*SMALL, *FAST, *small_corpus(tmp_path), "train.steps=4", "precision.recheck_interval=1"]
+    assert pretrain.main([*settings, f"run.dir={tmp_path}/run"]) == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (event,) = [record for record in records if record.get("event") == "recheck"]
+    (event,) = records(tmp_path / "run", "recheck")
     step = event["step"]
     assert 1 < step < 4
     assert f"pretrain.py: recheck of {event['linear']} in step {step}: rank 0: " in line
     assert " product" in line and "relative error" in line and "precision.recheck_interval=0" in line
-    saved = [int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_*")]
-    assert sorted(saved) == list(range(1, step))
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    assert sorted(saved) == [f"step_{done:08d}" for done in range(1, step)]
