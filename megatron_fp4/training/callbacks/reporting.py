@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shlex
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -293,5 +292,4 @@ def _peak_memory(device: torch.device) -> float:
     GPU; on a CPU what was resident, libraries included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return size * (1 if sys.platform == "darwin" else 1024) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
