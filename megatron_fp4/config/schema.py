@@ -441,7 +441,8 @@ class RunConfig:
     replicas_interval: every so many steps (0: never), and before each checkpoint, ranks compare what they should hold
         alike (training/callbacks/replicas.py), whose difference ends the run.
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
-    dry_mfu: what its time assumes: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches.
+    dry_mfu: what its time assumes: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one
+        GPU (the 1.2B 0.56, a quarter of the 8B 0.56, on an H200).
     dry_ranks_per_host: how many there are on one, for what messages take.
     max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit);
         that step and the checkpoint come on top.
@@ -455,7 +456,7 @@ class RunConfig:
     replicas_interval: AtLeastZero = 100
     max_minutes: NotNegative = 0.0
     dry: bool = False
-    dry_mfu: PositiveShare = 0.5
+    dry_mfu: PositiveShare = 0.55
     dry_ranks_per_host: AtLeastOne = 8
 
     @model_validator(mode="after")

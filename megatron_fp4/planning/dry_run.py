@@ -69,15 +69,15 @@ _COLLECTIVES = {  # torch's operation -> name, and which argument is the whole t
 @dataclass(frozen=True)
 class Message:
     """One kind of collective: operation, the group's name and number of ranks, and the bytes of the whole tensor (the
-    gathered one, the one before scattering, the reduced one). is_async: whether other work is asked for before it is
-    waited for.
+    gathered one, the one before scattering, the reduced one). beside: what is asked for before it is waited for, as far
+    as the program waits itself: `GEMM` if there is one among it, `others` if not, `nothing`.
     """
 
     operation: str
     group: str
     ranks: int
     num_bytes: int
-    is_async: bool = False
+    beside: str = "nothing"
 
     @property
     def sent_bytes(self) -> float:
@@ -168,7 +168,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any, codes
         numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = 3 if len(numbers) > 1 else min(*numbers, 3)
-        ledger = Ledger(lambda: step_state.micro_batch)
+        ledger = Ledger(lambda: step_state.micro_batch, lambda: backend.num_products)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer)
@@ -274,6 +274,12 @@ class PlanningBackend(EmulatedBackend):
 
     def __init__(self, codes_travel: bool) -> None:
         self.joins = self._codes_travel = codes_travel
+        self.num_products = 0
+
+    def gemm(self, *arguments: Any) -> Tensor:
+        """As the emulation, counted."""
+        self.num_products += 1
+        return super().gemm(*arguments)
 
     def packs(self, request: OperandRequest) -> bool:
         """As the emulation, if codes travel."""
@@ -363,16 +369,17 @@ class _Storage:
 class Ledger(TorchDispatchMode):
     """Use it as a context manager inside `FakeTensorMode`.
 
-    sent: all messages as they were sent, each with what `now` said then, the part of the step. live_bytes, peak_bytes:
-    of all storages seen.
+    sent: all messages as they were sent, each with what `now` said then, the part of the step. num_products: how many
+    GEMMs of linears there have been. live_bytes, peak_bytes: of all storages seen.
     """
 
-    def __init__(self, now: Callable[[], int]) -> None:
+    def __init__(self, now: Callable[[], int], num_products: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
         self.sent: list[tuple[int, Message]] = []
         self.live_bytes = self.peak_bytes = 0
-        self._now = now
-        self._operations = self._sent_at = 0
+        self._now, self._num_products, self._operations = now, num_products, 0
+        # By what receives a message: its number, the GEMMs and operations before it.
+        self._under_way: dict[int, tuple[int, int, int]] = {}
         self._storages: dict[int, _Storage] = {}  # by address, which others take when a storage is gone
         self._count = 0
 
@@ -387,10 +394,15 @@ class Ledger(TorchDispatchMode):
             return result
 
         def waited(pending: Pending) -> Tensor:
-            part, message = self.sent[-1]
-            if self._operations == self._sent_at:  # nothing was asked for since it was sent: it ran beside nothing
-                self.sent[-1] = part, replace(message, is_async=False)
-            return self._wait(pending)
+            received = self._wait(pending)
+            index, products, operations = self._under_way.pop(received.untyped_storage()._cdata)
+            if self._num_products() > products:
+                beside = "GEMM"
+            else:
+                beside = "others" if self._operations > operations else "nothing"
+            part, message = self.sent[index]
+            self.sent[index] = part, replace(message, beside=beside)
+            return received
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
         Pending.wait = waited  # type: ignore[method-assign, assignment]
@@ -451,7 +463,8 @@ class Ledger(TorchDispatchMode):
         operation, which = _COLLECTIVES[name]
         tensors = args[which] if isinstance(args[which], (list, tuple)) else [args[which]]
         group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
-        asynchronous = next((arg for arg in args if isinstance(arg, bool)), True)  # the operations' own default
-        message = Message(operation, group.group_name, group.size(), sum(t.nbytes for t in tensors), asynchronous)
+        received = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+        counts = len(self.sent), self._num_products(), self._operations
+        self._under_way[received.untyped_storage()._cdata] = counts
+        message = Message(operation, group.group_name, group.size(), sum(t.nbytes for t in tensors))
         self.sent.append((self._now(), message))
-        self._sent_at = self._operations

@@ -25,13 +25,17 @@ def test_bytes_alive_and_their_peak():
         assert ledger.live_bytes == 4096
 
 
-def test_a_message_that_is_waited_for_at_once_runs_beside_nothing():
-    with fake_ranks(2), FakeTensorMode(), Ledger(lambda: 0) as ledger:
+def test_what_is_asked_for_while_a_message_travels():
+    products = 0
+    with fake_ranks(2), FakeTensorMode(), Ledger(lambda: 0, lambda: products) as ledger:
         x = torch.empty(4, 1024)
+        early = start_all_gather(x, dist.group.WORLD)
         start_all_gather(x, dist.group.WORLD).wait()
         pending = start_all_gather(x, dist.group.WORLD)
         _ = x + 1
         pending.wait()
+        products += 1
+        early.wait()  # not the last that was sent
         dist.all_reduce(x)
-    expected = [("all-gather", False), ("all-gather", True), ("all-reduce", False)]
-    assert [(message.operation, message.is_async) for _, message in ledger.sent] == expected
+    beside = ["GEMM", "nothing", "others", "nothing"]
+    assert [message.beside for _, message in ledger.sent] == beside

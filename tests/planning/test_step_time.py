@@ -17,7 +17,7 @@ from models.pattern import training_flops_per_token
 
 GB = 10**9
 TOKENS = Message("all-gather", "tp", 2, 120 * GB)  # each rank sends half: 0.2 s at 300 GB/s
-HIDDEN_TOKENS = Message("reduce-scatter", "tp", 2, 120 * GB, is_async=True)
+BESIDE_GEMMS = Message("reduce-scatter", "tp", 2, 120 * GB, "GEMM")
 WEIGHTS = Message("all-gather", "dp", 2, 60 * GB)  # 0.1 s
 EMPTY = DryRun(None, 4, {}, {}, {}, {})  # type: ignore[arg-type]
 MODEL = ModelConfig(pattern="*-")  # four linears
@@ -46,23 +46,25 @@ def test_messages_within_a_host_and_between_hosts():
     assert axis_bandwidth("tp", 8, ParallelConfig(tensor=8, gpu="b200"), 512, run) == 600
 
 
-def test_who_sends_a_message_says_whether_it_is_hidden():
-    assert [hidden(message) for message in (TOKENS, HIDDEN_TOKENS, WEIGHTS)] == [False, True, True]
-    found = times({TOKENS: 1, HIDDEN_TOKENS: 1, WEIGHTS: 2}, ends={WEIGHTS: 1})
-    assert found.exposed == pytest.approx(2 * 0.2 + 0.1, rel=1e-3)  # the step's first gathering has nothing beside it
-    assert found.hidden == pytest.approx(0.4, rel=1e-3)  # of tokens 2 x 0.2, of weights 3 x 0.1: each on its own axis
+def test_what_runs_beside_a_message_hides_a_share_of_it():
+    others = replace(BESIDE_GEMMS, beside="others")
+    assert [hidden(message) for message in (TOKENS, others, BESIDE_GEMMS, WEIGHTS)] == [0, 0.15, 0.95, 0.95]
+    found = times({TOKENS: 1, BESIDE_GEMMS: 1, WEIGHTS: 2}, ends={WEIGHTS: 1})
+    # Nothing runs beside the step's first gathering.
+    assert found.exposed == pytest.approx(2 * 0.2 + 0.05 * 2 * 0.2 + 0.1 + 0.05 * 3 * 0.1, rel=1e-3)
+    assert found.links == pytest.approx(2 * (0.2 + 0.2), rel=1e-3)  # of weights 4 x 0.1: each on its own axis
 
 
 def test_the_largest_bound_is_the_step():
     flops = training_flops_per_token(MODEL, 64) * 8 * 64
     peak = flops / 4 / 1e12  # one second on each rank at a utilization of one
     found = times({TOKENS: 1}, peak=peak)
-    assert found.compute == pytest.approx(2.0)
-    assert found.seconds == pytest.approx(2.4, rel=1e-3) and found.bound == "compute"
+    assert found.compute == pytest.approx(1.07 / 0.55)
+    assert found.seconds == pytest.approx(found.compute + 0.4, rel=1e-3) and found.bound == "compute"
     assert found.host == pytest.approx(2 * 4 * (3.0 + 1.3) / 1e3)  # two micro-batches of four linears
     assert times({TOKENS: 6}, peak=peak).bound == "messages"
-    assert times({HIDDEN_TOKENS: 6}, peak=peak).seconds == pytest.approx(2.4, rel=1e-3)
-    assert times({HIDDEN_TOKENS: 6}, peak=peak).bound == "messages"
+    assert times({BESIDE_GEMMS: 6}, peak=peak).seconds == pytest.approx(2.4, rel=1e-3)
+    assert times({BESIDE_GEMMS: 6}, peak=peak).bound == "messages"
     train = TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64)
     graphs = as_planned(Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4)), PLANS)
     assert step_time(graphs, models, 4, EMPTY, PlannedPhase("main", 10, 8, 64), PLANS).host == pytest.approx(
