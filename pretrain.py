@@ -42,6 +42,7 @@ from inference.prompts import Prompts
 from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersError, run_program
@@ -71,6 +72,8 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
                 return main(arguments, signals)
             finally:
                 leave_distributed()
+    times = TimeLedger(signals.began)
+    times.at(0, "configuration")
     checks, overrides = "--check" in arguments, [argument for argument in arguments if argument != "--check"]
     run_dir = next((part.removeprefix("run.dir=") for part in overrides if part.startswith("run.dir=")), None)
     try:
@@ -82,7 +85,7 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
             (print_check if checks else print_dry_run)(config, models, data)
             return ExitCode.FINISHED
         check_launch()
-        with only_run(config, signals) as (trainer, state):
+        with only_run(config, times) as (trainer, state):
             stops = StopConditions(Path(config.run.dir), config.run.max_minutes, signals, trainer.mesh.rank == 0)
             code = state.ended(*trainer.train(stops))
             signals.over()  # first: torchrun may already be ending the other ranks
@@ -104,9 +107,11 @@ def configure(overrides: list[str]) -> Config:
 
 
 @contextmanager
-def only_run(config: Config, signals: StopRequest) -> Iterator[tuple[Trainer, RunState]]:
+def only_run(config: Config, times: TimeLedger) -> Iterator[tuple[Trainer, RunState]]:
     """Inside, this start is the only run in run.dir: its trainer, and its state.json."""
     run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
+    progress.observer = times.at
+    progress.at(0, "process group")
     record_collectives(run_dir)
     device = init_distributed(device_type_of(config), timeout)
     set_determinism(config.run.deterministic)
@@ -117,8 +122,7 @@ def only_run(config: Config, signals: StopRequest) -> Iterator[tuple[Trainer, Ru
         RunState(run_dir, mesh.rank == 0, progress, anew=config.checkpoint.resume == "never") as state,
         progress.watched(run_dir, timeout),
     ):
-        progress.at(0, "build")
-        trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress, began=signals.began)
+        trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress, times=times)
         trainer.checkpointer.published = state.saved
         yield trainer, state
 

@@ -20,9 +20,9 @@ from megatron_fp4.parallel.parameters import global_offsets
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.quantization.rounding import random_uniform, rounding_key
 
-# Rows are filled in pieces of about this many elements, so that the temporaries stay small beside the weights.
+# Rows are filled in pieces of about so many elements: temporaries stay small beside the weights, and in a CPU's caches.
 _PIECE = 2**24
-
+_PIECE_ON_CPU = 2**18
 
 Rule = Callable[["Draws"], Tensor | float]
 
@@ -60,7 +60,7 @@ def _fill(parameter: Tensor, name: str, rule: Rule, seed: int) -> None:
         raise ValueError(f"parameter {name} is on the meta device: call model.to_empty(device=...) first")
     local, offsets = local_part(parameter), global_offsets(parameter)
     matrix, row_offset = (local, offsets[0]) if local.dim() == 2 else (local[None], 0)
-    step = max(1, _PIECE // max(1, matrix.shape[1]))
+    step = max(1, (_PIECE_ON_CPU if local.device.type == "cpu" else _PIECE) // max(1, matrix.shape[1]))
     for first in range(0, matrix.shape[0], step):
         piece = matrix[first : first + step]
         values = rule(Draws(seed, name, row_offset + first, offsets[-1], piece.shape, piece.device))

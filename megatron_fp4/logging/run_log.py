@@ -38,7 +38,6 @@ from megatron_fp4.runtime.revision import revision
 _STEPS, _FIRST, _STARTUP, _LOST = "steps", "first step", "start-up", "lost work"
 # By the phases of `Progress`; every other one belongs to the start-up before the first step, and to a step after it.
 _KINDS = {
-    **dict.fromkeys(("start", "build", "load", "tune and test kernels"), _STARTUP),
     **dict.fromkeys(("validation", "text samples"), "validation"),
     "data": "data wait",
     "save": "saves",
@@ -126,6 +125,8 @@ class RunLog:
         """A training step is done."""
         self.metrics.step(metrics)
         self.console.step(metrics)
+        if self._steps_done == self.console.start_step:
+            self.console.text(self.times.of_start())
         self._steps_done = metrics.step
         if metrics.step % self.config.logging.interval == 0:
             self._record_times()
@@ -186,11 +187,15 @@ class RunLog:
 
 
 class TimeLedger:
-    """Books the time of this process under what the run is doing. began: `time.monotonic()` of its begin."""
+    """Books the time of this process under what the run is doing. began: `time.monotonic()` of its begin.
+
+    seconds: by kind, of all starts. phases: of this one, by the phases of `Progress`.
+    """
 
     def __init__(self, began: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._kind, self._since = _STARTUP, time.monotonic() if began is None else began
+        self.phases: dict[str, float] = {}
+        self._kind, self._phase, self._since = _STARTUP, "imports", time.monotonic() if began is None else began
         self._first: int | None = None  # the first step of this start
 
     def at(self, step: int, phase: str) -> None:
@@ -199,7 +204,14 @@ class TimeLedger:
         if phase == "data" and self._first is None:
             self._first = step
         in_step = _STARTUP if self._first is None else _FIRST if step <= self._first else _STEPS
-        self._kind = _KINDS.get(phase, in_step)
+        self._kind, self._phase = _KINDS.get(phase, in_step), phase.split(" of micro-batch")[0]
+
+    def of_start(self) -> str:
+        """Where the time of this start went so far; what took less than a hundredth of it is not named."""
+        self._book()
+        whole = sum(self.phases.values())
+        parts = [f"{phase} {seconds:.1f}" for phase, seconds in self.phases.items() if seconds >= 0.01 * whole]
+        return f"this start took {whole:.1f} s to the end of its first step: {', '.join(parts)}"
 
     def resume(self, path: Path, start: int) -> None:
         """Continue the times in the records at `path`, before those of steps after `start` are cut."""
@@ -219,7 +231,8 @@ class TimeLedger:
 
     def _book(self) -> None:
         now = time.monotonic()
-        self.seconds[self._kind] = self.seconds.get(self._kind, 0.0) + now - self._since
+        for seconds, of in (self.seconds, self._kind), (self.phases, self._phase):
+            seconds[of] = seconds.get(of, 0.0) + now - self._since
         self._since = now
 
 

@@ -209,9 +209,14 @@ def initialized_model(
     """`sharded_model` on the mesh's device with its initial weights. execution, backend: None: the configuration's."""
     execution, backend = execution or execution_of(config, models), backend or backend_of(config, models)
     model, controller = sharded_model(config, models, mesh, step_state, execution, backend.open())
+    initialize(model, config, models, mesh)
+    return model, controller
+
+
+def initialize(model: Any, config: Config, models: ModelProvider, mesh: ParallelMesh) -> None:
+    """Bring a `sharded_model` to the mesh's device, with its initial weights."""
     model.to_empty(device=mesh.device)
     models.initialize(model, config.model, config.run.seed)
-    return model, controller
 
 
 def graphs_for(

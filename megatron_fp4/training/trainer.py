@@ -47,8 +47,9 @@ from megatron_fp4.training.build import (
     configuration_errors,
     execution_of,
     graphs_for,
-    initialized_model,
+    initialize,
     is_refusal,
+    sharded_model,
     why_eager,
 )
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule, build_optimizer
@@ -148,8 +149,8 @@ class Trainer:
     """The parts of a run, built and wired. Raises ConfigError for data that cannot be opened or does not fit.
 
     models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does. quiet:
-    nothing is recorded or said, for who trains some steps of a run without being that run. began: `time.monotonic()`
-    of the run's begin; None: now.
+    nothing is recorded or said, for who trains some steps of a run without being that run. times: where the time of
+    this start went until now.
 
     precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: what a
     run lacks that has done all its steps; None for every other.
@@ -164,17 +165,21 @@ class Trainer:
         mesh: ParallelMesh,
         progress: Progress | None = None,
         quiet: bool = False,
-        began: float | None = None,
+        times: TimeLedger | None = None,
     ) -> None:
         self.config, self.models, self.mesh, self.progress = config, models, mesh, progress or Progress()
         self.missing: Missing | None = None
         random.seed(config.run.seed)
         np.random.seed(config.run.seed)
         torch.manual_seed(config.run.seed)
+        self.progress.at(0, "build the model")
         backend = agreed_backend(backend_of(config, models))
         execution = models.agreed_execution(execution_of(config, models))
         step_state = StepState(seed=config.run.seed)
-        self.model, self.precision = initialized_model(config, models, mesh, step_state, execution, backend)
+        self.model, self.precision = sharded_model(config, models, mesh, step_state, execution, backend.open())
+        self.progress.at(0, "initialize the weights")
+        initialize(self.model, config, models, mesh)
+        self.progress.at(0, "open the data")
         with configuration_errors():
             self.data = data.open_data(config, mesh, is_refusal)
             identity = run_identity(config, self.data.fingerprint)
@@ -182,7 +187,7 @@ class Trainer:
         on_gpu = mesh.device.type == "cuda"
         memory = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
         self.log = RunLog(config, active=mesh.rank == 0 and not quiet, memory_size=memory)
-        self.log.times = TimeLedger(began)
+        self.log.times = times or TimeLedger()
         self.progress.observer = self.log.times.at
         self.checkpointer = Checkpointer(
             Path(config.run.dir) / "checkpoints",
@@ -207,6 +212,7 @@ class Trainer:
                 "Raise train.steps to continue, or choose another run.dir."
             )
             return Ending(ExitCode.FINISHED, start)
+        self.progress.at(0, "open the records")
         with self._opened(start):
             done, stop = start, start < steps and any_rank(stops.stop, self.mesh)
             for step in self.steps(start, start if stop else steps, stops):
@@ -433,6 +439,7 @@ class Trainer:
             for callback in self.callbacks:
                 stack.callback(callback.close)
             with self.checkpointer, printed_at_once():
+                self.progress.at(0, "memory for saves")
                 self.checkpointer.prepare(self.model, self.optimizer)
                 for callback in self.callbacks:
                     callback.start(start)

@@ -263,13 +263,16 @@ def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, m
             ledger.at(step, "data")
             clock.now += 0.5
             ledger.at(step, "before the step")
-            clock.now += 10 if step == first else 1
+            clock.now += 10 if step in (1, 5) and step == first else 1
 
     ledger = TimeLedger(began=90.0)
     ledger.at(0, "build")
     clock.now += 5
     record(ledger, 0, "run")
-    train(ledger, 1, 4)
+    train(ledger, 1, 1)
+    parts = "imports 10.0, build 5.0, data 0.5, before the step 10.0"
+    assert ledger.of_start() == f"this start took 25.5 s to the end of its first step: {parts}"
+    train(ledger, 2, 4)
     ledger.at(4, "save")
     clock.now += 2
     record(ledger, 4)

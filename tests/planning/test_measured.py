@@ -1,4 +1,4 @@
-"""Planned steps against those measured, which docs/parallelism.md lists."""
+"""What docs/parallelism.md plans: steps that were measured, and starts on 64 GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from data import provider as data
+from megatron_fp4.config.checks import validate
 from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import Config
+from megatron_fp4.planning.gpus import GPUS
 from megatron_fp4.planning.needs import as_planned, plan_run
 from megatron_fp4.training.build import plans_of
 from models import provider as models
@@ -17,6 +20,8 @@ from pretrain import CONFIGS
 PAGE = Path(__file__).parents[2] / "docs/parallelism.md"
 # | GPUs | `overrides` | measured (others) | planned |
 ROWS = re.findall(r"^\| (\d) \| `(.+)` \| (\d+)[^|]* \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
+# | `experiment=...` | peak on Hopper, on Blackwell GiB |
+STARTS = re.findall(r"^\| `(experiment=.+)` \| (\d+), (\d+) GiB \|", PAGE.read_text(), re.MULTILINE)
 COMMON = ["train.sequence_length=8192", "precision.switch.when=never", "parallel.gpu=h200"]
 
 
@@ -33,3 +38,27 @@ def test_the_page_has_what_is_planned(row: tuple[str, str, str, str]) -> None:
     config = compose_config([*COMMON, *overrides.split()], CONFIGS)
     _, times = plan_run(as_planned(config, plans_of(config, models)), models, data, int(ranks))
     assert round(1000 * times[0][1].seconds) == int(planned)
+
+
+def start_of(overrides: str, gpu: str) -> Config:
+    """The configuration of a row of `STARTS`, with data."""
+    found = ["data.sources={web: /d/web}", "data.blends={first: {web: 1}, second: {web: 1}, third: {web: 1}}"]
+    config: Config = compose_config([*overrides.split(), *found, f"parallel.gpu={gpu}"], CONFIGS)
+    return as_planned(config, plans_of(config, models))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_starts_on_64_gpus_divide_and_fit(gpu: str) -> None:
+    assert len(STARTS) == 3
+    for overrides, *peaks in STARTS:
+        config = start_of(overrides, gpu)
+        validate(config, 64, "cuda", models.shared_by_tensor_ranks(config.model))
+        assert int(peaks[config.precision.backend == "transformer_engine"]) < GPUS[gpu].memory - 3  # NCCL's buffers
+
+
+@pytest.mark.slow
+def test_the_peak_of_the_smallest_is_the_planned_one() -> None:
+    """Those of the others were planned by hand: each takes half a minute."""
+    overrides, _, blackwell = STARTS[0]
+    dry, _ = plan_run(start_of(overrides, "b200"), models, data, 64)
+    assert round(dry.memory.peak / 2**30) == int(blackwell)

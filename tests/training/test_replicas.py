@@ -16,6 +16,7 @@ import torch.distributed as dist
 import pretrain
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
+from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.runtime import signals
@@ -123,7 +124,7 @@ def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
         config = pretrain.configure([*overrides, f"run.dir={run_dir}"])
         for _ in range(2):
             try:
-                with pretrain.only_run(config, StopRequest()) as (trainer, _):
+                with pretrain.only_run(config, TimeLedger()) as (trainer, _):
                     trainer.train(StopConditions(run_dir, 0.0, StopRequest(), active=rank == 0))
             except ReplicasError as error:
                 message = str(error)

@@ -67,7 +67,7 @@ class Kernels(Callback):
 
     def start(self, done: int) -> None:
         trainer = self.trainer
-        trainer.progress.at(0, "tune and test kernels")
+        trainer.progress.at(0, "tune kernels")
         if not (mixers := trainer.model.autotuned_mixers()):
             return
         whole = trainer.config.train.sequence_length

@@ -23,6 +23,7 @@ class SelfTest(Callback):
         linears = trainer.precision.linears
         backend = next(iter(linears.values())).backend
         if backend.name != "emulated":
+            trainer.progress.at(0, "self-test")
             cases = verify.cases_of(trainer.precision.plans, linears, train.micro_batch_size * train.sequence_length)
             trainer.log.console.text(verify.require(backend, cases, trainer.mesh.device))
 
