@@ -46,7 +46,7 @@ from megatron_fp4.training.build import device_type_of, graphs_for, initialized_
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.providers import MicroBatch
-from megatron_fp4.training.step import StepResult, accumulate, update
+from megatron_fp4.training.step import accumulate, update
 from models import provider as model_provider
 from pretrain import CONFIGS, configure
 
@@ -173,53 +173,7 @@ def median_milliseconds(function: Callable[[], Any], device: torch.device, itera
     return statistics.median(start.elapsed_time(end) for start, end in itertools.pairwise(events))
 
 
-# Steps on random tokens, as pretrain.py takes them.
-
-
-class RandomRun:
-    """Model, optimizer and mesh of a configuration, ready to take steps. Building it is collective."""
-
-    def __init__(self, overrides: list[str]) -> None:
-        self.config = config = configure(overrides)
-        device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
-        set_determinism(config.run.deterministic)
-        self.mesh, self.step_state = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
-        self.model, self.controller = initialized_model(config, model_provider, self.mesh, self.step_state)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.graphs = graphs_for(config, model_provider, self.mesh, self.model, self.controller.linears, print)
-        if mixers := self.model.autotuned_mixers():
-            rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
-            pin_kernels(rehearse, None, default_cache_dir() / "autotuning")
-        self.batches = random_micro_batches(config, self.mesh)
-        self.tokens = config.train.global_batch_size * config.train.sequence_length
-
-    def step(self, number: int) -> tuple[StepResult, float]:
-        """Step `number`, from 0, on the same tokens each time, and its seconds."""
-        config = self.config
-        self._synchronize()
-        dist.barrier()
-        self._synchronize()
-        began = time.perf_counter()
-        parts = self.mesh, self.step_state
-        self.step_state.step = number
-        loss = accumulate(self.model, self.batches, *parts, reshard=config.parallel.reshard, graphs=self.graphs)
-        result = update(self.optimizer, loss, *parts, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm)
-        self._synchronize()
-        return result, time.perf_counter() - began
-
-    def _synchronize(self) -> None:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
-
-    def reset_peak(self) -> None:
-        """Peak memory counts from now on."""
-        if self.mesh.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.mesh.device)
-
-    @property
-    def peak(self) -> int:
-        """Bytes, 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(self.mesh.device) if self.mesh.device.type == "cuda" else 0
+# parallel
 
 
 def random_micro_batches(config: Config, mesh: ParallelMesh) -> list[MicroBatch]:
@@ -243,46 +197,72 @@ def parallel(options: argparse.Namespace) -> int:
     """Whole steps (forward, backward, reduction, norm, clipping, update) on this mesh, and how well it scales from that
     of `--against`. For weak scaling let train.global_batch_size grow with the ranks; for tensor parallelism keep it."""
     baseline = json.loads(options.against.read_text()) if options.against else None
-    run = RandomRun(options.overrides)
-    mesh, plan = run.mesh, run.controller.plan
-    if options.profile and mesh.device.type != "cuda":
+    config = configure(options.overrides)
+    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
+    on_gpu = device.type == "cuda"
+    if options.profile and not on_gpu:
         raise ConfigError("--profile needs a GPU, and this machine has none (or run.device=cpu)")
-    seconds, losses = [], []
-    for step in range(options.warmup + options.steps):
-        if step == 1:  # a graph's memory shows when it is captured, not in replays
-            run.reset_peak()
-        result, taken = run.step(step)
-        losses.append(result.loss)
-        seconds.append(taken)
+    set_determinism(config.run.deterministic)
+    mesh, step_state = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
+    model, controller = initialized_model(config, model_provider, mesh, step_state)
+    optimizer, plan = build_optimizer(model, config.optimizer), controller.plan
+    graphs = graphs_for(config, model_provider, mesh, model, controller.linears, print)
+    if mixers := model.autotuned_mixers():
+        rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
+        pin_kernels(rehearse, None, default_cache_dir() / "autotuning")
+    batches = random_micro_batches(config, mesh)
+    seconds, losses = list[float](), list[float]()
+
+    def synchronize() -> None:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    def step() -> None:
+        """The next one, on the same tokens each time."""
+        synchronize()
+        dist.barrier()
+        synchronize()
+        began = time.perf_counter()
+        step_state.step = len(seconds)
+        loss = accumulate(model, batches, mesh, step_state, reshard=config.parallel.reshard, graphs=graphs)
+        rates = {"lr": config.optimizer.lr, "clip_norm": config.optimizer.clip_norm}
+        losses.append(update(optimizer, loss, mesh, step_state, **rates).loss)
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+
+    for number in range(options.warmup + options.steps):
+        if number == 1 and on_gpu:  # a graph's memory shows when it is captured, not in replays
+            torch.cuda.reset_peak_memory_stats(device)
+        step()
     median = statistics.median(seconds[options.warmup :])
+    speed = config.train.global_batch_size * config.train.sequence_length / median
     found = {
         "overrides": options.overrides,
-        "machine": machine(mesh.device),
+        "machine": machine(device),
         "ranks": mesh.world_size,
         "tensor": mesh.tp_size,
         "data": mesh.dp_size,
         "quantized_linears": f"{plan.num_quantized} of {len(plan.rows)}",
-        "micro_batches_per_rank": len(run.batches),
+        "micro_batches_per_rank": len(batches),
         "first_step_seconds": seconds[0],
         "median_seconds": median,
-        "tokens_per_second": run.tokens / median,
-        "peak_gib": run.peak / GIB,
-        "losses": losses,
+        "tokens_per_second": speed,
+        "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0,
+        "losses": losses.copy(),
     }
     line = (
-        f"{mesh.world_size} x {machine(mesh.device)}, tensor {mesh.tp_size} x data {mesh.dp_size}: "
-        f"{median * 1e3:.1f} ms a step, {run.tokens / median:,.0f} tokens/s, {found['peak_gib']:.1f} GiB, "
-        f"first step {seconds[0]:.1f} s"
+        f"{mesh.world_size} x {machine(device)}, tensor {mesh.tp_size} x data {mesh.dp_size}: {median * 1e3:.1f} ms a "
+        f"step, {speed:,.0f} tokens/s, {found['peak_gib']:.1f} GiB, first step {seconds[0]:.1f} s"
     )
     if baseline is not None:
-        ratio, ideal = run.tokens / median / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]
+        ratio, ideal = speed / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]
         line += f"; {ratio:.2f}x of {baseline['ranks']} ranks, {ratio / ideal:.1%} of ideal"
     lines = [line]
     if options.profile:
         with profile(activities=[ProfilerActivity.CUDA]) as window:
-            _, taken = run.step(len(seconds))
+            step()
         table = window.key_averages().table(sort_by="self_cuda_time_total", row_limit=20, max_name_column_width=80)
-        lines += [f"one step, profiled: {taken * 1e3:.1f} ms", table]
+        lines += [f"one step, profiled: {seconds[-1] * 1e3:.1f} ms", table]
     return written(found, options.output, lines)
 
 

@@ -17,13 +17,14 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
 from megatron_fp4.precision.plan import PrecisionController, build_plan
-from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import MicroBatch
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import linear_shapes
+from tests.precision.reference import MXFP8, NVFP4, QUARTET2
 from tests.training.harness import train_step, whole
 
 # Four of everything that tensor-parallel ranks divide among them. The rows of a group of in_proj, 16 + 16 + 8 + 8 + 2,
@@ -46,14 +47,6 @@ MODEL = ModelConfig(
 )
 LENGTH, ROWS = 32, 2
 
-_NEAREST, _STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
-_WEIGHT = Operand("nvfp4", (16, 16))
-NVFP4 = Recipe("nvfp4", Gemm(_NEAREST, _WEIGHT), Gemm(_STOCHASTIC, _WEIGHT), Gemm(_STOCHASTIC, _NEAREST, 16))
-_MXFP8 = Operand("mxfp8", (1, 32))
-MXFP8 = Recipe("mxfp8", Gemm(_MXFP8, _MXFP8), Gemm(_MXFP8, _MXFP8), Gemm(_MXFP8, _MXFP8))
-_SIX = Operand("nvfp4", (1, 16), four_over_six=True, four_over_six_error="squared")
-_EDEN, _AGAIN = Operand("nvfp4", (1, 16), "ms_eden"), Operand("nvfp4", (1, 16), "ms_eden", source="forward")
-QUARTET2 = Recipe("quartet2", Gemm(_SIX, _SIX), Gemm(_EDEN, _AGAIN, 128), Gemm(_EDEN, _AGAIN, 128), "fresh")
 RECIPES = {
     "fp32": BF16,
     "nvfp4": NVFP4,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.config.schema import Config
@@ -30,15 +29,10 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelMesh]:
-    store = f"file://{tmp_path_factory.mktemp('store')}/store"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
+def mesh(alone: None) -> Iterator[ParallelMesh]:
     set_determinism(True)  # mamba-ssm's kernels are tuned from the disk, if they have ever been
-    try:
-        yield build_mesh(configure([]).parallel, torch.device("cuda", 0))
-    finally:
-        torch.use_deterministic_algorithms(False)
-        dist.destroy_process_group()
+    yield build_mesh(configure([]).parallel, torch.device("cuda", 0))
+    torch.use_deterministic_algorithms(False)
 
 
 def batches(config: Config, step: int) -> list[ToyBatch]:

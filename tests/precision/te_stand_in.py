@@ -32,6 +32,7 @@ from megatron_fp4.quantization.rounding import (
     round_e2m1_stochastic,
     unpack_codes,
 )
+from tests.quantization.cublas import slots
 
 FOUND = 0x5A  # what padding holds
 GEMMS: list[dict[str, Any]] = []
@@ -162,12 +163,6 @@ def decoded(storage: NVFP4TensorStorage, side: str) -> Tensor:
 def padded(scales: Tensor, rows: int, columns: int) -> Tensor:
     extra = (-scales.shape[0] % rows, -scales.shape[1] % columns)
     return torch.nn.functional.pad(scales, (0, extra[1], 0, extra[0]), value=FOUND)
-
-
-def slots(rows: int, columns: int) -> Tensor:
-    """Where cuBLAS reads the scale of each row and column, in bytes (its documentation's formula)."""
-    r, c = torch.arange(rows)[:, None], torch.arange(columns)[None]
-    return ((r // 128) * (columns // 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
 
 
 def swizzle(scales: Tensor) -> Tensor:

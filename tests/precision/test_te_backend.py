@@ -10,7 +10,7 @@ import torch
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import Gemm, Recipe
 from megatron_fp4.precision.verify import Case, check
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.precision import reference as ref
@@ -18,7 +18,7 @@ from tests.precision import te_stand_in as stand_in
 from tests.recipes import changed
 
 NVFP4 = ref.NVFP4
-X_46, W_46 = (Operand("nvfp4", block, four_over_six=True) for block in ((1, 16), (16, 16)))
+X_46, W_46 = ref.X_46, ref.W_46
 FOUR_OVER_SIX = Recipe("four over six", Gemm(X_46, W_46), Gemm(X_46, W_46), Gemm(X_46, X_46))
 FORWARD_46 = changed(
     NVFP4, name="forward four over six", fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W

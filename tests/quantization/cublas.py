@@ -61,12 +61,15 @@ def decoded(codes: Tensor, swizzled: Tensor) -> Tensor:
     """
     block = 32 if codes.dtype == torch.float8_e4m3fn else 16
     values = codes.float() if block == 32 else _e2m1(codes)
-    rows, columns = values.shape[0], values.shape[1] // block
-    r, c = torch.arange(rows, device=codes.device)[:, None], torch.arange(columns, device=codes.device)[None, :]
-    tiles = (r // 128) * -(-columns // 4) + c // 4
-    bytes_ = swizzled.view(torch.uint8)[tiles * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4]
+    bytes_ = swizzled.view(torch.uint8)[slots(values.shape[0], values.shape[1] // block, codes.device)]
     scales = bytes_.view(torch.float8_e4m3fn).float() if block == 16 else _powers_of_two(bytes_)
     return values * scales.repeat_interleave(block, 1)
+
+
+def slots(rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor:
+    """Where cuBLAS reads the scale of each row and column, in bytes (its documentation's formula)."""
+    r, c = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)[None]
+    return ((r // 128) * -(-columns // 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
 
 
 def _e2m1(codes: Tensor) -> Tensor:
