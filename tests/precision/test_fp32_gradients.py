@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -9,8 +8,8 @@ from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.data_parallel import shard
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.parallel.parameters import new_parameter
+from megatron_fp4.planning.dry_run import fake_ranks
 from megatron_fp4.precision.fp32_gradients import gradient_of, gradient_spec, local_part
-from tests.training.harness import launch
 
 
 class Keeper(nn.Module):
@@ -25,31 +24,27 @@ class Keeper(nn.Module):
         return x
 
 
-def compared(rank: int) -> None:
-    mesh = build_mesh(ParallelConfig(tensor=2), torch.device("cpu"))
-    for shard_dim, fsdp in ((0, True), (1, True), (None, True), (0, False)):
-        keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
-        if fsdp:
-            shard(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
-        keeper(torch.zeros(()))
-        parameter = keeper.seen
-        assert isinstance(parameter, DTensor)
-        assert parameter.dtype == (torch.bfloat16 if fsdp else torch.float32)
-        gradient = torch.randn(local_part(parameter).shape)
-        expected = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
-        for _ in range(2):
-            found = gradient_of(gradient, gradient_spec(parameter))
-            assert isinstance(found, DTensor) and not found.requires_grad
-            assert found.device_mesh == parameter.device_mesh and found._spec == expected._spec
-            assert found._spec.tensor_meta == expected._spec.tensor_meta
-            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-            assert torch.equal(found.to_local(), gradient) and torch.equal(found.full_tensor(), expected.full_tensor())
-        assert gradient_spec(parameter) is gradient_spec(parameter)
-
-
-@pytest.mark.slow
 def test_it_is_what_from_local_makes() -> None:
-    launch(compared, 2)
+    with fake_ranks(2):
+        mesh = build_mesh(ParallelConfig(tensor=2), torch.device("cpu"))
+        for shard_dim, fsdp in ((0, True), (1, True), (None, True), (0, False)):
+            keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
+            if fsdp:
+                shard(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
+            keeper(torch.zeros(()))
+            parameter = keeper.seen
+            assert isinstance(parameter, DTensor)
+            assert parameter.dtype == (torch.bfloat16 if fsdp else torch.float32)
+            gradient = torch.randn(local_part(parameter).shape)
+            expected = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
+            for _ in range(2):
+                found = gradient_of(gradient, gradient_spec(parameter))
+                assert isinstance(found, DTensor) and not found.requires_grad
+                assert found.device_mesh == parameter.device_mesh and found._spec == expected._spec
+                assert found._spec.tensor_meta == expected._spec.tensor_meta
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+                assert torch.equal(found.to_local(), gradient)
+            assert gradient_spec(parameter) is gradient_spec(parameter)
 
 
 def test_a_plain_parameter_has_a_plain_gradient() -> None:
