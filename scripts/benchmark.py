@@ -225,8 +225,9 @@ def parallel(options: argparse.Namespace) -> int:
         began = time.perf_counter()
         step_state.step = len(seconds)
         loss = accumulate(model, batches, mesh, step_state, reshard=config.parallel.reshard, graphs=graphs)
-        rates = {"lr": config.optimizer.lr, "clip_norm": config.optimizer.clip_norm}
-        losses.append(update(optimizer, loss, mesh, step_state, **rates).loss)
+        settings = config.optimizer
+        result = update(optimizer, loss, mesh, step_state, lr=settings.lr, clip_norm=settings.clip_norm)
+        losses.append(result.loss)
         synchronize()
         seconds.append(time.perf_counter() - began)
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
-from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
+from megatron_fp4.config.schema import ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
 from megatron_fp4.precision import emulated, torch_scaled_mm
@@ -33,12 +31,11 @@ from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.precision.support import check_sizes, first_refusal
 from models.hybrid import build_model
-from tests.composing import validate
+from tests.composing import CONFIGS, composed, validate
 from tests.planning.gpu_path import without_launches
 from tests.precision import reference as ref
 from tests.recipes import changed
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 PRECISIONS = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
 # No multiple of 32 or 128, as a validation's last micro-batch may leave them, and whole blocks of every format.
@@ -46,14 +43,9 @@ TOKENS = (16, 128)
 
 
 @functools.cache
-def composed(model: str, precision: str = "nvfp4") -> Config:
-    return compose_config([f"model={model}", f"precision={precision}"], CONFIGS)
-
-
-@functools.cache
 def recipes() -> dict[str, Recipe]:
     """Every shipped recipe, and what switches of one pass between some leave."""
-    found = {name: recipe_from_config(composed("tiny", name).precision) for name in PRECISIONS}
+    found = {name: recipe_from_config(composed("model=tiny", f"precision={name}").precision) for name in PRECISIONS}
     for current, target in (("nvfp4", "mxfp8"), ("nvfp4", "bf16"), ("mxfp4", "nvfp4"), ("nvfp4_quartet2", "fp8_block")):
         for scope in ("forward", "backward"):
             found[f"{current} {scope} {target}"] = switched_recipe(found[current], found[target], scope)
@@ -66,7 +58,7 @@ def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
     whose sizes are alike to kernels, which ask for multiples of 128 at most."""
     mesh, found = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu")), {}
     for model in MODELS:
-        config = composed(model)
+        config = composed(f"model={model}")
         try:
             validate(replace(config, parallel=replace(config.parallel, tensor=tensor)), tensor, "cuda")
         except ConfigError:
