@@ -22,13 +22,11 @@ from torch import Tensor
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.hadamard import FIXED_SIGNS
-from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.rounding import GOLDEN, RoundingKey
 from megatron_fp4.quantization.square_blocks import aligned, unpack_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_GOLDEN = 0x9E3779B9
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
 _MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _UNPACK_COLUMNS = 512, 1024, 512, 1024
@@ -309,5 +307,5 @@ def hash_starts(key: RoundingKey | None, columns_apart: int = 1) -> tuple[int, i
         return 0, 0
     low = 0 if key.device is not None else key.key
     pair = key.column_offset // columns_apart // 2
-    starts = (key.row_offset * _GOLDEN + low, pair * _GOLDEN + (low >> 32))
+    starts = (key.row_offset * GOLDEN + low, pair * GOLDEN + (low >> 32))
     return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]

@@ -30,7 +30,7 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 FP32_MAX = torch.finfo(torch.float32).max
 
-_GOLDEN = 0x9E3779B9
+GOLDEN = 0x9E3779B9
 _MIX_A = 0x7FEB352D
 _MIX_B = 0x846CA68B
 
@@ -198,7 +198,7 @@ def round_e2m1(scaled: Tensor, key: RoundingKey | None) -> Tensor:
 
 def _hash_positions(seed: int | Tensor, offset: int, count: int, device: torch.device | str) -> Tensor:
     position = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
-    hashed = (position * _GOLDEN + seed) & 0xFFFFFFFF
+    hashed = (position * GOLDEN + seed) & 0xFFFFFFFF
     return _mix(torch.where(hashed >= 2**31, hashed - 2**32, hashed).to(torch.int32))
 
 
