@@ -36,9 +36,13 @@ from tests.quantization.cublas import slots
 
 FOUND = 0x5A  # what padding holds
 GEMMS: list[dict[str, Any]] = []
-_SIDES = ("data", "scale_inv")
+_SETTINGS = {
+    *("rowwise", "columnwise", "with_amax_reduction", "amax_reduction_group", "with_rht", "with_post_rht_amax"),
+    *("with_2d_quantization", "stochastic_rounding", "with_random_sign_mask"),
+}
+_OF_FOUR_OVER_SIX = {"nvfp4_use_4over6": False, "nvfp4_e4m3_max": 448, "nvfp4_4over6_err_mode": "MAE"}
 _NAMES = {
-    *(f"{side}_{part}" for side in ("rowwise", "columnwise") for part in _SIDES),
+    *(f"{side}_{part}" for side in ("rowwise", "columnwise") for part in ("data", "scale_inv")),
     *("amax_rowwise", "amax_columnwise", "quantizer", "fake_dtype", "fp4_dtype", "with_gemm_swizzled_scales"),
     *("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"),
 }
@@ -61,26 +65,12 @@ class NVFP4Quantizer:
     log: list[dict[str, Any]]
     own_maximum: bool
 
-    def __init__(
-        self,
-        *,
-        rowwise,
-        columnwise,
-        with_amax_reduction,
-        amax_reduction_group,
-        with_rht,
-        with_post_rht_amax,
-        with_2d_quantization,
-        stochastic_rounding,
-        with_random_sign_mask,
-        nvfp4_use_4over6=False,
-        nvfp4_e4m3_max=448,
-        nvfp4_4over6_err_mode="MAE",
-    ) -> None:
-        self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
+    def __init__(self, **given: Any) -> None:
+        assert _SETTINGS <= given.keys() <= _SETTINGS | _OF_FOUR_OVER_SIX.keys()
+        self.__dict__.update(_OF_FOUR_OVER_SIX | given)
         self.internal = self.optimize_for_gemm = False
-        assert not (nvfp4_use_4over6 and (with_rht or stochastic_rounding))
-        assert with_post_rht_amax == with_rht, "no maximum from before the transform"
+        assert not (self.nvfp4_use_4over6 and (self.with_rht or self.stochastic_rounding))
+        assert self.with_post_rht_amax == self.with_rht, "no maximum from before the transform"
 
     def __call__(self, x: Tensor) -> NVFP4TensorStorage:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.dim() == 2
