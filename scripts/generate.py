@@ -4,7 +4,6 @@
     python scripts/generate.py runs/default/checkpoints/step_00000200 --prompt Once --prompt Twice --samples 3
     python scripts/generate.py runs/default --file prompts.txt          a prompt a line
     git diff | python scripts/generate.py runs/default                  what is piped in is one prompt
-    python scripts/generate.py runs/default                             on a terminal: a line in, a continuation out
 
 Prints every prompt with its continuation: a single one as it is made. A text ends with the token that ends a document,
 or after --max-tokens. An empty prompt begins a new document. The same prompt, seed and settings give the same text,
@@ -30,7 +29,6 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: Ctr
 
 import argparse
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -96,7 +94,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), help="of the computation (default: BF16 on CUDA, else FP32)")
     add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
     add("--batch", type=int, default=16, metavar="N", help="texts made side by side (default: 16)")
-    add("--no-verify", action="store_true", help="do not compare the files with their SHA-256 first")
     return parser.parse_args(arguments)
 
 
@@ -116,26 +113,25 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"{problem}; give the one that made its data as --tokenizer PATH")
     settings = Settings(options.max_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
     prompts = [prompt_tokens(tokenizer, prompt) for prompt in given]
-    if not options.no_verify:
-        checkpoint.verify()
+    checkpoint.verify()
     model, weights = load(checkpoint, options)
     where = f"{str(model.embedding.dtype).removeprefix('torch.')} on {model.mesh.device.type}"
     say(f"{checkpoint.folder}: step {checkpoint.step:,}, {checkpoint.tokens:,} tokens; {weights}, {where}")
-    writer = Writer(model, tokenizer, settings, options.samples, options.batch)
-    if not prompts:
-        writer.converse()
-        return
     longest, trained_on = max(map(len, prompts)) + settings.max_tokens, checkpoint.config.train.sequence_length
     if longest > trained_on:
         say(f"texts of up to {longest} tokens, of a model trained on sequences of {trained_on}")
     began = time.monotonic()
-    count = writer.write(prompts)
+    requests = [Request(prompt, sample) for prompt in prompts for sample in range(options.samples)]
+    if len(requests) == 1:
+        count = follow(model, tokenizer, settings, requests[0])
+    else:
+        count = write_all(model, tokenizer, settings, requests, options)
     seconds = time.monotonic() - began
     say(f"{count} new tokens in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second)")
 
 
 def given_prompts(options: argparse.Namespace) -> list[str]:
-    """All that are given, in order; none: they will be typed."""
+    """All that are given, in order."""
     prompts = list(options.prompt)
     if options.file is not None:
         try:
@@ -144,8 +140,6 @@ def given_prompts(options: argparse.Namespace) -> list[str]:
             raise ValueError(f"{options.file} is not UTF-8 ({error}); write it in that encoding") from error
     elif not prompts and not sys.stdin.isatty():
         prompts = list(filter(None, [sys.stdin.read().removesuffix("\n")]))
-    elif not prompts:
-        return []
     if not prompts:
         raise ValueError("there is no prompt: give --prompt, a --file with lines, or a text on standard input")
     return prompts
@@ -173,62 +167,36 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
     return model, weights
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Prints texts. samples: of each prompt. batch: texts made side by side."""
+def follow(model: HybridModel, tokenizer: TextTokenizer, settings: Settings, request: Request) -> int:
+    """Print a prompt with its continuation while it is made; returns how many tokens are new."""
+    count, text = 0, TextStream(tokenizer, request.tokens)
+    write(tokenizer.decode(request.tokens))
+    for (token,) in stream(model, [request], settings):
+        if token is not None:
+            write(text.add(token))
+            count += 1
+    write(text.end() + "\n")
+    return count
 
-    model: HybridModel
-    tokenizer: TextTokenizer
-    settings: Settings
-    samples: int
-    batch: int
 
-    def write(self, prompts: list[list[int]]) -> int:
-        """Every prompt with its continuations, under a header each if there are several; returns how many tokens are
-        new."""
-        requests = [Request(prompt, sample) for prompt in prompts for sample in range(self.samples)]
-        if len(requests) == 1:
-            write(self.tokenizer.decode(requests[0].tokens))
-            return self.follow(requests[0])
-        count = 0
-        for first in range(0, len(requests), self.batch):
-            part = requests[first : first + self.batch]
-            found = generate(self.model, part, self.settings)
-            for number, (request, new) in enumerate(zip(part, found, strict=True), start=first):
-                sample = f", sample {request.sample + 1}" if self.samples > 1 else ""
-                text = self.tokenizer.decode([*request.tokens, *new.tokens])
-                write(f"--- prompt {number // self.samples + 1}{sample}\n{text}\n")
-                count += len(new.tokens)
-        return count
-
-    def follow(self, request: Request) -> int:
-        """Print a continuation while it is made; returns how many tokens are new."""
-        count, text = 0, TextStream(self.tokenizer, request.tokens)
-        for (token,) in stream(self.model, [request], self.settings):
-            if token is not None:
-                write(text.add(token))
-                count += 1
-        write(text.end() + "\n")
-        return count
-
-    def converse(self) -> None:
-        """A line in, a continuation out, each by itself; until the end of the input."""
-        import readline  # noqa: F401  input() then edits lines
-
-        say("a line in, a continuation out; Ctrl-D ends")
-        while True:
-            try:
-                line = input("> ")
-            except EOFError:
-                print()
-                return
-            try:
-                if line.strip() and self.samples > 1:
-                    self.write([prompt_tokens(self.tokenizer, line)])
-                elif line.strip():
-                    self.follow(Request(prompt_tokens(self.tokenizer, line)))
-            except ValueError as error:
-                say(str(error))
+def write_all(
+    model: HybridModel,
+    tokenizer: TextTokenizer,
+    settings: Settings,
+    requests: list[Request],
+    options: argparse.Namespace,
+) -> int:
+    """Print every prompt with its continuations, under a header each; returns how many tokens are new."""
+    count = 0
+    for first in range(0, len(requests), options.batch):
+        part = requests[first : first + options.batch]
+        found = generate(model, part, settings)
+        for number, (request, new) in enumerate(zip(part, found, strict=True), start=first):
+            sample = f", sample {request.sample + 1}" if options.samples > 1 else ""
+            text = tokenizer.decode([*request.tokens, *new.tokens])
+            write(f"--- prompt {number // options.samples + 1}{sample}\n{text}\n")
+            count += len(new.tokens)
+    return count
 
 
 def write(text: str) -> None:
