@@ -76,14 +76,22 @@ def plain_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None 
 
 
 def continued_scan(inputs: ScanInputs, chunk_size: int, state_bgnrp: Tensor, valid_bs: Tensor) -> tuple[Tensor, Tensor]:
-    """`plain_scan` of rows that continue from a state, and the state after them. No gradients.
+    """`plain_scan` of rows that continue from a state S, and the state after their last token. No gradients.
 
-    valid_bs: bool; where it is false, a token is padding, and passes the state on.
+    state_bgnrp: S^T of the r heads of each group; zeros at a row's beginning. valid_bs: bool; where it is false, a
+    token is padding: a step of size zero, which passes the state on.
     """
     x, dt, a, b, c, d, dt_bias = inputs
     dt = F.softplus(dt.to(torch.float32) + dt_bias).masked_fill(~valid_bs[..., None], 0)
-    y, state = ssd_scan_from(x, dt, a, b, c, chunk_size, state_bgnrp)
-    return torch.addcmul(y, x, d[:, None]), state
+    length, padded = x.shape[1], x
+    chunk_size = min(chunk_size, length)
+    if extra := -length % chunk_size:
+        padded, dt, b, c = _with_empty_steps(extra, x, dt, b, c)
+    parts = _Chunks(padded, dt, a, b, c, chunk_size, None)
+    y, _, states, added = _outputs(parts, state_bgnrp)
+    begins = states.unflatten(-1, parts.r_p)[:, -1]  # what the last chunk begins with
+    after = torch.addcmul(added, begins, parts.chunk_decay[:, -1, :, None, :, None])
+    return torch.addcmul(y[:, :length], x, d[:, None]), after
 
 
 def fused_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
@@ -115,24 +123,6 @@ def ssd_scan(
         documents_bs = None if documents_bs is None else F.pad(documents_bs, (0, extra), value=-1)
     y: Tensor = _SsdScan.apply(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size, documents_bs)  # type: ignore[assignment]
     return y[:, :length] if extra else y
-
-
-def ssd_scan_from(
-    x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn: Tensor, chunk_size: int, state_bgnrp: Tensor
-) -> tuple[Tensor, Tensor]:
-    """y as `ssd_scan` gives it for rows that continue from a state S, and the state after their last token.
-
-    state_bgnrp: S^T of the r heads of each group, [batch, groups, state, r, head_dim]; zeros at a row's beginning. A
-    step of size zero passes the state on. No gradients.
-    """
-    length = x_bshp.shape[1]
-    chunk_size = min(chunk_size, length)
-    if extra := -length % chunk_size:
-        x_bshp, dt_bsh, b_bsgn, c_bsgn = _with_empty_steps(extra, x_bshp, dt_bsh, b_bsgn, c_bsgn)
-    parts = _Chunks(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size, None)
-    y, _, states, added = _outputs(parts, state_bgnrp)
-    begins = states.unflatten(-1, parts.r_p)[:, -1]  # what the last chunk begins with
-    return y[:, :length], torch.addcmul(added, begins, parts.chunk_decay[:, -1, :, None, :, None])
 
 
 def _with_empty_steps(

@@ -126,7 +126,7 @@ def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
 
 
 def test_what_is_wrong_is_one_line(run: Path, said, tmp_path: Path) -> None:
-    bare = checkpoint_of(tmp_path / "bare", "hybrid").folder
+    bare = checkpoint_of(tmp_path / "bare", "transformer").folder
     tokenizer().save(tmp_path / "tokenizer.json")
     trained = [bare, "--tokenizer", tmp_path / "tokenizer.json", "--weights", "trained"]
     for arguments, wrong in (

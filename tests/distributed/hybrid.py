@@ -21,6 +21,7 @@ from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import MicroBatch
+from models.execution import PLAIN, Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import linear_shapes
@@ -114,10 +115,11 @@ def controlled_model(
     config: ModelConfig = MODEL,
     dtype: torch.dtype = torch.float32,
     reshard: bool = False,
+    execution: Execution = PLAIN,
 ) -> tuple[HybridModel, PrecisionController]:
     """As a run builds it, all linears in `recipe`."""
     with torch.device("meta"):
-        model = build_model(config, mesh, dtype)
+        model = build_model(config, mesh, dtype, execution)
     apply_data_parallel(
         model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=dtype,
         reshard=reshard, ends=[model.embedding, model.head],

@@ -1,12 +1,12 @@
-"""Exports beside a run, with a stand-in for the exporter: what is started when, what is left, what comes back."""
+"""Exports beside a run, with a stand-in for the exporter: what is started when, what is left, what comes back; and
+pretrain.py with exports."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 import typing
 from collections.abc import Callable
@@ -17,8 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import pretrain
 from exchange import exports
+from exchange.checkpoint import open_checkpoint
 from exchange.exports import OPTIONS, Exports, last_exportable
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import SaveReport
@@ -27,9 +30,12 @@ from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, Ru
 from megatron_fp4.runtime.progress import Progress
 from scripts import convert
 from tests.composing import composed, plans_of
+from tests.programs import Program
+from tests.spiked_run import FAST, records, small_corpus
+from tests.test_pretrain import SMALL, losses
 from tests.training.harness import launch
 
-ROOT = Path(__file__).resolve().parents[2]
+COMMAND = exports.SCRIPT
 # Writes the output as an exporter does. Told by a file in the checkpoint to fail, or to wait until it is ended. Begins
 # as scripts/convert.py does.
 STAND_IN = """
@@ -55,7 +61,7 @@ staging.rename(output)
 
 def stand_in(folder: Path) -> Path:
     """Such a script in `folder`."""
-    begin = (ROOT / "scripts" / "convert.py").read_text().partition("import argparse\n")[0].partition('"""\n\n')[2]
+    begin = COMMAND.read_text().partition("import argparse\n")[0].partition('"""\n\n')[2]
     script = folder / "stand_in.py"
     script.write_text(begin + STAND_IN)
     return script
@@ -118,7 +124,11 @@ class Job:
         wait_for(lambda: self.exports.saved([]) or condition())
 
     def names(self, folder: str) -> list[str]:
-        return sorted(path.name for path in (self.run_dir / folder).iterdir())
+        return names(self.run_dir / folder)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -199,24 +209,21 @@ def gone(pid: int) -> bool:
 KILLED = """
 import pathlib, sys, time
 from exchange import exports
-from tests.exchange.test_exports import Job, wait_for
+from tests.exchange.test_exports import Job
 exports.SCRIPT = pathlib.Path(sys.argv[2])
-job = Job(pathlib.Path(sys.argv[1]))
-folder = job.save(2, "hang")
-wait_for(lambda: (folder / "hang").read_text())
-print("exporting", flush=True)
+Job(pathlib.Path(sys.argv[1])).save(2, "hang")
 time.sleep(600)
 """
 
 
 @pytest.mark.slow
 def test_an_export_ends_with_a_killed_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(exports.SCRIPT)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "exporting\n"
-        process.send_signal(signal.SIGKILL)
-    pid = int((tmp_path / "run" / "checkpoints" / "step_00000002" / "hang").read_text())
-    wait_for(lambda: gone(pid))
+    (tmp_path / "killed.py").write_text(KILLED)
+    job = Program([tmp_path / "killed.py", tmp_path / "run", exports.SCRIPT])
+    told = tmp_path / "run" / "checkpoints" / "step_00000002" / "hang"
+    wait_for(lambda: told.exists() and told.read_text())
+    job.send_signal(signal.SIGKILL)
+    wait_for(lambda: gone(int(told.read_text())))
 
 
 def _stopped(rank: int, run_dir: str) -> tuple[bool, str, list[int]]:
@@ -279,3 +286,64 @@ def test_the_exporter_knows_every_format() -> None:
     for name, given in OPTIONS.items():
         options = convert.parse(["export-hf", "checkpoint", "output", *given])
         assert options.format == (name if name.startswith("nvfp4") else "hf")
+
+
+FEW = [*SMALL, *FAST, "train.global_batch_size=2", "train.steps=4", "checkpoint.interval=0", "precision=bf16"]
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def start(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_groups_left: None) -> Start:
+    """Start pretrain.py with overrides; what it printed, if it ended with `code`."""
+    data = [*small_corpus(tmp_path), "precision.switch.when=never", f"run.dir={tmp_path / 'run'}"]
+
+    def start(*overrides: str, code: int = 0) -> str:
+        capsys.readouterr()
+        ended = pretrain.main([*FEW, *data, *overrides])
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        return printed.out + printed.err
+
+    return start
+
+
+@pytest.mark.slow
+def test_every_export_has_its_checkpoint_and_its_record(start: Start, tmp_path: Path) -> None:
+    run_dir, overrides = tmp_path / "run", [EACH, "checkpoint.keep=1"]
+    start(*overrides)
+    assert names(run_dir / "exports") == ["step_00000002", "step_00000004"]
+    assert names(run_dir / "checkpoints") == ["latest", "step_00000004"]
+    assert [event["step"] for event in records(run_dir, "checkpoint")] == [2, 4]  # the export made the first one
+    found = [(event["step"], event["path"], event["format"]) for event in records(run_dir, "export")]
+    assert found == [(step, str(run_dir / "exports" / f"step_0000000{step}"), "bf16") for step in (2, 4)]
+    assert json.loads((run_dir / "summary.json").read_text())["exported as"] == "exports/step_00000004"
+
+    assert "is finished" in (printed := start(*overrides)) and "lacks" not in printed
+    shutil.rmtree(run_dir / "exports" / "step_00000004")
+    assert "lacks its export of step 4; writing that now" in start(*overrides)
+    assert names(run_dir / "exports") == ["step_00000002", "step_00000004"] and len(losses(run_dir)) == 4
+
+
+@pytest.mark.slow
+def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latter by the real command; what the folder is in transformers has tests of its own."""
+    run_dir, stopping = tmp_path / "run", tmp_path / "stopping.py"
+    end = ["checkpoint.export_interval=4", "checkpoint.export_format=fp32"]
+    stop = f"from pathlib import Path\nPath({str(run_dir / 'STOP')!r}).touch()\nPath(sys.argv[2], 'hang').touch()\n"
+    stopping.write_text(exports.SCRIPT.read_text().replace("import json", f"{stop}import json", 1))
+    monkeypatch.setattr(exports, "SCRIPT", stopping)
+    assert "broken off by the end of this start" in start(*end, code=75) and not (run_dir / "STOP").exists()
+    assert not [*run_dir.glob("exports/*"), *run_dir.glob("summary.json")]  # perhaps not even the folder
+    assert json.loads((run_dir / "state.json").read_text())["state"] == "stopped"
+    assert [event["step"] for event in records(run_dir, "export_failed")] == [4]
+
+    (run_dir / "checkpoints" / "step_00000004" / "hang").unlink()
+    monkeypatch.setattr(exports, "SCRIPT", COMMAND)
+    assert "lacks its export of step 4" in start(*end)
+    folder = run_dir / "exports" / "step_00000004"
+    exported, source = load_file(folder / "model.safetensors"), open_checkpoint(run_dir, pretrain.CONFIGS)
+    assert torch.equal(exported["backbone.embeddings.weight"], source.tensor("embedding.weight"))
+    assert sum(value.numel() for value in exported.values()) == sum(shape.numel() for shape in source.tensors.values())
+    assert json.loads((folder / "made_from.json").read_text())["step"] == 4 and (run_dir / "summary.json").exists()

@@ -53,6 +53,7 @@ def test_transformers_computes_and_writes_the_same_and_what_comes_back_is_what_w
     name: str, tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("exchange.hf_export.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("exchange.weights_only._FILE_BYTES", 4096)
     tokenizer = train_tokenizer(TEXTS, 280) if name == "hybrid" else None
     model, folder = exported(tmp_path, name, mesh, tokenizer=tokenizer)
     tokens, _ = tokens_and_targets(CASES[name], batch=2, length=45)
@@ -71,6 +72,7 @@ def test_transformers_computes_and_writes_the_same_and_what_comes_back_is_what_w
     assert index["metadata"]["total_size"] == sum(values.nbytes for values in tensors_of(model).values())
     settings = import_hf(folder, tmp_path / "back", CONFIGS)
     back = open_checkpoint(tmp_path / "back", CONFIGS)
+    assert back.weights_only and back.step == 0 and len(list(back.folder.glob("*.distcp"))) > 5
     assert all(torch.equal(back.tensor(n), values) for n, values in tensors_of(model).items())
     assert all(getattr(CASES[name], key) == value for key, value in settings.items() if key != "name")
     # As it was imported: the tokenizer and the length of sequences travel, and the check finds nothing.

@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +28,33 @@ from exchange.hf_export import sequence_length
 from exchange.megatron import MegatronFolder, export_megatron, import_megatron
 from exchange.megatron_model import arguments_of, as_shell, extra_states, parameters
 from exchange.tokenizer import tokenizer_of
-from exchange.weights_only import write_weights_only
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
-from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.schema import Config
+from megatron_fp4.config.schema import ModelConfig
+from pretrain import CONFIGS
+from tests.exchange.models import checkpoint_of
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # No two sizes alike, so that a mistaken axis shows.
-_SIZES = """hidden_dim=64 ffn_dim=96 num_query_heads=4 num_kv_heads=2 head_dim=24 vocab_size=300 mamba_num_heads=8
-mamba_head_dim=16 mamba_num_groups=2 mamba_state_dim=40 mamba_chunk_size=16"""
+SIZES = ModelConfig(
+    vocab_size=300, hidden_dim=64, ffn_dim=96, num_query_heads=4, num_kv_heads=2, head_dim=24, mamba_num_heads=8,
+    mamba_head_dim=16, mamba_num_groups=2, mamba_state_dim=40, mamba_chunk_size=16,
+)  # fmt: skip
 CASES = {
-    "hybrid": "pattern=M-*-M-",
-    "hybrid with RoPE": "pattern=*MM- rope=true rope_base=5000.0",
-    "transformer": "pattern=*-*- rope=true",
+    "hybrid": replace(SIZES, pattern="M-*-M-"),
+    "hybrid with RoPE": replace(SIZES, pattern="*MM-", rope=True, rope_base=5000.0),
+    "transformer": replace(SIZES, pattern="*-*-", rope=True),
 }
 ITERATION = "iter_0000000"
 Change = Callable[[dict[str, Tensor], dict[str, Any]], Any]
 
 
-def config_of(case: str, *overrides: str) -> Config:
-    """A run of a small model."""
-    texts = [f"model.{text}" for text in (*_SIZES.split(), *CASES[case].split())]
-    return compose_config(["model=tiny", *texts, *overrides], CONFIGS)
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     generator, found = torch.Generator().manual_seed(0), {}
-    for case in CASES:
-        folder, config = tmp_path_factory.mktemp("ours") / "checkpoint", config_of(case)
-        shapes = ((each.name, shape_of(each.sections)) for each in parameters(config.model))
-        tensors = ((name, torch.randn(shape, generator=generator)) for name, shape in shapes)
-        write_weights_only(folder, config, tensors, imported={})
-        found[case] = open_checkpoint(folder, CONFIGS)
+    for case, config in CASES.items():
+        shapes = {each.name: shape_of(each.sections) for each in parameters(config)}
+        tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        found[case] = checkpoint_of(tmp_path_factory.mktemp("ours") / "checkpoint", config, tensors)
     return found
 
 
@@ -79,7 +73,7 @@ def read_by_torch(folder: Path) -> dict[str, Tensor]:
 def test_keys_are_those_that_megatron_saves() -> None:
     """Keys and shapes that megatron-core 0.16.1 saves, listed from its own models."""
     for name, each in json.loads((Path(__file__).parent / "megatron_golden.json").read_text()).items():
-        config = config_of(each["case"]).model
+        config = CASES[each["case"]]
         layers = "numbered" if each["numbered"] else "stacked"
         shapes = {s.name: list(p.stored_shape(s)) for p in parameters(config, layers) for s in p.sections}
         theirs = {key: shape for key, shape in each["keys"].items() if shape is not None}
@@ -135,7 +129,7 @@ def test_there_and_back(
 
 def test_flags_survive_a_shell(tmp_path: Path) -> None:
     (tmp_path / "M-x-M-").touch()  # what an unquoted pattern would become
-    (tmp_path / "args.sh").write_text(as_shell(arguments_of(config_of("hybrid").model, 64, bf16=True)))
+    (tmp_path / "args.sh").write_text(as_shell(arguments_of(CASES["hybrid"], 64, bf16=True)))
     command = 'source args.sh; printf "%s\\n" "${MEGATRON_ARGS[@]}"'
     words = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     flags = words.splitlines()
@@ -146,13 +140,13 @@ def test_flags_survive_a_shell(tmp_path: Path) -> None:
 
 
 def test_models_that_megatron_has_not() -> None:
-    for case, override in (
-        ("hybrid", "norm_eps=1e-06"),
-        ("hybrid", "mamba_conv_width=3"),
-        ("transformer", "rope_base=500.5"),
+    for case, key, value in (
+        ("hybrid", "norm_eps", 1e-6),
+        ("hybrid", "mamba_conv_width", 3),
+        ("transformer", "rope_base", 500.5),
     ):
-        with pytest.raises(ValueError, match=f"model.{override}: Megatron"):
-            arguments_of(config_of(case, f"model.{override}").model, 64, bf16=True)
+        with pytest.raises(ValueError, match=f"model.{key}={value}: Megatron"):
+            arguments_of(replace(CASES[case], **{key: value}), 64, bf16=True)
 
 
 @pytest.fixture(scope="module")

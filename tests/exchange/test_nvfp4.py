@@ -28,7 +28,6 @@ from exchange.nvfp4 import (
 )
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.formats import quantize_nvfp4
 from models.hybrid import build_model
 from models.initialization import initialize
 from tests.composing import composed, plans_of
@@ -54,8 +53,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_exported_weights_are_what_the_gemm_multiplies(case, mesh):
-    """Of the running model's fprop: its second operands, by linear, without the padding of groups."""
+def test_exported_weights_are_what_the_gemm_multiplies(case, mesh, monkeypatch):
+    """Of the running model's fprop: its second operands, by linear, without the padding of groups; quantized here in
+    parts of 32 rows, as large weights are."""
+    monkeypatch.setattr("exchange.nvfp4._CHUNK_ELEMENTS", 64 * 40)
     overrides, count = CASES[case]
     config = composed(*overrides)
     plan, dtype = plans_of(config)[0], getattr(torch, config.precision.compute_dtype)
@@ -151,27 +152,6 @@ def test_the_two_tensor_scales_are_one_division_each():
     weight[3, 5] = float("nan")
     with pytest.raises(ValueError, match=r"blocks\.1\.mixer\.up_proj has NaN or inf in its weight"):
         trained_weight(weight, row, torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", ["blocks.0.mixer.in_proj", "blocks.1.mixer.up_proj"])
-def test_a_large_weight_is_quantized_in_parts_without_a_difference(name, monkeypatch):
-    row = chosen("precision=nvfp4", FOUR_OVER_SIX).fp4()[name]
-    weight = torch.randn(row.linear.out_features, 64, generator=torch.Generator().manual_seed(1))
-    whole = trained_weight(weight, row, torch.bfloat16)
-    monkeypatch.setattr("exchange.nvfp4._CHUNK_ELEMENTS", 64 * 40)
-    parts = trained_weight(weight, row, torch.bfloat16)
-    assert torch.equal(parts.codes, whole.codes) and parts.amax == whole.amax
-    assert torch.equal(parts.scales.view(torch.uint8), whole.scales.view(torch.uint8))
-
-
-def test_the_numbers_of_the_layouts():
-    weight = quantize_nvfp4(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)), four_over_six=True)
-    codes, scales, tensor = MODELOPT.tensors("m", weight, None).values()
-    assert (codes.dtype, codes.shape, scales.dtype) == (torch.uint8, (32, 32), torch.float8_e4m3fn)
-    assert torch.equal(tensor, weight.amax / torch.tensor(1536.0))
-    found = COMPRESSED_TENSORS.tensors("m", weight, None)
-    assert [*found] == ["m.weight_packed", "m.weight_scale", "m.weight_global_scale"]
-    assert torch.equal(found["m.weight_global_scale"], torch.tensor([1536.0]) / weight.amax)
 
 
 def test_what_the_configurations_say():

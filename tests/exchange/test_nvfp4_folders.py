@@ -26,23 +26,19 @@ from megatron_fp4.runtime.revision import revision
 from pretrain import CONFIGS
 from scripts import convert
 from tests.composing import plans_of
+from tests.exchange import test_nvfp4
 from tests.exchange.decoding import block_values
 from tests.exchange.models import text_data
 from tests.test_pretrain import run
 
 pytestmark = pytest.mark.slow
 FORMATS = {"nvfp4": MODELOPT, "nvfp4-compressed-tensors": COMPRESSED_TENSORS}
-# in_proj's groups have 139 rows, which are padded to 144.
 HYBRID = [
-    "model=tiny", "model.pattern=M-*-M-", "model.vocab_size=300", "model.hidden_dim=64", "model.ffn_dim=96",
-    "model.num_query_heads=8", "model.num_kv_heads=2", "model.head_dim=8", "model.mamba_num_heads=6",
-    "model.mamba_head_dim=16", "model.mamba_num_groups=2", "model.mamba_state_dim=20",
+    *test_nvfp4.HYBRID, "model.vocab_size=300", "model.num_query_heads=8", "model.ffn_dim=96",
     "model.nvfp4_bf16_blocks.last=1",
 ]  # fmt: skip
-# qkv_proj's groups have 40 rows, which are padded to 48.
 TRANSFORMER = [
-    "model=transformer_30m", "model.pattern='*-*-'", "model.vocab_size=300", "model.hidden_dim=48",
-    "model.ffn_dim=96", "model.num_query_heads=6", "model.num_kv_heads=2", "model.head_dim=8",
+    *test_nvfp4.TRANSFORMER, "model.pattern='*-*-'", "model.vocab_size=300", "model.hidden_dim=48",
     "model.nvfp4_bf16_blocks.last=1",
 ]  # fmt: skip
 RUN = [
@@ -63,7 +59,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     root = tmp_path_factory.mktemp("runs")
     data = text_data(root)
     for name, (overrides, ranks) in RUNS.items():
-        run(ranks, [*RUN, *data, *overrides, f"run.dir={root / name}"])
+        run(ranks, [*data, *overrides, *RUN, f"run.dir={root / name}"])
     yield {name: root / name / "checkpoints/step_00000001" for name in RUNS}
     leave_distributed()
 

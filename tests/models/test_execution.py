@@ -8,26 +8,22 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from data import provider as data
-from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ConfigError, ParallelConfig, TrainConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision.plan import LinearShape, PrecisionController, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training.step import accumulate
 from megatron_fp4.training.trainer import Trainer
 from models import pattern
 from models import provider as models
 from models.execution import PLAIN, Execution, recompute_saved, recomputed, torch_compile
-from models.hybrid import build_model
-from models.initialization import initialize
 from models.mamba2 import fused_conv_silu
 from models.pattern import choose_execution
 from models.ssd import fused_scan
 from pretrain import configure
+from tests.distributed.hybrid import controlled_model, micro_batches
 from tests.models.builders import small_config
 from tests.training.harness import launch, whole
 
@@ -87,8 +83,7 @@ def test_a_rank_without_a_package_is_refused_on_all_ranks():
 
 
 CONFIG = small_config(hidden_dim=64, ffn_dim=64, rope=True)
-NEAREST, STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
-WEIGHT = Operand("nvfp4", (16, 16))
+STOCHASTIC, WEIGHT = Operand("nvfp4", (1, 16), "stochastic"), Operand("nvfp4", (16, 16))
 # Stochastic in the forward pass too: a recomputed block must draw the same numbers again.
 RECIPES = {
     "bf16": BF16,
@@ -96,35 +91,11 @@ RECIPES = {
 }
 
 
-def text(index: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, CONFIG.vocab_size, (2, 33), generator=torch.Generator().manual_seed(index))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
 def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) -> dict[str, Tensor]:
-    """Of two micro-batches a rank, and that the StepState stood still in between."""
-    with torch.device("meta"):
-        model = build_model(CONFIG, mesh, torch.bfloat16, Execution(recompute=recompute))
-    linears, blocks, own = dict(model.linears()), list(model.blocks), model.fp32_units()
-    dtype = torch.bfloat16
-    apply_data_parallel(model, mesh, units=blocks, fp32_units=own, compute_dtype=dtype, reshard=reshard)
-    model.to_empty(device="cpu")
-    initialize(model, CONFIG, 0)
-    shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
-    plan = build_plan(shapes, RECIPES[recipe], Bf16BlocksConfig(), CONFIG.num_blocks)
-    step_state = StepState(seed=3)
-    PrecisionController({name: module.context for name, module in linears.items()}, plan, step_state)
-    for position in range(2):
-        is_last = position == 1  # as `accumulate` prepares it
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(is_last)
-            model.set_is_last_backward(is_last)
-            model.set_reshard_after_backward(is_last or reshard)
-        step_state.micro_batch = index = 2 * mesh.dp_rank + position
-        loss = model(*text(index))
-        loss.backward()
-        assert step_state == StepState(seed=3, micro_batch=index)
-    assert all(p.grad is not None for p in model.parameters())
+    """Of two micro-batches a rank."""
+    state, execution = StepState(seed=3), Execution(recompute=recompute)
+    model, _ = controlled_model(mesh, RECIPES[recipe], state, CONFIG, torch.bfloat16, reshard, execution)
+    accumulate(model, micro_batches(0, mesh, 2 * mesh.dp_size), mesh, state, reshard=reshard)
     return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 

@@ -1,15 +1,11 @@
-"""Convolution, scan, norms, RoPE and squared ReLU against their definitions, in FP64 where that is a copy."""
+"""The scan against its recurrence in FP64; and what Triton demands of attention's tiles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from models.attention import KERNELS
-from models.mamba2 import causal_conv_silu, gated_rms_norm
-from models.mixer import rms_norm
-from models.positions import apply_rope, rope_tables
 from models.ssd import ssd_scan
 from tests.models.builders import relative_error
 from tests.models.recurrence import ssd_recurrence
@@ -80,40 +76,6 @@ def test_extreme_decay_gives_no_infinities():
     # Nothing survives a step: each output is that of its own token.
     own = (b * c).sum(-1).repeat_interleave(2, 2)[..., None] * x * dt[..., None]
     torch.testing.assert_close(results[0], own, rtol=1e-4, atol=1e-2)
-
-
-def test_the_convolution_equals_conv1d():
-    for length, width in ((9, 4), (2, 4), (5, 1)):
-        x, weight, bias = tensors = draws((2, length, 6), (6, width), (6,))
-        padded = F.pad(x.transpose(1, 2), (width - 1, 0))
-        expected = F.silu(F.conv1d(padded, weight[:, None], bias, groups=6)).transpose(1, 2)
-        y = causal_conv_silu(*tensors)
-        torch.testing.assert_close(y, expected)
-        actual_gradients = torch.autograd.grad(y.sin().sum(), tensors)
-        for a, e in zip(actual_gradients, torch.autograd.grad(expected.sin().sum(), tensors), strict=True):
-            torch.testing.assert_close(a, e)
-
-
-def draws(*shapes):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
-def test_the_gate_comes_before_the_norm_and_groups_are_normalized_apart():
-    y, z, weight = draws((1, 5, 6, 2), (1, 5, 3, 4), (12,))
-    y_td, z_td = (t.flatten(2)[0] for t in (y, z))
-    gated = y_td * z_td * torch.sigmoid(z_td)
-    parts = [part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() for part in gated.split(4, -1)]
-    torch.testing.assert_close(gated_rms_norm(y, z, weight, 1e-5), torch.cat(parts, -1) * weight)
-    after = rms_norm(y_td, weight, 1e-5) * F.silu(z_td)
-    assert not torch.allclose(gated_rms_norm(y, z_td[None, :, None], weight, 1e-5), after, rtol=0.1)
-
-
-def test_pairs_are_halves_and_turn_by_their_angle():
-    x, expected, angle = torch.zeros(8), torch.zeros(8), torch.tensor(5 * 100.0 ** (-2 / 8))
-    x[1], expected[1], expected[5] = 1.0, angle.cos(), angle.sin()
-    cos, sin = (table[5:6] for table in rope_tables(64, 8, 100.0, "cpu"))
-    torch.testing.assert_close(apply_rope(x[None, None, None], cos, sin)[0, 0, 0], expected)
 
 
 def test_tiles_of_attention_are_such_as_the_kernels_demand():

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from models.attention import qkv_order
 from models.mamba2 import mamba_conv_order, mamba_in_proj_order
-from models.mixer import group_major_order
 from models.positions import apply_rope, rope_tables
 from tests.models.builders import build, fp64_parameters, local, relative_error, small_config
 from tests.models.recurrence import ssd_recurrence
@@ -75,9 +74,9 @@ def mamba_reference(x, weights, config, length):
     return (normed.flatten(2) * weights["norm.weight"]).flatten(0, 1) @ weights["out_proj.weight"].t()
 
 
-@pytest.mark.parametrize(("groups", "length"), [(1, 19), (2, 8), (4, 5)])
-def test_equals_the_mixer_written_out(mesh, groups, length):
-    config = small_config(pattern="M", mamba_num_groups=groups, init_std=0.2)
+@pytest.mark.parametrize(("groups", "length", "width"), [(1, 19, 1), (2, 8, 4), (4, 2, 4)])
+def test_equals_the_mixer_written_out(mesh, groups, length, width):
+    config = small_config(pattern="M", mamba_num_groups=groups, mamba_conv_width=width, init_std=0.2)
     mixer, generator = build(config, mesh).blocks[0].mixer, torch.Generator().manual_seed(3)
     for weight in (mixer.norm.weight, mixer.ssm.D):  # which initialization sets to one
         local(weight.data).copy_(torch.rand(weight.shape, generator=generator) + 0.5)
@@ -91,7 +90,3 @@ def ffn_reference(x, weights, config, length):
 def test_equals_the_ffn_written_out(mesh):
     config = small_config(pattern="-")
     compare(build(config, mesh).blocks[0].mixer, ffn_reference, config, 5)
-
-
-def test_order_of_two_groups():
-    assert group_major_order((4, 2, 2), 2).tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
