@@ -89,7 +89,7 @@ class Folder:
         layout = self.layout
         if layout is None or f"{section.module}.{layout.scales}" not in self.names:
             return [section.name]
-        return [f"{section.module}.{kind}" for kind in (layout.codes, layout.scales, layout.weight_scale)]
+        return layout.names(section.module)
 
     def values(self, section: Section) -> Tensor:
         """The weights: FP32 where they are codes, else as they are stored."""
