@@ -26,7 +26,7 @@ from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import linear_shapes
 from tests.precision.reference import MXFP8, NVFP4, QUARTET2
-from tests.training.harness import train_step, whole
+from tests.training.harness import toy_batches, train_step, whole
 
 # Four of everything that tensor-parallel ranks divide among them. The rows of a group of in_proj, 16 + 16 + 8 + 8 + 2,
 # are no multiple of 16, as in the 12B model.
@@ -99,13 +99,8 @@ class Result:
 
 
 def micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_batches) -> list[MicroBatch]:
-    """This rank's share of a step's micro-batches, dealt round robin."""
-    shares = []
-    for index in range(mesh.dp_rank, number, mesh.dp_size):
-        generator = torch.Generator().manual_seed(1000 * step + index)
-        text = torch.randint(MODEL.vocab_size, (ROWS, LENGTH + 1), generator=generator)
-        shares.append(MicroBatch(index, text[:, :-1], text[:, 1:]))
-    return shares
+    """This rank's share of a step's micro-batches."""
+    return toy_batches(step, mesh, number, ROWS, MODEL.vocab_size, LENGTH)
 
 
 def controlled_model(

@@ -21,7 +21,7 @@ from megatron_fp4.precision.verify import Recheck
 from megatron_fp4.training.optimizer import build_optimizer
 from tests.distributed.hybrid import controlled_model
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, launch, toy_mesh, train_step, whole
+from tests.training.harness import ToyBatch, launch, toy_batches, toy_mesh, train_step, whole
 
 pytestmark = pytest.mark.slow
 
@@ -46,12 +46,7 @@ class Run:
         self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2))
 
     def batches(self, step: int) -> list[ToyBatch]:
-        found = []
-        for index in range(self.mesh.dp_rank, 4, self.mesh.dp_size):
-            generator = torch.Generator().manual_seed(100 * step + index)
-            text = torch.randint(CONFIG.vocab_size, (2, 33), generator=generator)
-            found.append(ToyBatch(index, text[:, :-1], text[:, 1:]))
-        return found
+        return toy_batches(step, self.mesh, vocab_size=CONFIG.vocab_size, length=32)
 
     def step(self, step: int) -> tuple[float, float]:
         parts = self.model, self.optimizer, self.batches(step), self.mesh, self.step_state

@@ -123,12 +123,19 @@ def toy_mesh(tp_size: int = 1, sequence_parallel: bool = False) -> ParallelMesh:
     return build_mesh(ParallelConfig(tensor=tp_size, sequence=sequence_parallel), torch.device("cpu"))
 
 
-def toy_batches(step: int, mesh: ParallelMesh, num_global: int = 4, rows: int = 2) -> list[ToyBatch]:
+def toy_batches(
+    step: int,
+    mesh: ParallelMesh,
+    num_global: int = 4,
+    rows: int = 2,
+    vocab_size: int = VOCAB_SIZE,
+    length: int = LENGTH,
+) -> list[ToyBatch]:
     """This rank's micro-batches of a step, dealt round robin; the global batch is the same at any mesh."""
     batches = []
     for index in range(mesh.dp_rank, num_global, mesh.dp_size):
         generator = torch.Generator().manual_seed(1000 * step + index)
-        text = torch.randint(VOCAB_SIZE, (rows, LENGTH + 1), generator=generator)
+        text = torch.randint(vocab_size, (rows, length + 1), generator=generator)
         batches.append(ToyBatch(index, text[:, :-1], text[:, 1:]))
     return batches
 
