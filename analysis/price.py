@@ -62,6 +62,13 @@ class Curve:
         below it as its floor."""
         return float((1 + gap / (self.scale * tokens**-self.exponent)) ** (1 / self.exponent))
 
+    def price_text(self, gap: Estimate, tokens: float) -> str:
+        """The price of a gap in nats, `1.31 [1.22, 1.40]`."""
+        if gap.half_width is None:
+            return f"{self.price(gap.mean, tokens):.2f} (no interval)"
+        low, high = (self.price(gap.mean + sign * gap.half_width, tokens) for sign in (-1, 1))
+        return f"{self.price(gap.mean, tokens):.2f} [{low:.2f}, {high:.2f}]"
+
 
 # Fitted by `price.py --public` to the BF16 runs of "Quartet II" (arXiv 2601.22813, for_plots/runs.json of its
 # repository): Transformers on C4 with 25 to 800 tokens a parameter, one seed.

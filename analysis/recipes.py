@@ -18,9 +18,10 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from analysis.price import Curve, fit
 from analysis.runs import check_sources, comparable, difference_line, differences, settings_of
 from analysis.statistics import draw_estimates, estimates, gap_text, markdown, pooled, share_text
-from megatron_fp4.logging.console import short_tokens
+from megatron_fp4.logging.console import counted, short_tokens
 from megatron_fp4.logging.run_folder import read_records
 
 MEAN = ""  # instead of a held-out source: the mean of all, each weighed alike
@@ -217,10 +218,22 @@ def _noise(groups: Groups, base: str) -> pd.DataFrame:
     return table.assign(percent=100 * table["std"] / table["mean"])
 
 
-def recipes_tables(groups: Groups, against: str | None = None) -> str:
+def curve_of(runs: Sequence[HeldOut], parameters: float = 1.0) -> Curve:
+    """Fitted to the last held-out losses of finished BF16 runs of at least four lengths, over their tokens by
+    `parameters`. Raises ValueError for one that is not finished, and what `fit` raises."""
+    for run in runs:
+        if run.final is None:
+            raise ValueError(f"{run.folder} is not finished ({run.problem or 'it has steps left'}); leave it out")
+    ends = [(run.final, run.losses[run.final][MEAN]) for run in runs if run.final is not None]
+    name = f"{counted(len(runs), 'run')} of yours"
+    return fit(name, parameters, [end / parameters for end, _ in ends], [loss for _, loss in ends])
+
+
+def recipes_tables(groups: Groups, against: str | None = None, curve: Curve | None = None) -> str:
     """Markdown: gaps to the first group by tokens trained on, at the end, and by held-out source.
 
-    against: another group to tell differences to. Raises ValueError if no group has this name, or none has a pair.
+    against: another group to tell differences to. curve: `curve_of`, for the gaps at the end in tokens. Raises
+    ValueError if no group has this name, or none has a pair.
     """
     base, *others = groups
     if against is not None and against not in groups:
@@ -232,7 +245,8 @@ def recipes_tables(groups: Groups, against: str | None = None) -> str:
             "no pair: both runs must have begun alike (or the run that a branch came from is named, too), read the "
             f"same data in the same order, and been validated after equally many tokens; starts: {starts}"
         )
-    parts = [_by_tokens(groups, base, found), _at_the_end(groups, base, None if against == base else against, found)]
+    against = None if against == base else against
+    parts = [_by_tokens(groups, base, found), _at_the_end(groups, base, against, found, curve)]
     sources, ends = [source for source in found["source"].unique() if source != MEAN], found[found["final"]]
     if len(sources) > 1 and not ends.empty:
         by_source = [estimates(_wide(ends, source)) for source in sources]
@@ -258,10 +272,12 @@ def _by_tokens(groups: Groups, base: str, found: pd.DataFrame) -> str:
     return markdown(["tokens", base, "standard deviation", *(f"{name} above it" for name in others)], rows, notes)
 
 
-def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFrame) -> str:
+def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFrame, curve: Curve | None) -> str:
     ends = found[found["final"]]
     wide, heads = _wide(ends), ["recipe", "loss at the end", "pairs", f"above {base}", "nats per token"]
     percent, nats, beside = estimates(wide), estimates(_wide(ends, column="nats")), {}
+    if curve is not None:
+        heads.append(f"tokens for the loss of {base}")
     if against is not None:
         heads += [f"above {against}", f"share of the gap of {against}"]
         to_against = gaps(groups, against)
@@ -269,10 +285,13 @@ def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFr
     rows = []
     for name, runs in groups.items():
         finished = [run for run in runs if run.final is not None]
+        lengths = {run.final for run in finished}
         mean = f"{np.mean([run.losses[run.final][MEAN] for run in finished]):.4f} " if finished else ""  # type: ignore[index]
-        cells = [name, f"{mean if len({run.final for run in finished}) == 1 else ''}({len(finished)})"]
+        cells = [name, f"{mean if len(lengths) == 1 else ''}({len(finished)})"]
         cells += [str(percent[name].count) if name in percent else "-", gap_text(percent.get(name))]
         cells.append(gap_text(nats.get(name), "", 4))
+        if curve is not None:
+            cells.append(curve.price_text(nats[name], *lengths) if name in nats and len(lengths) == 1 else "-")
         cells += [] if against is None else [gap_text(beside.get(name)), share_text(wide, name, against)]
         rows.append(cells)
     notes = [

@@ -41,6 +41,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             help="the held-out sources that count, each alike (default: all)",
         )  # fmt: skip
     recipes.add_argument("--against", metavar="NAME", help="another base for a second column (default: the second)")
+    recipes.add_argument(
+        "--curve", nargs="+", metavar="RUN",
+        help="finished base runs of four lengths or more: gaps at the end also as tokens for the loss of the base",
+    )  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -59,11 +63,12 @@ def compare_runs(options: argparse.Namespace) -> None:
 
 def compare_recipes(options: argparse.Namespace) -> None:
     """The command `recipes`."""
-    from analysis.recipes import draw_at_the_end, read_groups, recipes_tables
+    from analysis.recipes import curve_of, draw_at_the_end, read_groups, read_held_out, recipes_tables
 
     groups = read_groups(options.groups, options.sources)
     against = options.against or (list(groups)[1] if len(groups) > 2 else None)
-    print(recipes_tables(groups, against))
+    runs = options.curve and [read_held_out(Path(run), options.sources) for run in options.curve]
+    print(recipes_tables(groups, against, curve_of(runs) if runs else None))
     if options.output:
         print(draw_at_the_end(groups, options.output, against))
 

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 if TYPE_CHECKING:
-    from analysis.price import Curve
     from megatron_fp4.config.schema import Config
 
 
@@ -59,6 +58,7 @@ def price(options: argparse.Namespace) -> None:
     """Check everything, train what is missing, print. Collective."""
     from analysis.branches import BASE, Kept, caution, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
+    from analysis.recipes import curve_of, read_held_out
     from data import provider as data
     from megatron_fp4.checkpoint.files import checkpoint_in
     from megatron_fp4.config.checks import place_in_run
@@ -76,7 +76,9 @@ def price(options: argparse.Namespace) -> None:
     count = models.parameter_count(config.model)
     parameters = count.total - count.embedding - count.head
     tokens = data.phases(config).samples_before(config.train.steps) * config.train.sequence_length / parameters
-    curve = nearest(parameters) if options.curve is None else _curve(options.curve, parameters)
+    curve = nearest(parameters)
+    if options.curve is not None:
+        curve = curve_of([read_held_out(Path(run)) for run in options.curve], parameters)
     planned = None if options.gpu is None else _planned(options, recipes[0], CONFIGS)
 
     kept = Kept(options.output, writes=not place_in_run().rank)
@@ -93,21 +95,6 @@ def price(options: argparse.Namespace) -> None:
         found = [replace(recipe, time=planned[recipe.name]) for recipe in found]
         times = f"planned for {options.model or 'this model'} on {options.gpu}, not measured"
     print(f"\n{price_table(found, curve, tokens, times)}")
-
-
-def _curve(folders: list[str], parameters: float) -> Curve:
-    """Fitted to the last held-out losses of finished BF16 runs."""
-    from analysis.price import fit
-    from analysis.recipes import MEAN, read_held_out
-    from megatron_fp4.logging.console import counted
-
-    runs = [read_held_out(Path(folder)) for folder in folders]
-    for run in runs:
-        if run.final is None:
-            raise ValueError(f"{run.folder} is not finished ({run.problem or 'it has steps left'}); leave it out")
-    ends = [(run.final, run.losses[run.final][MEAN]) for run in runs if run.final is not None]
-    tokens, losses = [end / parameters for end, _ in ends], [loss for _, loss in ends]
-    return fit(f"{counted(len(runs), 'run')} of yours", parameters, tokens, losses)
 
 
 def _planned(options: argparse.Namespace, recipes: Mapping[str, Config], configs: Path) -> dict[str, float]:

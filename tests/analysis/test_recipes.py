@@ -134,3 +134,17 @@ def test_what_is_no_group_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         assert compare.main(["recipes", *map(str, arguments)]) == 2, arguments
         error = capsys.readouterr().err
         assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1, error
+
+
+def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BF16 has 2 + 8 / sqrt(millions of tokens): what is above it by its own step from 100 to 400 costs four times."""
+    of_lengths = {
+        n: write_run(tmp_path / f"bf16_{n}", 1, {n: {"a": 2 + 8 / n**0.5}}, steps=n) for n in (25, 100, 400, 900)
+    }
+    second = write_run(tmp_path / "bf16_2", 2, {400: {"a": 2.4}}, steps=400)
+    recipe = [write_run(tmp_path / f"nvfp4_{seed}", seed, {400: {"a": 2.8}}, steps=400) for seed in (1, 2)]
+    groups = [f"bf16={of_lengths[400]},{second}", f"nvfp4={recipe[0]},{recipe[1]}"]
+    command = ["recipes", *groups, "--curve", *map(str, of_lengths.values())]
+    assert compare.main(command) == 0
+    assert "tokens for the loss of bf16" in (out := capsys.readouterr().out) and "4.00 [4.00, 4.00]" in out
+    assert compare.main(command[:-1]) == 2 and "runs of four lengths at least" in capsys.readouterr().err
