@@ -285,7 +285,7 @@ def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFr
     rows = []
     for name, runs in groups.items():
         finished = [run for run in runs if run.final is not None]
-        lengths = {run.final for run in finished}
+        lengths = {run.final for run in finished if run.final is not None}
         mean = f"{np.mean([run.losses[run.final][MEAN] for run in finished]):.4f} " if finished else ""  # type: ignore[index]
         cells = [name, f"{mean if len(lengths) == 1 else ''}({len(finished)})"]
         cells += [str(percent[name].count) if name in percent else "-", gap_text(percent.get(name))]
