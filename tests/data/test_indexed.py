@@ -14,14 +14,7 @@ import numpy as np
 import pytest
 
 import data.indexed
-from data.indexed import (
-    HEADER,
-    MAGIC,
-    Concatenation,
-    IndexedDataset,
-    TokenRange,
-    dtype_for_vocabulary,
-)
+from data.indexed import HEADER, MAGIC, Concatenation, IndexedDataset, TokenRange, dtype_for_vocabulary
 from data.prepare import merge
 from data.prepare.merge import check_whole
 from tests.data.streams import write
@@ -31,17 +24,9 @@ DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
 
 def test_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
     write(tmp_path / "d", DOCUMENTS)
-    expected = (
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<Q", 1)
-        + struct.pack("<B", 8)
-        + struct.pack("<Q", 3)
-        + struct.pack("<Q", 4)
-        + struct.pack("<3i", 3, 1, 5)
-        + struct.pack("<3q", 0, 6, 8)
-        + struct.pack("<4q", 0, 1, 2, 3)
-    )
-    assert (tmp_path / "d.idx").read_bytes() == expected
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 3, 4)
+    arrays = struct.pack("<3i", 3, 1, 5) + struct.pack("<3q", 0, 6, 8) + struct.pack("<4q", 0, 1, 2, 3)
+    assert (tmp_path / "d.idx").read_bytes() == header + arrays
     assert (tmp_path / "d.bin").read_bytes() == struct.pack("<9H", 1, 2, 3, 4, 5, 6, 7, 8, 65535)
     assert dtype_for_vocabulary(65499) == np.uint16 and dtype_for_vocabulary(65500) == np.int32
 

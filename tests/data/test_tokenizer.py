@@ -15,15 +15,7 @@ import pytest
 import sentencepiece
 
 from data import tokenizer as module
-from data.tokenizer import (
-    CL100K,
-    GPT2,
-    QWEN2,
-    HuggingFaceTokenizer,
-    TextTokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
+from data.tokenizer import CL100K, GPT2, QWEN2, HuggingFaceTokenizer, TextTokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = [
     f"def function_{i}(argument):\n    return argument + {i}  # it's naïve, isn't it? 文字\r\n" for i in range(200)
