@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -23,15 +22,23 @@ PHASES = [
 TWO = [Phase("broad", 0.8, {"code": 0.7, "prose": 0.3}), Phase("late", 0.2, {"prose": 1})]
 
 
+def check_ordinals(schedule: PhaseSchedule, start: int, before: dict[str, int]) -> None:
+    """From sample `start` on they count up from `before`."""
+    seen = Counter(before)
+    for i in range(start, schedule.num_samples):
+        location = schedule.locate(i)
+        assert location.ordinal == seen[location.source]
+        seen[location.source] += 1
+    assert seen == schedule.counts(schedule.num_samples)
+
+
 def test_ordinals_count_across_phases() -> None:
     schedule = PhaseSchedule(PHASES, num_steps=101, global_batch_size=6)
     assert [(span.start, span.end) for span in schedule.spans] == [(0, 426), (426, 546), (546, 606)]
-    seen: Counter[str] = Counter()
-    for i in range(schedule.num_samples):
-        location = schedule.locate(i)
-        assert location.ordinal == seen[location.source]
-        assert location.phase == ("broad" if i < 426 else "balanced" if i < 546 else "late")
-        seen[location.source] += 1
+    assert [schedule.locate(i).phase for i in (0, 425, 426, 545, 546, 605)] == [
+        phase.name for phase in PHASES for _ in range(2)
+    ]
+    check_ordinals(schedule, 0, {})
     assert schedule.source_names == ["code", "prose", "new"]
 
 
@@ -89,12 +96,7 @@ def test_a_description_is_enough_to_resume(seed: int) -> None:
     other = laid_out([*some_phases(), Phase("last", blend={"d": 1}, steps=30)])
     after = other.after(json.loads(json.dumps(whole.description())), consumed)
     assert [after.locate(i) for i in range(consumed)] == [whole.locate(i) for i in range(consumed)]
-    seen = Counter(whole.counts(consumed))
-    for i in range(consumed, after.num_samples):
-        location = after.locate(i)
-        assert location.ordinal == seen[location.source]
-        seen[location.source] += 1
-    assert dict(seen) == after.counts(after.num_samples)
+    check_ordinals(after, consumed, whole.counts(consumed))
     assert other.after(json.loads(json.dumps(after.description())), consumed).description() == after.description()
     steps = whole.steps_before(consumed)
     assert [after.samples_before(s) for s in range(steps + 1)] == [whole.samples_before(s) for s in range(steps + 1)]
@@ -103,10 +105,10 @@ def test_a_description_is_enough_to_resume(seed: int) -> None:
 @pytest.fixture
 def run() -> RunData:
     """112 samples of code, and 48 and 40 of prose, which have 100 and 50."""
-    tokens = {"code": 1601, "prose": 801}
-    sources = {name: SampleSource(name, CountingStream([n]), 16, 0, 10**6) for name, n in tokens.items()}
+    streams = {name: CountingStream([n]) for name, n in {"code": 1601, "prose": 801, "more": 40}.items()}
+    sources = {name: SampleSource(name, stream, 16, 0, 10**6) for name, stream in streams.items()}
     loader = MicroBatchLoader(PhaseSchedule(TWO, num_steps=50, global_batch_size=4), sources, 1, 0, 1)
-    return RunData(DataBundle(tokens, {}, None), loader, [])  # type: ignore[arg-type]
+    return RunData(DataBundle(streams, {}, None), loader, [])  # type: ignore[arg-type]
 
 
 def test_the_plan_is_what_the_run_takes(run: RunData) -> None:
@@ -120,9 +122,7 @@ def test_the_plan_is_what_the_run_takes(run: RunData) -> None:
 
 
 def test_a_source_without_a_phase_is_named(run: RunData) -> None:
-    streams = {name: CountingStream([40]) for name in ("code", "prose", "more")}
-    lines = replace(run, bundle=DataBundle(streams, {}, None), validation=[]).summary()  # type: ignore[arg-type]
-    assert "warning: no phase draws from data.sources.more" in lines
+    assert "warning: no phase draws from data.sources.more" in run.summary()
 
 
 def test_a_limit_of_epochs(run: RunData) -> None:
