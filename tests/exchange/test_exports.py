@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -72,37 +73,26 @@ def no_exporter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setattr(exports, "SCRIPT", stand_in(tmp_path_factory.mktemp("scripts")))
 
 
-class Log:
-    """What a run's log is told."""
-
-    def __init__(self) -> None:
-        self.done: list[int] = []
-        self.failed: dict[int, tuple[str, str]] = {}
-        self.console = SimpleNamespace(text=print)
-
-    def exported(self, step: int, folder: Path, export_format: str, seconds: float) -> None:
-        assert folder.is_dir() and seconds > 0
-        self.done.append(step)
-
-    def export_failed(self, step: int, error: str, command: str) -> None:
-        self.failed[step] = error, command
-
-
-def trainer_of(config: Config, log: Log, progress: Progress, rank: int) -> Any:
-    """What the callback asks of a trainer."""
-    mesh, checkpointer = SimpleNamespace(rank=rank, device=torch.device("cpu")), SimpleNamespace()
-    return SimpleNamespace(config=config, log=log, progress=progress, mesh=mesh, checkpointer=checkpointer)
-
-
 class Job:
     """A start of a run of eight steps that exports every second checkpoint."""
 
     def __init__(self, run_dir: Path, rank: int = 0, start: int = 0) -> None:
         checkpoint = CheckpointConfig(export_interval=2, keep=1)
         config = Config(run=RunConfig(dir=str(run_dir)), train=TrainConfig(steps=8), checkpoint=checkpoint)
-        self.run_dir, self.log, self.exports, self.progress = run_dir, Log(), Exports(), Progress()
-        self.exports.trainer = trainer_of(config, self.log, self.progress, rank)
+        mesh = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+        self.run_dir, self.exports, self.progress, self._log = run_dir, Exports(), Progress(), MagicMock()
+        self.exports.trainer = MagicMock(config=config, mesh=mesh, log=self._log, progress=self.progress)
         self.exports.start(start)
+
+    @property
+    def done(self) -> list[int]:
+        """The steps whose exports the log was told of."""
+        return [call.args[0] for call in self._log.exported.call_args_list]
+
+    @property
+    def failed(self) -> dict[int, tuple[str, str]]:
+        """By step: the error that the log was told, and the command."""
+        return {call.args[0]: call.args[1:] for call in self._log.export_failed.call_args_list}
 
     def save(self, step: int, told: str = "", error: str | None = None) -> Path:
         """A checkpoint of a step, and what follows a save; told: the name of a file in it."""
@@ -151,14 +141,14 @@ def test_a_checkpoint_is_kept_until_its_export_is_there(tmp_path: Path, monkeypa
     first = job.save(2, "wait")
     for step in (3, 4):
         job.save(step)
-    assert job.names("checkpoints") == ["latest", "step_00000002", "step_00000004"] and job.log.done == []
+    assert job.names("checkpoints") == ["latest", "step_00000002", "step_00000004"] and job.done == []
     (first / "go").touch()
-    job.until(lambda: job.log.done == [2, 4])
+    job.until(lambda: job.done == [2, 4])
     assert job.names("exports") == ["step_00000002", "step_00000004"] and not job.exports.protected()
     job.save(5)
     assert job.names("checkpoints") == ["latest", "step_00000005"]
     facts = written(tmp_path / "run", "step_00000002")
-    assert facts.pop("pid") != os.getpid() and not job.log.failed
+    assert facts.pop("pid") != os.getpid() and not job.failed
     how = {"how": ["--dtype", "bfloat16", "--trust-config"], "cwd": str(tmp_path), "nice": min(19, os.nice(0) + 19)}
     assert facts == {"CUDA_VISIBLE_DEVICES": "", **dict.fromkeys(ranks), **how}
 
@@ -169,31 +159,31 @@ def test_what_is_left_out_or_fails_has_its_reason_and_an_export_by_hand_counts(t
     first = job.save(2, "wait")
     job.save(4)
     job.save(6, "fail")
-    assert list(job.log.failed) == [4] and "exports take longer than checkpoint.export_interval" in job.log.failed[4][0]
+    assert list(job.failed) == [4] and "exports take longer than checkpoint.export_interval" in job.failed[4][0]
     (first / "go").touch()
-    job.until(lambda: 6 in job.log.failed)
-    error, command = job.log.failed[6]
+    job.until(lambda: 6 in job.failed)
+    error, command = job.failed[6]
     assert error == "convert.py export-hf: the disk is full" and " export-hf " in command
-    assert job.log.done == [2] and not job.exports.protected()
+    assert job.done == [2] and not job.exports.protected()
     assert "its export of step 6" in job.exports.lacking(6)
     (run_dir / "exports" / "step_00000006").mkdir()
     assert "its export of step 6" not in job.exports.lacking(6)
     job.save(8, error="the disk is full")  # a save of which nothing came: there is nothing to export
-    assert not job.exports.protected() and list(job.log.failed) == [4, 6]
+    assert not job.exports.protected() and list(job.failed) == [4, 6]
 
 
 def test_another_checkpoint_of_the_same_step_is_exported_again(tmp_path: Path) -> None:
     """As after damage; what was there before keeps its files under another name."""
     job = Job(tmp_path / "run")
     folder = job.save(2)
-    job.until(lambda: job.log.done == [2])
+    job.until(lambda: job.done == [2])
     before = written(tmp_path / "run", "step_00000002")
     assert Job(tmp_path / "run", start=2).exports.lacking(2) == []
     files.write_manifest(folder, replace(files.read_manifest(folder), save_index=9))
     job = Job(tmp_path / "run")
     assert job.exports.lacking(2) == ["its export of step 2"] and job.exports.lacking(1) == []
     job.exports.start(2)
-    job.until(lambda: job.log.done == [2])
+    job.until(lambda: job.done == [2])
     assert job.names("exports") == ["step_00000002", "step_00000002.1"]
     assert written(tmp_path / "run", "step_00000002.1") == before != written(tmp_path / "run", "step_00000002")
 
@@ -233,7 +223,7 @@ def _stopped(rank: int, run_dir: str) -> tuple[bool, str, list[int]]:
     if rank == 0:
         job.save(8, "hang")
     waited = job.exports.finish(8, lambda: rank == 1 and (Path(run_dir) / "exports" / "step_00000008.tmp").is_dir())
-    return waited, job.progress.place.phase, list(job.log.failed)
+    return waited, job.progress.place.phase, list(job.failed)
 
 
 @pytest.mark.slow
@@ -261,7 +251,7 @@ def test_which_checkpoints_are_due() -> None:
     ):
         whole = config(*overrides)
         exports = Exports(last_exportable(whole, plans_of(whole)))
-        exports.trainer = trainer_of(whole, Log(), Progress(), 0)
+        exports.trainer = MagicMock(config=whole)
         assert [step for step in range(9) if exports.due(step)] == steps
 
 

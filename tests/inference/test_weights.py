@@ -57,6 +57,8 @@ def test_they_are_those_of_training(mesh: ParallelMesh, name: str, dtype: torch.
     model = build(CONFIG, mesh, dtype)
     assert weights_as_trained(model, plan, torch.bfloat16, shards=1) == 6
     lower_weights(model, dtype)
+    stored = {(".ssm." in name, parameter.dtype) for name, parameter in model.named_parameters()}
+    assert stored == {(True, torch.float32), (False, dtype)}
     for (values, scale), (expected, expected_scale) in zip(operands_of_weights(model), trained, strict=True):
         assert torch.equal(values, expected)
         assert scale is expected_scale is None or torch.equal(scale, expected_scale)
