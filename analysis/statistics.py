@@ -129,7 +129,6 @@ def draw_estimates(
     target: Path,
     axis: str,
     *,
-    title: str = "",
     against: str | None = None,
     noise: tuple[str, float] | None = None,
 ) -> Path:
@@ -160,7 +159,6 @@ def draw_estimates(
         axes.set_yticks(range(len(ordered)), [f"{name} ({gap.count})" for name, (gap, _) in ordered])
         axes.set_ylim(len(ordered) - 0.4, -0.6)
         axes.set_xlabel(axis)
-        axes.set_title(title, fontsize=9.5, wrap=True)
         axes.grid(axis="x", color="#000000", alpha=0.08)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)

@@ -23,12 +23,23 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from data import provider as data
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, checkpoint_in
+from megatron_fp4.checkpoint.sync import CheckpointError
+from megatron_fp4.config.checks import place_in_run
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import Config
+from megatron_fp4.logging.files import check_place
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
+from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
+from megatron_fp4.planning.needs import as_planned
+from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-
-if TYPE_CHECKING:
-    from megatron_fp4.config.schema import Config
+from megatron_fp4.runtime.errors import ExitCode, error_line
+from megatron_fp4.training.build import device_type_of, plans_of, set_determinism
+from models import provider as models
+from pretrain import CONFIGS
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -59,14 +70,6 @@ def price(options: argparse.Namespace) -> None:
     from analysis.branches import BASE, Kept, caution, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
     from analysis.recipes import curve_of, read_held_out
-    from data import provider as data
-    from megatron_fp4.checkpoint.files import checkpoint_in
-    from megatron_fp4.config.checks import place_in_run
-    from megatron_fp4.logging.files import check_place
-    from megatron_fp4.parallel.mesh import build_mesh, init_distributed
-    from megatron_fp4.training.build import device_type_of, set_determinism
-    from models import provider as models
-    from pretrain import CONFIGS
 
     if options.output is not None:
         check_place(options.output)
@@ -79,7 +82,7 @@ def price(options: argparse.Namespace) -> None:
     curve = nearest(parameters)
     if options.curve is not None:
         curve = curve_of([read_held_out(Path(run)) for run in options.curve], parameters)
-    planned = None if options.gpu is None else _planned(options, recipes[0], CONFIGS)
+    planned = None if options.gpu is None else _planned(options, recipes[0])
 
     kept = Kept(options.output, writes=not place_in_run().rank)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
@@ -97,21 +100,16 @@ def price(options: argparse.Namespace) -> None:
     print(f"\n{price_table(found, curve, tokens, times)}")
 
 
-def _planned(options: argparse.Namespace, recipes: Mapping[str, Config], configs: Path) -> dict[str, float]:
+def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict[str, float]:
     """By recipe, the time of a token on `--gpu` over BF16's; a recipe that no native backend computes is emulated."""
     from analysis.branches import named_recipes
-    from megatron_fp4.config.compose import compose_config
-    from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
-    from megatron_fp4.planning.needs import as_planned
-    from megatron_fp4.training.build import plans_of
-    from models import provider as models
 
     if not (options.gpu in GPUS and GPUS[options.gpu].fp4):
         known = ", ".join(name for name, gpu in GPUS.items() if gpu.fp4)
         raise ValueError(f"--gpu {options.gpu}: those with tensor cores for FP4 are {known}")
     if options.model:
-        _, named = named_recipes(options.recipes, configs)
-        recipes = {name: compose_config([f"model={options.model}", *of], configs) for name, of in named.items()}
+        _, named = named_recipes(options.recipes, CONFIGS)
+        recipes = {name: compose_config([f"model={options.model}", *of], CONFIGS) for name, of in named.items()}
     gpu, seconds = GPUS[options.gpu], {}
     for name, config in recipes.items():
         plans, backend = plans_of(config, models), config.precision.backend
@@ -129,15 +127,9 @@ def _planned(options: argparse.Namespace, recipes: Mapping[str, Config], configs
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
-    from analysis.price import public_prices
-    from megatron_fp4.checkpoint.files import DamagedCheckpointError
-    from megatron_fp4.checkpoint.sync import CheckpointError
-    from megatron_fp4.config.checks import place_in_run
-    from megatron_fp4.parallel.mesh import leave_distributed
-    from megatron_fp4.precision.verify import SelfTestError
-    from megatron_fp4.runtime.errors import ExitCode, error_line
-
     try:
+        from analysis.price import public_prices
+
         if options.public is not None:
             print(public_prices(options.public))
         else:

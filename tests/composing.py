@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from data import provider as data
 from megatron_fp4.checkpoint.find import check_resume
-from megatron_fp4.config import compose
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan
@@ -48,20 +42,3 @@ def changed(node: Any, changes: dict[str, Any]) -> Any:
         child = getattr(node, name)
         node = replace(node, **{name: changed(child, {rest: value}) if rest and is_dataclass(child) else value})
     return node
-
-
-@contextmanager
-def quick_composing(known: dict[Any, Any]) -> Iterator[None]:
-    """Hydra reads the project's files once for each choice of groups, which `known` keeps."""
-    real = compose._compose
-
-    def quick(name: str, groups: list[str], folders: list[Path]) -> Any:
-        if folders != [CONFIGS]:
-            return real(name, groups, folders)
-        if (key := (name, *groups)) not in known:
-            known[key] = real(name, groups, folders)
-        return copy.deepcopy(known[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "_compose", quick)
-        yield

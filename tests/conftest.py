@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections import Counter
@@ -13,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from data import builtin
+from megatron_fp4.config import compose
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
-from tests.composing import quick_composing
-
-KNOWN: dict[Any, Any] = {}
+from tests.composing import CONFIGS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,10 +52,20 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def composed_quickly() -> Iterator[None]:
-    """Hydra composes each choice of the project's groups once in this process."""
-    with quick_composing(KNOWN):
+    """Hydra reads the project's files once for each choice of groups."""
+    real, known = compose._compose, dict[Any, Any]()
+
+    def quick(name: str, groups: list[str], folders: list[Path]) -> Any:
+        if folders != [CONFIGS]:
+            return real(name, groups, folders)
+        if (key := (name, *groups)) not in known:
+            known[key] = real(name, groups, folders)
+        return copy.deepcopy(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "_compose", quick)
         yield
 
 

@@ -5,35 +5,27 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import yaml
 
 import pretrain
-from data.indexed import write_dataset
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from scripts import analyze_precision
 from scripts.analyze_precision import plan_file, rank_linears
+from tests.spiked_run import FAST, small_corpus
+from tests.test_pretrain import SMALL
 
-SMALL = [
-    *("model.pattern=*-M", "model.vocab_size=128", "model.hidden_dim=128", "model.ffn_dim=128"),
-    *("model.num_query_heads=4", "model.mamba_num_heads=4", "model.mamba_head_dim=32", "model.mamba_state_dim=32"),
-    *("train.steps=3", "train.global_batch_size=4", "train.micro_batch_size=2", "train.sequence_length=64"),
-    *("data=indexed", "data.num_workers=0", "data.phases=[{name: main, fraction: 1.0, blend: {a: 1.0}}]"),
-    *("precision.switch.when=never", "validation.interval=0", "run.device=cpu"),
-    *("logging.tensorboard=false", "logging.report=false"),
-]
+SETTINGS = [*SMALL, *FAST, "model.pattern=*-M", "model.hidden_dim=128", "model.head_dim=32", "train.sequence_length=64"]
+SETTINGS += ["train.steps=3", "train.global_batch_size=4", "precision.switch.when=never"]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run of three steps."""
     folder = tmp_path_factory.mktemp("run")
-    rng = np.random.default_rng(0)
-    write_dataset(folder / "a", rng.integers(0, 128, (40, 64)), np.uint16)
-    assert pretrain.main([*SMALL, f"data.sources={{a: {folder / 'a'}}}", f"run.dir={folder / 'run'}"]) == 0
+    assert pretrain.main([*SETTINGS, *small_corpus(folder), f"run.dir={folder / 'run'}"]) == 0
     return folder / "run" / "checkpoints" / "step_00000003"
 
 

@@ -20,8 +20,10 @@ from megatron_fp4.checkpoint import files
 from megatron_fp4.training.callbacks.numerics import SelfTest
 from pretrain import CONFIGS
 from scripts import replay
+from tests.distributed.one_rank import flip_a_bit
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, losses, records
+from tests.test_resume import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
@@ -66,10 +68,6 @@ def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
         return printed.out + printed.err
 
     return start
-
-
-def checkpoint(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
 def trainer(run_dir: Path, step: int) -> dict[str, Any]:
@@ -145,38 +143,27 @@ def test_it_resumes_from_its_own_and_remembers(
     assert "began with weights of its own" in printed and "checkpoint.initialize_from=null" in printed
 
 
-def _flip(folder: Path) -> None:
-    path = folder / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
+def unchanged(folder: Path) -> None:
+    """The import as it is."""
 
 
 # What is done to a copy of the import, overrides, and what the line says.
-REFUSED: list[tuple[Callable[[Path], object], list[str], str]] = [
-    (lambda folder: rewrite(folder, format=3), [], "format 3, this version reads 1 to 2"),
-    (_flip, [], "__0_0.distcp has changed"),
-    (lambda folder: None, ["model.rope=true"], "model.rope: False in the checkpoint, True now"),
-    (
-        lambda folder: None,
-        ["model.ffn_dim=256", "checkpoint.allow_mismatch=true"],
-        "up_proj.weight is torch.float32 [128, 64] in the checkpoint, torch.float32 [256, 64] in this model",
-    ),
-    (
-        lambda folder: None,
-        ["checkpoint.resume={}", "checkpoint.initialize_from=null"],
-        "which holds weights alone: nothing to resume",
-    ),
+REFUSED: list[tuple[Callable[[Path], object], str, str]] = [
+    (lambda folder: rewrite(folder, format=3), "", "format 3, this version reads 1 to 2"),
+    (lambda folder: flip_a_bit(folder / "__0_0.distcp"), "", "__0_0.distcp has changed"),
+    (unchanged, "model.rope=true", "model.rope: False in the checkpoint, True now"),
+    (unchanged, "model.ffn_dim=256 checkpoint.allow_mismatch=true", "[128, 64] in the checkpoint, torch.float32 [256"),
+    (unchanged, "checkpoint.resume={} checkpoint.initialize_from=null", "weights alone: nothing to resume"),
 ]
 
 
 @pytest.mark.parametrize(("change", "overrides", "expected"), REFUSED)
 def test_what_is_refused_is_one_line_and_leaves_nothing(
-    imported: Path, start: Start, tmp_path: Path, change: Callable[[Path], object], overrides: list[str], expected: str
+    imported: Path, start: Start, tmp_path: Path, change: Callable[[Path], object], overrides: str, expected: str
 ) -> None:
     folder = Path(shutil.copytree(imported, tmp_path / "model"))
     change(folder)
-    given = [f"checkpoint.initialize_from={folder}", *(text.format(folder) for text in overrides)]
+    given = [f"checkpoint.initialize_from={folder}", *overrides.format(folder).split()]
     assert expected in start(tmp_path / "run", *given, code=2)
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -22,13 +22,12 @@ EDEN = ["precision.wgrad.gradient.rounding=ms_eden", "precision.wgrad.rht=128", 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 EACH = ["parallel.reduce_gradients=each"]
 WEB = ["data=indexed", "data.sources={web: /d/web}"]
+READ_WEB = [*WEB, "data.phases=[{name: a, blend: {web: 1}}]"]
 
 # (overrides, what the line says)
 SYNTAX = [
     ("10", "cannot parse '10'; write key=value as one word"),
-    ("train.steps = 10", "cannot parse 'train.steps = 10'"),
     ("~precision", "~precision: nothing can be deleted"),
-    ("hydra.run.dir=x", "hydra.run.dir is not a key; did you mean run.dir?"),
     ("run.seed=choice(1,2)", "run.seed=choice(1,2) gives several values; give one, or add --multirun"),
     ("precision.bf16_blocks.names=a,b", "give one, or a list: precision.bf16_blocks.names=[...], or add --multirun"),
     ("run.dir=runs/${now:%Y}", "${now:...} differs between ranks and restarts; write a fixed name"),
@@ -61,17 +60,14 @@ KEYS = [
     ("precision.fprop.weight.source=forward", "precision.fprop.weight.source is not a key; did you mean"),
 ]
 VALUES = [
-    ("train.steps=null", "train.steps=null: Input should be a valid integer"),
     ("train.steps=10x", "train.steps=10x: Input should be a valid integer"),
     ("train.steps=2T", "train.steps=2T: Input should be less than or equal to 1000000000"),
     ("train.sequence_length=100", "train.sequence_length=100: Input should be a multiple of 16"),
     ("optimizer.lr=inf", "optimizer.lr=inf: Input should be a finite number"),
-    ("train.kernels=fast", "train.kernels=fast: Input should be 'auto', 'torch' or 'fused'"),
     ("precision.wgrad.rht=12", "precision.wgrad.rht=12: Input should be 0, 2, 4, 8, 16, 32, 64 or 128"),
     ("run.dir=' '", "run.dir= : give a path"),
     ("data.cache_dir={a: b}", "data.cache_dir={a: b}: Input should be a valid string"),
     ("train=3", "train=3: give a mapping, such as 'train={steps: ...}'"),
-    ("precision.fprop=nvfp4", "precision.fprop=nvfp4: give a mapping, such as 'precision.fprop={activation: ...}'"),
     ("data.phases={a: 1}", "data.phases={a: 1}: give a list, such as 'data.phases=[...]'"),
     ("data.sources={my.web: '${oc.env:HOME}/d'}", "data.sources.my.web=${oc.env:HOME}/d: a name with one of .[]"),
     ("data.sources=[/x]", "data.sources=[/x]: give a mapping, such as 'data.sources={name: ...}'"),
@@ -116,14 +112,11 @@ TOGETHER = [
     ("data.kind=csv", "data.kind=csv is not known; choose one of"),
     ("data.sources={web: /d/web}", "data.sources={'web': '/d/web'} has no effect"),
     (["data=indexed", PHASE.format("blend: {web: 1}")], "'data.sources={web: /data/web}'"),
-    ([*WEB, "data.validation={web: 'x://b/k'}", PHASE.format("blend: {web: 1}")], "x:// is no kind"),
-    (
-        [*WEB, "data.validation={b: ['/d/../d/web.bin']}", PHASE.format("blend: {web: 1}")],
-        "data.validation.b reads: its loss",
-    ),
+    ([*READ_WEB, "data.validation={web: 'x://b/k'}"], "x:// is no kind"),
+    ([*READ_WEB, "data.validation={b: ['/d/../d/web.bin']}"], "data.validation.b reads: its loss"),
     ([*WEB, PHASE.format("blend: {code: 1}")], "blend names code, which is not in data.sources; its sources: web"),
-    ([*WEB, PHASE.format("blend: {web: 1}"), "data.tokenizer=/no/such"], "data.tokenizer=/no/such: there is no such"),
-    ([*WEB, PHASE.format("blend: {web: 1}"), "validation.prompts=[Once]"], "needs the tokenizer that made the data"),
+    ([*READ_WEB, "data.tokenizer=/no/such"], "data.tokenizer=/no/such: there is no such"),
+    ([*READ_WEB, "validation.prompts=[Once]"], "needs the tokenizer that made the data"),
 ]
 RECIPES = [
     ("precision.fprop.activation.block=1x32", "precision.fprop.activation.block=1x32 does not go with format=nvfp4"),
@@ -143,7 +136,6 @@ RECIPES = [
     ("precision.switch.target=nvfp4", "precision.switch.when=never"),
     (["precision=bf16", "precision.recheck_interval=10"], "precision.recheck_interval=10 has no effect"),
     (["precision=bf16", "precision.wgrad.rht=16"], "precision.wgrad.rht=16 has no effect"),
-    (["precision=bf16", "precision.bf16_blocks.last=2"], "precision.bf16_blocks.last=2"),
     (["precision=bf16", "precision.diagnostics.interval=5"], "precision.diagnostics.interval=5"),
     (["precision=bf16", "precision.switch.when=gradient_noise", "precision.switch.target=nvfp4"], "never switches"),
     (["precision.wgrad.rht=0", "precision.rht_signs=fresh"], "precision.rht_signs=fresh"),
@@ -279,14 +271,7 @@ FILES = [
     ("model/mine.yaml", b"defaults: [nope]\n", "model=mine", "mine.yaml: model=nope: there is no model config of that"),
     ("optimizer/mine.yaml", b"implementation: apex\n", "optimizer=mine", "optimizer.implementation is no key any more"),
     ("precision/mine.yaml", ODD, TARGET, "target=mine: precision.bf16_blocks.names has '*.outproj'"),
-    ("precision/mine.yaml", BINARY, TARGET, "mine.yaml is no text in UTF-8"),
     ("precision/mine.yaml", b"fprop: {weight: {fomat: nvfp4}}\n", TARGET, "did you mean precision"),
-    (
-        "experiment/mine.yaml",
-        b"# @package _global_\ntrain: {kernels: x}\n",
-        "experiment=mine",
-        "train.kernels=x: Input",
-    ),
     ("plan.yaml", BINARY, "precision.bf16_blocks.file=FOLDER/plan.yaml", "plan.yaml cannot be used"),
     ("plan.yaml", b"bf16: x\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "has no list of linears under `bf16`"),
     ("plan.yaml", b"bf16: [x]\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "lists 'x', which is no linear of"),
@@ -294,12 +279,7 @@ FILES = [
     ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "no whole checkpoint (manifest.json is not readable"),
     ("a/checkpoints/step_00000002/x", b"", "checkpoint.resume=FOLDER/a", "step_00000002: manifest.json is missing"),
     ("empty/x", b"", "checkpoint.initialize_from=FOLDER/empty", "empty is neither a checkpoint nor a run with"),
-    (
-        "a/x",
-        b"",
-        "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a",
-        "takes weights alone and checkpoint.re",
-    ),
+    ("a/x", b"", "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a", "takes weights alone"),
 ]
 
 
@@ -334,7 +314,6 @@ ENVIRONMENTS = [
     ({}, ""),
     ({**RANK, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, ""),
     ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no whole number between 1 and 1,048,576"),
-    ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc is no whole number"),
     ({"WORLD_SIZE": ""}, "WORLD_SIZE= is no whole number"),
     ({"WORLD_SIZE": "9" * 5000}, "is no whole number"),
     ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but RANK is not set"),

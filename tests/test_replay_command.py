@@ -15,7 +15,7 @@ import pytest
 import pretrain
 from megatron_fp4.training import trainer
 from scripts import replay
-from tests.spiked_run import FAST, small_corpus
+from tests.spiked_run import FAST, small_corpus, stamps
 from tests.test_pretrain import SMALL
 
 pytestmark = pytest.mark.slow
@@ -30,14 +30,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def _state(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
-
-
 def test_recorded_steps_come_out_again_and_nothing_is_written(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = _state(run_dir)
+    before = stamps(run_dir)
     checkpoint = str(run_dir / "checkpoints" / "step_00000002")
     for arguments, steps in (
         ([checkpoint, "--steps", "2"], [3, 4]),
@@ -52,7 +48,7 @@ def test_recorded_steps_come_out_again_and_nothing_is_written(
         assert [int(row[0]) for row in table] == steps
         assert all(row[1] == row[2] and row[3] == row[4] for row in table)
         assert f"{len(steps)} of {len(steps)} steps are equal to the last bit" in lines[-1]
-    assert _state(run_dir) == before
+    assert stamps(run_dir) == before
 
 
 def test_the_last_bit_counts(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.callbacks.reporting import report as write_page
 from scripts import report
 from tests.programs import ROOT, Program
+from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL
-from tests.test_resume import write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
@@ -35,17 +35,9 @@ def steps_of(run_dir: Path) -> int:
 
 def test_a_killed_run_resumes_and_its_page_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A small run whose length may change without changing what was: one phase, a learning rate that stays."""
-    run_dir, corpus = tmp_path / "nvfp4", tmp_path / "corpus"
-    corpus.mkdir()
-    write_text(corpus / "code", 300)
-    write_text(corpus / "held_out", 30)
-    overrides = [
-        *SMALL, "model.pattern=*-", "precision=bf16", "data=indexed", "data.num_workers=0", "run.device=cpu",
-        f"data.sources={{code: {corpus}/code}}", f"data.validation={{code: {corpus}/held_out}}",
-        "data.phases=[{name: main, blend: {code: 1.0}}]", "schedule.decay_fraction=0", "schedule.warmup_fraction=0",
-        "checkpoint.interval=4", "checkpoint.keep=1", "validation.interval=0", "logging.tensorboard=false",
-        f"run.dir={run_dir}",
-    ]  # fmt: skip
+    run_dir = tmp_path / "nvfp4"
+    overrides = [*SMALL, *FAST, *small_corpus(tmp_path), "precision=bf16", f"run.dir={run_dir}"]
+    overrides += ["schedule.decay_fraction=0", "schedule.warmup_fraction=0", "checkpoint.interval=4"]
     process = Program([ROOT / "pretrain.py", *overrides, f"train.steps={STEPS}"])
     try:
         while steps_of(run_dir) < 6:

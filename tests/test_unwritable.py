@@ -35,9 +35,7 @@ def test_a_line_has_the_path_and_what_to_do() -> None:
 # (module, what fails in it, arguments)
 COMMANDS = [
     ("scripts.convert", "open_checkpoint", ["export-hf", "c", "{out}"]),
-    ("scripts.convert", "open_checkpoint", ["export-megatron", "c", "{out}"]),
     ("scripts.convert", "import_hf", ["import-hf", "m", "{out}"]),
-    ("scripts.convert", "import_megatron", ["import-megatron", "m", "{out}"]),
     ("scripts.evaluate", "models_of", ["m", "--json", "{out}"]),
     ("scripts.generate", "run", ["c", "--prompt", "a"]),
     ("scripts.analyze_precision", "analyze", ["c", "--output", "{out}"]),

@@ -19,54 +19,33 @@ import pretrain
 from analysis import branches
 from analysis.branches import Branch
 from analysis.recipes import HeldOut, Pair
-from data.indexed import write_dataset
 from megatron_fp4.config.compose import as_saved, config_from_saved
 from megatron_fp4.training import trainer
 from megatron_fp4.training.step import StepResult
 from pretrain import CONFIGS
 from scripts import price
+from tests.spiked_run import FAST, small_corpus, stamps
+from tests.test_pretrain import SMALL, records
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
 
-SMALL = [
-    "model=tiny", "model.pattern=M-", "model.vocab_size=128", "model.hidden_dim=64", "model.ffn_dim=64",
-    "model.mamba_num_heads=4", "model.mamba_head_dim=32", "model.mamba_state_dim=16",
-    "model.nvfp4_bf16_blocks.last=0", "train.steps=6", "train.global_batch_size=4", "train.micro_batch_size=2",
-    "train.sequence_length=32", "data=indexed", "data.num_workers=0", "data.phases=[{name: main, blend: tokens}]",
-    "validation.interval=6", "validation.num_samples=2", "checkpoint.interval=3", "checkpoint.keep=0",
-    "logging.tensorboard=false", "logging.report=false", "run.device=cpu",
-]  # fmt: skip
+SETTINGS = [*SMALL, *FAST, "model.pattern=M-", "model.nvfp4_bf16_blocks.last=0", "train.steps=6"]
+SETTINGS += ["train.global_batch_size=4", "validation.interval=6", "checkpoint.interval=3"]
 WEIGHTS = "1x16 W=precision=nvfp4 precision.fprop.weight.block=1x16"
-
-
-def _overrides(folder: Path) -> list[str]:
-    rng = np.random.default_rng(0)
-    for name in ("text", "held_out"):
-        write_dataset(folder / name, rng.integers(0, 128, (20, 64)), np.uint16)
-    return [*SMALL, f"data.sources={{text: {folder}/text}}", f"data.validation={{text: {folder}/held_out}}"]
 
 
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Path]]:
     """The overrides of a run in BF16, and its folder."""
     folder = tmp_path_factory.mktemp("trunk")
-    overrides = _overrides(folder)
+    overrides = [*SETTINGS, *small_corpus(folder)]
     assert pretrain.main([*overrides, "precision=bf16", f"run.dir={folder}/run"]) == 0
     yield overrides, folder / "run"
 
 
-def _records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == kind]
-
-
 def _losses(run_dir: Path) -> list[float]:
-    return [record["loss"] for record in _records(run_dir, "step") if record["step"] > 3]
-
-
-def _state(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
+    return [record["loss"] for record in records(run_dir, "step") if record["step"] > 3]
 
 
 def price_main(checkpoint: Any, *arguments: Any) -> int:
@@ -75,8 +54,8 @@ def price_main(checkpoint: Any, *arguments: Any) -> int:
 
 def _branches(output: Path) -> dict[str, list[float]]:
     """Losses by recipe."""
-    records = json.loads(output.read_text())["branches"].values()
-    return {record["recipe"]: record["branch"]["losses"] for record in records}
+    branches = json.loads(output.read_text())["branches"].values()
+    return {branch["recipe"]: branch["branch"]["losses"] for branch in branches}
 
 
 def test_losses_are_those_of_branches_to_the_last_bit(
@@ -87,7 +66,7 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     real = [*WEIGHTS.partition("=")[2].split(), "precision.switch.when=never"]
     resumed = [f"checkpoint.resume={checkpoint}", f"run.dir={tmp_path}/branch"]
     assert pretrain.main([*overrides, *real, *resumed]) == 0
-    before, models = _state(run_dir), []
+    before, models = stamps(run_dir), []
 
     def watched(*arguments: Any, **keywords: Any) -> Any:
         assert all(model() is None for model in models), "the model of the recipe before is still there"
@@ -111,7 +90,7 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     # Another order, and a key for all: the seed of rounding is the run's, whatever was trained before.
     again = price_main(checkpoint, "nvfp4", "train.max_skipped_steps=7", *three, "--output", tmp_path / "b.json")
     assert again == 0 and _branches(tmp_path / "b.json") == {name: found[name] for name in ("bf16", "nvfp4")}
-    assert _state(run_dir) == before
+    assert stamps(run_dir) == before
 
 
 def test_what_was_kept_is_not_trained_again(trunk: tuple[list[str], Path], tmp_path: Path) -> None:
@@ -220,8 +199,8 @@ def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float]
     with (
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "leave_distributed", lambda: None),
-        mock.patch("megatron_fp4.parallel.mesh.init_distributed", lambda *_: torch.device("cpu")),
-        mock.patch("megatron_fp4.parallel.mesh.leave_distributed", lambda: None),
+        mock.patch.object(price, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(price, "leave_distributed", lambda: None),
     ):
         assert pretrain.main([*split, "precision=nvfp4", "precision.switch.when=never", f"run.dir={folder}/run"]) == 0
         arguments = [f"{folder}/run/checkpoints/step_00000001", "nvfp4", "--steps", 1, "--output"]
@@ -230,12 +209,12 @@ def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float]
         wrong = price_main(*arguments, Path(folder) / "other.json")
     if rank:
         return [], [], str(wrong)
-    steps = [record["loss"] for record in _records(Path(folder) / "run", "step")][1:]
+    steps = [record["loss"] for record in records(Path(folder) / "run", "step")][1:]
     return _branches(output)["nvfp4"], steps, str(wrong)
 
 
 def test_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    found = launch(_on_ranks, 2, _overrides(tmp_path), str(tmp_path), seconds=600.0)
+    found = launch(_on_ranks, 2, [*SETTINGS, *small_corpus(tmp_path)], str(tmp_path), seconds=600.0)
     tried, recorded, _ = found[0]
     assert tried == recorded and len(tried) == 1
     assert [code for *_, code in found] == ["2", "2"]
