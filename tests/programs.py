@@ -96,27 +96,20 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 class Program:
     """A started program, with those of `subprocess.Popen`'s methods that tests use.
 
-    command: the path of a script, below the checkout unless it is absolute, and its arguments. environment, folder:
-    None for this process's own. errors_apart: stderr is not part of the output. output: the file for it, if the test
-    has one. own_session: as the first of a session and a process group. Nothing reads while it runs: what it prints
+    command: the path of a script, below the checkout unless it is absolute, and its arguments. environment: None
+    for this process's own. errors_apart: stderr is not part of the output. Nothing reads while it runs: what it prints
     goes to files.
     """
 
     def __init__(
-        self,
-        command: Sequence[str | Path],
-        environment: Mapping[str, str] | None = None,
-        folder: Path | None = None,
-        errors_apart: bool = False,
-        output: Path | None = None,
-        own_session: bool = False,
+        self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None, errors_apart: bool = False
     ) -> None:
         self._scratch = tempfile.TemporaryDirectory()
-        self._printed = [output or Path(self._scratch.name, "output"), Path(self._scratch.name, "errors")]
+        self._printed = [Path(self._scratch.name, name) for name in ("output", "errors")]
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
-        words, place = [str(ROOT / command[0]), *map(str, command[1:])], str(folder or Path.cwd())
+        words = [str(ROOT / command[0]), *map(str, command[1:])]
         printed = [str(self._printed[0]), str(self._printed[1]) if errors_apart else ""]
-        self._process = fork_server().Process(target=_run, args=(words, given, place, printed, own_session))
+        self._process = fork_server().Process(target=_run, args=(words, given, str(Path.cwd()), printed))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -155,13 +148,10 @@ class Program:
 
 
 def run_program(
-    command: Sequence[str | Path],
-    environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-    timeout: float = 300,
+    command: Sequence[str | Path], environment: Mapping[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` with `capture_output` and `text`."""
-    program = Program(command, environment, folder, errors_apart=True)
+    program = Program(command, environment, errors_apart=True)
     output, errors = program.communicate(timeout)
     return subprocess.CompletedProcess(list(command), program.wait(), output, errors)
 
@@ -182,11 +172,9 @@ def _free_port() -> int:
             return port
 
 
-def _run(command: list[str], environment: dict[str, str], folder: str, printed: list[str], own_session: bool) -> None:
+def _run(command: list[str], environment: dict[str, str], folder: str, printed: list[str]) -> None:
     """In the new process: become `python command`. printed: files for output and errors, without a name for the second
     one if they go together."""
-    if own_session:
-        os.setsid()
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)
     # As in every new Python, and not those of the fork server: two programs that forget to seed do not draw the same.
