@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,16 +28,14 @@ def validate(config: Config, world_size: int, device_type: str, shared: Mapping[
     device_type: what the machine offers, `cuda` or `cpu`. shared: what tensor-parallel ranks divide among them, by its
     key, with the value of that key.
     """
-    checks = (
+    for refusal in chain(
         _mesh(config, world_size, shared),
         _batch(config, world_size),
         _reproducible(config, world_size),
         _effects(config, world_size),
         _machine(config, device_type),
-    )
-    for refusals in checks:
-        for refusal in refusals:
-            raise ConfigError(refusal)
+    ):
+        raise ConfigError(refusal)
 
 
 def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> Iterator[str]:

@@ -462,11 +462,9 @@ def known_run_id(directory: Path) -> str | None:
     """The id at wandb that an earlier start of the run in `directory` wrote there; None if there is none that can be
     read and that wandb would take."""
     path = directory / ID_FILE
-    if not path.exists():
-        return None
-    with contextlib.suppress(OSError):
-        run_id = path.read_bytes().decode(errors="replace").strip() if path.is_file() else ""
-        if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if re.fullmatch(r"[\w.-]{1,64}", run_id := path.read_text(encoding="utf-8").strip(), re.ASCII):
             return run_id
-    logger.warning("%s is no id of a wandb run and is not used", path)
+    if path.exists():
+        logger.warning("%s is no id of a wandb run and is not used", path)
     return None

@@ -221,7 +221,7 @@ def test_the_id_at_wandb_is_the_runs(
     assert known_run_id(tmp_path) != first and (tmp_path / f"{ID_FILE}.1").read_text() == f"{first}\n"
     (tmp_path / ID_FILE).write_bytes(b"\xff\xfe\x00bad")
     assert known_run_id(tmp_path) is None
-    monkeypatch.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(OSError("a bad disk")))
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError("a bad disk")))
     assert known_run_id(tmp_path) is None
 
 
