@@ -17,8 +17,8 @@ ranks' rows takes the largest of their maxima, and the tensor's scale that of al
 where the linear says so. Both go in one message a step for all linears.
 
 What a weight is gathered as is decided before each forward pass of the model, equally on all ranks: as BF16 where the
-recipe or backend in effect wants it (blocks in BF16, after a precision switch, other formats, Transformer Engine) and
-where the weight itself is read (a probe, a recheck). A unit of which every linear is gathered as codes ignores
+recipe or backend in effect wants it (blocks in BF16, after a precision switch, other formats) and where the weight
+itself is read (a probe, a recheck). A unit of which every linear is gathered as codes ignores
 `parallel.reshard`; others obey it. Not gathered as codes: where rounding is stochastic, where W has two sets of codes
 or four-over-six, or where there is one shard (nothing is sent there).
 
@@ -203,7 +203,7 @@ class GatheredWeight:
         """Rows of all ranks, one after another."""
         codes, scales = (part[: self.num_rows] for part in outputs)
         assert self._gathered is not None and out is self._gathered
-        attach_codes(self._gathered, PackedWeight(codes, scales, self.all_blocks, scale=self.scale))
+        attach_codes(self._gathered, PackedWeight(codes, scales, self.all_blocks, scale=self.scale, amax=self.amax))
 
     def _placeholder(self) -> nn.Parameter:
         """Shape, dtype and place of the weight, and NaN wherever one looks."""

@@ -7,8 +7,7 @@ before); the second is measured.
 
 Linears are those of the emulated backend on an NVIDIA GPU whose kernels do nothing: operands go through the fused
 quantizers' own code, and what those do not make (four-over-six, unusual transforms, FP32 activations) goes through
-PyTorch, as on a GPU. With Transformer Engine, weights and the tokens of tensor-parallel ranks travel in BF16; its own
-temporaries are not known.
+PyTorch, as on a GPU. Native backends send the same bytes; Transformer Engine's own temporaries are not known.
 
 A `Ledger` is a dispatch mode: it sees every operation, keeps a list of the storages that are alive (views share one)
 and adds up the messages of `torch.distributed`. Memory is counted as PyTorch's CUDA allocator counts it
@@ -39,7 +38,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
-from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups
+from megatron_fp4.precision.backend import Backend, RowGroups
 from megatron_fp4.precision.emulated import EmulatedBackend, codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.gemm_cuda import computed_alone
@@ -153,13 +152,13 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_run(config: Config, world_size: int, build: Build, execution: Any, codes_travel: bool = True) -> DryRun:
-    """Take two steps of `config` on `world_size` ranks. codes_travel: between them, as the backend allows.
+def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> DryRun:
+    """Take two steps of `config` on `world_size` ranks.
 
     build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
     of its linears, which the given backend computes. execution: these kernels, `planned_execution` of the provider.
     """
-    with fake_ranks(world_size), planned_gpu(codes_travel) as backend:
+    with fake_ranks(world_size), planned_gpu() as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, step_state = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
         _ = mesh.dp_group  # of two axes it is made when it is first asked for, which fake tensors cannot do
@@ -268,12 +267,11 @@ def _allocated(
 
 
 class PlanningBackend(EmulatedBackend):
-    """Products that are allocated as on a GPU: codes become values, as for cuBLAS. codes_travel: between ranks."""
+    """Products that are allocated as on a GPU: codes become values, as for cuBLAS."""
 
     scaled_matmul = staticmethod(_allocated)
 
-    def __init__(self, codes_travel: bool) -> None:
-        self.joins = self._codes_travel = codes_travel
+    def __init__(self) -> None:
         self.num_products = 0
 
     def gemm(self, *arguments: Any) -> Tensor:
@@ -281,16 +279,12 @@ class PlanningBackend(EmulatedBackend):
         self.num_products += 1
         return super().gemm(*arguments)
 
-    def packs(self, request: OperandRequest) -> bool:
-        """As the emulation, if codes travel."""
-        return self._codes_travel and super().packs(request)
-
 
 @contextmanager
-def planned_gpu(codes_travel: bool = True) -> Iterator[PlanningBackend]:
+def planned_gpu() -> Iterator[PlanningBackend]:
     """Inside, tensors are on an H100 or H200 that allocates and computes nothing; a linear's backend there."""
     with cuda.on(AllocatingGPU()):
-        yield PlanningBackend(codes_travel)
+        yield PlanningBackend()
 
 
 class _Watch:

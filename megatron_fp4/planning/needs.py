@@ -44,7 +44,7 @@ from megatron_fp4.logging.console import (
     plan_table,
     with_unit,
 )
-from megatron_fp4.planning.dry_run import Build, DryRun, Message, dry_run
+from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
 from megatron_fp4.planning.gpus import GPUS, Gpu, computes, seconds_of_a_token
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.precision.support import why_not_native
@@ -164,13 +164,9 @@ def plan_run(
 ) -> tuple[DryRun, list[tuple[PlannedPhase, StepTime]]]:
     """What `config`, which is `as_planned`, needs on so many ranks, and the time of a step of each phase."""
     plans, phases = plans_of(config, models), _planned_phases(config, data.phases(config), 0)
-    dry = _dry_run(config, models, ranks, lambda *parts: sharded_model(config, models, *parts))
+    execution = models.planned_execution(config)
+    dry = dry_run(config, ranks, lambda *parts: sharded_model(config, models, *parts), execution)
     return dry, [(phase, step_time(config, models, ranks, dry, phase, plans)) for phase in phases]
-
-
-def _dry_run(config: Config, models: ModelProvider, ranks: int, build: Build) -> DryRun:
-    codes_travel = config.precision.backend != "transformer_engine"
-    return dry_run(config, ranks, build, models.planned_execution(config), codes_travel)
 
 
 def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> None:
@@ -257,7 +253,7 @@ def _needs(
                 controller.load_state_dict(found.trainer["switch"])
         return model, controller
 
-    dry = _dry_run(config, models, ranks, build)
+    dry = dry_run(config, ranks, build, models.planned_execution(config))
     plans, left = plans_of(config, models), _planned_phases(config, phases, start)
     seconds = sum(phase.num_steps * step_time(config, models, ranks, dry, phase, plans).seconds for phase in left)
     return dry.memory.peak, seconds

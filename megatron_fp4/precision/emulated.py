@@ -118,6 +118,29 @@ class GemmOperand:
         return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
+def gathered_codes(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
+    """From codes and scales of a slice of the tokens: starts `gather`; what is returned waits, and gives those of all.
+
+    made: [rows, k]. transposed: the rows are features and k runs over tokens. One message, tokens first.
+    """
+    parts = [part.contiguous().view(torch.uint8) for part in (made.codes, made.scales)]
+    if transposed:
+        parts = [part.t() for part in parts]
+    dim = 0 if transposed else 1
+    message, sizes = gather(torch.cat(parts, dim)), [part.shape[dim] for part in parts]
+
+    def joined() -> QuantizedTensor:
+        whole = message.wait()
+        if transposed:
+            of_ranks = whole.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+            codes, scales = (part.flatten(0, 1).t().contiguous() for part in of_ranks)
+        else:
+            codes, scales = (part.contiguous() for part in whole.split(sizes, 1))
+        return QuantizedTensor(codes.view(made.codes.dtype), scales.view(made.scales.dtype), made.block)
+
+    return joined
+
+
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
@@ -125,18 +148,29 @@ class GemmOperand:
 class PackedWeight:
     """Codes uint8 [out, in / 2] and scales uint8 [out, in / block] of a weight without its padding, contiguous, to be
     read as `blocks` of the whole weight say. exchanged: transposed. scale: of codes that FSDP gathered instead of a
-    weight, FP32 0-dim the factor of their values (None: 1)."""
+    weight, FP32 0-dim the factor of their values (None: 1). amax: of NVFP4, what that was made of."""
 
     codes: Tensor
     scales: Tensor
     blocks: RowBlocks
     exchanged: bool = False
     scale: Tensor | None = None
+    amax: Tensor | None = None
 
     def values(self) -> Tensor:
         """BF16 `code * scale` [padded out, in], or exchanged [in, padded out]."""
         values = unpack_rows(self.codes, self.scales, self.blocks)
         return values.t() if self.exchanged else values
+
+    def padded(self) -> QuantizedTensor:
+        """Copies of codes and scales with the padding, zeros, in every group."""
+        blocks = self.blocks
+        extra = (0, 0, 0, blocks.padded_group_rows - blocks.group_rows)
+        codes, scales = (
+            torch.nn.functional.pad(part.unflatten(0, (-1, blocks.group_rows)), extra).flatten(0, 1)
+            for part in (self.codes, self.scales)
+        )
+        return QuantizedTensor(codes, scales.view(format_of(blocks.format).scales), (blocks.block, blocks.block))
 
     def t(self) -> PackedWeight:
         """The same codes with rows and columns exchanged."""
@@ -173,7 +207,7 @@ def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_gr
     if blocks.format == "nvfp4":
         amax = shared_amax(maxima.view(torch.int32).amax().view(torch.float32), request.amax_group)
         scale = tensor_decode_scale(amax, E4M3_MAX)
-    return GemmOperand(PackedWeight(*quantize_rows(w, blocks, maxima, amax), blocks), scale, quantized=True)
+    return GemmOperand(PackedWeight(*quantize_rows(w, blocks, maxima, amax), blocks, amax=amax), scale, quantized=True)
 
 
 def in_square_blocks(request: OperandRequest) -> bool:

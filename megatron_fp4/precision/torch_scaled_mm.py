@@ -43,13 +43,13 @@ from megatron_fp4.precision.emulated import (
     codes_transpose,
     encode_operand,
     fused_kernels,
+    gathered_codes,
     in_square_blocks,
     quantize_operand,
 )
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization.cuda import Fused
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.rounding import pack_codes, unpack_codes
 from megatron_fp4.quantization.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
 
 _DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes
@@ -115,38 +115,21 @@ class PackedOperand:
 
     def transposed(self) -> PackedOperand:
         """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
-        operand = self.layout[0]
-        assert operand.block[0] == operand.block[1], "the scales of other blocks lie along the dot product"
-        decoded, block = self.decoded(), operand.block[0]
-        # Of a block's rows under one scale the first, for the columns that they become.
-        scales = decoded.scales.view(torch.uint8)[::block].t().repeat_interleave(block, dim=0)
-        codes = decoded.codes.view(torch.uint8)
-        codes = codes.t() if self.form.per_byte == 1 else pack_codes(unpack_codes(codes).t())
-        return PackedOperand.of(codes, scales, self.scale, operand)
+        turned = self.decoded().transposed()
+        return PackedOperand.of(turned.codes.view(torch.uint8), turned.scales, self.scale, self.layout[0])
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], PackedOperand]:
         """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
 
         transposed: the dot product runs over tokens. Codes and scales travel as one message, tokens first.
         """
-        decoded, (operand, _) = self.decoded(), self.layout
-        parts = [part.view(torch.uint8) for part in (decoded.codes, decoded.scales)]
-        if transposed:
-            parts = [part.t() for part in parts]
-        dim = 0 if transposed else 1
-        message, sizes = gather(torch.cat(parts, dim)), [part.shape[dim] for part in parts]
+        joined, operand = gathered_codes(self.decoded(), gather, transposed), self.layout[0]
 
-        def joined() -> PackedOperand:
-            whole = message.wait()
-            if not transposed:
-                codes, scales = whole.split(sizes, dim=1)
-            else:
-                codes, scales = (
-                    part.flatten(0, 1).t() for part in whole.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
-                )
-            return PackedOperand.of(codes, scales, self.scale, operand)
+        def made() -> PackedOperand:
+            whole = joined()
+            return PackedOperand.of(whole.codes.view(torch.uint8), whole.scales, self.scale, operand)
 
-        return joined
+        return made
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Codes, scales, tensor scale."""
@@ -166,13 +149,8 @@ class TorchBackend(Backend):
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
         """Copies of the codes in cuBLAS's layout, of both directions, which a step keeps."""
-        blocks = gathered.blocks
-        padding = (0, 0, 0, blocks.padded_group_rows - blocks.group_rows)
-        codes, scales = (
-            torch.nn.functional.pad(part.unflatten(0, (-1, blocks.group_rows)), padding).flatten(0, 1)
-            for part in (gathered.codes, gathered.scales)
-        )
-        fprop = PackedOperand.of(codes, scales, gathered.scale, operand)
+        whole = gathered.padded()
+        fprop = PackedOperand.of(whole.codes, whole.scales, gathered.scale, operand)
         return fprop, fprop.transposed()
 
     def operands(

@@ -14,6 +14,10 @@ parameters, and weights quantized once a step.
 MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows. Quantizers may write NVFP4 scales in the
 order that cuBLAS reads (`optimize_for_gemm`); `NativeOperand.decoded` puts them back for all others.
 
+Weights in 16x16 blocks that FSDP gathers as codes are quantized by the project's own kernels, shard by shard:
+Transformer Engine's take whole blocks alone, and FSDP cuts rows anywhere. The codes are the same (the self-test
+compares both), and gathered ones are put into the layout of the table, their scales in cuBLAS's order.
+
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
 Transformer Engine's (8 bits each), from a generator on the host that is seeded here for every tensor by the same key
 that the emulation draws from: they depend on seed, step, micro-batch, linear and shard, so a resumed run repeats them,
@@ -30,14 +34,15 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_fp4.precision.backend import (
     Alignment,
@@ -48,11 +53,26 @@ from megatron_fp4.precision.backend import (
     added,
     block_alignment,
 )
-from megatron_fp4.precision.emulated import EMULATED, GemmOperand, quantize_operand
+from megatron_fp4.precision.emulated import (
+    EMULATED,
+    Gather,
+    GemmOperand,
+    PackedWeight,
+    gathered_codes,
+    in_square_blocks,
+    quantize_operand,
+)
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey, rounding_key
-from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor, unswizzle_scales
+from megatron_fp4.quantization.tensor import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    NVFP4Tensor,
+    QuantizedTensor,
+    swizzle_scales,
+    unswizzle_scales,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +81,7 @@ if TYPE_CHECKING:
 GEMM_MULTIPLES = {"nvfp4": 32, "mxfp8": 32, "fp8": 16}
 # Of a gradient's columns, for the kernel that transforms and quantizes in one go (10.x); others take several.
 FUSED_TRANSFORM_COLUMNS = 128
+_NAN_E4M3 = 0x7F
 # They replace divisions and roundings by faster ones, and the codes are no longer those of the reference.
 FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
 
@@ -157,6 +178,37 @@ class NativeOperand:
             parts |= {f"amax_{name}": self.amax, f"amax_{other}": None}
         return self.layout.storage(**parts, **dict(self.layout.settings))
 
+    @staticmethod
+    def of(made: QuantizedTensor, amax: Tensor | None, layout: _Layout) -> NativeOperand:
+        """From codes [rows, k] (NVFP4: packed) and scales [rows, k / block], of each row. NVFP4's scales are put in the
+        order that cuBLAS reads."""
+        codes, scales, form = made.codes.view(torch.uint8), made.scales, layout.operand.format
+        rows, columns = scales.shape
+        padded = rows + -rows % TILE_ROWS, columns + -columns % TILE_COLUMNS
+        if form == "nvfp4":
+            scales = swizzle_scales(scales).view(torch.uint8).view(padded)
+            settings = {**dict(layout.settings), "with_gemm_swizzled_scales": True}
+            layout = replace(layout, settings=tuple(settings.items()))
+        elif form == "mxfp8":
+            scales = pad(scales.view(torch.uint8), (0, padded[1] - columns, 0, padded[0] - rows))
+            if layout.along == "rows":
+                codes, scales = codes.t(), scales.t()
+        else:
+            scales = pad(scales.t(), (0, -rows % 4))
+        return NativeOperand(codes.contiguous(), scales.contiguous(), amax, layout)
+
+    def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], NativeOperand]:
+        """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
+
+        transposed: the dot product runs over tokens. Codes and scales travel as one message.
+        """
+        decoded = self.decoded()
+        if self.amax is not None:  # other ranks have no NaN in theirs
+            scales = decoded.scales.view(torch.uint8).masked_fill(~self.amax.isfinite(), _NAN_E4M3)
+            decoded = replace(decoded, scales=scales.view(decoded.scales.dtype))
+        joined = gathered_codes(decoded, gather, transposed)
+        return lambda: NativeOperand.of(joined(), self.amax, self.layout)
+
     def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
         return self.decoded().block_values()
@@ -190,16 +242,34 @@ class TransformerEngineBackend(Backend):
     """Transformer Engine's quantizers, kept for their next use, and its GEMM; ImportError without the package."""
 
     name = "transformer_engine"
-    accumulates = True
+    accumulates = joins = True
     draws_ours = False
 
     def __init__(self) -> None:
         _library()
         self._quantizers: dict[tuple[Any, ...], Any] = {}
+        self._weight_layouts: dict[Operand, tuple[_Layout, _Layout]] = {}
 
     def alignment(self, recipe: Recipe) -> Alignment:
         """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
         return alignment(recipe)
+
+    def packs(self, request: OperandRequest) -> bool:
+        """NVFP4's square blocks."""
+        return in_square_blocks(request) and request.operand.format == "nvfp4"
+
+    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[NativeOperand, NativeOperand]:
+        """Copies of the codes in Transformer Engine's layout, of both directions, which a step keeps."""
+        assert gathered.amax is not None
+        if operand not in self._weight_layouts:  # as its quantizer has them
+            block = torch.zeros(TILE_ROWS, TILE_ROWS, dtype=torch.bfloat16, device=gathered.codes.device)
+            fprop, dgrad = self._quantize(block, OperandRequest(operand), OperandRequest(operand))
+            assert dgrad is not None
+            self._weight_layouts[operand] = fprop.layout, dgrad.layout
+        whole, amax = gathered.padded(), gathered.amax.view(1)
+        along_columns, along_rows = self._weight_layouts[operand]
+        fprop = NativeOperand.of(whole, amax, along_columns)
+        return fprop, NativeOperand.of(whole.transposed(), amax, along_rows)
 
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None

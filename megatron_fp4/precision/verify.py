@@ -10,6 +10,7 @@ that returned zeros on one GPU generation, scales blocked along the wrong dimens
     maximum    where ranks share a tensor's maximum: every operand is scaled by that of all of them
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows; and wgrad
                added to the gradient of earlier micro-batches
+    gathered   operands that come as codes from other ranks, weights and tokens: bit for bit, and products of them
     poison     NaN and inf in x, W or dy reach the products
 
 The recheck (`Recheck`) compares the run's own tensors, on a machine that may have begun to compute wrongly. Every N
@@ -25,6 +26,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +34,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
-from megatron_fp4.precision.emulated import operand_rows, shared_amax
+from megatron_fp4.precision.emulated import PackedWeight, operand_rows, packed_weight, shared_amax
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.recipe import GEMMS, SLOTS, SLOTS_OF, Operand, OperandSlot, Recipe, rounded_to_nearest
+from megatron_fp4.precision.recipe import (
+    FPROP_WEIGHT,
+    GEMMS,
+    SLOTS,
+    SLOTS_OF,
+    Operand,
+    OperandSlot,
+    Recipe,
+    rounded_to_nearest,
+)
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.formats import format_of, quantize_nvfp4
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
@@ -328,6 +339,11 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
                 made[slot] = make()
                 if slot in slots:
                     yield f"{slot.name} {what}", operand_fault(made[slot], rows, call.request(slot), exact=True)
+    travelled = dict(_travelled(backend, case, nearest, made, device))
+    for slot, operand in travelled.items():
+        rows, call = tensors[slot.tensor], LinearCall(nearest, tensors["weight"], tensors["activation"])
+        fault = operand_fault(operand, rows.t() if slot.transposed else rows, call.request(slot), exact=True)
+        yield f"{slot.name} from other ranks", fault
     if not backend.draws_ours:
         yield from fairness_of(backend, case, tensors)
     for name, gemm in recipe.gemms.items():
@@ -335,6 +351,12 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
             left, right = (made[slot] for slot in SLOTS if slot.gemm == name)
             product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
             yield f"{name} product", *product_fault(product, left, right, _spaced_rows(product, _SELFTEST_ROWS))
+            slots = [slot for slot in SLOTS if slot.gemm == name]
+            if not travelled.keys().isdisjoint(slots):
+                others = [travelled.get(slot, made[slot]) for slot in slots]
+                product = backend.gemm(*others, product.dtype)
+                found = product_fault(product, *others, _spaced_rows(product, _SELFTEST_ROWS))
+                yield f"{name} product of operands from other ranks", *found
             if name == "wgrad" and backend.accumulates:
                 x, w, _ = sample_tensors(case, device)
                 groups = LinearCall(nearest, w, x).row_groups
@@ -344,6 +366,27 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
                 found = product_fault(summed, left, right, rows, groups=groups, before=before)
                 yield "wgrad product added to a gradient", *found
     yield "NaN and inf", _poison_fault(backend, case, device)
+
+
+def _travelled(
+    backend: Backend, case: Case, context: LinearContext, made: Mapping[OperandSlot, Any], device: torch.device
+) -> Iterator[tuple[OperandSlot, Any]]:
+    """Operands as they are after codes were gathered, of one rank: of weights by FSDP, of slices of the tokens."""
+    if context.gathers_codes:
+        x, w, _ = sample_tensors(case, device)
+        call = LinearCall(context, w, x)
+        packed = packed_weight(w, call.request(FPROP_WEIGHT), call.group_rows, call.padded_group_rows)
+        assert isinstance(packed.values, PackedWeight)
+        gathered = replace(packed.values, scale=packed.scale)
+        yield from zip(SLOTS_OF["weight"], backend.weight_of_codes(gathered, context.recipe[FPROP_WEIGHT]), strict=True)
+    for slot, operand in made.items():
+        if backend.joins and operand.quantized and slot.tensor != "weight":
+            yield slot, operand.gathered(_of_one_rank, transposed=slot.transposed)()
+
+
+def _of_one_rank(message: Tensor) -> Any:
+    """A gather among one rank."""
+    return SimpleNamespace(wait=lambda: message)
 
 
 def _makers(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:

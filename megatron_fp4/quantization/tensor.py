@@ -70,6 +70,16 @@ class QuantizedTensor:
         elements, scales = (part.reshape(*lead, -1) for part in (self.elements, self.scales))
         return replace(self, elements=elements, scales=scales, negative=negative)
 
+    def transposed(self) -> QuantizedTensor:
+        """Rows and columns exchanged, [rows, cols] of square blocks: their codes are the same along both dimensions."""
+        block = self.block[0]
+        assert self.block == (block, block), "the scales of other blocks lie along the dot product"
+        # Of a block's rows under one scale the first, for the columns that they become.
+        scales = self.scales.view(torch.uint8)[::block].t().repeat_interleave(block, dim=0).view(self.scales.dtype)
+        packed = self.codes.dtype == torch.uint8
+        codes = pack_codes(unpack_codes(self.codes).t()) if packed else self.codes.t()
+        return QuantizedTensor(codes, scales, self.block)
+
     def block_values(self) -> Tensor:
         """FP32 `code * block scale`."""
         packed = self.elements.dtype == torch.uint8

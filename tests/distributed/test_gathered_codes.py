@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,16 @@ from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.parallel.gathered_codes import GatheredWeight
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.emulated import EMULATED, codes_of
+from megatron_fp4.precision.emulated import EmulatedBackend, codes_of
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.training.callbacks.validation import evaluate
 from megatron_fp4.training.optimizer import build_optimizer
 from tests.distributed.hybrid import NVFP4, Layout, controlled_model, micro_batches, whole
+from tests.precision import te_stand_in
 from tests.quantization import cublas
 from tests.training.harness import launch, train_step
 
@@ -31,10 +34,11 @@ pytestmark = pytest.mark.slow
 
 # Rows of out_proj: 32, of a group of in_proj: 50. On three ranks shards are smaller than a block and end within one.
 # The backend torch gathers codes of tokens as well, over the tensor-parallel ranks.
-CASES: dict[str, tuple[Layout, torch.dtype, Backend]] = {
-    "dp3": (Layout(3, num_micro_batches=6), torch.float32, EMULATED),
-    "hsdp2_dp2": (Layout(4, replicate=2, reshard=True, num_micro_batches=8), torch.bfloat16, EMULATED),
-    "torch, tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.bfloat16, TorchBackend()),
+CASES: dict[str, tuple[Layout, torch.dtype, Callable[[], Backend]]] = {
+    "dp3": (Layout(3, num_micro_batches=6), torch.float32, EmulatedBackend),
+    "hsdp2_dp2": (Layout(4, replicate=2, reshard=True, num_micro_batches=8), torch.bfloat16, EmulatedBackend),
+    "torch, tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.bfloat16, TorchBackend),
+    "transformer_engine, tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.bfloat16, TransformerEngineBackend),
 }
 STEPS = 5
 BF16_STEP, PROBED_STEP, EVALUATED_STEP = 3, 1, 2
@@ -51,9 +55,10 @@ class Seen:
     as_codes: list[list[int]] = field(default_factory=list)
 
 
-def run(rank: int, layout: Layout, dtype: torch.dtype, backend: Backend) -> list[Seen]:
+def run(rank: int, layout: Layout, dtype: torch.dtype, make: Callable[[], Backend]) -> list[Seen]:
     """With codes, then without."""
-    with mock.patch.object(torch_scaled_mm, "scaled_mm", cublas.scaled_mm):
+    with mock.patch.object(torch_scaled_mm, "scaled_mm", cublas.scaled_mm), te_stand_in.installed():
+        backend = make()
         with_codes = train(layout, dtype, backend)
         with mock.patch.object(LinearContext, "gathers_codes", False), mock.patch.object(TorchBackend, "joins", False):
             return [with_codes, train(layout, dtype, backend)]

@@ -18,14 +18,16 @@ from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated, torch_scaled_mm
-from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
-from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.recipe import Recipe, rounded_to_nearest
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import FORMATS
 from tests.distributed.hybrid import NVFP4, RECIPES, operand, watched_gemms, whole
+from tests.precision import te_stand_in
 from tests.quantization import cublas, kernel_layout
 from tests.training.harness import launch
 
@@ -175,17 +177,18 @@ def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
     assert (columns, rows) == (2 * 3, 2 * (3 if keeps else 4))
 
 
-def run_torch(rank: int) -> list[tuple[list[Tensor], list[Message]]]:
-    """What the backend torch computes and sends, with codes and without."""
+def run_native(rank: int, make: type[Backend], recipe: Recipe) -> list[tuple[list[Tensor], list[Message]]]:
+    """What a native backend computes and sends, with codes and without."""
     mesh, found = build_mesh(ParallelConfig(tensor=2), torch.device("cpu")), []
     for joins in (True, False):
         results, sent = list[Tensor](), list[Message]()
         found.append((results, sent))
         scaled_mm = mock.patch.object(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
-        with scaled_mm, mock.patch.object(TorchBackend, "joins", joins), counted_messages(sent):
+        without = mock.patch.object(make, "joins", joins)
+        with te_stand_in.installed(), scaled_mm, without, counted_messages(sent):
             for name in LINEARS:
-                linear, x, dy = linear_on(mesh, name, NVFP4, torch.bfloat16)
-                linear.context.backend = TorchBackend()
+                linear, x, dy = linear_on(mesh, name, recipe, torch.bfloat16)
+                linear.context.backend = make()
                 y = linear(x)
                 y.backward(dy)
                 assert linear.weight.grad is not None and x.grad is not None
@@ -193,12 +196,17 @@ def run_torch(rank: int) -> list[tuple[list[Tensor], list[Message]]]:
     return found
 
 
-def test_the_backend_torch_sends_codes_and_computes_the_same_bits() -> None:
-    for (codes, sent), (values, sent_without) in launch(run_torch, 2):
+# Transformer Engine's draws are others for slices of the tokens than for all. outputs: 48, padded.
+@pytest.mark.parametrize(
+    ("make", "recipe", "outputs"),
+    [(TorchBackend, NVFP4, 48), (TransformerEngineBackend, rounded_to_nearest(NVFP4), 64)],
+)
+def test_native_backends_send_codes_and_compute_the_same_bits(make, recipe, outputs) -> None:
+    for (codes, sent), (values, sent_without) in launch(run_native, 2, make, recipe):
         assert all(torch.equal(one, other) for one, other in zip(codes, values, strict=True))
         gathered, gathered_without = ([size for way, size in of if way == GATHER] for of in (sent, sent_without))
         x, dy = TOKENS * IN, TOKENS * 48
-        assert gathered == [x * 9 // 16] * 4 + [dy * 9 // 16] * 2
+        assert gathered == [x * 9 // 16] * 4 + [TOKENS * outputs * 9 // 16] * 2
         assert sum(gathered_without) >= 2 * (2 * x + dy)
 
 

@@ -43,9 +43,9 @@ def shared_findings(rank: int, shards: str, wrong: str) -> list[tuple[str, str]]
         if wrong:
             with pytest.raises(SelfTestError, match="of all ranks" if rank else "none on this one"):
                 verify.require(backend, [case], CPU)
-    others = [what for what, fault in found if fault and "ranks" not in what]
+    others = [what for what, fault in found if fault and "all ranks" not in what]
     assert not others, found
-    return [(what, fault) for what, fault in found if "ranks" in what]
+    return [(what, fault) for what, fault in found if "all ranks" in what]
 
 
 @pytest.mark.parametrize("shards", SHARED)

@@ -3,16 +3,19 @@ te_stand_in.py stands in for it."""
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.recipe import Gemm, Recipe
+from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.verify import Case, check
 from megatron_fp4.quantization.rounding import rounding_key
+from megatron_fp4.quantization.tensor import QuantizedTensor
 from tests.precision import reference as ref
 from tests.precision import te_stand_in as stand_in
 from tests.recipes import changed
@@ -157,3 +160,39 @@ def test_gemms_add_the_gradients_of_micro_batches():
         assert [gemm["accumulate"] for gemm in stand_in.GEMMS if gemm["layout"] == "NT"] == [False, True, True]
     assert weight.grad.dtype == torch.float32 and sums[0] is sums[1] is sums[2]
     torch.testing.assert_close(weight.grad, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("along", ["columns", "rows"])
+@pytest.mark.parametrize(
+    ("operand", "padded"),
+    [
+        (Operand("mxfp8", (1, 32)), {"columns": (256, 4), "rows": (4, 256)}),
+        (Operand("fp8", (1, 128)), {"columns": (1, 164), "rows": (1, 164)}),
+    ],
+    ids=lambda value: getattr(value, "format", ""),
+)
+def test_gathered_codes_of_eight_bits_lie_as_its_quantizers_leave_them(operand, padded, along):
+    """Shapes of scales are those of its `get_scale_shape`, for [161, 128] or its transpose."""
+    codes = torch.randint(0, 127, (161, 128), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.randint(120, 130, (161, 4), dtype=torch.uint8) if operand.format == "mxfp8" else torch.rand(161, 1)
+    made = te.NativeOperand.of(
+        QuantizedTensor(codes, scales, operand.block), None, te._Layout(operand, along, dict, ())
+    )
+    assert made.scales.shape == padded[along] and made.scales.is_contiguous() and made.data.is_contiguous()
+    assert made.data.shape == ((128, 161) if padded["rows"] != padded["columns"] and along == "rows" else (161, 128))
+    assert torch.equal(made.decoded().codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(made.decoded().scales, scales)
+
+
+def test_nan_in_a_slice_reaches_all_tokens():
+    x = torch.randn(64, 128, dtype=torch.bfloat16)
+    x[5, 7] = float("nan")
+    request = OperandRequest(ref.X)
+    with stand_in.installed():
+        slices = [te.TransformerEngineBackend().operands(part, request, None)[0]() for part in x.split(32)]
+    # As the rank with the other slice, whose maximum shows nothing.
+    messages = []
+    for made in slices:
+        made.gathered(lambda message: messages.append(message), transposed=False)
+    whole = slices[1].gathered(lambda _: SimpleNamespace(wait=lambda: torch.cat(messages)), transposed=False)()
+    assert whole.amax.isfinite() and whole.unpacked()[:32].isnan().any() and whole.unpacked()[32:].isfinite().all()
