@@ -353,9 +353,9 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
             yield f"{name} product", *product_fault(product, left, right, _spaced_rows(product, _SELFTEST_ROWS))
             slots = [slot for slot in SLOTS if slot.gemm == name]
             if not travelled.keys().isdisjoint(slots):
-                others = [travelled.get(slot, made[slot]) for slot in slots]
-                product = backend.gemm(*others, product.dtype)
-                found = product_fault(product, *others, _spaced_rows(product, _SELFTEST_ROWS))
+                left_of_all, right_of_all = (travelled.get(slot, made[slot]) for slot in slots)
+                product = backend.gemm(left_of_all, right_of_all, product.dtype)
+                found = product_fault(product, left_of_all, right_of_all, _spaced_rows(product, _SELFTEST_ROWS))
                 yield f"{name} product of operands from other ranks", *found
             if name == "wgrad" and backend.accumulates:
                 x, w, _ = sample_tensors(case, device)
