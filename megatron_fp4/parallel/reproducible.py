@@ -22,6 +22,7 @@ The counter holds as many further FP32 gradients as a rank's tree has levels: wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ class GradientTree:
         self._groups: list[Callable[[], list[nn.Parameter]]] = []  # of parameters that hold gradients together
         self._reduced_beside: FSDPModule | None = None  # the model, where FSDP2 reduces after every micro-batch
         if mesh.dp_size == 1:
-            self._groups.append(lambda: [parameter for parameter in model.parameters() if parameter.requires_grad])
+            # Looked up in the first step: initialization puts others in their places.
+            self._groups.append(cache(lambda: [one for one in model.parameters() if one.requires_grad]))
         else:
             assert isinstance(model, FSDPModule)
             if mesh.reduce_each and mesh.device.type == "cuda":
