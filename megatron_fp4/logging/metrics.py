@@ -354,9 +354,7 @@ class TensorBoardView(View):
     name = "tensorboard"
 
     def __init__(self, directory: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._new, self._directory = SummaryWriter, directory
+        self._directory = directory
         self._purge_step = resume_step + 1 if resume_step else None
         super().__init__()
 
@@ -379,7 +377,9 @@ class TensorBoardView(View):
         self._queue(lambda writer: writer.add_text(name, text, step))
 
     def _open(self) -> Any:
-        writer = self._new(str(self._directory), purge_step=self._purge_step, flush_secs=10)
+        from torch.utils.tensorboard import SummaryWriter  # which imports boto3: the start does not wait for it
+
+        writer = SummaryWriter(str(self._directory), purge_step=self._purge_step, flush_secs=10)
         self._purge_step = None  # a file that is begun later hides nothing
         return writer
 
