@@ -1,0 +1,242 @@
+"""Make the text of the study's runs, in the same bytes everywhere: prose.jsonl and code.jsonl.
+
+    grep -P '\tgit\t' docs/study_text.tsv | cut -f 3,4 | sort -u | while read -r name commit; do
+      git init -q --bare "checkouts/$name"
+      git -C "checkouts/$name" fetch -q --depth 1 "https://github.com/$name" "$commit"
+    done
+    python scripts/study_text.py --checkouts checkouts --output text
+
+docs/study_text.tsv has a line for each source: its kind (prose or code), git or pypi, name, commit or version, sha256
+of a wheel, the share of its files to take (by a hash of their paths), and a pattern that their paths contain.
+pip downloads the wheels. Sources are read in the order of the lines, files in that of their paths.
+
+Documents are UTF-8 and 500 to 200,000 bytes long; longer prose is cut between lines. Left out are documents and
+paragraphs that an earlier document has (whitespace aside), tables of numbers, minified and generated code, and prose
+that is no English sentences. Markup becomes paragraphs; front matter and comments of prose go.
+
+Exit codes: 0 done; 1 the result is not that of --check; 2 a source is missing or differs, in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import html
+import json
+import re
+import string
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SUFFIXES = {
+    "prose": (".md", ".mdx", ".rst", ".txt", ".adoc", ".xml", ".cnxml", ".xhtml"),
+    "code": (".py", ".pyx", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".rb", ".js", ".ts", ".sh"),
+}
+_MIN_BYTES, _MAX_BYTES, _PART_BYTES = 500, 200_000, 100_000
+_MIN_LETTERS = {"prose": 0.6, "code": 0.45}  # shares of all bytes
+_MAX_DIGITS = {"prose": 0.06, "code": 0.12}
+_MAX_FOREIGN = 0.05  # bytes of characters other than ASCII
+_MAX_WORD, _MAX_LINE = 1000, 1000
+_BYTES_PER_THE = 600  # English prose has the word once in 120
+_MIN_PARAGRAPH = 60  # bytes without whitespace; shorter ones may repeat
+
+_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_HEADER = re.compile(r"<(teiHeader|metadata|head|style|script|m:annotation|m:annotation-xml)\b.*?</\1>", re.DOTALL)
+_BLOCK = re.compile(r"</(?:p|para|title|heading|text|item|li|l|h\d|td|entry|caption|note|div|section|header)>")
+_TAG = re.compile(r"<[^>]*>")
+_GENERATED = re.compile(r"generated (?:by|from|file|automatically|code)|auto-?generated|do not edit", re.IGNORECASE)
+
+
+class Source(NamedTuple):
+    """A line of the manifest."""
+
+    kind: str
+    origin: str
+    name: str
+    version: str
+    sha256: str
+    share: float
+    paths: str
+
+    @property
+    def wheel(self) -> str:
+        """What the file name of its wheel matches."""
+        return f"{self.name.replace('-', '_')}-{self.version}-*.whl"
+
+    def wants(self, path: str) -> bool:
+        """Whether the file is of the source's kind, matches its pattern and belongs to its share."""
+        drawn = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4]) / 2**32
+        return path.endswith(SUFFIXES[self.kind]) and drawn < self.share and re.search(self.paths, path) is not None
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--manifest", type=Path, default=Path(__file__).parents[1] / "docs/study_text.tsv", metavar="FILE")
+    add("--checkouts", required=True, type=Path, metavar="FOLDER", help="git repositories, each as OWNER/NAME in it")
+    add("--wheels", type=Path, default=Path("wheels"), metavar="FOLDER", help="where wheels are, or are downloaded to")
+    add("--output", required=True, type=Path, metavar="FOLDER", help="a folder that does not exist yet")
+    add("--check", metavar="HASH", help="the hash that the last line must show")
+    options = parser.parse_args(arguments)
+    try:
+        with options.manifest.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        sources = [Source(**{**row, "share": float(row["share"])}) for row in rows]
+        options.output.mkdir(parents=True)
+        download([source for source in sources if source.origin == "pypi"], options.wheels)
+        found = write(sources, options.checkouts, options.wheels, options.output)
+    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+        print(f"study_text.py: {error}", file=sys.stderr)
+        return 2
+    if options.check not in (None, found):
+        print(f"study_text.py: this is not the text of --check {options.check}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write(sources: list[Source], checkouts: Path, wheels: Path, output: Path) -> str:
+    """Write and print what the sources give; returns a hash of both files."""
+    seen: set[bytes] = set()
+    hashes = ""
+    for kind in SUFFIXES:
+        with (output / f"{kind}.jsonl").open("w+b") as file:
+            for source in sources:
+                if source.kind != kind:
+                    continue
+                count, size = 0, 0
+                files = _git_files(source, checkouts) if source.origin == "git" else _wheel_files(source, wheels)
+                for path, content in files:
+                    for text in documents(kind, path, content, seen):
+                        file.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+                        count, size = count + 1, size + len(text.encode())
+                print(f"{kind:5} {count:7,} documents {size:12,} bytes  {source.name}", flush=True)
+            total = file.tell()
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        hashes += digest
+        print(f"{kind}.jsonl: {total:,} bytes, sha256 {digest}")
+    print(f"hash: {(found := hashlib.sha256(hashes.encode()).hexdigest())}")
+    return found
+
+
+def download(sources: list[Source], wheels: Path) -> None:
+    """Let pip bring the wheels that are not there."""
+    missing = [source for source in sources if not list(wheels.glob(source.wheel))]
+    if missing:
+        wheels.mkdir(parents=True, exist_ok=True)
+        wanted = wheels / "requirements.txt"
+        wanted.write_text("".join(f"{each.name}=={each.version} --hash=sha256:{each.sha256}\n" for each in missing))
+        options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--require-hashes"]
+        command = [sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(wheels), "-r", str(wanted)]
+        subprocess.run(command, check=True)
+
+
+def _wheel_files(source: Source, wheels: Path) -> Iterator[tuple[str, bytes]]:
+    """The files that the source wants of its wheel, by path."""
+    (wheel,) = wheels.glob(source.wheel)
+    if hashlib.sha256(wheel.read_bytes()).hexdigest() != source.sha256:
+        raise ValueError(f"{wheel} has not the sha256 {source.sha256}")
+    with zipfile.ZipFile(wheel) as archive:
+        for path in sorted(filter(source.wants, archive.namelist())):
+            yield path, archive.read(path)
+
+
+def _git_files(source: Source, checkouts: Path) -> Iterator[tuple[str, bytes]]:
+    """The files that the source wants of its commit, by path."""
+    git = ["git", "-C", str(checkouts / source.name)]
+    listing = subprocess.run([*git, "ls-tree", "-rz", source.version], check=True, capture_output=True).stdout.decode()
+    entries = [entry.partition("\t")[::2] for entry in listing.split("\0") if entry.startswith("100")]
+    wanted = sorted((path, about.split()[2]) for about, path in entries if source.wants(path))
+    with subprocess.Popen([*git, "cat-file", "--batch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as objects:
+        assert objects.stdin is not None and objects.stdout is not None
+        for path, name in wanted:
+            objects.stdin.write(f"{name}\n".encode())
+            objects.stdin.flush()
+            *_, size = objects.stdout.readline().split()
+            if size == b"missing":
+                raise ValueError(f"{source.name} {source.version} lacks {path}; fetch the commit whole")
+            yield path, objects.stdout.read(int(size) + 1)[:-1]
+
+
+def documents(kind: str, path: str, content: bytes, seen: set[bytes]) -> Iterator[str]:
+    """The documents of a file without what is in `seen`, to which their paragraphs are added."""
+    try:
+        text = content.decode("utf-8").replace("\r\n", "\n").removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        return
+    if kind == "prose":
+        text = _COMMENT.sub("", _FRONT_MATTER.sub("", text))
+        text = from_markup(text) if path.endswith(("xml", "xhtml")) else text
+    for part in _parts(text) if kind == "prose" else [text]:
+        if _is_for_readers(part, kind) and (new := _new(part.strip("\n"), kind, seen)):
+            yield new
+
+
+def from_markup(markup: str) -> str:
+    """The paragraphs of a document in XML."""
+    text = html.unescape(_TAG.sub("", _BLOCK.sub("\n", re.sub(r"\s+", " ", _HEADER.sub("", markup)))))
+    return "\n\n".join(line for line in map(str.strip, text.split("\n")) if line)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The text, or if it is too long its lines, as many at once as a part may have."""
+    if len(text.encode()) <= _MAX_BYTES:
+        yield text
+        return
+    part: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        part.append(line)
+        size += len(line.encode())
+        if size >= _PART_BYTES:
+            yield "".join(part)
+            part, size = [], 0
+    yield "".join(part)
+
+
+def _is_for_readers(text: str, kind: str) -> bool:
+    """Whether somebody wrote the text for others to read."""
+    content = text.encode()
+    size = len(content)
+    if not _MIN_BYTES <= size <= _MAX_BYTES or b"\0" in content:
+        return False
+    letters, digits = (size - len(content.translate(None, of.encode())) for of in (string.ascii_letters, string.digits))
+    foreign = len(content.translate(None, bytes(range(128))))
+    if letters < _MIN_LETTERS[kind] * size or digits > _MAX_DIGITS[kind] * size or foreign > _MAX_FOREIGN * size:
+        return False
+    if max(map(len, content.split())) > _MAX_WORD:
+        return False
+    if kind == "prose":
+        return text.lower().count("the ") * _BYTES_PER_THE >= size
+    return max(map(len, content.split(b"\n"))) <= _MAX_LINE and not _GENERATED.search(text[:1000])
+
+
+def _new(text: str, kind: str, seen: set[bytes]) -> str | None:
+    """The text without paragraphs that were seen (of code: without a first one that was); None if half or all was."""
+    paragraphs = re.split(r"\n\s*\n", text)
+    kept, old = [], 0
+    for i, paragraph in enumerate(paragraphs):
+        words = "".join(paragraph.split()).encode()
+        digest = hashlib.blake2b(words, digest_size=8).digest()
+        is_old = len(words) >= _MIN_PARAGRAPH and digest in seen
+        seen.add(digest)
+        old += len(paragraph) * is_old
+        if not is_old or (kind == "code" and i > 0):
+            kept.append(paragraph)
+    new = "\n\n".join(kept) if len(kept) < len(paragraphs) else text
+    whole = hashlib.sha256("".join(new.split()).encode()).digest()
+    if 2 * old > len(text) or len(new.encode()) < _MIN_BYTES or whole in seen:
+        return None
+    seen.add(whole)
+    return new
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
