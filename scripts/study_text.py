@@ -61,7 +61,7 @@ class Source(NamedTuple):
     name: str
     version: str
     sha256: str
-    share: float
+    share: str
     paths: str
 
     @property
@@ -72,7 +72,9 @@ class Source(NamedTuple):
     def wants(self, path: str) -> bool:
         """Whether the file is of the source's kind, matches its pattern and belongs to its share."""
         drawn = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4]) / 2**32
-        return path.endswith(SUFFIXES[self.kind]) and drawn < self.share and re.search(self.paths, path) is not None
+        return (
+            path.endswith(SUFFIXES[self.kind]) and drawn < float(self.share) and re.search(self.paths, path) is not None
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -87,8 +89,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         with options.manifest.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file, delimiter="\t"))
-        sources = [Source(**{**row, "share": float(row["share"])}) for row in rows]
+            sources = [Source(**row) for row in csv.DictReader(file, delimiter="\t")]
         options.output.mkdir(parents=True)
         download([source for source in sources if source.origin == "pypi"], options.wheels)
         found = write(sources, options.checkouts, options.wheels, options.output)
