@@ -349,7 +349,7 @@ class WorkFolder:
         try:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            except (BlockingIOError, PermissionError) as error:  # the latter on network file systems
                 raise ValueError(f"another command is preparing {output} right now; wait for it, or stop it") from error
             self.saved = self._state_file.is_file()
             self.state = State(json.loads(json.dumps(settings)))

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,19 @@ def test_files_are_opened_side_by_side_and_the_first_wrong_one_is_named(
     with pytest.raises(ValueError, match=r"^data\.sources\.s2: .*s2_7 is wrong$"):
         open_indexed(1000, named)
     assert 2 < max(threads) <= 32 and threading.active_count() == before
+
+
+@pytest.mark.parametrize(("files", "looked_at"), [(1, 32), (100, 10), (600, 2)])
+def test_large_indices_share_what_opening_looks_at(
+    files: int, looked_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From end to end of each: a start from thousands of files shall not take minutes."""
+    last, seen = write_random(tmp_path / "web", 5000).num_documents - 1, Counter[int]()
+    monkeypatch.setattr("data.indexed._READ_WHOLE", 0)
+    monkeypatch.setattr("data.indexed._CHECKED_ENTRIES", 1)
+    monkeypatch.setattr(IndexedDataset, "_check_documents", lambda _, first, end: seen.update([first]))
+    open_indexed(1000, {f"s{i}": "web" for i in range(files)})
+    assert len(seen) == looked_at and set(seen.values()) == {files} and {0, last} <= seen.keys()
 
 
 def test_tokens_that_are_read_twice_are_named(tmp_path: Path) -> None:
