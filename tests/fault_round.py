@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megatron_fp4.runtime.progress import state_of_process
 from scripts.fingerprint import state_digest
-from tests.programs import ROOT
+from tests.programs import ROOT, wait_until, wait_until_gone
 from tests.soak import records
 
 SECONDS = 300.0
@@ -54,12 +54,6 @@ class Job:
         """Process ids by rank, as the ranks themselves say."""
         return [json.loads(path.read_text())["pid"] for path in sorted((self.dir / "ranks").glob("rank_*.json"))]
 
-    def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert self.process.poll() is None and time.monotonic() < deadline, what
-            time.sleep(0.001)
-
     def steps(self) -> list[dict[str, float]]:
         return records(self.dir, "step")
 
@@ -79,18 +73,11 @@ class Job:
         return numbers, state_digest(self.dir / "checkpoints" / self.newest())
 
 
-def await_gone(processes: list[int]) -> None:
-    began = time.monotonic()
-    while any(state_of_process(process) != "gone" for process in processes):
-        assert time.monotonic() - began < SECONDS, f"still there: some of {processes}"
-        time.sleep(0.05)
-
-
 def kill_one_rank(job: Job, chance: random.Random) -> str:
     workers, rank = job.workers(), chance.randrange(2)
     os.kill(workers[rank], signal.SIGKILL)
     code = job.process.wait(SECONDS)
-    await_gone(workers)
+    wait_until_gone(workers)
     assert code != 0
     return f"rank {rank} killed; torchrun ended with {code}, all gone"
 
@@ -98,7 +85,7 @@ def kill_one_rank(job: Job, chance: random.Random) -> str:
 def kill_while_saving(job: Job, chance: random.Random) -> str:
     """All at once, while a save is being written."""
     checkpoints = job.dir / "checkpoints"
-    job.wait_until(lambda: any(checkpoints.glob("step_*.tmp/*")), "no save was seen on its way")
+    wait_until(lambda: any(checkpoints.glob("step_*.tmp/*")), "no save was seen on its way", job.process)
     time.sleep(chance.random() * 0.05)
     for process in job.workers():
         os.kill(process, signal.SIGKILL)
@@ -123,7 +110,7 @@ def signal_launcher(number: signal.Signals, job: Job, chance: random.Random) -> 
     workers, began = job.workers(), time.monotonic()
     job.process.send_signal(number)
     job.process.wait(SECONDS)
-    await_gone(workers)
+    wait_until_gone(workers)
     state = json.loads((job.dir / "state.json").read_text())
     assert state["state"] == "stopped" and job.newest() == f"step_{state['step']:08d}", (state, job.newest())
     return f"stopped after step {state['step']}, saved, gone after {time.monotonic() - began:.1f} s"
@@ -163,7 +150,7 @@ def main(arguments: list[str]) -> int:
         try:
             job.start()
             first = chance.randint(4, max(options.steps * 2 // 3, 5))
-            job.wait_until(lambda: len(job.steps()) >= first, "it ended before the fault")
+            wait_until(lambda: len(job.steps()) >= first, "it ended before the fault", job.process)
             answer = FAULTS[name](job, chance)
             starts = job.finish()
             assert job.digest() == expected, "other losses or tensors, or a step twice"

@@ -18,12 +18,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+
+from megatron_fp4.runtime.progress import state_of_process
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -154,6 +158,20 @@ def run_program(
     program = Program(command, environment, errors_apart=True)
     output, errors = program.communicate(timeout)
     return subprocess.CompletedProcess(list(command), program.wait(), output, errors)
+
+
+def wait_until(condition: Callable[[], object], what: str = "", program: Any = None, seconds: float = 300) -> None:
+    """AssertionError with `what` after so long, or where the program, if one is given, ends before."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert program is None or program.poll() is None, (what, program.communicate())
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Zombies are."""
+    wait_until(lambda: all(state_of_process(pid) == "gone" for pid in pids), f"still there: some of {pids}")
 
 
 def environments_of_ranks(world_size: int) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def test_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
     assert dtype_for_vocabulary(65499) == np.uint16 and dtype_for_vocabulary(65500) == np.int32
 
 
-def test_a_dataset_appears_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_dataset_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def documents() -> Iterator[list[int]]:
         yield [9]
         assert (tmp_path / "d.bin").read_bytes() == before
@@ -46,6 +47,10 @@ def test_a_dataset_appears_when_it_is_whole(tmp_path: Path) -> None:
             write(tmp_path / "e", wrong)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
     assert (tmp_path / "d.bin").read_bytes() == before
+    monkeypatch.setattr("os.replace", Mock(side_effect=[DEFAULT, OSError], wraps=os.replace))
+    with pytest.raises(OSError):
+        write(tmp_path / "d", [[9]])
+    assert os.listdir(tmp_path) == ["d.bin"]  # without an index, which would be of other tokens
 
 
 def test_identity_is_of_blocks_of_both_files(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from data.loader import MicroBatchLoader
 from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
 from data.workers import LoaderError
+from megatron_fp4.runtime.progress import state_of_process
 from tests.data.streams import SteeredStream
+from tests.programs import ROOT, wait_until, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
-ROOT = Path(__file__).parents[2]
 SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 
 
@@ -55,25 +55,6 @@ def a_rank() -> None:
     time.sleep(60)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        # The third field after the name is the state; a zombie is dead for our purpose.
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(what: Callable[[], bool], message: str) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline, message
-        time.sleep(0.01)
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    wait_until(lambda: not any(map(is_running, pids)), f"workers {pids} outlived their rank")
-
-
 def test_workers_ignore_signals_and_die_with_a_killed_rank() -> None:
     rank = subprocess.Popen(
         [sys.executable, "-m", "tests.data.test_workers"],
@@ -89,7 +70,7 @@ def test_workers_ignore_signals_and_die_with_a_killed_rank() -> None:
         os.killpg(rank.pid, number)
         assert rank.stdout.readline() == "saving\n"  # the rank alone
     assert rank.stdout.readline() == "worked on\n"
-    assert len(workers) == 2 and all(map(is_running, workers))
+    assert len(workers) == 2 and all(state_of_process(worker) is None for worker in workers)
     for worker in workers:  # then they cannot see by themselves that the rank is gone
         os.kill(worker, signal.SIGSTOP)
     rank.kill()
@@ -185,7 +166,7 @@ def test_nothing_is_left() -> None:
         next(steps)
         pids = loader.worker_pids
         steps.close()
-        assert not any(map(is_running, pids))
+        assert all(state_of_process(pid) == "gone" for pid in pids)
         gc.collect()
         left.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     assert left[0] == left[1]

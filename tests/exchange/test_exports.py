@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import time
 import typing
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +30,7 @@ from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, Ru
 from megatron_fp4.runtime.progress import Progress
 from scripts import convert
 from tests.composing import composed, plans_of
-from tests.programs import Program
+from tests.programs import Program, wait_until, wait_until_gone
 from tests.spiked_run import FAST, records, small_corpus
 from tests.test_pretrain import SMALL, losses
 from tests.training.harness import launch
@@ -111,7 +110,7 @@ class Job:
 
     def until(self, condition: Callable[[], object]) -> None:
         """Steps of training, as many as it takes."""
-        wait_for(lambda: self.exports.saved([]) or condition())
+        wait_until(lambda: self.exports.saved([]) or condition())
 
     def names(self, folder: str) -> list[str]:
         return names(self.run_dir / folder)
@@ -119,13 +118,6 @@ class Job:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def written(run_dir: Path, name: str) -> dict[str, Any]:
@@ -188,14 +180,6 @@ def test_another_checkpoint_of_the_same_step_is_exported_again(tmp_path: Path) -
     assert written(tmp_path / "run", "step_00000002.1") == before != written(tmp_path / "run", "step_00000002")
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended, also as a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 KILLED = """
 import pathlib, sys, time
 from exchange import exports
@@ -211,9 +195,9 @@ def test_an_export_ends_with_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
     job = Program([tmp_path / "killed.py", tmp_path / "run", exports.SCRIPT])
     told = tmp_path / "run" / "checkpoints" / "step_00000002" / "hang"
-    wait_for(lambda: told.exists() and told.read_text())
+    wait_until(lambda: told.exists() and told.read_text())
     job.send_signal(signal.SIGKILL)
-    wait_for(lambda: gone(int(told.read_text())))
+    wait_until_gone([int(told.read_text())])
 
 
 def _stopped(rank: int, run_dir: str) -> tuple[bool, str, list[int]]:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pretrain
 from megatron_fp4.runtime import signals
 from megatron_fp4.training.callbacks import validation
 from megatron_fp4.training.trainer import Trainer
-from tests.programs import Program, environments_of_ranks, run_program
+from tests.programs import Program, environments_of_ranks, run_program, wait_until
 from tests.test_pretrain import ROOT, losses, records, run, small, start
 
 __all__ = ["small"]
@@ -31,20 +30,12 @@ def state(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "state.json").read_text())
 
 
-def wait_until(condition: Callable[[], object], process: Any, seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def two_ranks(run_dir: Path, overrides: list[str], *more: str) -> list[Program]:
     """Of a run that is training."""
     command = [ROOT / "pretrain.py", *overrides, *LONG, *more, f"run.dir={run_dir}"]
     programs = [Program(command, environment) for environment in environments_of_ranks(2)]
     metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), programs[0])
+    wait_until(lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), "no step", programs[0])
     return programs
 
 
@@ -88,7 +79,7 @@ def test_a_signal_while_starting_is_remembered(small: list[str], tmp_path: Path)
         (caught,) = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt")]
         return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
-    wait_until(listens, process)
+    wait_until(listens, "no handler", process)
     assert not (tmp_path / "run").exists()
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=240)
