@@ -22,6 +22,7 @@ from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
 from pretrain import CONFIGS
 from scripts.generate import load, main, parse
+from tests.distributed.one_rank import flip_a_bit
 from tests.exchange.models import text_data
 from tests.inference.folders import checkpoint_of, tokenizer
 from tests.test_pretrain import ROOT, SMALL, records
@@ -126,16 +127,18 @@ def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
 
 
 def test_what_is_wrong_is_one_line(run: Path, said, tmp_path: Path) -> None:
-    bare = checkpoint_of(tmp_path / "bare", "transformer").folder
+    bare, damaged = (checkpoint_of(tmp_path / name, "transformer").folder for name in ("bare", "damaged"))
+    flip_a_bit(next(damaged.glob("*.distcp")))
     tokenizer().save(tmp_path / "tokenizer.json")
-    trained = [bare, "--tokenizer", tmp_path / "tokenizer.json", "--weights", "trained"]
+    its_own = ["--tokenizer", tmp_path / "tokenizer.json"]
     for arguments, wrong in (
         (["nowhere"], "nowhere is not a folder"),
         ([run, "--batch", "0"], "--batch 0 is less than 1"),
         ([run, "--samples", "2", "--temperature", "0"], "would all be the same"),
         ([run, "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory"),
         ([bare], "knew of no tokenizer; give the one that made its data as --tokenizer PATH"),
-        (trained, "has no linear whose weights were quantized in the forward pass"),
+        ([bare, *its_own, "--weights", "trained"], "has no linear whose weights were quantized in the forward pass"),
+        ([damaged, *its_own], "has changed since it was written"),
     ):
         code, out, err = said(*arguments, "--prompt", "a")
         assert (code, out) == (2, "") and wrong in err[-1]
