@@ -7,7 +7,8 @@ before); the second is measured.
 
 Linears are those of the emulated backend on an NVIDIA GPU whose kernels do nothing: operands go through the fused
 quantizers' own code, and what those do not make (four-over-six, unusual transforms, FP32 activations) goes through
-PyTorch, as on a GPU. Native backends send the same bytes; Transformer Engine's own temporaries are not known.
+PyTorch, as on a GPU. Native backends send the same bytes, and keep copies of gathered codes in cuBLAS's layout, one for
+fprop and one for dgrad. Transformer Engine's own temporaries are not known.
 
 A `Ledger` is a dispatch mode: it sees every operation, keeps a list of the storages that are alive (views share one)
 and adds up the messages of `torch.distributed`. Memory is counted as PyTorch's CUDA allocator counts it
@@ -39,13 +40,15 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
 from megatron_fp4.precision.backend import Backend, RowGroups
-from megatron_fp4.precision.emulated import EmulatedBackend, codes_of
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, PackedWeight, codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.gemm_cuda import computed_alone
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.overlapped import Pending
 from megatron_fp4.precision.plan import PrecisionController
+from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.support import TAKES
 from megatron_fp4.quantization import cuda
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import MicroBatch
@@ -158,7 +161,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
     build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
     of its linears, which the given backend computes. execution: these kernels, `planned_execution` of the provider.
     """
-    with fake_ranks(world_size), planned_gpu() as backend:
+    with fake_ranks(world_size), planned_gpu(native=config.precision.backend in TAKES) as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, step_state = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
         _ = mesh.dp_group  # of two axes it is made when it is first asked for, which fake tensors cannot do
@@ -267,12 +270,20 @@ def _allocated(
 
 
 class PlanningBackend(EmulatedBackend):
-    """Products that are allocated as on a GPU: codes become values, as for cuBLAS."""
+    """Products that are allocated as on a GPU: codes become values, as for cuBLAS. native: gathered ones are copied."""
 
     scaled_matmul = staticmethod(_allocated)
 
-    def __init__(self) -> None:
-        self.num_products = 0
+    def __init__(self, native: bool) -> None:
+        self.native, self.num_products = native, 0
+
+    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:
+        """As the emulation, or as a native backend: of copies."""
+        if not self.native:
+            return super().weight_of_codes(gathered, operand)
+        copies = [replace(gathered, codes=gathered.codes.clone(), scales=gathered.scales.clone()) for _ in range(2)]
+        (fprop, _), (_, dgrad) = (super(PlanningBackend, self).weight_of_codes(copy, operand) for copy in copies)
+        return fprop, dgrad
 
     def gemm(self, *arguments: Any) -> Tensor:
         """As the emulation, counted."""
@@ -281,10 +292,10 @@ class PlanningBackend(EmulatedBackend):
 
 
 @contextmanager
-def planned_gpu() -> Iterator[PlanningBackend]:
+def planned_gpu(native: bool = False) -> Iterator[PlanningBackend]:
     """Inside, tensors are on an H100 or H200 that allocates and computes nothing; a linear's backend there."""
     with cuda.on(AllocatingGPU()):
-        yield PlanningBackend()
+        yield PlanningBackend(native)
 
 
 class _Watch:

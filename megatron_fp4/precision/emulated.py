@@ -123,7 +123,8 @@ def gathered_codes(made: QuantizedTensor, gather: Gather, transposed: bool) -> C
 
     made: [rows, k]. transposed: the rows are features and k runs over tokens. One message, tokens first.
     """
-    parts = [part.contiguous().view(torch.uint8) for part in (made.codes, made.scales)]
+    # Flat, because a dimension of size 1 may have any stride.
+    parts = [part.flatten().view(torch.uint8).view(part.shape[0], -1) for part in (made.codes, made.scales)]
     if transposed:
         parts = [part.t() for part in parts]
     dim = 0 if transposed else 1

@@ -313,8 +313,9 @@ def check(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
     """All comparisons for one case, or the error that a kernel ends in; a collective of the case's groups."""
     try:
         return [Finding(case, *found) for found in _comparisons(backend, case, device)]
-    except (RuntimeError, ValueError) as error:  # what a kernel that this chip cannot run ends in
-        return [Finding(case, "kernels", f"failed: {str(error).splitlines()[0]}")]
+    except Exception as error:  # what a kernel that this chip cannot run ends in, or a release with other names
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return [Finding(case, "kernels", f"failed: {why}")]
 
 
 def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator[tuple[Any, ...]]:

@@ -151,30 +151,54 @@ class Storage:
         return dict(self.parts)
 
 
+def scales_of(name: str, rows: int, k: int, square: bool, turned: bool) -> Tensor:
+    """As `get_scale_shape` has them. rows, k: of the operand. turned: MXFP8's columnwise data."""
+
+    def padded(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    if name == "Float8BlockQuantizer":
+        return torch.empty(-(-rows // 128), padded(k // 128, 4)) if square else torch.empty(k // 128, padded(rows, 4))
+    scales = torch.empty(padded(rows, 128), padded(k // TE_SIZES[name][1], 4), dtype=torch.uint8)
+    return scales.t().contiguous() if turned else scales
+
+
 def quantizer(name: str) -> Callable[..., Callable[[Tensor], Storage]]:
     per_byte, multiple = TE_SIZES[name]
 
-    def quantize(x: Tensor) -> Storage:
+    def quantize(x: Tensor, square: bool) -> Storage:
         assert x.dtype == torch.bfloat16 and x.is_contiguous()
         assert not any(size % multiple for size in x.shape), f"{name}: {tuple(x.shape)}"
-        parts: dict[str, Any] = {"kind": name}
-        for side, of in (("rowwise", x), ("columnwise", x if name == "MXFP8Quantizer" else x.t())):
-            parts[f"{side}_data"] = torch.empty(of.shape[0], of.shape[1] // per_byte, dtype=torch.uint8)
-            parts[f"{side}_scale_inv"] = torch.empty(1) if per_byte == 1 else torch.empty(1, dtype=torch.uint8)
+        parts: dict[str, Any] = {"kind": name, "square": square}
+        for side, of in (("rowwise", x), ("columnwise", x.t())):
+            turned = name == "MXFP8Quantizer" and side == "columnwise"
+            data = torch.empty(of.shape[0], of.shape[1] // per_byte, dtype=torch.uint8)
+            parts[f"{side}_data"] = data.t().contiguous() if turned else data
+            parts[f"{side}_scale_inv"] = scales_of(name, *of.shape, square, turned)
             parts |= {f"amax_{side}": torch.empty(1)} if per_byte == 2 else {}
         return Storage(**parts)
 
-    return lambda *_, **settings: mock.Mock(side_effect=quantize)
+    def made(*_: Any, block_scaling_dim: int = 1, **settings: Any) -> Any:
+        return mock.Mock(side_effect=functools.partial(quantize, square=block_scaling_dim == 2))
+
+    return made
 
 
 def te_gemm(a: Storage, b: Storage, *, out_dtype: torch.dtype, layout: str, out: Tensor | None, **_: Any) -> Any:
-    """What cuBLAS demands: dot products of equal sizes, whole 16 bytes of codes along them and in each row."""
+    """What cuBLAS demands: dot products of equal sizes, whole 16 bytes of codes along them and in each row, and scales
+    of the shapes that quantizers leave."""
 
     def sizes(storage: Storage, turned: bool) -> list[int]:
-        kind, data = storage.parts["kind"], storage.parts[f"{'columnwise' if turned else 'rowwise'}_data"]
+        kind, side = storage.parts["kind"], "columnwise" if turned else "rowwise"
+        data, scales = (storage.parts[f"{side}_{part}"] for part in ("data", "scale_inv"))
         assert data.shape[1] % 16 == 0, f"{kind}: {data.shape[1]} bytes in a row"
+        turned &= kind == "MXFP8Quantizer"
         rows, k = data.shape[0], data.shape[1] * TE_SIZES[kind][0]
-        return [k, rows] if turned and kind == "MXFP8Quantizer" else [rows, k]
+        rows, k = (k, rows) if turned else (rows, k)
+        right = scales_of(kind, rows, k, storage.parts["square"], turned)
+        assert data.is_contiguous() and scales.is_contiguous() and scales.dtype == right.dtype
+        assert scales.shape == right.shape, f"{kind}: scales {tuple(scales.shape)} of [{rows}, {k}]"
+        return [rows, k]
 
     (columns, k), (rows, other) = sizes(a, layout[0] == "N"), sizes(b, layout[1] == "T")
     assert k == other and rows % 16 == columns % 16 == 0, f"{layout}: [{rows}, {other}] and [{columns}, {k}]"

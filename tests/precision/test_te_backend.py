@@ -182,6 +182,8 @@ def test_gathered_codes_of_eight_bits_lie_as_its_quantizers_leave_them(operand, 
     assert made.data.shape == ((128, 161) if padded["rows"] != padded["columns"] and along == "rows" else (161, 128))
     assert torch.equal(made.decoded().codes.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(made.decoded().scales, scales)
+    again = made.gathered(lambda message: SimpleNamespace(wait=lambda: message), transposed=along == "rows")()
+    assert torch.equal(again.data, made.data) and torch.equal(again.scales, made.scales)
 
 
 def test_nan_in_a_slice_reaches_all_tokens():

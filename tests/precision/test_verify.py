@@ -134,7 +134,7 @@ def test_a_fault_stops_the_run_and_is_named():
         with pytest.raises(SelfTestError, match=r"nvfp4, 128 tokens, 128 -> 256: fprop_activation codes") as error:
             verify.require(Spoiled(values=one_changed), [CASE], CPU)
         assert "precision.backend=emulated" in str(error.value)
-        with pytest.raises(SelfTestError, match=r"kernels: failed: CUDA Error: invalid argument$"):
+        with pytest.raises(SelfTestError, match=r"kernels: failed: RuntimeError: CUDA Error: invalid argument$"):
             verify.require(Spoiled(product=fail), [CASE], CPU)
 
 
