@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 import data.order as orders
 from data.indexed import Concatenation
 from data.order import DocumentOrder, Growth, Permutation, SampleSource, WindowOrder, num_windows, shuffled
-from tests.data.streams import CountingStream
+from tests.data.streams import CountingStream, write
 
 ORDERS = [WindowOrder, DocumentOrder]
 
@@ -133,6 +135,22 @@ def test_order_depends_on_seed_name_and_epoch_only(order: str) -> None:
     assert all(samples("code", 1) != other for other in others)
     # Documents are cut elsewhere in each epoch, windows are not.
     assert (set(samples("code", 1)) == set(others[2])) == (order == "windows")
+
+
+@pytest.mark.parametrize("order", orders.ORDERS)
+@pytest.mark.usefixtures("small_groups")
+def test_files_of_several_types_are_one_stream(order: str, tmp_path: Path) -> None:
+    """Across groups and epochs: the samples, and their documents, of one file that holds all of them."""
+    rng = np.random.default_rng(0)
+    types = np.uint16, np.int32, np.int8
+    documents = [[rng.integers(0, np.iinfo(dtype).max, n) for n in rng.integers(1, 30, 12)] for dtype in types]
+    parts = [write(tmp_path / dtype.__name__, of, dtype) for dtype, of in zip(types, documents, strict=True)]
+    whole = write(tmp_path / "whole", chain(*documents), np.int64)
+    many, one = (SampleSource("x", of, 16, 0, 2**31, order=order) for of in (Concatenation(parts), whole))
+    assert many.num_samples == one.num_samples > 20
+    for k in range(2 * one.num_samples):
+        for found, expected in zip(many.sample(k, documents=True), one.sample(k, documents=True), strict=True):
+            assert np.array_equal(found, expected)
 
 
 def grown(parts: list[CountingStream], growth: list[Growth], order: str) -> SampleSource:
