@@ -366,6 +366,8 @@ def check_resume(config: Config) -> None:
             f"{INITIALIZE}={given} takes weights alone and checkpoint.resume={resume} all of a checkpoint; give one of "
             "them"
         )
+    if given is None and resume in KEYWORDS:
+        return
     if files.list_checkpoints(root) and not is_own(root, Path(resume)):
         return
     try:
@@ -373,7 +375,7 @@ def check_resume(config: Config) -> None:
             folder, manifest = _source(given)
             if not settings.allow_mismatch:
                 _check_model(folder, manifest, run_identity(config, {}), ("model.",))
-        elif resume not in KEYWORDS:
+        else:
             if (found := files.checkpoint_in(Path(resume))) != Path(resume):
                 raise ValueError(f"{resume} is no checkpoint, but has some inside: give {found}")
             refuse_weights_only(found, files.read_manifest(found))

@@ -90,12 +90,16 @@ LAYOUTS = {
 
 @dataclass
 class Result:
-    """What one rank saw. Gradients (of the first step, as the optimizer got them) and weights are whole tensors."""
+    """What one rank saw. Gradients (of the first step, as the optimizer got them) and weights are whole tensors.
+
+    codes: (step, micro-batch) -> of its quantized GEMMs, one after the other, both operands' values and scales.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    codes: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
 
 
 def micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_batches) -> list[MicroBatch]:
@@ -166,10 +170,15 @@ def train(
                 assert parameter.grad is not None, names[parameter]
                 result.gradients[names[parameter]] = whole(parameter.grad)
 
+    def keep_codes(a: GemmOperand, b: GemmOperand) -> None:
+        if a.quantized:
+            result.codes.setdefault((step_state.step, step_state.micro_batch), []).append((*operand(a), *operand(b)))
+
     optimizer.register_step_pre_hook(keep_gradients)
     for step in range(steps):
         mine = batches(step, mesh, layout.num_micro_batches)
-        done = train_step(model, optimizer, mine, mesh, step_state, step=step, reshard=layout.reshard)
+        with watched_gemms(keep_codes):
+            done = train_step(model, optimizer, mine, mesh, step_state, step=step, reshard=layout.reshard)
         result.losses.append(done.loss)
         result.norms.append(done.grad_norm)
     result.weights = {name: whole(parameter) for name, parameter in model.named_parameters()}

@@ -106,7 +106,9 @@ def test_saving_a_step_again(root: Path, mesh: ParallelMesh) -> None:
     assert again.save(3) == root / NEWEST and (root / NEWEST / "manifest.json").stat() == before
     anew = Job(root, mesh)
     assert anew.resume("never") is None
+    (root / f"{SECOND}.tmp").symlink_to(root / "step_00000001")
     anew.save(2, note="new")  # replaced, and the newest now
+    assert files.read_manifest(root / "step_00000001").step == 1  # what the link led to
     assert Job(root, mesh).resume() == 2
 
 
@@ -123,7 +125,8 @@ def test_another_run_is_refused(root: Path, mesh: ParallelMesh, caplog: pytest.L
 
 
 def _on_two(rank: int, root: str, sick: int, trouble: str) -> list[Any]:
-    """Save step 4 on two ranks, or resume from the newest and from step 3 with trouble that rank `sick` alone has."""
+    """Save step 4 on two ranks, or resume from the newest and from step 3, and begin from the weights of step 3, with
+    trouble that rank `sick` alone has."""
     mesh, outcomes = toy_mesh(), list[Any]()
     if trouble == "none, saving":
         Job(Path(root), mesh).save(4)
@@ -141,9 +144,16 @@ def _on_two(rank: int, root: str, sick: int, trouble: str) -> list[Any]:
         shards._digest_to = troubled
     if rank == sick and trouble == "an empty folder":  # a file system that is slow to show what another host wrote
         files.list_checkpoints = lambda root: []  # type: ignore[assignment]
-    for resume in ("auto", str(Path(root) / NEWEST)):
+    given = str(Path(root) / NEWEST)
+    for resume in ("auto", given, "never"):
+        job = Job(Path(root), mesh)
         try:
-            outcomes.append(Job(Path(root), mesh).resume(resume))
+            if (step := job.resume(resume)) is None:
+                begun = job.checkpointer.initialize(
+                    given, job.model, job.step_state, resumed=False, allow_mismatch=False
+                )
+                step = begun and begun.step
+            outcomes.append(step)
         except (CheckpointError, ValueError) as error:
             outcomes.append((type(error), str(error)))
     return outcomes
@@ -154,7 +164,7 @@ def test_what_one_rank_alone_finds_damaged_is_not_moved(root: Path, trouble: str
     """A bad client or bad memory of one: an error that starts again elsewhere (no refusal), with rank and host."""
     before = names(root)
     results = launch(_on_two, 2, str(root), sick, trouble)
-    assert results[0] == results[1]
+    assert results[0] == results[1] and len(results[0]) == 3
     for kind, message in results[0]:
         assert kind is CheckpointError  # neither a refusal nor the damage itself
         assert f"rank {sick}: " in message and f"(on {socket.gethostname()})" in message
@@ -166,7 +176,7 @@ def test_damage_that_only_another_rank_reads_is_moved_as_the_first_rank_decides(
     """Rank 0 has no need of that file, and finds it damaged when it looks; rank 1 sees no checkpoints at all."""
     launch(_on_two, 2, str(root), 1, "none, saving")
     flip_a_bit(root / "step_00000004" / "__1_0.distcp")
-    assert launch(_on_two, 2, str(root), 1, "an empty folder") == [[3, 3]] * 2
+    assert launch(_on_two, 2, str(root), 1, "an empty folder") == [[3, 3, 3]] * 2
     assert names(root) == ["latest", "step_00000001", SECOND, NEWEST, "step_00000004.damaged"]
 
 
