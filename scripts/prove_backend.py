@@ -11,8 +11,8 @@ with the reference, and those of a preset with fingerprints that a CPU made (`FI
 FP64; what becomes of NaN and inf; and stochastic rounding is judged by its statistics (precision/verify.py). The output
 is a block of Markdown for a report.
 
---page measures as well: the GEMMs of linears of the 8B hybrid, quantizers, whether CUDA graphs capture a linear, and
-the step of a Transformer of eight layers. It ends in rows for docs/measurements.md.
+--page measures as well: GEMMs and quantizers of a linear of the 8B hybrid, the step of a Transformer of eight layers,
+and whether CUDA graphs capture a linear. It ends in rows for docs/measurements.md.
 
 What this machine cannot run is listed with the reason. Exit codes: 0 all agrees, 1 something does not (no time is
 judged), 2 the arguments are wrong.
@@ -47,7 +47,7 @@ from torch.utils import collect_env
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.precision.backend import Backend, BackendOperand
+from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import (
     GEMMS,
@@ -221,45 +221,43 @@ def findings(backend: Backend, case: Case, device: torch.device) -> list[Finding
 
 FINGERPRINT = "codes as on a CPU"
 _FINGERPRINT_SHAPE = (256, 256, 384)  # tokens, inputs, outputs: no backend pads them
+MakeBoth = Callable[[], dict[OperandSlot, Any]]
 
 
 def unlike_a_cpu(backend: Backend, precision: str, device: torch.device) -> Iterator[Finding]:
-    """For every operand that a preset quantizes, whether it has the fingerprint that is committed here."""
-    recipe = preset(precision)
-    found = fingerprints(backend, recipe, device)
+    """For every operand that a preset quantizes, rounded to nearest, and then for the drawn ones, if draws are ours:
+    whether it has the fingerprint that is committed here."""
+    recipe = recipe_from_config(compose_config([f"precision={precision}"], CONFIGS).precision)
+    case = Case(*_FINGERPRINT_SHAPE, 1, recipe)
+    try:
+        found = list(fingerprints(backend, recipe, device))
+    except Exception as error:  # the page is written in any case
+        yield Finding(case, FINGERPRINT, f"failed: {said(error)}")
+        return
     for (label, mine), right in zip(found, FINGERPRINTS[precision].split(), strict=False):
-        fault = "" if mine == right else f"{mine} instead of {right}"
-        yield Finding(Case(*_FINGERPRINT_SHAPE, 1, recipe), f"{label} {FINGERPRINT}", fault)
+        yield Finding(case, f"{label} {FINGERPRINT}", "" if mine == right else f"{mine} instead of {right}")
 
 
 def fingerprints(backend: Backend, recipe: Recipe, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Name and fingerprint of every operand, rounded to nearest; then of the drawn ones, if draws are ours."""
+    """Names and fingerprints: eight digits of `code * block scale` and the tensor scale; every zero counts as +0."""
     tensors = fingerprint_tensors(device)
     drawn = [slot for slot in SLOTS if recipe[slot].drawn and backend.draws_ours]
     for what, used, slots in (("", rounded_to_nearest(recipe), SLOTS), (" drawn", recipe, drawn)):
-        made = made_operands(LinearContext("fingerprint", used, StepState(seed=7), backend), tensors)
-        yield from ((slot.name + what, fingerprint(made[slot])) for slot in slots)
-
-
-def fingerprint(made: BackendOperand) -> str:
-    """Eight digits of `code * block scale` and the tensor scale; every zero counts as +0."""
-    digest = hashlib.sha256()
-    for part in (made.unpacked(), made.scale):
-        if part is not None:
-            digest.update((part.to(torch.float32) + 0.0).cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:8]
+        makes = operand_makers(LinearContext("fingerprint", used, StepState(seed=7), backend), tensors)
+        made = {slot: operand for make in makes.values() for slot, operand in make().items()}
+        for slot in slots:
+            parts = [part for part in (made[slot].unpacked(), made[slot].scale) if part is not None]
+            in_bytes = b"".join((part.to(torch.float32) + 0.0).cpu().contiguous().numpy().tobytes() for part in parts)
+            yield slot.name + what, hashlib.sha256(in_bytes).hexdigest()[:8]
 
 
 def fingerprint_tensors(device: torch.device) -> dict[str, Tensor]:
     """x, W and dy in BF16 by their names in `SLOTS_OF`: the same numbers on every machine. Nine bits each, with larger
     columns and smaller rows, so that a Hadamard transform is exact in any order of summation."""
     tokens, inputs, outputs = _FINGERPRINT_SHAPE
+    shapes = {"activation": (tokens, inputs), "weight": (outputs, inputs), "gradient": (tokens, outputs)}
     tensors = {}
-    for name, shape in {
-        "activation": (tokens, inputs),
-        "weight": (outputs, inputs),
-        "gradient": (tokens, outputs),
-    }.items():
+    for name, shape in shapes.items():
         values = (random_bits(rounding_key(name), *shape, device) & 0xFF).to(torch.float32) - 127.5
         values[:, ::67] *= 16
         values[1::31] *= 2.0**-4
@@ -268,31 +266,22 @@ def fingerprint_tensors(device: torch.device) -> dict[str, Tensor]:
     return tensors
 
 
-def made_operands(context: LinearContext, tensors: dict[str, Tensor]) -> dict[OperandSlot, Any]:
-    """All operands of a linear. tensors: padded, by their names in `SLOTS_OF`."""
+def operand_makers(context: LinearContext, tensors: dict[str, Tensor]) -> dict[str, MakeBoth]:
+    """What makes both operands of each tensor of a linear. tensors: padded, by their names in `SLOTS_OF`."""
     call = LinearCall(context, tensors["weight"], tensors["activation"])
-    return {slot: operand for name, tensor in tensors.items() for slot, operand in made_of(call, name, tensor).items()}
 
+    def make(name: str) -> dict[OperandSlot, Any]:
+        slots = SLOTS_OF[name]
+        makers = zip(slots, call.prepare(*slots, tensors[name]), strict=True)
+        return {slot: maker() for slot, maker in makers if maker is not None}
 
-def made_of(call: LinearCall, name: str, tensor: Tensor) -> dict[OperandSlot, Any]:
-    """Both operands of one of them."""
-    slots = SLOTS_OF[name]
-    return {slot: make() for slot, make in zip(slots, call.prepare(*slots, tensor), strict=True) if make is not None}
-
-
-def preset(name: str, *overrides: str) -> Recipe:
-    """The recipe of `precision=name` with overrides."""
-    return recipe_from_config(compose_config([f"precision={name}", *overrides], CONFIGS).precision)
+    return {name: functools.partial(make, name) for name in tensors}
 
 
 # ------------------------------------------------------------------------------------------------------------- measured
 
-# Tokens, inputs, outputs and groups of linears of the 8B hybrid, in a micro-batch of one sequence.
-LINEARS = {
-    "up_proj": (8192, 4096, 21504, 1),
-    "down_proj": (8192, 21504, 4096, 1),
-    "in_proj": (8192, 4096, 18560, 8),
-}
+# Tokens, inputs, outputs and groups of the 8B hybrid's up_proj, in a micro-batch of one sequence.
+LINEAR = (8192, 4096, 21504, 1)
 # A Transformer of eight layers with the 8B's widths, every linear quantized.
 MODEL = [
     *("model=transformer_1_2b", "model.pattern=*-*-*-*-*-*-*-*-", "model.hidden_dim=4096", "model.ffn_dim=21504"),
@@ -300,66 +289,44 @@ MODEL = [
     *("train.sequence_length=8192", "train.micro_batch_size=1", "train.global_batch_size=2"),
 ]
 _ALL_QUANTIZED = ["precision.bf16_blocks.first=0", "precision.bf16_blocks.last=0"]
-# What is measured of `FORMATS`, and of quantizers: presets and overrides.
+# What is measured: presets and overrides.
 FORMATS = {name: [name] for name in ("bf16", "fp8_block", "mxfp8", "nvfp4")}
 _NEAREST = [f"precision.{gemm}.gradient.rounding=nearest" for gemm in ("dgrad", "wgrad")]
-_SIX = ("fprop.activation", "fprop.weight", "dgrad.gradient", "wgrad.gradient", "wgrad.activation")
 _PLAIN = ["nvfp4", "precision.wgrad.rht=0", *_NEAREST]
+_SIX = ("fprop.activation", "fprop.weight", "dgrad.gradient", "wgrad.gradient", "wgrad.activation")
 QUANTIZERS = {
     "nvfp4 plain": _PLAIN,
     "four over six": [*_PLAIN, *(f"precision.{operand}.four_over_six=absolute" for operand in _SIX)],
     "Hadamard": ["nvfp4", *_NEAREST],
-    "drawn": ["nvfp4", "precision.wgrad.rht=0"],
-    "Hadamard, drawn": ["nvfp4"],
-    "mxfp8": ["mxfp8"],
-    "fp8_block": ["fp8_block"],
 }
-# The columns of docs/measurements.md, "On Blackwell".
-ROW = [
-    *(
-        "GPU",
-        "commit",
-        "torch, CUDA, Transformer Engine",
-        "backend",
-        FINGERPRINT,
-        "faults",
-        "GEMMs: " + ", ".join(FORMATS),
-    ),
-    *(
-        "quantizing x: plain, four over six, Hadamard",
-        "CUDA graphs: " + ", ".join(list(FORMATS)[1:]),
-        "a step: " + ", ".join(FORMATS),
-    ),
-]
 
-Found = dict[tuple[str, str], dict[str, str]]
+Found = dict[tuple[str, str], dict[str, str]]  # by precision and backend
 
 
 def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> str:
     """A table for each of `MEASURED`, in which stands too why something could not be had, and rows for
     docs/measurements.md."""
-    native = [name for name in backends if name != "emulated"]
-    found: list[Found] = []
-    parts = []
+    native, of_all, parts = [name for name in backends if name != "emulated"], list[Found](), list[str]()
     for title, function, variants in MEASURED:
-        of_all: Found = {}
-        rows = []
-        for label, (name, *overrides) in variants.items():
-            for of in ["emulated"] if label == "bf16" else backends if variants is QUANTIZERS else native:
-                say(f"{title}: {label}, {of}")
-                try:
-                    config = compose_config([f"precision={name}", *overrides], CONFIGS)
-                    backend = backend_for(config, of, device.type)
-                    if isinstance(backend, str):
-                        raise ConfigError(backend)
-                    of_all[label, of] = function(backend, preset(name, *overrides), device)
-                    rows.append([label, of, *of_all[label, of].values()])
-                except Exception as error:
-                    rows.append([label, of, f"not run: {error if isinstance(error, ConfigError) else said(error)}"])
-        found.append(of_all)
-        parts += [f"{title}:", table([["precision", "backend", *next(iter(of_all.values()), {})], *rows])]
-    rows = [row(name, proofs, *found) for name in native]
-    parts += ['For docs/measurements.md, "On Blackwell" (times in ms):', table([ROW, *rows])]
+        found, rows = Found(), []
+        for label, of in ((key, of) for key in variants for of in (["emulated"] if key == "bf16" else native)):
+            say(f"{title}: {label}, {of}")
+            preset, *overrides = variants[label]
+            try:
+                config = compose_config([f"precision={preset}", *overrides], CONFIGS)
+                backend = backend_for(config, of, device.type)
+                if isinstance(backend, str):
+                    raise ConfigError(backend)
+                found[label, of] = function(backend, recipe_from_config(config.precision), device)
+                rows.append([label, of, *found[label, of].values()])
+            except Exception as error:
+                rows.append([label, of, f"not run: {error if isinstance(error, ConfigError) else said(error)}"])
+        of_all.append(found)
+        parts += [f"{title}:", table([["precision", "backend", *next(iter(found.values()), {})], *rows])]
+    if native:
+        summaries = [summary(name, proofs, *of_all) for name in native]
+        rows = [list(summaries[0]), *(list(of.values()) for of in summaries)]
+        parts += ['For docs/measurements.md, "On Blackwell" (times in ms):', table(rows)]
     return "\n\n".join(parts)
 
 
@@ -369,34 +336,20 @@ def said(error: BaseException) -> str:
     return text.replace("|", "/")  # it may stand in a table
 
 
-def gemm_times(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
-    """Of every GEMM of `LINEARS`, and their sum."""
-    times = {}
-    for name, shape in LINEARS.items():
-        case = Case(*shape, recipe)
-        made = made_operands(case.context(backend), padded_tensors(backend, case, device))
-        for gemm in GEMMS:
-            left, right = (made[slot] for slot in SLOTS if slot.gemm == gemm)
-            dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
-            times[f"{name} {gemm}"] = milliseconds(functools.partial(backend.gemm, left, right, dtype), device)
-    return {name: f"{time:.3f}" for name, time in {**times, "sum": sum(times.values())}.items()}
-
-
-def quantizer_times(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
-    """Of both operands of x, W and dy of up_proj."""
-    case = Case(*LINEARS["up_proj"], recipe)
-    tensors = padded_tensors(backend, case, device)
-    call = LinearCall(case.context(backend), tensors["weight"], tensors["activation"])
-    return {
-        name: f"{milliseconds(functools.partial(made_of, call, name, tensor), device):.3f}"
-        for name, tensor in tensors.items()
-    }
-
-
-def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, the first one apart, which compiles."""
-    function()
-    return median_milliseconds(function, device, 20)
+def times_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
+    """Milliseconds of each GEMM of `LINEAR`, of the three, and of both operands of each tensor."""
+    case = Case(*LINEAR, recipe)
+    makers = operand_makers(case.context(backend), padded_tensors(backend, case, device))
+    made = {slot: operand for make in makers.values() for slot, operand in make().items()}
+    functions: dict[str, Callable[[], Any]] = {}
+    for gemm in GEMMS:
+        left, right = (made[slot] for slot in SLOTS if slot.gemm == gemm)
+        dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
+        functions[gemm] = functools.partial(backend.gemm, left, right, dtype)
+        functions[gemm]()  # the first call compiles
+    times = {name: median_milliseconds(function, device, 20) for name, function in (functions | makers).items()}
+    times["GEMMs"] = sum(times[gemm] for gemm in GEMMS)
+    return {name: f"{time:.3f}" for name, time in times.items()}
 
 
 def step_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
@@ -452,34 +405,35 @@ def capture(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str,
 # What is measured, how, and of which. The last one may leave the device unusable.
 Measure = Callable[[Backend, Recipe, torch.device], dict[str, str]]
 MEASURED: list[tuple[str, Measure, dict[str, list[str]]]] = [
-    ("GEMMs, ms", gemm_times, FORMATS),
-    ("Quantizers, both operands of a tensor of up_proj, ms", quantizer_times, QUANTIZERS),
+    ("A linear's GEMMs, and both operands of each tensor, ms", times_of, FORMATS | QUANTIZERS),
     ("A step of eight layers, two micro-batches", step_of, FORMATS),
     ("A linear in a CUDA graph", capture, FORMATS),
 ]
 
 
-def row(backend: str, proofs: list[Proof], gemms: Found, quantizers: Found, steps: Found, graphs: Found) -> list[str]:
-    """Of docs/measurements.md, for a native backend."""
+def summary(backend: str, proofs: list[Proof], times: Found, steps: Found, graphs: Found) -> dict[str, str]:
+    """A row of docs/measurements.md by its columns, of a native backend."""
     findings = [finding for proof in proofs if proof.backend == backend for finding in proof.findings]
     versions = surroundings()
+    installed = versions["transformer_engine"]
 
-    def cells(of: Found, labels: Iterable[str], name: str) -> str:
-        keys = [(label, "emulated" if label == "bf16" else backend) for label in labels]
-        return ", ".join(of[key][name] if key in of else "-" for key in keys)
+    def cells(what: str, found: Found, labels: Iterable[str], name: str) -> dict[str, str]:
+        keys = {label: (label, "emulated" if label == "bf16" else backend) for label in labels}
+        values = (found[key][name] if key in found else "-" for key in keys.values())
+        return {f"{what}: {', '.join(keys)}": ", ".join(values)}
 
-    return [
-        torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        versions["commit"],
-        ", ".join(versions[name] for name in ("torch", "CUDA of torch", "transformer_engine")),
-        backend,
-        as_on_a_cpu(findings),
-        f"{sum(bool(finding.fault) for finding in findings)} of {len(findings)}",
-        cells(gemms, FORMATS, "sum"),
-        cells(quantizers, list(QUANTIZERS)[:3], "activation"),
-        cells(graphs, list(FORMATS)[1:], "captured"),
-        cells(steps, FORMATS, "ms"),
-    ]
+    return {
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "commit": versions["commit"],
+        "torch, CUDA, Transformer Engine": f"{versions['torch']}, {versions['CUDA of torch']}, {installed}",
+        "backend": backend,
+        FINGERPRINT: as_on_a_cpu(findings),
+        "faults": f"{sum(bool(finding.fault) for finding in findings)} of {len(findings)}",
+        **cells("GEMMs", times, FORMATS, "GEMMs"),
+        **cells("quantizing x", times, QUANTIZERS, "activation"),
+        **cells("CUDA graphs", graphs, list(FORMATS)[1:], "captured"),
+        **cells("a step", steps, FORMATS, "ms"),
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- report

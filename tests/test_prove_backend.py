@@ -65,7 +65,7 @@ def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
         return BACKENDS[name]() if possible else f"{' by '.join(formats)} needs a Blackwell"
 
     tiny = ["model=tiny", "run.device=cpu", "train.sequence_length=64", "train.micro_batch_size=1"]
-    monkeypatch.setattr(prove_backend, "LINEARS", {"up_proj": (128, 128, 144, 2)})
+    monkeypatch.setattr(prove_backend, "LINEAR", (128, 128, 144, 2))
     monkeypatch.setattr(prove_backend, "MODEL", [*tiny, "train.global_batch_size=2"])
     monkeypatch.setattr(prove_backend, "backend_for", backend_for)
     proofs = [prove_backend.Proof("nvfp4", "transformer_engine")]
@@ -73,19 +73,17 @@ def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
         page = prove_backend.measured(proofs, ["emulated", "transformer_engine"], CPU)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     found = [row for row in rows if row[0] in {*prove_backend.FORMATS, *prove_backend.QUANTIZERS}]
-    gemms, quantizers, steps, graphs = (
-        {(label, of): cells for label, of, *cells in part}
-        for part in (found[:4], found[4:18], found[18:22], found[22:])
+    times, steps, graphs = (
+        {(label, of): cells for label, of, *cells in part} for part in (found[:7], found[7:11], found[11:])
     )
     te = "transformer_engine"
-    assert all(float(cell) > 0 for of in (gemms["bf16", "emulated"], gemms["nvfp4", te]) for cell in of)
-    assert len(gemms["nvfp4", te]) == 4
-    assert gemms["mxfp8", te] == quantizers["mxfp8", te] == [f"not run: mxfp8 by {te} needs a Blackwell"]
-    assert len(quantizers) == len(prove_backend.QUANTIZERS) * 2 and len(quantizers["four over six", te]) == 3
+    assert all(float(cell) > 0 for label in ("nvfp4", *prove_backend.QUANTIZERS) for cell in times[label, te])
+    assert len(times["bf16", "emulated"]) == len(times["nvfp4", te]) == 7
+    assert times["mxfp8", te] == [f"not run: mxfp8 by {te} needs a Blackwell"]
     assert float(steps["bf16", "emulated"][0]) > 0 and "needs a CUDA device" in steps["nvfp4", te][0]
     assert graphs["nvfp4", te][0].startswith("no: ") and len(graphs) == 4
     header, _, row = rows[-3:]
-    assert header == prove_backend.ROW and len(row) == len(header) and row[1] == revision()
+    assert len(row) == len(header) and row[1] == revision() and "-" not in row[6].split(", ")[::3]
     assert f"| {' | '.join(header)} |" in (ROOT / "docs" / "measurements.md").read_text()
 
 
@@ -119,6 +117,12 @@ def test_codes_that_are_not_a_cpus_are_named(capsys, monkeypatch) -> None:
     assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated"]) == 1
     printed = capsys.readouterr().out
     assert "**1 faults.**" in printed and "instead of 01234567" in printed and "| 7 of 8 |" in printed
+
+
+def test_a_quantizer_that_fails_is_a_fault(monkeypatch) -> None:
+    monkeypatch.setattr(EmulatedBackend, "operands", lambda *_: 1 / 0)
+    (found,) = prove_backend.unlike_a_cpu(EmulatedBackend(), "nvfp4", CPU)
+    assert found.fault == "failed: ZeroDivisionError: division by zero"
 
 
 def test_misuse(capsys) -> None:
