@@ -57,10 +57,13 @@ class Curve:
     def loss(self, tokens: float) -> float:
         return self.floor + self.scale * tokens**-self.exponent
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.floor:.3f} + {self.scale:.3f} * D^-{self.exponent:.3f})"
+
     def price(self, gap: float, tokens: float) -> float:
-        """Tokens for BF16's loss over BF16's own. gap: nats above BF16 after `tokens` tokens a parameter, not as far
-        below it as its floor."""
-        return float((1 + gap / (self.scale * tokens**-self.exponent)) ** (1 / self.exponent))
+        """Tokens for BF16's loss over BF16's own. gap: nats above BF16 after `tokens` tokens a parameter; 0 for one as
+        far below it as its floor."""
+        return float(max(0.0, 1 + gap / (self.scale * tokens**-self.exponent)) ** (1 / self.exponent))
 
     def price_text(self, gap: Estimate, tokens: float) -> str:
         """The price of a gap in nats, `1.31 [1.22, 1.40]`."""
@@ -150,10 +153,9 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
     beyond = "" if 20 <= tokens <= 800 else ", and it is far from the 20 to 800 that curves are fitted to"
     notes = [
         "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval].",
-        f"tokens for BF16's loss: over BF16's own, at {tokens:.3g} tokens a parameter, by the curve of {curve.name} "
-        f"({curve.floor:.3f} + {curve.scale:.3f} * D^-{curve.exponent:.3f}), for gaps of {GROWTH[0]} times the lower "
-        f"end of the interval to {GROWTH[1]} times its upper end: so much larger hybrid_30m's were after whole runs. "
-        f"The curve's own error is not in it{beyond}.",
+        f"tokens for BF16's loss: over BF16's own, at {tokens:.3g} tokens a parameter, by the curve of {curve}, "
+        f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end: so much "
+        f"larger hybrid_30m's were after whole runs. The curve's own error is not in it{beyond}.",
         f"time of a token: over BF16's, {times}. cost: tokens times time; below 1 a recipe pays.",
         "",
         verdict(recipes, curve, tokens),

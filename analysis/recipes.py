@@ -218,15 +218,24 @@ def _noise(groups: Groups, base: str) -> pd.DataFrame:
     return table.assign(percent=100 * table["std"] / table["mean"])
 
 
-def curve_of(runs: Sequence[HeldOut], parameters: float = 1.0) -> Curve:
+def curve_of(runs: Sequence[HeldOut], parameters: float = 1.0, base: Sequence[HeldOut] = ()) -> Curve:
     """Fitted to the last held-out losses of finished BF16 runs of at least four lengths, over their tokens by
-    `parameters`. Raises ValueError for one that is not finished, and what `fit` raises."""
-    for run in runs:
-        if run.final is None:
-            raise ValueError(f"{run.folder} is not finished ({run.problem or 'it has steps left'}); leave it out")
-    ends = [(run.final, run.losses[run.final][MEAN]) for run in runs if run.final is not None]
+    `parameters`.
+
+    base: runs with the losses that it is for. Raises ValueError for one of `runs` that is not finished, if any two of
+    all were validated on other sources, and what `fit` raises.
+    """
+    ends = [(run.final, run.losses[run.final]) for run in runs if run.final is not None]
+    if left := next((run for run in runs if run.final is None), None):
+        raise ValueError(f"--curve {left.folder}: {left.problem}; leave it out")
+    validated = [measured for _, measured in ends] + [run.losses[run.final] for run in base if run.final is not None]
+    sources = list(dict.fromkeys(", ".join(sorted(of.keys() - {MEAN})) for of in validated))
+    if len(sources) > 1:
+        raise ValueError(
+            f"--curve: runs were validated on other sources ({' or '.join(sources)}); name runs of the same"
+        )
     name = f"{counted(len(runs), 'run')} of yours"
-    return fit(name, parameters, [end / parameters for end, _ in ends], [loss for _, loss in ends])
+    return fit(name, parameters, [end / parameters for end, _ in ends], [measured[MEAN] for _, measured in ends])
 
 
 def recipes_tables(groups: Groups, against: str | None = None, curve: Curve | None = None) -> str:
@@ -297,6 +306,7 @@ def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFr
     notes = [
         "[95% interval]: of the mean over pairs (Student's t); of twenty recipes that cost nothing, one or two are "
         "expected without zero. *: of fewer than five pairs, by the scatter within all groups, pooled.",
+        *([] if curve is None else [f"tokens for the loss of {base}: over its own, by the curve of {curve}."]),
         *(f"left out: {line}" for line in _left_out(groups, base)),
     ]
     return markdown(heads, rows, notes)

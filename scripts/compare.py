@@ -67,8 +67,11 @@ def compare_recipes(options: argparse.Namespace) -> None:
 
     groups = read_groups(options.groups, options.sources)
     against = options.against or (list(groups)[1] if len(groups) > 2 else None)
-    runs = options.curve and [read_held_out(Path(run), options.sources) for run in options.curve]
-    print(recipes_tables(groups, against, curve_of(runs) if runs else None))
+    curve = None
+    if options.curve is not None:
+        runs = [read_held_out(Path(run), options.sources) for run in options.curve]
+        curve = curve_of(runs, base=next(iter(groups.values())))
+    print(recipes_tables(groups, against, curve))
     if options.output:
         print(draw_at_the_end(groups, options.output, against))
 

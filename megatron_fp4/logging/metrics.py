@@ -463,7 +463,8 @@ def known_run_id(directory: Path) -> str | None:
     read and that wandb would take."""
     path = directory / ID_FILE
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if re.fullmatch(r"[\w.-]{1,64}", run_id := path.read_text(encoding="utf-8").strip(), re.ASCII):
+        run_id = path.read_text(encoding="utf-8").strip() if path.is_file() else ""  # and no pipe, which would wait
+        if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
             return run_id
     if path.exists():
         logger.warning("%s is no id of a wandb run and is not used", path)

@@ -181,7 +181,7 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
             (checkpoint, ["nvfp4", *steps, "--output", tmp_path], "it is a folder; name a file"),
             (checkpoint, ["nvfp4", *steps, "--output", tmp_path / "other.json"], "holds no branches"),
             (checkpoint, ["nvfp4", *steps, "--gpu", "h100"], "those with tensor cores for FP4 are b200"),
-            (checkpoint, ["nvfp4", *steps, "--curve", run_dir], "is not finished"),
+            (checkpoint, ["nvfp4", *steps, "--curve", run_dir], "not yet validated; leave it out"),
             (checkpoint, ["--public", tmp_path / "other.json"], "is not for_plots/runs.json"),
         ):
             assert price_main(folder, *arguments) == 2, arguments

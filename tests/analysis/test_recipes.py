@@ -147,4 +147,16 @@ def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.Cap
     command = ["recipes", *groups, "--curve", *map(str, of_lengths.values())]
     assert compare.main(command) == 0
     assert "tokens for the loss of bf16" in (out := capsys.readouterr().out) and "4.00 [4.00, 4.00]" in out
-    assert compare.main(command[:-1]) == 2 and "runs of four lengths at least" in capsys.readouterr().err
+    assert "by the curve of 4 runs of yours (2.000 + 8000." in out
+    # An interval that ends below the floor of the curve.
+    wide = write_run(tmp_path / "wide", 2, {400: {"a": 3.6}}, steps=400)
+    assert compare.main(["recipes", groups[0], f"nvfp4={recipe[0]},{wide}", *command[3:]]) == 0
+    assert " [0.00, " in capsys.readouterr().out
+    other = write_run(tmp_path / "other", 1, {900: {"b": 2.2}}, steps=900)
+    unfinished = write_run(tmp_path / "unfinished", 1, {900: {"a": 2.2}}, steps=901)
+    for runs, expected in (
+        ([], "runs of four lengths at least"),
+        ([other], "runs were validated on other sources (a or b)"),
+        ([unfinished], "unfinished: not finished, last validated after 900M tokens; leave it out"),
+    ):
+        assert compare.main([*command[:-1], *map(str, runs)]) == 2 and expected in capsys.readouterr().err

@@ -32,8 +32,8 @@ def tensors(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Ten
     return x, torch.randn(outputs, inputs, generator=generator) * inputs**-0.5, dy * 1e-4
 
 
-def context_of(recipe: Recipe) -> LinearContext:
-    context = ref.context_of(recipe)
+def context_of(recipe: Recipe, num_groups: int = 1) -> LinearContext:
+    context = ref.context_of(recipe, num_groups=num_groups)
     context.step_state.step = 3
     return context
 
@@ -44,11 +44,18 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, torch.float32) for name in RECIPES), *((name, torch.bfloat16) for name in ("nvfp4", "mxfp4", "fp8"))],
+    ("name", "dtype", "num_groups"),
+    [
+        *((name, torch.float32, 1) for name in RECIPES),
+        *((name, torch.bfloat16, 1) for name in ("nvfp4", "mxfp4", "fp8")),
+        *((name, torch.float32, 3) for name in ("nvfp4", "mxfp4, square weights")),
+    ],
 )
-def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(name: str, dtype: torch.dtype) -> None:
-    x, w, dy = tensors(128, 384, 256)
+def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(
+    name: str, dtype: torch.dtype, num_groups: int
+) -> None:
+    """Weights are codes on the GPU and values on the CPU. Groups of 84 rows are padded."""
+    x, w, dy = tensors(128, 384, 256 if num_groups == 1 else 84 * num_groups)
     gemms: dict[str, list[tuple[Tensor, Tensor | None]]] = {"cpu": [], "cuda": []}
     results = {}
     for device, found in gemms.items():
@@ -57,7 +64,9 @@ def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(name: str, 
             found.extend((operand(a), operand(b)))
 
         with watched_gemms(keep):
-            results[device] = ref.run(*(t.to(device) for t in (x, w.to(dtype), dy)), context_of(RECIPES[name]))
+            results[device] = ref.run(
+                *(t.to(device) for t in (x, w.to(dtype), dy)), context_of(RECIPES[name], num_groups)
+            )
     assert len(gemms["cpu"]) == len(gemms["cuda"]) == 6
     for (values, scale), (gpu_values, gpu_scale) in zip(*gemms.values(), strict=True):
         assert torch.equal(values, gpu_values.cpu())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -215,6 +216,11 @@ def test_the_id_at_wandb_is_the_runs(
     assert known_run_id(tmp_path) != first and (tmp_path / f"{ID_FILE}.1").read_text() == f"{first}\n"
     (tmp_path / ID_FILE).write_bytes(b"\xff\xfe\x00bad")
     assert known_run_id(tmp_path) is None
+    (tmp_path / ID_FILE).unlink()
+    os.mkfifo(tmp_path / ID_FILE)  # whoever opened it would wait
+    assert known_run_id(tmp_path) is None
+    (tmp_path / ID_FILE).unlink()
+    (tmp_path / ID_FILE).write_text(first)
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError("a bad disk")))
     assert known_run_id(tmp_path) is None
 
