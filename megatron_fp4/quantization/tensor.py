@@ -71,7 +71,8 @@ class QuantizedTensor:
         return replace(self, elements=elements, scales=scales, negative=negative)
 
     def transposed(self) -> QuantizedTensor:
-        """Rows and columns exchanged, [rows, cols] of square blocks: their codes are the same along both dimensions."""
+        """Rows and columns exchanged, [rows, cols] of square blocks under scales of one byte: their codes are the same
+        along both dimensions."""
         block = self.block[0]
         assert self.block == (block, block), "the scales of other blocks lie along the dot product"
         # Of a block's rows under one scale the first, for the columns that they become.
