@@ -29,7 +29,8 @@ def exact_norm_share(gradients: Sequence[Tensor], device: torch.device) -> Tenso
     rows = row_squares(gradients, device)
     rough = rows.sum()
     dist.all_reduce(rough)
-    scale = torch.ldexp(torch.ones_like(rough), (50 - torch.frexp(rough).exponent).clamp(max=1000))
+    power = (50 - torch.frexp(rough).exponent.to(torch.int64)).clamp(-1022, 1023)
+    scale = ((power + 1023) << 52).view(torch.float64)  # 2^power; torch.ldexp may compute it in FP32
     return torch.where(rough.isfinite(), (rows * scale).round().sum() / scale, rough)
 
 
