@@ -33,6 +33,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_fp4.runtime.closed_pipe import end_without_reader
+
 SUFFIXES = {
     "prose": (".md", ".mdx", ".rst", ".txt", ".adoc", ".xml", ".cnxml", ".xhtml"),
     "code": (".py", ".pyx", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".rb", ".js", ".ts", ".sh"),
@@ -240,4 +242,5 @@ def _new(text: str, kind: str, seen: set[bytes]) -> str | None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))
