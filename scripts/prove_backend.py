@@ -47,7 +47,7 @@ from torch.utils import collect_env
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.backend import Backend, first_line
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import (
     GEMMS,
@@ -331,9 +331,8 @@ def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> 
 
 
 def said(error: BaseException) -> str:
-    """An error in one line."""
-    text = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
-    return text.replace("|", "/")  # it may stand in a table
+    """An error in one line, which may stand in a table."""
+    return first_line(error).replace("|", "/")
 
 
 def times_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:

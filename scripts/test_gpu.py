@@ -74,8 +74,8 @@ STEPS = (
     tests("the backend torch", "test_torch_backend"),
     tests("models", "test_model_kernels", needs=FUSED),
     tests("deterministic attention", "test_tiled_attention"),
-    tests("CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", "test_exact_norm", needs=FUSED),
-    tests("gathered codes", "test_gathered_codes"),
+    tests("CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", needs=FUSED),
+    tests("gathered codes, exact norm", "test_gathered_codes", "test_exact_norm"),
     tests("messages of tensor parallelism", "test_tensor_parallel", gpus=2),
     Step(
         "a round of faults, each run finished afterwards and equal",

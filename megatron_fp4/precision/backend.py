@@ -212,3 +212,8 @@ class Backend(ABC):
     @abstractmethod
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""
+
+
+def first_line(error: BaseException) -> str:
+    """The error's type and the first line of its text, for a fault or a refusal."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

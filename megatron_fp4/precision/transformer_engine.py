@@ -52,6 +52,7 @@ from megatron_fp4.precision.backend import (
     RowGroups,
     added,
     block_alignment,
+    first_line,
 )
 from megatron_fp4.precision.emulated import (
     EMULATED,
@@ -103,8 +104,7 @@ def not_installed() -> str | None:
     try:
         _library()
     except Exception as error:  # its own checks are assertions, and another release may have other names
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return f"Transformer Engine is installed, but its import fails: {why}"
+        return f"Transformer Engine is installed, but its import fails: {first_line(error)}"
     return None
 
 

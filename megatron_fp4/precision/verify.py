@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups, first_line
 from megatron_fp4.precision.emulated import PackedWeight, operand_rows, packed_weight, shared_amax
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.plan import Plan
@@ -314,8 +314,7 @@ def check(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
     try:
         return [Finding(case, *found) for found in _comparisons(backend, case, device)]
     except Exception as error:  # what a kernel that this chip cannot run ends in, or a release with other names
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [Finding(case, "kernels", f"failed: {why}")]
+        return [Finding(case, "kernels", f"failed: {first_line(error)}")]
 
 
 def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator[tuple[Any, ...]]:
@@ -341,8 +340,9 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
                 if slot in slots:
                     yield f"{slot.name} {what}", operand_fault(made[slot], rows, call.request(slot), exact=True)
     travelled = dict(_travelled(backend, case, nearest, made, device))
+    call = LinearCall(nearest, tensors["weight"], tensors["activation"])
     for slot, operand in travelled.items():
-        rows, call = tensors[slot.tensor], LinearCall(nearest, tensors["weight"], tensors["activation"])
+        rows = tensors[slot.tensor]
         fault = operand_fault(operand, rows.t() if slot.transposed else rows, call.request(slot), exact=True)
         yield f"{slot.name} from other ranks", fault
     if not backend.draws_ours:

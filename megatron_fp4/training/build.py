@@ -199,16 +199,11 @@ def sharded_model(
 
 
 def initialized_model(
-    config: Config,
-    models: ModelProvider,
-    mesh: ParallelMesh,
-    step_state: StepState,
-    execution: Any = None,
-    backend: BackendChoice | None = None,
+    config: Config, models: ModelProvider, mesh: ParallelMesh, step_state: StepState
 ) -> tuple[Any, PrecisionController]:
-    """`sharded_model` on the mesh's device with its initial weights. execution, backend: None: the configuration's."""
-    execution, backend = execution or execution_of(config, models), backend or backend_of(config, models)
-    model, controller = sharded_model(config, models, mesh, step_state, execution, backend.open())
+    """`sharded_model` of the configuration's kernels and backend, on the mesh's device with its initial weights."""
+    execution, backend = execution_of(config, models), backend_of(config, models).open()
+    model, controller = sharded_model(config, models, mesh, step_state, execution, backend)
     initialize(model, config, models, mesh)
     return model, controller
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.backend import first_line
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.rng import DeviceKeys, StepState
@@ -158,8 +159,7 @@ class MicroBatchGraphs:
             raise failure
         self._failed = True
         error = failure.__context__ or failure  # the end of a broken capture fails too
-        why, *_ = [*str(error).strip().splitlines(), ""]
-        self._warn(f"CUDA graphs: none, because a capture failed: {type(error).__name__}: {why}")
+        self._warn(f"CUDA graphs: none, because a capture failed: {first_line(error)}")
         if first:
             self._drop_gradients_and_weights()
         return None
