@@ -49,7 +49,9 @@ class RunConsole:
         stream = stream or sys.stdout
         self._live = active and stream.isatty()
         width = None if stream.isatty() else 120  # a file has no width, and rich would fold tables to 80 columns
-        self._console = _Output(file=stream, width=width, highlight=False, soft_wrap=not stream.isatty())
+        # Without markup: a list in [brackets] is a value that the user gave.
+        soft = not stream.isatty()
+        self._console = _Output(file=stream, width=width, highlight=False, markup=False, soft_wrap=soft)
         self._progress: Progress | None = None
         # Of the steps since the last line, or on a terminal of the last hundred.
         self._waits: deque[float] = deque(maxlen=100 if self._live else None)
@@ -77,7 +79,7 @@ class RunConsole:
 
     def text(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        self._print(text, markup=False)
+        self._print(text)
 
     def event(self, step: int, text: str) -> None:
         """Show that something happened after `step` steps: a switch, a checkpoint, a signal."""
@@ -128,11 +130,11 @@ class RunConsole:
             f"data wait {median}, p99 {most}",
         ]
 
-    def _print(self, what: Table | str, **options: bool) -> None:
+    def _print(self, what: Table | str) -> None:
         if not self._active:
             return
         try:
-            self._console.print(what, **options)  # type: ignore[arg-type]
+            self._console.print(what)
         except OSError:  # a full disk behind `>` must not end training; metrics.jsonl has it all
             del self._console._buffer[:]
 

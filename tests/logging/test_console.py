@@ -66,6 +66,13 @@ def test_plain_lines_every_interval_at_the_end_and_of_skipped_steps() -> None:
     assert all("mem 0.5 GiB (25%)" in line for line in lines[1:]) and "ETA 0s" in lines[-1]
 
 
+def test_what_stands_in_brackets_is_printed() -> None:
+    """Rich takes [bold] for a style."""
+    stream = Stream()
+    RunConsole(1, stream=stream).table(facts_table("names: [bold]", {"names": "[a, blocks.1.mixer.in_proj]"}))
+    assert "names: [bold]" in stream.getvalue() and "[a, blocks.1.mixer.in_proj]" in stream.getvalue()
+
+
 @pytest.mark.parametrize("width", [40, 160])
 def test_a_terminal_gets_a_bar_and_the_numbers_that_fit(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
