@@ -7,8 +7,8 @@ before); the second is measured.
 
 Linears are those of the emulated backend on an NVIDIA GPU whose kernels do nothing: operands go through the fused
 quantizers' own code, and what those do not make (four-over-six, unusual transforms, FP32 activations) goes through
-PyTorch, as on a GPU. Native backends send the same bytes, and keep copies of gathered codes in cuBLAS's layout, one for
-fprop and one for dgrad. Transformer Engine's own temporaries are not known.
+PyTorch, as on a GPU. Native backends send the same bytes, and keep a weight's codes twice in cuBLAS's layout, for fprop
+and for dgrad. Transformer Engine's own temporaries are not known.
 
 A `Ledger` is a dispatch mode: it sees every operation, keeps a list of the storages that are alive (views share one)
 and adds up the messages of `torch.distributed`. Memory is counted as PyTorch's CUDA allocator counts it
@@ -18,6 +18,7 @@ buffers of NCCL and the workspaces of cuBLAS (the dry run adds these).
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,8 +40,8 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
-from megatron_fp4.precision.backend import Backend, RowGroups
-from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, PackedWeight, codes_of
+from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, PackedWeight, codes_of, packed_weight
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.gemm_cuda import computed_alone
 from megatron_fp4.precision.linear import LinearContext
@@ -270,12 +271,13 @@ def _allocated(
 
 
 class PlanningBackend(EmulatedBackend):
-    """Products that are allocated as on a GPU: codes become values, as for cuBLAS. native: gathered ones are copied."""
+    """Products that are allocated as on a GPU: codes become values, as for cuBLAS. native: fprop and dgrad have their
+    own copies of a weight's codes."""
 
     scaled_matmul = staticmethod(_allocated)
 
     def __init__(self, native: bool) -> None:
-        self.native, self.num_products = native, 0
+        self.native, self.transposes, self.num_products = native, not native, 0
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:
         """As the emulation, or as a native backend: of copies."""
@@ -284,6 +286,15 @@ class PlanningBackend(EmulatedBackend):
         copies = [replace(gathered, codes=gathered.codes.clone(), scales=gathered.scales.clone()) for _ in range(2)]
         (fprop, _), (_, dgrad) = (super(PlanningBackend, self).weight_of_codes(copy, operand) for copy in copies)
         return fprop, dgrad
+
+    def operands(
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
+        """As the emulation; of a native backend's weight the codes of each direction."""
+        if self.native and columns is not None and columns == rows and self.packs(columns):
+            make = functools.partial(packed_weight, x, columns, len(x), len(x))
+            return make, lambda: make().transposed()
+        return super().operands(x, columns, rows)
 
     def gemm(self, *arguments: Any) -> Tensor:
         """As the emulation, counted."""

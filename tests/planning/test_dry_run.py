@@ -157,6 +157,13 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
     assert sent(kept) - sent(codes) == (2 - 9 / 16) * linears
 
 
+def test_a_native_backend_keeps_the_codes_of_both_directions():
+    config = configured()
+    native = replace(config, precision=replace(config.precision, backend="transformer_engine"))
+    emulated, both = (dry.memory.quantized_weights for dry in run_each(1, config, native))
+    assert both == pytest.approx(2 * emulated, rel=0.15)  # these come with the padding of groups
+
+
 def test_reducing_each_micro_batch_of_masked_documents(on_four):
     once, config = on_four[0], configured(replicate=2, reduce_gradients="each")
     data = replace(config.data, documents="masked", boundary_loss=False)

@@ -36,7 +36,8 @@ def test_planned_steps_are_within_a_tenth_of_measured_ones() -> None:
 def test_the_page_has_what_is_planned(row: tuple[str, str, str, str]) -> None:
     ranks, overrides, _, planned = row
     config = compose_config([*COMMON, *overrides.split()], CONFIGS)
-    _, times = plan_run(as_planned(config, plans_of(config, models)), models, data, int(ranks))
+    config = as_planned(config, plans_of(config, models))
+    _, times = plan_run(config, models, data.phases(config), int(ranks), models.planned_execution(config))
     assert round(1000 * times[0][1].seconds) == int(planned)
 
 
@@ -60,5 +61,6 @@ def test_starts_on_64_gpus_divide_and_fit(gpu: str) -> None:
 def test_the_peak_of_the_smallest_is_the_planned_one() -> None:
     """Those of the others were planned by hand: each takes half a minute."""
     overrides, _, blackwell = STARTS[0]
-    dry, _ = plan_run(start_of(overrides, "b200"), models, data, 64)
+    config = start_of(overrides, "b200")
+    dry, _ = plan_run(config, models, data.phases(config), 64, models.planned_execution(config))
     assert round(dry.memory.peak / 2**30) == int(blackwell)

@@ -7,13 +7,16 @@ from unittest import mock
 
 import pytest
 
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_fp4.planning.dry_run import DryRun, Message
 from megatron_fp4.planning.gpus import GPUS
 from megatron_fp4.planning.needs import PlannedPhase, StepTime, as_planned, axis_bandwidth, hidden, step_time
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.training.build import plans_of
 from models import provider as models
 from models.pattern import training_flops_per_token
+from pretrain import CONFIGS
 
 GB = 10**9
 TOKENS = Message("all-gather", "tp", 2, 120 * GB)  # each rank sends half: 0.2 s at 300 GB/s
@@ -72,3 +75,16 @@ def test_the_largest_bound_is_the_step():
     )  # replayed
     found = times({}, peak=1e6)
     assert (found.bound, found.seconds) == ("host", found.host)
+
+
+def test_what_is_computed_again_takes_as_long_as_measured():
+    """The 1.2B in BF16 on one H200 (docs/measurements.md)."""
+    seconds = {}
+    for what, measured in {"none": 500, "selective": 509, "block": 620}.items():
+        config = compose_config(
+            ["model=transformer_1_2b", "precision=bf16", f"train.activation_checkpointing={what}"], CONFIGS
+        )
+        phase = PlannedPhase("main", 10, config.train.global_batch_size, 8192)
+        plans = plans_of(config, models)
+        seconds[what] = step_time(as_planned(config, plans), models, 1, EMPTY, phase, plans).compute
+        assert seconds[what] / seconds["none"] == pytest.approx(measured / 500, rel=0.03)
