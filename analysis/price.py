@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from analysis.statistics import Estimate, gap_text, markdown
+from analysis.statistics import Estimate, gap_text
+from megatron_fp4.logging.console import markdown
 
 # Gaps after 25 tokens a parameter over those of the first sixty steps, smallest and largest.
 GROWTH = (1.8, 2.3)

@@ -20,8 +20,8 @@ import yaml
 
 from analysis.price import Curve, fit
 from analysis.runs import check_sources, comparable, difference_line, differences, settings_of
-from analysis.statistics import draw_estimates, estimates, gap_text, markdown, pooled, share_text
-from megatron_fp4.logging.console import counted, short_tokens
+from analysis.statistics import draw_estimates, estimates, gap_text, pooled, share_text
+from megatron_fp4.logging.console import counted, markdown, short_tokens
 from megatron_fp4.logging.run_folder import read_records
 
 MEAN = ""  # instead of a held-out source: the mean of all, each weighed alike

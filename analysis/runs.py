@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from analysis.statistics import block_estimate, gap_text, markdown
+from analysis.statistics import block_estimate, gap_text
 from megatron_fp4.checkpoint.config_diff import NOT_OF_THE_MODEL
+from megatron_fp4.logging.console import markdown
 from megatron_fp4.logging.pictures import draw_gaps, draw_training, legend_below, look, picture, step_axis
 from megatron_fp4.logging.run_folder import RunFolder
 

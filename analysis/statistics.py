@@ -117,13 +117,6 @@ def gap_text(gap: Estimate | None, unit: str = "%", digits: int = 2) -> str:
     return "-" if gap is None else gap.text(unit, digits)
 
 
-def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
-    """A Markdown table, with notes below it."""
-    below = list(notes)
-    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:], *([""] if below else []), *below])
-
-
 def draw_estimates(
     rows: Mapping[str, tuple[Estimate, Sequence[float]]],
     target: Path,

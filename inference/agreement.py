@@ -19,8 +19,9 @@ from data.provider import open_held_out
 from data.validation import ValidationSet, Yardstick
 from exchange.checkpoint import Checkpoint, load_model
 from inference.generation import lower_weights
-from inference.models import OpenedFolder, ProgressLine, Row, Scorer, markdown
+from inference.models import OpenedFolder, ProgressLine, Row, Scorer
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging.console import markdown
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.precision.plan import Plan, PrecisionController
 from megatron_fp4.precision.rng import StepState
@@ -141,4 +142,4 @@ def agreement_table(windows: Windows, found: Mapping[str, Losses], reference: st
             apart = "" if title == reference else f"{nats[name] - found[reference][name]:+.1e}"
             cells += [f"{nats[name]:.6f}", "-" if bits is None else f"{bits:.6f}", apart]
         rows.append(cells)
-    return markdown(["validation loss", *header], rows, left=1)
+    return markdown(["validation loss", *header], rows)

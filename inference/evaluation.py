@@ -43,7 +43,8 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import t as student
 from tqdm import tqdm
 
-from inference.models import Model, OpenedFolder, ProgressLine, Row, Scorer, first_line, markdown
+from inference.models import Model, OpenedFolder, ProgressLine, Row, Scorer, first_line
+from megatron_fp4.logging.console import markdown
 
 
 def _no_bar(*arguments: Any, **options: Any) -> Any:
@@ -307,7 +308,7 @@ def evaluation_table(models: Sequence[Examined]) -> str:
         for theirs in (other.scores[task, metric] for other in others):
             cells += [str(theirs), str(difference(own, theirs))]
         rows.append(cells)
-    lines = [markdown(header, rows), "", "± is one standard error, over the documents of the task."]
+    lines = ["± is one standard error, over the documents of the task."]
     if others:
         lines.append(
             "In brackets the 95% interval of a difference; * marks those whose interval does not hold 0: of two "
@@ -319,7 +320,7 @@ def evaluation_table(models: Sequence[Examined]) -> str:
         f"sha256 {of['sha256'][:12]}"
         for task, of in first.tasks.items()
     ]
-    return "\n".join(lines)
+    return markdown(header, rows, lines, left=2)
 
 
 def record(models: Sequence[Examined], command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:

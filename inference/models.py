@@ -257,18 +257,6 @@ class Scorer:
         return self._model(tokens, use_cache=False).logits, lambda logits: logits
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
-    """A table whose columns also stand below each other on a terminal; all but the first `left` to the right."""
-    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([line(header), line(rule), *map(line, rows)])
-
-
 class ProgressLine:
     """How far it is, on a terminal's stderr once a second; elsewhere nothing."""
 

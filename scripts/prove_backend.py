@@ -47,6 +47,7 @@ from torch.utils import collect_env
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.console import markdown
 from megatron_fp4.precision.backend import Backend, first_line
 from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import (
@@ -107,7 +108,7 @@ class Proof:
     def row(self) -> list[str]:
         """Of the table of comparisons."""
         if self.untested:
-            return [self.precision, self.backend, f"not tested: {self.untested}", *["-"] * 5]
+            return [self.precision, self.backend, f"not tested: {self.untested}"]
         lost = [bool(finding.fault) for finding in self.findings if finding.what == "NaN and inf"]
         arrive = "-" if not lost else "NO" if any(lost) else "yes"
         errors = []
@@ -322,11 +323,11 @@ def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> 
             except Exception as error:
                 rows.append([label, of, f"not run: {error if isinstance(error, ConfigError) else said(error)}"])
         of_all.append(found)
-        parts += [f"{title}:", table([["precision", "backend", *next(iter(found.values()), {})], *rows])]
+        parts += [f"{title}:", markdown(["precision", "backend", *next(iter(found.values()), {})], rows, left=2)]
     if native:
         summaries = [summary(name, proofs, *of_all) for name in native]
-        rows = [list(summaries[0]), *(list(of.values()) for of in summaries)]
-        parts += ['For docs/measurements.md, "On Blackwell" (times in ms):', table(rows)]
+        rows = [list(of.values()) for of in summaries]
+        parts += ['For docs/measurements.md, "On Blackwell" (times in ms):', markdown(list(summaries[0]), rows)]
     return "\n\n".join(parts)
 
 
@@ -445,23 +446,15 @@ def report(proofs: list[Proof]) -> str:
         f"### Proof of the backends on {machine()}",
         f"**{len(faults)} faults.**" if faults else "All that was tested agrees.",
         "\n".join(faults),
-        table([["what", "is"], *map(list, surroundings().items())]),
+        markdown(["what", "is"], list(surroundings().items()), left=2),
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
         "rounded to BF16, which alone is 1.7e-03):",
-        table(
-            [
-                ["precision", "backend", "comparisons", FINGERPRINT, "NaN, inf arrive", *GEMMS],
-                *(proof.row() for proof in proofs),
-            ]
+        markdown(
+            ["precision", "backend", "comparisons", FINGERPRINT, "NaN, inf arrive", *GEMMS],
+            [proof.row() for proof in proofs],
         ),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def table(rows: list[list[str]]) -> str:
-    """A Markdown table, its first column to the left and the others to the right. rows: the first has all columns."""
-    rules = ["---", *["---:"] * (len(rows[0]) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (rows[0], rules, *rows[1:]))
 
 
 # Environment variables that change codes, products or kernels begin so.

@@ -169,6 +169,11 @@ def wait_until(condition: Callable[[], object], what: str = "", program: Any = N
         time.sleep(0.002)
 
 
+def cells(printed: str) -> list[list[str]]:
+    """Of the tables in Markdown in what a program printed."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:1] == "|"]
+
+
 def wait_until_gone(pids: Sequence[int]) -> None:
     """Zombies are."""
     wait_until(lambda: all(state_of_process(pid) == "gone" for pid in pids), f"still there: some of {pids}")

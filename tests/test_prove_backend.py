@@ -14,6 +14,7 @@ from megatron_fp4.precision.support import BACKENDS
 from megatron_fp4.runtime.revision import revision
 from scripts import prove_backend
 from tests.precision import te_stand_in
+from tests.programs import cells
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -32,8 +33,8 @@ def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch:
     printed = capsys.readouterr().out
     assert printed.startswith("### Proof of the backends on CPU")
     assert "All that was tested agrees." in printed
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line[:1] == "|"]
-    compared = {(row[0], row[1]): row for row in rows if len(row) == 8}
+    rows = cells(printed)
+    compared = {(row[0], row[1]): row for row in rows if len(row) > 2}
     for precision, prints in prove_backend.FINGERPRINTS.items():
         row, operands = compared[precision, "emulated"], len(prints.split())
         assert row[2].endswith(", 0 faults") and int(row[2].split(",")[0]) > 8
@@ -71,7 +72,7 @@ def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs = [prove_backend.Proof("nvfp4", "transformer_engine")]
     with te_stand_in.installed():
         page = prove_backend.measured(proofs, ["emulated", "transformer_engine"], CPU)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    rows = cells(page)
     found = [row for row in rows if row[0] in {*prove_backend.FORMATS, *prove_backend.QUANTIZERS}]
     times, steps, graphs = (
         {(label, of): cells for label, of, *cells in part} for part in (found[:7], found[7:11], found[11:])
@@ -84,7 +85,7 @@ def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs["nvfp4", te][0].startswith("no: ") and len(graphs) == 4
     header, _, row = rows[-3:]
     assert len(row) == len(header) and row[1] == revision() and "-" not in row[6].split(", ")[::3]
-    assert f"| {' | '.join(header)} |" in (ROOT / "docs" / "measurements.md").read_text()
+    assert header in cells((ROOT / "docs" / "measurements.md").read_text())
 
 
 @pytest.mark.slow
@@ -106,7 +107,7 @@ def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch, tmp_path
     assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated", "--page", str(page)]) == 1
     printed = capsys.readouterr().out
     assert page.read_text() == printed
-    assert "not run: there is no CUDA device" in printed and f"| commit | {revision()} |" in printed
+    assert "not run: there is no CUDA device" in printed and ["commit", revision()] in cells(printed)
     assert "faults.**" in printed and "All that was tested" not in printed
     assert any(line.startswith("- emulated: nvfp4, 128 tokens") and seen in line for line in printed.splitlines())
 
@@ -116,7 +117,7 @@ def test_codes_that_are_not_a_cpus_are_named(capsys, monkeypatch) -> None:
     monkeypatch.setitem(prove_backend.FINGERPRINTS, "nvfp4", "01234567 " + prove_backend.FINGERPRINTS["nvfp4"][9:])
     assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated"]) == 1
     printed = capsys.readouterr().out
-    assert "**1 faults.**" in printed and "instead of 01234567" in printed and "| 7 of 8 |" in printed
+    assert "**1 faults.**" in printed and "instead of 01234567" in printed and "7 of 8" in printed
 
 
 def test_a_quantizer_that_fails_is_a_fault(monkeypatch) -> None:

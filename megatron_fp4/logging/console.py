@@ -159,6 +159,21 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     return table
 
 
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = (), left: int = 1) -> str:
+    """A table in Markdown whose columns also stand below each other on a terminal, all but the first `left` to the
+    right, with notes below it. A row may have fewer cells, such as a reason; it widens no column."""
+    rows, below = list(rows), list(notes)
+    whole = [heads, *(cells for cells in rows if len(cells) == len(heads))]
+    widths = [max(3, *map(len, column)) for column in zip(*whole, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        placed = (cell.ljust(widths[i]) if i < left else cell.rjust(widths[i]) for i, cell in enumerate(cells))
+        return f"| {' | '.join(placed)} |"
+
+    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([line(heads), line(rule), *map(line, rows), *([""] if below else []), *below])
+
+
 def facts_table(title: str, facts: Mapping[str, object]) -> Table:
     """Names and values, such as the final summary of a run; what is None is left out."""
     rows = []

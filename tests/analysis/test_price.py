@@ -11,6 +11,7 @@ import pytest
 from analysis.branches import Branch, recipes_of_branches
 from analysis.price import GROWTH, SHIPPED, Curve, RecipeCost, fit, nearest, price_table, public_prices, verdict
 from analysis.statistics import Estimate
+from tests.programs import cells
 
 TRUE = Curve("the truth", 1e8, 2.7, 1.4, 0.43)
 LENGTHS = [25.0, 50.0, 100.0, 200.0, 400.0]
@@ -51,9 +52,9 @@ def test_public_runs_are_read_as_they_are_published(tmp_path: Path) -> None:
 
     groups = {"baseline": [run(of, 0.0) for of in LENGTHS], "nvidia": [run(25, 0.05)], "quartetv2": [run(98, 0.04)]}
     (tmp_path / "runs.json").write_text(json.dumps(groups))
-    rows = public_prices(tmp_path / "runs.json").splitlines()
-    assert rows[2] == f"| Transformers on C4, 100M | 25 | nvidia | 0.0500 | {TRUE.price(0.05, 25):.2f} |"
-    assert rows[3] == f"| Transformers on C4, 100M | 98 | quartetv2 | 0.0400 | {TRUE.price(0.04, 98):.2f} |"
+    rows = cells(public_prices(tmp_path / "runs.json"))
+    assert rows[2] == ["Transformers on C4, 100M", "25", "nvidia", "0.0500", f"{TRUE.price(0.05, 25):.2f}"]
+    assert rows[3] == ["Transformers on C4, 100M", "98", "quartetv2", "0.0400", f"{TRUE.price(0.04, 98):.2f}"]
 
 
 def test_gaps_of_one_start_and_of_several() -> None:
@@ -90,4 +91,4 @@ def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
     assert "With a switch to BF16: nvfp4" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
     assert "Not established" in verdict([RecipeCost("nvfp4", None, None, 0.8)], TRUE, 98)
     table = price_table([slow, RecipeCost("diverged", None, None, None)], TRUE, 5.0, "planned")
-    assert "| diverged | - | - | - | - | - |" in table and "far from the 20 to 800" in table
+    assert ["diverged", *"-----"] in cells(table) and "far from the 20 to 800" in table

@@ -11,6 +11,7 @@ import pytest
 
 from analysis.recipes import HeldOut, Pair, gaps, read_held_out
 from scripts import compare
+from tests.programs import cells
 
 
 def held_out(
@@ -97,11 +98,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = ["--output", f"{tmp_path}/gaps.png"]
     assert compare.main(["recipes", *groups, f"best={tmp_path}/best_*,{tmp_path}/late", *drawn]) == 0
     printed = capsys.readouterr().out
-    by_tokens, at_the_end, by_source = (
-        [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
-        for table in printed.split("\n\n")
-        if table.startswith("|")
-    )
+    by_tokens, at_the_end, by_source = (cells(table) for table in printed.split("\n\n") if table[0] == "|")
     assert by_tokens[0] == ["tokens", "bf16", "standard deviation", "nvfp4 above it", "best above it"]
     assert [row[:2] for row in by_tokens[2:]] == [["2M", "3.1000 (3)"], ["4M", "3.1000 (3)"]]
     nvfp4, best = at_the_end[3:]

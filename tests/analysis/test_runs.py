@@ -12,6 +12,7 @@ import pytest
 from analysis.runs import compare_runs, differences, draw_runs, settings_of
 from megatron_fp4.logging.run_folder import open_runs
 from scripts import compare
+from tests.programs import cells
 
 
 def write_run(folder: Path, steps: int, gap: float = 0.0, noise: float = 0.0, lr: float = 0.1) -> Path:
@@ -27,10 +28,6 @@ def write_run(folder: Path, steps: int, gap: float = 0.0, noise: float = 0.0, lr
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(f"run: {{seed: 1}}\noptimizer: {{lr: {lr}}}\ndata: {{seed: null}}\n")
     return folder
-
-
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
 
 
 def test_24_noisy_steps_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
