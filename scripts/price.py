@@ -28,7 +28,7 @@ from data import provider as data
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, checkpoint_in
 from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.checks import place_in_run
-from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.compose import as_saved, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
@@ -70,6 +70,7 @@ def price(options: argparse.Namespace) -> None:
     from analysis.branches import BASE, Kept, caution, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
     from analysis.recipes import curve_of, read_held_out
+    from analysis.runs import differences, settings_of
 
     if options.output is not None:
         check_place(options.output)
@@ -79,9 +80,8 @@ def price(options: argparse.Namespace) -> None:
     count = models.parameter_count(config.model)
     parameters = count.total - count.embedding - count.head
     tokens = data.phases(config).samples_before(config.train.steps) * config.train.sequence_length / parameters
-    curve = nearest(parameters)
-    if options.curve is not None:
-        curve = curve_of([read_held_out(Path(run)) for run in options.curve], parameters)
+    of_curve = [read_held_out(Path(run)) for run in options.curve or ()]
+    curve = curve_of(of_curve, parameters) if of_curve else nearest(parameters)
     planned = None if options.gpu is None else _planned(options, recipes[0])
 
     kept = Kept(options.output, writes=not place_in_run().rank)
@@ -92,6 +92,10 @@ def price(options: argparse.Namespace) -> None:
     if mesh.rank:
         return
     print("".join(caution(folder, CONFIGS) for folder in checkpoints), end="")
+    here = settings_of(as_saved(config))
+    for run in of_curve:
+        if other := [of for of in differences(run.settings, here) if of.startswith(("data.kind", "data.sources"))]:
+            print(f"--curve {run.folder} is of other text than the checkpoint: {', '.join(other)}; so are its prices")
     found = recipes_of_branches(starts)
     times = f"measured here ({config.precision.backend} backend)"
     if planned is not None:

@@ -122,11 +122,12 @@ def test_what_was_kept_is_not_trained_again(trunk: tuple[list[str], Path], tmp_p
 def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
     trunk: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = trunk[1] / "checkpoints" / "step_00000003"
+    checkpoint, kinds = trunk[1] / "checkpoints" / "step_00000003", {20000: "builtin"}
 
     def finished(folder: Path, *_: Any) -> HeldOut:
         tokens = int(folder.name)
-        return HeldOut(folder, 1, Pair("seed 1", 1), {tokens: {"": 2.0 + 50 * tokens**-0.4}}, final=tokens)
+        losses, settings = {tokens: {"": 2.0 + 50 * tokens**-0.4}}, {"data.kind": kinds.get(tokens, "indexed")}
+        return HeldOut(folder, 1, Pair("seed 1", 1), losses, final=tokens, settings=settings)
 
     def constant(config: Any, *_: Any) -> Branch:
         return Branch([4.0 if config.precision.name == "bf16" else 4.1] * 12, [1.0] * 12)
@@ -137,6 +138,7 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
         assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000) == 2
     printed = capsys.readouterr()
     assert "by the curve of 4 runs of yours (2.000" in printed.out and "planned for transformer_60m" in printed.out
+    assert printed.out.count("of other text than the checkpoint: data.kind (builtin, not indexed)") == 1
     assert "these have 3" in printed.err
 
 
