@@ -20,7 +20,6 @@ Exit codes: 0 done; 1 the result is not that of --check; 2 a source is missing o
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import html
 import json
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import error_line
 
 SUFFIXES = {
     "prose": (".md", ".mdx", ".rst", ".txt", ".adoc", ".xml", ".cnxml", ".xhtml"),
@@ -90,18 +90,33 @@ def main(arguments: list[str]) -> int:
     add("--check", metavar="HASH", help="the hash that the last line must show")
     options = parser.parse_args(arguments)
     try:
-        with options.manifest.open(encoding="utf-8", newline="") as file:
-            sources = [Source(**row) for row in csv.DictReader(file, delimiter="\t")]
+        sources = read_manifest(options.manifest)
         options.output.mkdir(parents=True)
         download([source for source in sources if source.origin == "pypi"], options.wheels)
         found = write(sources, options.checkouts, options.wheels, options.output)
-    except (ValueError, OSError, subprocess.CalledProcessError) as error:
-        print(f"study_text.py: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"study_text.py: {error_line(error, options.output)}", file=sys.stderr)
         return 2
     if options.check not in (None, found):
         print(f"study_text.py: this is not the text of --check {options.check}", file=sys.stderr)
         return 1
     return 0
+
+
+def read_manifest(path: Path) -> list[Source]:
+    """The sources of a manifest. Raises ValueError for a line that is none."""
+    sources = []
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines()[1:], start=2):
+        try:
+            source = Source(*line.split("\t"))
+            known = source.kind in SUFFIXES and source.origin in ("git", "pypi") and 0 < float(source.share) <= 1
+            re.compile(source.paths)
+        except (TypeError, ValueError, re.error):
+            known = False
+        if not known:
+            raise ValueError(f"{path}, line {number}: {line!r} is no source; write it as docs/study_text.tsv has them")
+        sources.append(source)
+    return sources
 
 
 def write(sources: list[Source], checkouts: Path, wheels: Path, output: Path) -> str:
@@ -138,14 +153,15 @@ def download(sources: list[Source], wheels: Path) -> None:
         wanted.write_text("".join(f"{each.name}=={each.version} --hash=sha256:{each.sha256}\n" for each in missing))
         options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--require-hashes"]
         command = [sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(wheels), "-r", str(wanted)]
-        subprocess.run(command, check=True)
+        if subprocess.run(command).returncode:
+            raise ValueError(f"pip cannot download {wanted}; mend what it says, or bring these wheels to {wheels}")
 
 
 def _wheel_files(source: Source, wheels: Path) -> Iterator[tuple[str, bytes]]:
     """The files that the source wants of its wheel, by path."""
-    (wheel,) = wheels.glob(source.wheel)
-    if hashlib.sha256(wheel.read_bytes()).hexdigest() != source.sha256:
-        raise ValueError(f"{wheel} has not the sha256 {source.sha256}")
+    hashes = {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in wheels.glob(source.wheel)}
+    if (wheel := hashes.get(source.sha256)) is None:
+        raise ValueError(f"{wheels / source.wheel} has not the sha256 {source.sha256}; remove it, and pip brings that")
     with zipfile.ZipFile(wheel) as archive:
         for path in sorted(filter(source.wants, archive.namelist())):
             yield path, archive.read(path)
@@ -154,8 +170,10 @@ def _wheel_files(source: Source, wheels: Path) -> Iterator[tuple[str, bytes]]:
 def _git_files(source: Source, checkouts: Path) -> Iterator[tuple[str, bytes]]:
     """The files that the source wants of its commit, by path."""
     git = ["git", "-C", str(checkouts / source.name)]
-    listing = subprocess.run([*git, "ls-tree", "-rz", source.version], check=True, capture_output=True).stdout.decode()
-    entries = [entry.partition("\t")[::2] for entry in listing.split("\0") if entry.startswith("100")]
+    listing = subprocess.run([*git, "ls-tree", "-rz", source.version], capture_output=True)
+    if listing.returncode:
+        raise ValueError(f"{checkouts / source.name} has no commit {source.version}; fetch it as --help says")
+    entries = [entry.partition("\t")[::2] for entry in listing.stdout.decode().split("\0") if entry.startswith("100")]
     wanted = sorted((path, about.split()[2]) for about, path in entries if source.wants(path))
     with subprocess.Popen([*git, "cat-file", "--batch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as objects:
         assert objects.stdin is not None and objects.stdout is not None

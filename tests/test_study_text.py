@@ -7,6 +7,8 @@ import json
 import subprocess
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -107,6 +109,23 @@ def test_a_source_that_differs_is_refused(
     wheel.write_bytes(wheel.read_bytes() + b"more")
     assert study_text.main([*sources, str(tmp_path / "text")]) == 2
     assert "has not the sha256" in capsys.readouterr().err
+    wheel.unlink()
+    with mock.patch.object(study_text.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1)):
+        assert study_text.main([*sources, str(tmp_path / "unfetched")]) == 2
+    assert "bring these wheels" in capsys.readouterr().err
+    manifest, text = tmp_path / "manifest.tsv", (tmp_path / "manifest.tsv").read_text()
+    for right, wrong, said in (
+        ("\tgit\t", "\tsvn\t", "line 2: 'prose\\tsvn"),
+        ("code\t", "music\t", "line 3: 'music"),
+        ("\t1\t", "\tall\t", "is no source"),
+        ("\t1\t", "\t", "is no source"),
+        ("\t.\n", "\t[\n", "is no source"),
+        ("owner/fruits", "owner/nuts", "owner/nuts has no commit"),
+    ):
+        manifest.write_text(text.replace(right, wrong).replace("\tpypi\t", "\tgit\t"))
+        assert study_text.main([*sources, str(tmp_path / said)]) == 2
+        printed = capsys.readouterr().err
+        assert said in printed and printed.count("\n") == 1 and "Error" not in printed
 
 
 def test_the_manifest_pins_every_source() -> None:
