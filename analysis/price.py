@@ -191,7 +191,7 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
         if (cost := recipe.cost(recipe.price(curve, tokens, left=left), share)) is not None
     }
     (name, share), cost = min(switched.items(), key=lambda item: sum(item[1]))
-    if share:
+    if share and sum(cost) < sum(costs[best]):
         lines.append(f"With a switch to BF16: {name} costs least with the last {share:.0%} in BF16, {cost}.")
     return "\n".join(lines)
 

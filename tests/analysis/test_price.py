@@ -89,6 +89,7 @@ def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
     assert "mxfp8 and other overlap" in verdict([fast, recipe("other", 0.0003, 0.8)], TRUE, 98)
     # Three quarters of the gap for a fifth of the steps in BF16: worth it where the gap is dear.
     assert "With a switch to BF16: nvfp4" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
+    assert "With a switch" not in verdict([recipe("nvfp4", 0.05, 1.2)], TRUE, 98)  # BF16 alone costs less
     assert "Not established" in verdict([RecipeCost("nvfp4", None, None, 0.8)], TRUE, 98)
     table = price_table([slow, RecipeCost("diverged", None, None, None)], TRUE, 5.0, "planned")
     assert ["diverged", *"-----"] in cells(table) and "far from the 20 to 800" in table
