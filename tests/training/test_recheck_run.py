@@ -4,17 +4,17 @@ tests/measure/test_diagnostics_run.py.)"""
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import pretrain
 from megatron_fp4.precision.emulated import EmulatedBackend
-from megatron_fp4.precision.recipe import DGRAD_GRADIENT
 from megatron_fp4.precision.verify import Recheck
 from tests.measure.test_diagnostics_run import LINEARS, NVFP4, Run
+from tests.precision.test_verify import Spoiled, one_changed
 from tests.spiked_run import FAST, records, small_corpus
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch, toy_mesh
@@ -25,22 +25,11 @@ pytestmark = pytest.mark.slow
 def spoil_gradients(run: Run, first: int) -> None:
     """One code of dgrad's gradients is wrong from step `first` on."""
 
-    class Faulty(EmulatedBackend):
-        def operands(self, x: Any, columns: Any, rows: Any) -> Any:
-            along_columns, along_rows = super().operands(x, columns, rows)
-            if run.step_state.step < first or columns is None or columns.slot != DGRAD_GRADIENT:
-                return along_columns, along_rows
-
-            def spoiled() -> Any:
-                made = along_columns()
-                values = made.unpacked().clone()
-                values.view(-1)[values.abs().argmax()] *= -1
-                return replace(made, values=values)
-
-            return spoiled, along_rows
+    def late(values: Tensor) -> Tensor:
+        return values if run.step_state.step < first else one_changed(values)
 
     for context in run.linears.values():
-        context.backend = Faulty()
+        context.backend = Spoiled(values=late, operand="dgrad_gradient")
 
 
 def _spoiled_on_one_rank(rank: int) -> Any:
