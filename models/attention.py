@@ -268,7 +268,7 @@ class Attention(Mixer):
         return 2 * sequence_length * config.num_query_heads * config.head_dim
 
     @classmethod
-    def describe_kernels(cls, execution: Execution, masked: bool = False) -> list[str]:
+    def describe_kernels(cls, execution: Execution, masked: bool) -> list[str]:
         tiled = "attention" in execution.kernels
         if masked:
             kernel = "Flash of variable length" if execution.compiled else "PyTorch's SDPA with a mask"

@@ -131,7 +131,7 @@ class Mixer(nn.Module, ABC):
         return 0
 
     @classmethod
-    def describe_kernels(cls, execution: Execution, masked: bool = False) -> list[str]:
+    def describe_kernels(cls, execution: Execution, masked: bool) -> list[str]:
         """For the log: which kernel computes what. masked: whether documents are."""
         return [f"{k.title}: {k.package if k.part in execution.kernels else 'torch'}" for k in cls.fused]
 

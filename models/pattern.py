@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_fp4.config.precision_schema import ExceptionConfig
-from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ConfigError, ModelConfig
 from megatron_fp4.precision.plan import LinearShape
 from models.attention import Attention
 from models.execution import Execution, torch_compile
@@ -92,15 +92,14 @@ def linear_shapes(config: ModelConfig) -> list[LinearShape]:
     ]
 
 
-def choose_execution(
-    train: TrainConfig, model: ModelConfig, tensor_parallel: int, device_type: str, compute_dtype: str
-) -> Execution:
-    """The execution for `train.kernels` and `train.activation_checkpointing`.
+def choose_execution(config: Config, device_type: str) -> Execution:
+    """The execution for `train.kernels` and `train.activation_checkpointing` on `cuda` or `cpu`.
 
     `torch` is the reference path. `fused` needs CUDA, BF16, Triton and the packages of the model's mixers. `auto` is
     `fused` on CUDA with BF16, as far as what it needs is installed and takes the model's sizes, and `torch` elsewhere.
     Raises ConfigError for `fused` where it cannot run.
     """
+    train, compute_dtype = config.train, config.precision.compute_dtype
     plain = Execution(recompute=train.activation_checkpointing)
     if train.kernels == "torch":
         return plain
@@ -110,10 +109,10 @@ def choose_execution(
     if device_type != "cuda":
         general = f"needs CUDA, and this run is on {device_type}"
     kernels, refusals = {}, [general]
-    for mixer in mixers_of(model.pattern):
+    for mixer in mixers_of(config.model.pattern):
         for kernel in mixer.fused:
             if _installed(kernel.package.replace("-", "_")):
-                refusal = kernel.refusal(model, tensor_parallel)
+                refusal = kernel.refusal(config.model, config.parallel.tensor)
             else:
                 install = f"pip install --no-build-isolation {kernel.package}"
                 refusal = f"needs {kernel.package} for {mixer.name}'s {kernel.title}: {install}"
@@ -143,9 +142,10 @@ def agreed_execution(execution: Execution) -> Execution:
     return execution
 
 
-def describe_execution(execution: Execution, pattern: str, masked: bool = False) -> str:
-    """One line for the log: what runs for the blocks in `pattern`. masked: whether documents are masked."""
-    parts = [line for mixer in mixers_of(pattern) for line in mixer.describe_kernels(execution, masked)]
+def describe_execution(execution: Execution, config: Config) -> str:
+    """One line for the log: what computes the blocks of a run."""
+    mixers, masked = mixers_of(config.model.pattern), config.data.documents == "masked"
+    parts = [line for mixer in mixers for line in mixer.describe_kernels(execution, masked)]
     parts.append(f"norms and activations: {'torch.compile' if execution.compiled else 'torch'}")
     parts.append(f"loss: {'Triton' if execution.compiled else 'torch'}")
     return ", ".join(parts)
@@ -159,7 +159,7 @@ def kernel_facts(model: Any, config: Config, device_type: str) -> dict[str, str 
     """Which kernels compute the model, and what determinism costs there: for people."""
     slower = config.run.deterministic and device_type == "cuda"
     return {
-        "kernels": describe_execution(model.execution, config.model.pattern, config.data.documents == "masked"),
+        "kernels": describe_execution(model.execution, config),
         "activation checkpointing": model.execution.recompute,
         "determinism": "on; run.deterministic=false is faster" if slower else None,
     }

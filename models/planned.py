@@ -31,7 +31,7 @@ _MULTIPROCESSORS = 132  # of an H100 or H200
 def planned_execution(config: Config) -> Execution:
     """The run's kernels on a GPU that has every package, unless `train.kernels=torch`, as functions that allocate."""
     train = config.train if config.train.kernels != "fused" else replace(config.train, kernels="auto")
-    plain = choose_execution(train, config.model, config.parallel.tensor, "cpu", config.precision.compute_dtype)
+    plain = choose_execution(replace(config, train=train), "cpu")
     fused = train.kernels != "torch" and config.precision.compute_dtype == "bfloat16"
     tiled = fused and config.model.head_dim in KERNELS
     kernels: dict[str, Callable[..., Tensor]] = {"attention": attention(config.run.deterministic, tiled), "loss": loss}

@@ -179,7 +179,11 @@ def plan_run(
         return model, controller
 
     dry, plans = dry_run(config, ranks, build, execution), plans_of(config, models)
-    left = _planned_phases(config, phases, start)
+    left = [
+        PlannedPhase(span.name, steps, span.batch_size, span.sequence_length or config.train.sequence_length)
+        for span in phases.spans
+        if (steps := span.end_step - max(start, span.first_step)) > 0
+    ]
     return dry, [(phase, step_time(config, models, ranks, dry, phase, plans)) for phase in left]
 
 
@@ -194,7 +198,7 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
     dry, times = plan_run(config, models, data.phases(config), ranks, execution)
     num_tokens = sum(phase.num_steps * phase.batch_size for phase, _ in times) * config.train.sequence_length
     console = RunConsole(config.train.steps)
-    console.text(f"kernels: {models.describe_execution(execution, config.model.pattern)}")
+    console.text(f"kernels: {models.describe_execution(execution, config)}")
     console.table(plan_table(plans[0], config.precision.name))
     console.table(batch_table(config.train, config.parallel, ranks, num_tokens))
     console.table(facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry)))
@@ -244,21 +248,6 @@ def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
     at = WSDSchedule.of(config).switch_step(switch.when)
     if after is not None and (at is None or at < steps):
         yield f"precision switches {when_it_switches(PrecisionSwitch(switch, at), steps)}: {plan_shares(after)}"
-
-
-def _planned_phases(config: Config, phases: Any, start: int) -> list[PlannedPhase]:
-    """What is left of the phases after `start` steps."""
-    return [
-        PlannedPhase(span.name, steps, span.batch_size, span.sequence_length or config.train.sequence_length)
-        for span in phases.spans
-        if (steps := span.end_step - max(start, span.first_step)) > 0
-    ]
-
-
-def _flops_of_step(config: Config, models: ModelProvider, phase: PlannedPhase) -> int:
-    """Model FLOPs of a step of `phase` on all ranks, forward and backward."""
-    per_token = models.training_flops_per_token(config.model, phase.sequence_length)
-    return per_token * phase.batch_size * config.train.sequence_length
 
 
 def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun) -> dict[str, object]:
@@ -316,9 +305,11 @@ def _time_facts(
     config: Config, models: ModelProvider, ranks: int, times: Sequence[tuple[PlannedPhase, StepTime]]
 ) -> dict[str, object]:
     """FLOPs, the time of the run, and what is assumed."""
-    run, parallel = config.run, config.parallel
-    flops = sum(phase.num_steps * _flops_of_step(config, models, phase) for phase, _ in times)
-    per_token = models.training_flops_per_token(config.model, config.train.sequence_length)
+    run, parallel, length = config.run, config.parallel, config.train.sequence_length
+    per_token, flops = models.training_flops_per_token(config.model, length), 0
+    for phase, _ in times:
+        of_phase = models.training_flops_per_token(config.model, phase.sequence_length)
+        flops += of_phase * phase.num_steps * phase.batch_size * length
     axes = {"tp": parallel.tensor, "dp": parallel.shards(ranks), "replicate": parallel.replicate}
     bandwidths = [
         f"{axis} {axis_bandwidth(axis, size, parallel, ranks, run):g} GB/s" for axis, size in axes.items() if size > 1

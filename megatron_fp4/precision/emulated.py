@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_fp4.precision import gemm_cuda
 from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization import cuda
@@ -282,13 +283,9 @@ class EmulatedBackend(Backend):
             return added(left @ right, total, rows)
         # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
         alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
-        matmul = self.scaled_matmul
-        if (left.is_cuda or matmul is not None) and left.dtype == right.dtype == torch.bfloat16:
+        matmul = self.scaled_matmul or (gemm_cuda.scaled_matmul if left.is_cuda else None)
+        if matmul is not None and left.dtype == right.dtype == torch.bfloat16:
             if alpha is not None or (a.quantized and b.quantized) or total is not None or rows is not None:
-                if matmul is None:
-                    from megatron_fp4.precision import gemm_cuda
-
-                    matmul = gemm_cuda.scaled_matmul
                 return matmul(left, right, alpha, out_dtype, total, rows)
             return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
         product = left.to(torch.float32) @ right.to(torch.float32)

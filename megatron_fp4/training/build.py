@@ -92,9 +92,7 @@ def plans_of(config: Config, models: ModelProvider) -> tuple[Plan, Plan | None]:
 
 def execution_of(config: Config, models: ModelProvider) -> Any:
     """Kernels and recomputation on the device that the run will use. Raises ConfigError."""
-    return models.choose_execution(
-        config.train, config.model, config.parallel.tensor, device_type_of(config), config.precision.compute_dtype
-    )
+    return models.choose_execution(config, device_type_of(config))
 
 
 def backend_of(config: Config, models: ModelProvider) -> BackendChoice:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_fp4.config.schema import Config, ModelConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 
@@ -41,9 +41,7 @@ class ModelProvider(Protocol):
     def training_flops_per_token(self, config: ModelConfig, sequence_length: int) -> int:
         """Model FLOPs of forward and backward."""
 
-    def choose_execution(
-        self, train: TrainConfig, model: ModelConfig, tensor_parallel: int, device_type: str, compute_dtype: str
-    ) -> Any:
+    def choose_execution(self, config: Config, device_type: str) -> Any:
         """The execution on such a device. Raises ConfigError where it cannot be."""
 
     def agreed_execution(self, execution: Any) -> Any:
@@ -52,7 +50,7 @@ class ModelProvider(Protocol):
     def planned_execution(self, config: Config) -> Any:
         """An execution that allocates as a GPU's kernels do, for runs on fake tensors."""
 
-    def describe_execution(self, execution: Any, pattern: str) -> str:
+    def describe_execution(self, execution: Any, config: Config) -> str:
         """One line."""
 
     def build_model(self, config: ModelConfig, mesh: ParallelMesh, compute_dtype: torch.dtype, execution: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fp4.config.schema import ModelConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ModelConfig, TrainConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -165,7 +165,7 @@ def model_of(execution: Execution, mesh: ParallelMesh, *, reshard: bool = False)
 
 def fused(**changes: str) -> Execution:
     train = dataclasses.replace(TrainConfig(kernels="fused"), **changes)
-    execution = choose_execution(train, CONFIG, 1, "cuda", "bfloat16")
+    execution = choose_execution(Config(model=CONFIG, train=train), "cuda")
     assert execution.kernels.keys() == {"scan", "conv", "attention"} and execution.compiled
     return execution
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from data import provider as data
-from megatron_fp4.config.schema import ConfigError, ParallelConfig, TrainConfig
+from megatron_fp4.config.precision_schema import PrecisionConfig
+from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
@@ -35,9 +36,10 @@ def choose(
     monkeypatch, kernels="auto", installed=EVERYTHING, device="cuda", dtype="bfloat16", recompute="none", **model
 ):
     monkeypatch.setattr(pattern, "_installed", lambda module: module in installed)
-    config = small_config(**({"mamba_chunk_size": 128, "mamba_state_dim": 8} | model))
+    sizes = small_config(**({"mamba_chunk_size": 128, "mamba_state_dim": 8} | model))
     train = TrainConfig(kernels=kernels, activation_checkpointing=recompute)
-    return choose_execution(train, config, 1, device, dtype)
+    config = Config(model=sizes, train=train, precision=PrecisionConfig(compute_dtype=dtype))
+    return choose_execution(config, device)
 
 
 def test_auto_takes_what_is_there(monkeypatch):
