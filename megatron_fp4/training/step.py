@@ -24,8 +24,8 @@ With `mesh.reproducible` none of this depends on the number of data-parallel ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,60 +115,44 @@ def accumulate(
     gathered parameters between micro-batches. progress: is told which micro-batch it is. graphs: those of `model`,
     replayed where they can be; None: all is computed eagerly.
     """
-    whole, progress = whole or global_batch_of(micro_batches, mesh), progress or Progress()
-    number = whole.num_micro_batches
-    losses = torch.zeros(number if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
-    with closing(_in_turn(model, micro_batches, mesh, step_state, number, reshard, progress, graphs)) as turns:
-        for micro_batch, loss in turns:
-            if loss is None:
-                tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
-                part, loss = _part_of(model(tokens, targets, **options), micro_batch, whole)
-                part.backward()
-            losses[micro_batch.index % len(losses)].add_(loss)
-    if whole.num_targets is None:
-        losses /= number
-    return losses if mesh.reproducible else losses[0]
-
-
-def _in_turn(
-    model: nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    mesh: ParallelMesh,
-    step_state: StepState,
-    number: int,
-    reshard: bool,
-    progress: Progress,
-    graphs: MicroBatchGraphs | None,
-) -> Generator[tuple[MicroBatch, Tensor | None]]:
-    """This rank's micro-batches out of `number`, each with its loss if a graph has computed it; if not, FSDP and the
-    tree of gradients (parallel/reproducible.py) expect its forward and backward pass before the next."""
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
-    tree, leaf, count = gradient_tree(model), leaf_size(number), len(micro_batches)
+    whole, progress = whole or global_batch_of(micro_batches, mesh), progress or Progress()
+    number, count, tree = whole.num_micro_batches, len(micro_batches), gradient_tree(model)
+    losses = torch.zeros(number if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
     if tree is not None:
         tree.begin()
     with nullcontext(False) if graphs is None else graphs.step(micro_batches, number, step_state) as replays:
         for position, micro_batch in enumerate(micro_batches, start=1):
             progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {count}")
-            passes = _prepare_fsdp(model, mesh, position == 1, position == count, reshard)
-            replayed = graphs.run(micro_batch, step_state) if graphs is not None and replays else None
-            with passes:
-                yield micro_batch, replayed
-            if tree is not None and position % leaf == 0 and position < count:
+            with _prepare_fsdp(model, mesh, position == 1, position == count, reshard):
+                replayed = graphs.run(micro_batch, step_state) if graphs is not None and replays else None
+                loss = _computed(model, micro_batch, whole, mesh, step_state) if replayed is None else replayed
+            losses[micro_batch.index % len(losses)].add_(loss)
+            if tree is not None and position % leaf_size(number) == 0 and position < count:
                 tree.keep(copied=replayed is not None)
                 if graphs is not None and replayed is not None:
                     graphs.write_gradients()
     if tree is not None:
         tree.finish()
-
-
-def _part_of(loss: Tensor, micro_batch: MicroBatch, whole: GlobalBatch) -> tuple[Tensor, Tensor]:
-    """A micro-batch's part of the loss of `whole`, to differentiate; and its summand of the loss, still to be divided
-    by the number of micro-batches where all targets count."""
     if whole.num_targets is None:
-        return loss / whole.num_micro_batches, loss.detach()
+        losses /= number
+    return losses if mesh.reproducible else losses[0]
+
+
+def _computed(
+    model: nn.Module, micro_batch: MicroBatch, whole: GlobalBatch, mesh: ParallelMesh, step_state: StepState
+) -> Tensor:
+    """Forward and backward pass of a micro-batch; returns its summand of the loss of `whole`, still to be divided by
+    the number of micro-batches where all targets count."""
+    tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
+    loss: Tensor = model(tokens, targets, **options)
+    if whole.num_targets is None:
+        (loss / whole.num_micro_batches).backward()
+        return loss.detach()
     assert micro_batch.num_targets is not None
     weight = micro_batch.num_targets / whole.num_targets.clamp(min=1).to(torch.float64)
-    return loss * weight.to(loss.dtype), loss.detach() * weight
+    (loss * weight.to(loss.dtype)).backward()
+    return loss.detach() * weight
 
 
 def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> GlobalBatch:
