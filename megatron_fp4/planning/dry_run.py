@@ -284,8 +284,8 @@ class PlanningBackend(EmulatedBackend):
         if not self.native:
             return super().weight_of_codes(gathered, operand)
         copies = [replace(gathered, codes=gathered.codes.clone(), scales=gathered.scales.clone()) for _ in range(2)]
-        (fprop, _), (_, dgrad) = (super(PlanningBackend, self).weight_of_codes(copy, operand) for copy in copies)
-        return fprop, dgrad
+        fprop, dgrad = (GemmOperand(copy, gathered.scale, quantized=True) for copy in copies)
+        return fprop, dgrad.transposed()
 
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None

@@ -98,11 +98,6 @@ class Plan:
         return sum(row.recipe.quantized for row in self.rows)
 
     @property
-    def share_of_linears(self) -> float:
-        """Quantized linears over all linears, 0..1."""
-        return self.num_quantized / max(1, len(self.rows))
-
-    @property
     def quantized_flops_per_token(self) -> int:
         """Forward FLOPs per token in quantized linears."""
         return sum(row.linear.flops_per_token for row in self.rows if row.recipe.quantized)

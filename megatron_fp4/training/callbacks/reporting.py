@@ -70,7 +70,7 @@ class Banner(Callback):
         determinism = kernels.pop("determinism", None)
         facts = {
             **_recipe_facts(plan),
-            "linears quantized": f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})",
+            "linears quantized": f"{plan.num_quantized} of {len(plan.rows)}",
             "model FLOPs quantized": f"{plan.quantized_flops_per_token / flops:.1%}",
             **_computation_facts(trainer),
             "precision switch": when_it_switches(trainer.precision.switch, steps),
