@@ -452,6 +452,7 @@ def report(proofs: list[Proof]) -> str:
         markdown(
             ["precision", "backend", "comparisons", FINGERPRINT, "NaN, inf arrive", *GEMMS],
             [proof.row() for proof in proofs],
+            left=2,
         ),
     ]
     return "\n\n".join(part for part in parts if part)
