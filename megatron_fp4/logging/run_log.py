@@ -55,12 +55,11 @@ class RunLog:
     of an earlier start is touched. times: where the time of this process goes; an observer of its progress.
     """
 
-    def __init__(self, config: Config, active: bool, memory_size: float | None = None) -> None:
-        self.config, self.active = config, active
+    def __init__(self, config: Config, active: bool, times: TimeLedger, memory_size: float | None = None) -> None:
+        self.config, self.active, self.times = config, active, times
         self.console = RunConsole(
             config.train.steps, interval=config.logging.interval, active=active, memory_size=memory_size
         )
-        self.times = TimeLedger()
         self.losses: dict[str, float] = {}
         """Of the last validation of this start."""
         self.opened = self._told_to_stop = False

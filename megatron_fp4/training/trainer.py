@@ -186,8 +186,7 @@ class Trainer:
             self.optimizer = build_optimizer(self.model, config.optimizer, mesh.reproducible)
         on_gpu = mesh.device.type == "cuda"
         memory = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
-        self.log = RunLog(config, active=mesh.rank == 0 and not quiet, memory_size=memory)
-        self.log.times = times or TimeLedger()
+        self.log = RunLog(config, mesh.rank == 0 and not quiet, times or TimeLedger(), memory)
         self.progress.observer = self.log.times.at
         self.checkpointer = Checkpointer(
             Path(config.run.dir) / "checkpoints",

@@ -233,7 +233,7 @@ def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
     monkeypatch.setattr(module, "HURRY_SECONDS", 0.1)
     overrides = [f"run.dir={tmp_path}", "logging.tensorboard=false", "logging.wandb=online", "logging.interval=2"]
     (tmp_path / "summary.json").write_text("{}")
-    log = RunLog(compose_config(overrides, CONFIGS), active=True)
+    log = RunLog(compose_config(overrides, CONFIGS), active=True, times=TimeLedger())
     log.found("damaged", ["a line"], name="step_1")
     log.open(0, world_size=1)
     with log:
