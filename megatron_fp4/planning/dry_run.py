@@ -47,7 +47,7 @@ from megatron_fp4.precision.gemm_cuda import computed_alone
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.overlapped import Pending
 from megatron_fp4.precision.plan import PrecisionController
-from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.recipe import FPROP_WEIGHT, Operand
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import TAKES
 from megatron_fp4.quantization import cuda
@@ -291,9 +291,11 @@ class PlanningBackend(EmulatedBackend):
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """As the emulation; of a native backend's weight the codes of each direction."""
-        if self.native and columns is not None and columns == rows and self.packs(columns):
-            make = functools.partial(packed_weight, x, columns, len(x), len(x))
-            return make, lambda: make().transposed()
+        if self.native and columns is not None and columns.slot is FPROP_WEIGHT:
+            if columns == rows and self.packs(columns):
+                make = functools.partial(packed_weight, x, columns, len(x), len(x))
+                return make, lambda: make().transposed()
+            columns, rows = replace(columns, keep=True), rows and replace(rows, keep=True)
         return super().operands(x, columns, rows)
 
     def gemm(self, *arguments: Any) -> Tensor:

@@ -158,10 +158,12 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
 
 
 def test_a_native_backend_keeps_the_codes_of_both_directions():
-    config = configured()
-    native = replace(config, precision=replace(config.precision, backend="transformer_engine"))
-    emulated, both = (dry.memory.quantized_weights for dry in run_each(1, config, native))
-    assert both == pytest.approx(2 * emulated, rel=0.15)  # these come with the padding of groups
+    natives = [
+        replace(config, precision=replace(config.precision, backend="transformer_engine"))
+        for config in (configured(), configured("nvfp4_4over6_1x16"))
+    ]
+    emulated, *both = (dry.memory.quantized_weights for dry in run_each(1, configured(), *natives))
+    assert both == pytest.approx([2 * emulated] * 2, rel=0.15)  # these come with the padding of groups
 
 
 def test_reducing_each_micro_batch_of_masked_documents(on_four):
