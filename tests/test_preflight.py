@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,7 +93,9 @@ def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "_needs", lambda *_: (2**30, 7200.0))
+    dry = SimpleNamespace(memory=SimpleNamespace(peak=2**30))
+    step = needs.PlannedPhase("all", 1, 1, 1), needs.StepTime(7200.0, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(needs, "plan_run", lambda *_: (dry, [step]))
 
 
 @pytest.mark.usefixtures("no_plan")
