@@ -380,7 +380,7 @@ def capture(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str,
     x, w, dy = sample_tensors(case, device)
     context = case.context(backend)
     keys = context.step_state.keys = DeviceKeys({context.name: recipe}, device)
-    keys.fill(context.step_state.seed, context.step_state.step, context.step_state.micro_batch)
+    fill = functools.partial(keys.fill, context.step_state.seed, context.step_state.step, 0)
     for t in (x, w):
         t.requires_grad_()
 
@@ -391,10 +391,13 @@ def capture(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str,
         assert x.grad is not None and w.grad is not None
         return torch.cat([t.detach().to(torch.float32).flatten() for t in (y, x.grad, w.grad)])
 
-    eager = [compute() for _ in range(2)][-1]
+    for _ in range(2):
+        fill()
+        eager = compute()
     gc.collect()
+    fill()
     try:
-        graph = GpuGraph(compute, torch.cuda.graph_pool_handle())
+        graph = GpuGraph(compute, torch.cuda.graph_pool_handle(), keys.generators)
         graph.replay()
         equal = torch.equal(graph.result, eager)
     except Exception as error:

@@ -21,7 +21,7 @@ NAMES = {
     ("_fsdp_param.py", "ParamModuleInfo"): ["module"],
     ("_fsdp_param.py", "FSDPParam"): [
         *("_module_info", "_orig_size", "_sharded_local_tensor", "_sharded_param_data", "_init_extensions"),
-        *("_unsharded_param", "all_gather_outputs", "sharded_param", "unsharded_param"),
+        *("_unsharded_param", "all_gather_outputs", "sharded_param", "unsharded_param", "free_unsharded_param"),
         *("fsdp_pre_all_gather", "fsdp_post_all_gather"),
     ],
 }
@@ -75,6 +75,11 @@ class ShardedParameter:
     def forget_messages(self) -> None:
         """The next gathering has messages of other sizes."""
         self._param.all_gather_outputs = []
+
+    def keep_memory(self, wanted: Callable[[nn.Parameter], bool]) -> None:
+        """From now on what the parameter is gathered into is freed only if it is not `wanted` then."""
+        param, free = self._param, self._param.free_unsharded_param
+        param.free_unsharded_param = lambda: None if wanted(param._unsharded_param) else free()
 
     def exchange(
         self, gathered: nn.Parameter | None, messages: list[Tensor]

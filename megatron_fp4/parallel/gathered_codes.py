@@ -182,7 +182,7 @@ class GatheredWeight:
             before, _ = self._aside = self.parameter.exchange(gathered, messages)
             if gathered is None:
                 assert getattr(before, "grad", None) is None, "the first micro-batch of a step decides"
-            elif before is not None:
+            elif before is not None and before.grad is not None:
                 gathered.grad, before.grad = before.grad, None
             self.as_codes = codes
         if not codes:

@@ -19,9 +19,10 @@ Transformer Engine's take whole blocks alone, and FSDP cuts rows anywhere. The c
 compares both), and gathered ones are put into the layout of the table, their scales in cuBLAS's order.
 
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
-Transformer Engine's (8 bits each), from a generator on the host that is seeded here for every tensor by the same key
-that the emulation draws from: they depend on seed, step, micro-batch, linear and shard, so a resumed run repeats them,
-but not on the mesh.
+Transformer Engine's (8 bits each), from CUDA's default generator, which has for every tensor a state that is seeded by
+the same key that the emulation draws from: they depend on seed, step, micro-batch, linear and shard, so a resumed run
+repeats them, but not on the mesh. CUDA graphs seed these states before each replay (precision/rng.py). Not run: its
+NVFP4 and MXFP8 in a CUDA graph; FP8 has no draws.
 
 NaN and inf: Transformer Engine's kernels take the maximum by instructions that drop NaN, and convert NaN to the largest
 code; nothing that they return shows it. So the tensor is read once more, right after the quantizer, and NaN or inf in
@@ -65,7 +66,7 @@ from megatron_fp4.precision.emulated import (
 )
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
-from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey, rounding_key
+from megatron_fp4.quantization.rounding import E4M3_MAX, RoundingKey
 from megatron_fp4.quantization.tensor import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -394,11 +395,13 @@ def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, gr
 
 @contextmanager
 def _seeded(key: RoundingKey, device: torch.device) -> Iterator[None]:
-    """Seed CUDA's default generator, which Transformer Engine draws from, by `key` and the shard's place."""
-    generator = torch.cuda.default_generators[device.index or 0]
-    state = generator.get_state()
-    generator.manual_seed(rounding_key(key.key, key.row_offset, key.column_offset).key >> 1)
+    """Give CUDA's default generator, which Transformer Engine draws from, a state seeded by `key` and the shard's
+    place. Others than `graphsafe` calls copy states, which a capture refuses."""
+    default = torch.cuda.default_generators[device.index or 0]
+    seeded = torch.Generator(device).manual_seed(key.seed) if key.of_graphs is None else key.of_graphs()
+    before = default.graphsafe_get_state()
+    default.graphsafe_set_state(seeded)
     try:
         yield
     finally:
-        generator.set_state(state)
+        default.graphsafe_set_state(before)

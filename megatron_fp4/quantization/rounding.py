@@ -20,6 +20,7 @@ hence the masks.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -139,12 +140,19 @@ class RoundingKey:
     device: the same 64 bits in device memory, int32 [4] on 16 bytes: low half, high half, 0, 0. Where it is given,
     draws are made from what it holds when they are made, not from `key`: a captured CUDA graph has fixed arguments, and
     reads a key that is written anew before each replay (precision/rng.py).
+    of_graphs: gives the generator that has `seed` before each replay, for who draws from generators.
     """
 
     key: int
     row_offset: int = 0
     column_offset: int = 0
     device: Tensor | None = field(default=None, compare=False)
+    of_graphs: Callable[[], torch.Generator] | None = field(default=None, compare=False)
+
+    @property
+    def seed(self) -> int:
+        """63 bits of key and position, for generators that know no positions."""
+        return rounding_key(self.key, self.row_offset, self.column_offset).key >> 1
 
 
 def rounding_key(*parts: int | str, row_offset: int = 0, column_offset: int = 0) -> RoundingKey:

@@ -115,24 +115,32 @@ def graphs_refusal(
     Raises ConfigError if `train.cuda_graphs` is `true` where graphs cannot be.
     """
     parallel, wanted = config.parallel, config.train.cuda_graphs
+    data_parallel = parallel.data_parallel_size(ranks)
     if wanted == "false":
         return "as train.cuda_graphs says"
     obstacles = {
         f"the run is on {device_type}, and graphs are CUDA's": device_type != "cuda",
-        "FSDP2 gathers parameters and adds gradients up over data-parallel ranks, which is not captured": (
-            parallel.tensor != ranks
-        ),
-        f"linears are computed by {backend}, whose calls have not been captured": backend != "emulated",
         f"precision.compute_dtype={config.precision.compute_dtype} has no kernels of its own": (
             config.precision.compute_dtype != "bfloat16"
         ),
         "data.documents=masked gives every micro-batch other shapes": config.data.documents == "masked",
         "train.kernels=torch asks for plain PyTorch": config.train.kernels == "torch",
     }
+    if data_parallel > 1:  # what FSDP2 has to do in every micro-batch is not captured
+        micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
+        few = f"a rank has {micro_batches} micro-batches in a step, and FSDP2 has to do in the first and the last"
+        each = "parallel.reduce_gradients=each adds gradients up after every micro-batch"
+        obstacles |= {
+            "parallel.reshard=true gathers parameters in every micro-batch": parallel.reshard,
+            each: parallel.reduce_gradients == "each",
+            "parallel.reproducible=true takes gradients away after every micro-batch": parallel.reproducible,
+            few: micro_batches < 3,
+        }
     refusal = next((why for why, there in obstacles.items() if there), None)
     if refusal is None and torch.cuda.is_available():  # a plan may be made elsewhere
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
-    refusal = refusal or next(filter(None, map(made_by_pytorch, recipes)), None)
+    if backend != "transformer_engine":  # which quantizes by its own kernels
+        refusal = refusal or next(filter(None, map(made_by_pytorch, recipes)), None)
     if refusal is not None and wanted == "true":
         raise ConfigError(f"train.cuda_graphs=true cannot be: {refusal}; leave it at auto")
     return refusal

@@ -12,6 +12,10 @@ parallel.reproducible every leaf of the tree of sums begins with the first.
     steps            1, 2              3                                      4, 5, ...
     micro-batches    eagerly           the first two captured and replayed    replayed
 
+With data-parallel ranks FSDP2 gathers weights before a step's first micro-batch and reduces gradients after its last:
+these two run eagerly, and those between are replayed, the first of them by the `first` graph, which adds to gradients
+as the other does. While there are graphs, gradients and the memory that weights are gathered into stay where they are.
+
 The eager ones compile, tune and allocate what a capture must not. They take their keys from device memory already, so
 that the kernels of the graphs are among those compiled. When shapes, the batch's size, recipes or the addresses of
 weights change, the graphs are dropped and all begins anew. A step whose linears are being watched runs eagerly.
@@ -19,7 +23,8 @@ weights change, the graphs are dropped and all begins anew. A step whose linears
 Memory: what one micro-batch needs lies in a pool of its own, from capture to release. Gradients and kept weights are in
 it too and stay from step to step; a step's peak is that of an eager one. What runs eagerly in between (a watched step,
 validation) cannot have the pool's memory: where there is not as much beside it, the graphs are dropped for that time
-(`make_room`) and captured again afterwards, which takes about a second.
+(`make_room`) and captured again afterwards, which takes about a second. With FSDP every step has eager micro-batches:
+where there is no room for them, there are no graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +37,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from megatron_fp4.parallel.fsdp_private import parameters_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import first_line
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -44,11 +51,13 @@ EAGER_STEPS = 2
 
 
 class GpuGraph:
-    """A CUDA graph of `function`, in the memory of `pool`. The capture computes nothing. result: what the function
-    returned, written anew by every replay."""
+    """A CUDA graph of `function`, in the memory of `pool`. The capture computes nothing. generators: which the function
+    draws from. result: what it returned, written anew by every replay."""
 
-    def __init__(self, function: Callable[[], Tensor], pool: Any) -> None:
+    def __init__(self, function: Callable[[], Tensor], pool: Any, generators: Sequence[torch.Generator] = ()) -> None:
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        for generator in generators:
+            self._graph.register_generator_state(generator)
         # Other threads (loaders that pin memory, NCCL's watchdog) may do what this one must not.
         try:
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
@@ -75,14 +84,18 @@ class MicroBatchGraphs:
         *,
         required: bool,
         warn: Callable[[str], None],
-        capture: Callable[[Callable[[], Tensor], Any], Any] = GpuGraph,
+        capture: Callable[[Callable[[], Tensor], Any, Sequence[torch.Generator]], Any] = GpuGraph,
     ) -> None:
         self._model, self._mesh, self._linears = model, mesh, dict(linears)
         self._required, self._warn, self._capture = required, warn, capture
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._failed = False
+        self._parameters = self._trained()  # shards, with FSDP
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for one in (one for unit in units for one in parameters_of(unit)):
+            one.keep_memory(lambda gathered: gathered in self._gathered)
+        self._sharded, self._failed = bool(units), False
         self._signature: Any = None
         self._eager_steps = 0
+        self._num_micro_batches = self._position = self._last = 0
         self._keys = DeviceKeys({}, mesh.device)
         self._forget()
 
@@ -90,9 +103,11 @@ class MicroBatchGraphs:
         self._first: GpuGraph | None = None
         self._later: GpuGraph | None = None
         self._gradients: list[Tensor | None] = []
+        # With FSDP, of what the graphs read: where it is gathered, and its gradient.
+        self._gathered: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self._kept: dict[str, Any] = {}
         self._tokens = self._targets = torch.empty(0)
-        self._num_micro_batches = self._bytes = 0
+        self._bytes = 0
         self._pool: Any = None
 
     @property
@@ -120,7 +135,7 @@ class MicroBatchGraphs:
             self._keys = DeviceKeys(recipes, self._mesh.device)
         graphs = self._eager_steps >= EAGER_STEPS
         self._eager_steps += 1
-        self._num_micro_batches, self._position = of, 0
+        self._num_micro_batches, self._position, self._last = of, 0, len(micro_batches) - 1
         step_state.keys = self._keys
         try:
             yield graphs
@@ -129,10 +144,17 @@ class MicroBatchGraphs:
 
     def run(self, micro_batch: MicroBatch, step_state: StepState) -> Tensor | None:
         """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, until the next call. None: it
-        could not be captured and is to be computed eagerly, as all that follow."""
+        is to be computed eagerly, because FSDP has to see it, or because a capture failed."""
+        position, self._position = self._position, self._position + 1
         if self._failed:
             return None
-        first = self._position == 0
+        if self._sharded and position in (0, self._last):
+            if position == 0 < self._last - 1:
+                self._empty_gradients()
+            return None
+        first = position == (1 if self._sharded else 0)
+        if first and self._sharded:
+            self._find_gathered()
         step_state.micro_batch = micro_batch.index
         if self._tokens.shape != micro_batch.tokens.shape:
             shape, device = micro_batch.tokens.shape, self._mesh.device
@@ -142,11 +164,11 @@ class MicroBatchGraphs:
         self._keys.fill(step_state.seed, step_state.step, step_state.micro_batch)
         graph = self._first if first else self._later
         if graph is None and (graph := self._captured_on_all_ranks(first)) is None:
+            step_state.keys = None  # a broken capture may leave their generators broken
             return None
         graph.replay()
         if first:
             self._hand_out(step_state)
-        self._position += 1
         return graph.result
 
     def _captured_on_all_ranks(self, first: bool) -> GpuGraph | None:
@@ -157,7 +179,7 @@ class MicroBatchGraphs:
         failure = failure or RuntimeError("on another rank")
         if self._required:
             raise failure
-        self._failed = True
+        self._failed, self._gathered = True, {}
         error = failure.__context__ or failure  # the end of a broken capture fails too
         self._warn(f"CUDA graphs: none, because a capture failed: {first_line(error)}")
         if first:
@@ -168,9 +190,32 @@ class MicroBatchGraphs:
         """Let the next micro-batch of the step write gradients, as its first did."""
         self._position = 0
 
+    def _trained(self) -> list[nn.Parameter]:
+        """What the forward pass now sees."""
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def _empty_gradients(self) -> None:
+        """Before FSDP's first micro-batch: let its gradients come to where the graphs add to them. Minus zero plus any
+        number is that number, in every bit."""
+        for parameter, (_, gradient) in self._gathered.items():
+            local_part(gradient).fill_(-0.0)
+            parameter.grad = gradient
+
+    def _find_gathered(self) -> None:
+        """After it: drop graphs that are of other memory."""
+        found = {}
+        for parameter in self._trained():
+            gradient = parameter.grad
+            assert gradient is not None and gradient.dtype == torch.float32, "FSDP has the gradient elsewhere"
+            found[parameter] = local_part(parameter).data_ptr(), gradient
+        if _identities(found) != _identities(self._gathered):
+            self.release()
+            self._gathered = found
+
     def make_room(self) -> None:
         """Before a micro-batch runs eagerly: drop the graphs if there is not as much free memory as they have."""
-        if self._first is not None and not self._on_all_ranks(self._has_room()):
+        gradients = sum(local_part(gradient).nbytes for _, gradient in self._gathered.values())
+        if self._first is not None and not self._on_all_ranks(self._has_room(self._bytes + gradients)):
             self.release()
 
     def _on_all_ranks(self, here: bool) -> bool:
@@ -181,11 +226,11 @@ class MicroBatchGraphs:
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.tp_group)
         return bool(everywhere)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, needed: int) -> bool:
         if self._mesh.device.type != "cuda":
             return True
         torch.cuda.empty_cache()  # what earlier eager passes left
-        return torch.cuda.mem_get_info(self._mesh.device)[0] > self._bytes
+        return torch.cuda.mem_get_info(self._mesh.device)[0] > needed
 
     def release(self) -> None:
         """Drop the graphs and give their memory back; they are captured again when they are next to run."""
@@ -208,8 +253,10 @@ class MicroBatchGraphs:
             # A living autograd graph would tie gradients to the stream that it was made on.
             gc.collect()
             before = self._reserved()
-            graph = self._capture(self._compute, self._pool)
+            graph = self._capture(self._compute, self._pool, self._keys.generators)
             self._bytes += self._reserved() - before
+            if self._sharded and not self._has_room(self._bytes):
+                raise MemoryError("the step's other micro-batches have no room beside them")
         except Exception as error:
             return None, error
         if first:
@@ -232,16 +279,18 @@ class MicroBatchGraphs:
         return loss.detach()
 
     def _drop_gradients_and_weights(self) -> None:
-        """So that they are made inside the graph, where the next replay writes them."""
-        for parameter in self._parameters:
+        """So that they are made inside the graph, where the next replay writes them. Gradients of gathered parameters
+        stay: the graph adds to them."""
+        for parameter in () if self._sharded else self._parameters:
             parameter.grad = None
         for context in self._linears.values():
             context.weight_cache = None
 
     def _hand_out(self, step_state: StepState) -> None:
         """Gradients and kept weights are those that the first graph writes, whatever was computed eagerly since."""
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+        if not self._sharded:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
         for name, kept in self._kept.items():
             if kept is not None:
                 (_, *what_for), *operands = kept
@@ -255,3 +304,8 @@ def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
     return all(
         batch.tokens.shape == shape and batch.documents is None and batch.num_targets is None for batch in micro_batches
     )
+
+
+def _identities(gathered: Mapping[nn.Parameter, tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+    """What stays the same as long as graphs of these parameters can be replayed."""
+    return [(id(parameter), address, id(gradient)) for parameter, (address, gradient) in gathered.items()]

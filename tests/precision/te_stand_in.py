@@ -113,7 +113,7 @@ class NVFP4Quantizer:
         scaled = nvfp4._encode(known, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
         values = round_e2m1_nearest(scaled)
         if self.stochastic_rounding:
-            draws = torch.randint(256, rows.shape, generator=torch.cuda.default_generators[0])
+            draws = torch.randint(256, rows.shape, generator=torch.cuda.default_generators[0].state)
             values = round_e2m1_stochastic(scaled, (draws.to(torch.float32) + 0.5) * 2.0**-8)
         codes = e2m1_codes(torch.where(rows.isnan(), 6.0, values), rows.signbit())
         return pack_codes(codes), padded(made.scales.view(torch.uint8), 128, 4), made.amax.reshape(1).clone()
@@ -161,6 +161,19 @@ def swizzle(scales: Tensor) -> Tensor:
     return swizzled.view(scales.shape)
 
 
+class DefaultGenerator:
+    """CUDA's, which draws from whatever state it is given; generators of a CPU have no such calls."""
+
+    def __init__(self) -> None:
+        self.state = torch.Generator()
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        return self.state
+
+    def graphsafe_set_state(self, state: torch.Generator) -> None:
+        self.state = state
+
+
 @contextlib.contextmanager
 def installed(own_maximum: bool = False) -> Iterator[list[dict[str, Any]]]:
     """Have the backend find this instead of the package; yields the log of what was quantized."""
@@ -171,6 +184,6 @@ def installed(own_maximum: bool = False) -> Iterator[list[dict[str, Any]]]:
     with (
         mock.patch.object(te, "_library", lambda: library),
         mock.patch.object(torch.cuda, "device", lambda _: contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
+        mock.patch.object(torch.cuda, "default_generators", (DefaultGenerator(),)),
     ):
         yield log

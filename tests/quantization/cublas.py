@@ -4,6 +4,8 @@ The call itself is checked by PyTorch's own shape function, on tensors without d
 demands beyond that (aten/src/ATen/native/cuda/ScaledBlas.cpp, 2.10 to 2.13).
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -75,7 +77,12 @@ def slots(rows: int, columns: int, device: torch.device | str = "cpu") -> Tensor
 def _e2m1(codes: Tensor) -> Tensor:
     packed = codes.view(torch.uint8).long()
     nibbles = torch.stack((packed % 16, packed // 16), -1).flatten(1)
-    return torch.tensor([*GRID, *(-value for value in GRID)], device=codes.device)[nibbles]
+    return _grid(codes.device)[nibbles]
+
+
+@functools.cache  # CUDA graphs take no copies from the host
+def _grid(device: torch.device) -> Tensor:
+    return torch.tensor([*GRID, *(-value for value in GRID)], device=device)
 
 
 def _powers_of_two(codes: Tensor) -> Tensor:
