@@ -13,7 +13,7 @@ How long a step takes, by the largest of three bounds: what the GPU computes, wh
     host       Python for every linear of every micro-batch, unless CUDA graphs replay it: the GPU cannot be faster
                than it is given work
 
-The constants are chosen from profiles on H200s, but that of a replay, which is assumed. docs/parallelism.md compares
+The constants are chosen from profiles on H200s, but those of a replay, which are assumed. docs/parallelism.md compares
 planned steps with measured ones.
 """
 
@@ -48,6 +48,7 @@ from megatron_fp4.logging.console import (
 from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
 from megatron_fp4.planning.gpus import GPUS, Gpu, computes, seconds_of_a_token
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
+from megatron_fp4.precision.rng import keyed_operands
 from megatron_fp4.precision.support import why_not_native
 from megatron_fp4.training.build import (
     check_samples,
@@ -78,6 +79,8 @@ _SELECTIVE = 0.02
 _LATENCY = 10e-6
 # Of a micro-batch that is replayed from CUDA graphs, assumed: copying its inputs and two calls.
 _HOST_MS_OF_A_REPLAY = 1.0
+# Of each draw in it from a generator of its own, assumed: seeding it, and two tiny kernels (precision/rng.py).
+_HOST_MS_OF_A_DRAW = 0.01
 # Of Python, for each linear of a micro-batch; and what tensor parallelism adds, 0.53 s a micro-batch for the 12B's 124
 # linears at size 4.
 _HOST_MS = 3.0
@@ -201,7 +204,7 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
     console.text(f"kernels: {models.describe_execution(execution, config)}")
     console.table(plan_table(plans[0], config.precision.name))
     console.table(batch_table(config.train, config.parallel, ranks, num_tokens))
-    console.table(facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry)))
+    console.table(facts_table("Memory of a rank", _memory_facts(config, models, ranks, dry, plans)))
     if any(message.ranks > 1 for message in dry.messages):
         console.table(_messages_table(dry))
     console.table(_time_table(times, config, ranks))
@@ -250,7 +253,9 @@ def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
         yield f"precision switches {when_it_switches(PrecisionSwitch(switch, at), steps)}: {plan_shares(after)}"
 
 
-def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun) -> dict[str, object]:
+def _memory_facts(
+    config: Config, models: ModelProvider, ranks: int, dry: DryRun, plans: tuple[Plan, Plan | None]
+) -> dict[str, object]:
     """Name -> size, in GiB."""
     memory, unreduced = dry.memory, "gradients before their reduction (FP32)"
     if memory.unreduced_gradients and config.parallel.shards(ranks) > 1:
@@ -267,6 +272,8 @@ def _memory_facts(config: Config, models: ModelProvider, ranks: int, dry: DryRun
         "workspaces of cuBLAS": memory.workspaces,
         "peak, temporaries included": memory.peak,
     }
+    if 0 < _eager_micro_batches(config, ranks, plans, dry.micro_batches) < dry.micro_batches:
+        sizes["beside it, CUDA graphs (none without room)"] = memory.activations
     shares = f"{memory.num_parameters:,} of {models.parameter_count(config.model).total:,}"
     return {"parameters of the rank": shares, **{name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}}
 
@@ -351,10 +358,12 @@ def step_time(
         ends = min(dry.ends.get(message, 0), count)
         exposed += (ends + (count - ends) * (1 - hidden(message))) * seconds
         links[message.group] = links.get(message.group, 0.0) + count * seconds
-    host_ms = _HOST_MS_OF_A_REPLAY
-    if graphs_refusal(config, ranks, "cuda", backend, recipes_in(plans)) is not None:
-        of_linear = _HOST_MS + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
-        host_ms = len(models.linear_shapes(config.model)) * of_linear
+    of_linear = _HOST_MS + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
+    of_replay = _HOST_MS_OF_A_REPLAY
+    if backend == "transformer_engine":
+        of_replay += _HOST_MS_OF_A_DRAW * len(keyed_operands({row.linear.name: row.recipe for row in plans[0].rows}))
+    eager = _eager_micro_batches(config, ranks, plans, micro_batches)
+    host_ms = eager * len(models.linear_shapes(config.model)) * of_linear + (micro_batches - eager) * of_replay
     flops = models.training_flops_per_token(config.model, phase.sequence_length)
     of_token = seconds_of_a_token(gpu_of(parallel), plans[0], flops, run.dry_mfu, backend != "emulated")
     # The forward pass is a third of the FLOPs; its head is not computed again.
@@ -365,8 +374,15 @@ def step_time(
         compute=(1 + again) * (1 + lost) * phase.batch_size * train.sequence_length * of_token / ranks,
         exposed=exposed,
         links=max(links.values(), default=0.0),
-        host=micro_batches * host_ms / 1e3,
+        host=host_ms / 1e3,
     )
+
+
+def _eager_micro_batches(config: Config, ranks: int, plans: tuple[Plan, Plan | None], micro_batches: int) -> int:
+    """Of a step's `micro_batches` on a rank those that CUDA graphs do not replay."""
+    if graphs_refusal(config, ranks, "cuda", config.precision.backend, recipes_in(plans)) is not None:
+        return micro_batches
+    return 0 if config.parallel.data_parallel_size(ranks) == 1 else min(2, micro_batches)
 
 
 def as_planned(config: Config, plans: tuple[Plan, Plan | None]) -> Config:

@@ -12,11 +12,12 @@ from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunC
 from megatron_fp4.planning.dry_run import DryRun, Message
 from megatron_fp4.planning.gpus import GPUS
 from megatron_fp4.planning.needs import PlannedPhase, StepTime, as_planned, axis_bandwidth, hidden, step_time
-from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.plan import Plan, PlannedLinear
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 from models.pattern import training_flops_per_token
 from pretrain import CONFIGS
+from tests.precision.reference import NVFP4
 
 GB = 10**9
 TOKENS = Message("all-gather", "tp", 2, 120 * GB)  # each rank sends half: 0.2 s at 300 GB/s
@@ -73,6 +74,17 @@ def test_the_largest_bound_is_the_step():
     assert step_time(graphs, models, 4, EMPTY, PlannedPhase("main", 10, 8, 64), PLANS).host == pytest.approx(
         4e-3
     )  # replayed
+    ranks, phase = replace(graphs, parallel=ParallelConfig()), PlannedPhase("main", 10, 64, 64)
+    ranks = replace(ranks, train=replace(train, global_batch_size=64))
+    assert step_time(ranks, models, 4, EMPTY, phase, PLANS).host == pytest.approx(
+        2 * 4 * 3.0e-3 + 6e-3
+    )  # FSDP's first and last eagerly
+    native = replace(ranks.precision, backend="transformer_engine")
+    native = replace(ranks, precision=native, parallel=ParallelConfig(gpu="b200"))
+    native_plans = (Plan((PlannedLinear(models.linear_shapes(MODEL)[0], NVFP4, ""),)), None)
+    assert step_time(native, models, 4, EMPTY, phase, native_plans).host == pytest.approx(
+        2 * 4 * 3.0e-3 + 6 * 1.02e-3
+    )  # dy of dgrad and wgrad
     found = times({}, peak=1e6)
     assert (found.bound, found.seconds) == ("host", found.host)
 
