@@ -1,6 +1,9 @@
-"""Every recipe on a whole model: the loss of the same first step, and what each costs in accuracy."""
+"""Every recipe on a whole model: the loss of the same first step, what each costs in accuracy, and what later tokens
+change."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +20,16 @@ pytestmark = pytest.mark.slow
 RECIPES = sorted(path.stem for path in (pretrain.CONFIGS / "precision").glob("*.yaml"))
 
 
-def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
-    """Loss and flattened gradient of the tiny model's first micro-batch under a recipe."""
+def model_and_tokens(mesh: ParallelMesh, name: str) -> tuple[Any, torch.Tensor]:
+    """The tiny model under a recipe, and its first tokens and targets, [2, 2, 128]."""
     config = compose_config([f"precision={name}", "train.sequence_length=128"], pretrain.CONFIGS)
     model = initialized_model(config, models, mesh, StepState(seed=3))[0]
-    generator = torch.Generator().manual_seed(0)
-    tokens, targets = torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=generator)
+    return model, torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=torch.Generator().manual_seed(0))
+
+
+def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
+    """Loss and flattened gradient of the first micro-batch under a recipe."""
+    model, (tokens, targets) = model_and_tokens(mesh, name)
     loss = model(tokens, targets)
     loss.backward()
     gradients = [p.grad.to_local().flatten() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
@@ -44,3 +51,14 @@ def test_first_step_of_every_recipe(mesh: ParallelMesh, exact: tuple[float, torc
     assert 1e-3 < error <= (0.15 if "fp8" in name else coarse)
     gain = (gradient @ exact[1] / exact[1].square().sum()).item()
     assert 0.9 < gain < 1.1
+
+
+@pytest.mark.parametrize(("name", "causal"), [("bf16", True), ("mxfp8", True), ("fp8_block", True), ("nvfp4", False)])
+def test_later_tokens_change_earlier_outputs_through_the_maximum_of_a_tensor_alone(
+    mesh: ParallelMesh, name: str, causal: bool
+) -> None:
+    model, (tokens, others) = model_and_tokens(mesh, name)
+    later = torch.arange(128) >= 96
+    with torch.no_grad():
+        logits, changed = (model(rows)[:, :96] for rows in (tokens, torch.where(later, others, tokens)))
+    assert torch.equal(logits, changed) == causal
