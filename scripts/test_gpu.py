@@ -75,7 +75,7 @@ STEPS = (
     tests("models", "test_model_kernels", needs=FUSED),
     tests("deterministic attention", "test_tiled_attention"),
     tests("CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", needs=FUSED),
-    tests("gathered codes, exact norm", "test_gathered_codes", "test_exact_norm"),
+    tests("gathered codes, reproducible sums", "test_gathered_codes", "test_exact_norm", "test_reproducible"),
     tests("messages of tensor parallelism", "test_tensor_parallel", gpus=2),
     Step(
         "a round of faults, each run finished afterwards and equal",

@@ -45,10 +45,10 @@ RUNS = [  # ranks, batch, mesh
 Bits = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
-def train(overrides: list[str], folder: Path, first: int = 0, last: int = STEPS) -> Bits:
+def train(overrides: list[str], folder: Path, first: int = 0, last: int = STEPS, device: str = "cpu") -> Bits:
     """The steps [first, last), from the checkpoint in `folder` if there is one: losses, norms, and all tensors."""
     config = compose_config([*SMALL, *EIGHT, *overrides, f"run.dir={folder}"], pretrain.CONFIGS)
-    mesh = build_mesh(config.parallel, torch.device("cpu"))
+    mesh = build_mesh(config.parallel, torch.device(device))
     trainer = Trainer(config, models, data, [Switch()], mesh, quiet=True)
     if first:
         trainer.begin_from(trainer.checkpointer.folder(first))

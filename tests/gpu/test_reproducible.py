@@ -1,0 +1,39 @@
+"""`parallel.reproducible` on 1, 2 and 4 ranks that share one GPU, over gloo: the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fp4.training.build import set_determinism
+from tests.distributed.test_reproducible import Bits, assert_equal, train
+from tests.spiked_run import small_corpus
+from tests.training.harness import launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+WIDE = ["model.pattern=M-*-", "model.hidden_dim=256", "model.ffn_dim=512", "model.num_query_heads=8"]
+WIDE += ["model.head_dim=32", "model.mamba_num_heads=8", "model.mamba_head_dim=64", "model.mamba_state_dim=64"]
+WIDE += ["train.sequence_length=128", "precision.switch.when=2"]
+MESHES = {
+    1: "parallel.reduce_gradients=once",
+    2: "parallel.reduce_gradients=each parallel.reshard=true",
+    4: "parallel.reduce_gradients=once parallel.replicate=2",
+}
+
+
+def _on_a_rank(rank: int, overrides: list[str], folder: Path, device: str) -> Bits:
+    set_determinism(True)
+    numbers, tensors = train(overrides, folder, device=device)
+    return numbers, {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def test_ranks_that_share_a_gpu_have_the_bits_of_one(tmp_path: Path, device: str = "cuda:0") -> None:
+    corpus = small_corpus(tmp_path)
+    (one,), *others = (
+        launch(_on_a_rank, ranks, [*corpus, *WIDE, *mesh.split()], tmp_path / str(ranks), device, seconds=240.0)
+        for ranks, mesh in MESHES.items()
+    )
+    for found in (bits for ranks in others for bits in ranks):
+        assert_equal(found, one)
