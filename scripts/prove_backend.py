@@ -323,7 +323,8 @@ def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> 
             except Exception as error:
                 rows.append([label, of, f"not run: {error if isinstance(error, ConfigError) else said(error)}"])
         of_all.append(found)
-        parts += [f"{title}:", markdown(["precision", "backend", *next(iter(found.values()), {})], rows, left=2)]
+        heads = ["precision", "backend", *next(iter(found.values()), ["result"])]
+        parts += [f"{title}:", markdown(heads, rows, left=2)]
     if native:
         summaries = [summary(name, proofs, *of_all) for name in native]
         rows = [list(of.values()) for of in summaries]

@@ -86,12 +86,12 @@ def main(arguments: list[str]) -> int:
     add("--manifest", type=Path, default=Path(__file__).parents[1] / "docs/study_text.tsv", metavar="FILE")
     add("--checkouts", required=True, type=Path, metavar="FOLDER", help="git repositories, each as OWNER/NAME in it")
     add("--wheels", type=Path, default=Path("wheels"), metavar="FOLDER", help="where wheels are, or are downloaded to")
-    add("--output", required=True, type=Path, metavar="FOLDER", help="a folder that does not exist yet")
+    add("--output", required=True, type=Path, metavar="FOLDER", help="its prose.jsonl and code.jsonl are replaced")
     add("--check", metavar="HASH", help="the hash that the last line must show")
     options = parser.parse_args(arguments)
     try:
         sources = read_manifest(options.manifest)
-        options.output.mkdir(parents=True)
+        options.output.mkdir(parents=True, exist_ok=True)
         download([source for source in sources if source.origin == "pypi"], options.wheels)
         found = write(sources, options.checkouts, options.wheels, options.output)
     except (ValueError, OSError) as error:

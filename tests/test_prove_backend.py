@@ -88,6 +88,12 @@ def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert header in cells((ROOT / "docs" / "measurements.md").read_text())
 
 
+def test_a_table_of_which_nothing_ran_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove_backend, "backend_for", lambda *_: "there is no memory")
+    header, _, row, *_ = cells(prove_backend.measured([], ["emulated"], CPU))
+    assert header == ["precision", "backend", "result"] and row[2] == "not run: there is no memory"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "seen"),

@@ -60,5 +60,6 @@ def test_later_tokens_change_earlier_outputs_through_the_maximum_of_a_tensor_alo
     model, (tokens, others) = model_and_tokens(mesh, name)
     later = torch.arange(128) >= 96
     with torch.no_grad():
-        logits, changed = (model(rows)[:, :96] for rows in (tokens, torch.where(later, others, tokens)))
-    assert torch.equal(logits, changed) == causal
+        logits, changed = (model(rows)[:, :96].float() for rows in (tokens, torch.where(later, others, tokens)))
+    moved = (logits - changed).norm() / logits.norm()
+    assert moved == 0 if causal else 0.1 < moved < 0.2  # of NVFP4's own error, 0.25

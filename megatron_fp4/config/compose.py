@@ -30,7 +30,7 @@ from omegaconf.resolvers import oc
 from pydantic import ValidationError
 
 from megatron_fp4.config.errors import explain, explain_value, parts_of, shown, suggest, type_at, unknown_key
-from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.precision_schema import WITH, ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.removed_keys import leaves, renewed, why_removed
 from megatron_fp4.config.schema import ADDED, Config, ConfigError
 
@@ -41,8 +41,7 @@ _SEVERAL = "experiment"
 _DATA = ("data.sources", "data.validation", "data.tokenizer", "data.cache_dir")
 _OF_THE_MODEL = ("model.", "precision.", "after_switch.")
 _OF_A_START = ("run.dir", "checkpoint.", "logging.")
-# Between the name of a precision file and what a run has otherwise; the keys that make a recipe.
-_OTHERWISE = " with "
+# The keys that make a recipe.
 _OF_RECIPES = tuple(
     f"precision.{key}" for key in ("amax", "rht_signs", "fp8_", "fprop", "dgrad", "wgrad", "bf16_blocks", "exceptions")
 )
@@ -295,7 +294,7 @@ def _named(config: Config, changes: Sequence[Override], folders: Sequence[Path])
     """The precision of `config`; what it has otherwise than the file of its name becomes part of its name, so that two
     recipes never share one where they are shown."""
     precision = config.precision
-    name = precision.name.partition(_OTHERWISE)[0]
+    name = precision.name.partition(WITH)[0]
     given = any(change.key_or_group.startswith(_OF_RECIPES) for change in changes)
     if (name == precision.name and not given) or name not in group_options(*folders).get("precision", {}):
         return precision
@@ -312,7 +311,7 @@ def _named(config: Config, changes: Sequence[Override], folders: Sequence[Path])
             continue  # it follows fprop's
         secret = any(other.startswith(f"precision.{key}") for other in config.from_environment)
         texts.append(f"{key}={'...' if secret else shown(value)}")
-    return replace(precision, name=_OTHERWISE.join([name, " ".join(texts)]) if texts else name)
+    return replace(precision, name=WITH.join([name, " ".join(texts)]) if texts else name)
 
 
 def _precision(

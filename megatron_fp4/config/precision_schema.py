@@ -10,6 +10,8 @@ from pydantic.dataclasses import dataclass
 from megatron_fp4.config.types import STRICT, AtLeastOne, AtLeastZero, FourOverSix, PathText, Positive
 
 TransformSize = Literal[0, 2, 4, 8, 16, 32, 64, 128]
+# In a precision's name between that of its file and what a run has otherwise.
+WITH = " with "
 
 
 @dataclass(frozen=True, config=STRICT)

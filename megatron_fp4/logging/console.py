@@ -49,9 +49,9 @@ class RunConsole:
         stream = stream or sys.stdout
         self._live = active and stream.isatty()
         width = None if stream.isatty() else 120  # a file has no width, and rich would fold tables to 80 columns
-        # Without markup: a list in [brackets] is a value that the user gave.
-        soft = not stream.isatty()
-        self._console = _Output(file=stream, width=width, highlight=False, markup=False, soft_wrap=soft)
+        # Texts hold what the user gave: a list in [brackets] is no markup, and `:100:` no picture.
+        plain = {"highlight": False, "markup": False, "emoji": False}
+        self._console = _Output(file=stream, width=width, soft_wrap=not stream.isatty(), **plain)
         self._progress: Progress | None = None
         # Of the steps since the last line, or on a terminal of the last hundred.
         self._waits: deque[float] = deque(maxlen=100 if self._live else None)
@@ -184,23 +184,23 @@ def facts_table(title: str, facts: Mapping[str, object]) -> Table:
     return make_table(title, ["what", "value"], rows)
 
 
-def plan_shares(plan: Plan) -> str:
+def plan_shares(plan: Plan, short: bool = False) -> str:
     """How many linears have which recipe, and their share of the weights of all linears. Recipes go by
-    `Plan.recipe_names`."""
+    `Plan.recipe_names`; short: by `Plan.short_names`."""
     total, shares = plan.linear_flops_per_token, []  # FLOPs are proportional to weights
-    for recipe, name in plan.recipe_names.items():
+    for recipe, name in (plan.short_names if short else plan.recipe_names).items():
         its = [row.linear.flops_per_token for row in plan.rows if row.recipe == recipe]
         shares.append(f"{len(its)} of {len(plan.rows)} linears in {name} ({sum(its) / total:.1%} of their weights)")
     return ", ".join(shares)
 
 
 def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
-    """Which linear gets what, and why, in order of execution. Recipes go by `Plan.recipe_names`.
+    """Which linear gets what, and why, in order of execution. Recipes go by `Plan.short_names`; `name` is whole.
 
     A model of more than `compact_above` linears has those of the same kind, shape, recipe and reason in one row, with
     their blocks: `blocks.{2..51}.mixer.in_proj` is this linear of every block from 2 to 51 that has it.
     """
-    compact = len(plan.rows) > compact_above
+    compact, names = len(plan.rows) > compact_above, plan.short_names
     # Blocks of one kind alternate with others, so "neighbours" means in the sequence of blocks that have the linear.
     have: dict[tuple[str, str], list[int]] = {}
     groups: dict[tuple[str, str, str, str], list[int]] = {}
@@ -210,13 +210,13 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
         # The reason names the block, which the row's numbers already say.
         why = re.sub(r"^block \d+ is", "is", row.reason) if compact else row.reason
         have.setdefault((kind, shape), []).append(linear.block)
-        groups.setdefault((kind, shape, plan.recipe_names[row.recipe], why), []).append(linear.block)
+        groups.setdefault((kind, shape, names[row.recipe], why), []).append(linear.block)
     rows = []
     for (kind, shape, recipe, why), blocks in groups.items():
         shown = kind.replace("#", _ranges(blocks, have[kind, shape]))
         rows.append((shown, *([str(len(blocks))] if compact else []), shape, recipe, why))
     columns = ["linear", *(["count>"] if compact else []), "out x in>", "recipe", "why"]
-    caption = f"{plan_shares(plan)}; {plan.share_in_4_bits:.1%} of all in 4 bits"
+    caption = f"{plan_shares(plan, short=True)}; {plan.share_in_4_bits:.1%} of all in 4 bits"
     return make_table(f"Precision plan {name}", columns, rows, caption)
 
 

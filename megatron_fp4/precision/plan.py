@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megatron_fp4.config.precision_schema import (
+    WITH,
     Bf16BlocksConfig,
     ComposedException,
     ExceptionConfig,
@@ -143,6 +144,13 @@ class Plan:
             number = 1 + sum(recipe.name == other.name for other in names)
             names[recipe] = recipe.name if number == 1 else f"{recipe.name} ({number})"
         return names
+
+    @property
+    def short_names(self) -> dict[Recipe, str]:
+        """`recipe_names` without what a recipe has otherwise than the file of its name, if they still differ then."""
+        names = self.recipe_names
+        short = {recipe: name.partition(WITH)[0] for recipe, name in names.items()}
+        return short if len(set(short.values())) == len(short) else names
 
     def as_dict(self) -> dict[str, Any]:
         """For YAML and checkpoints: the recipes written out, and every linear with its recipe's name and the reason."""

@@ -66,11 +66,11 @@ def test_plain_lines_every_interval_at_the_end_and_of_skipped_steps() -> None:
     assert all("mem 0.5 GiB (25%)" in line for line in lines[1:]) and "ETA 0s" in lines[-1]
 
 
-def test_what_stands_in_brackets_is_printed() -> None:
-    """Rich takes [bold] for a style."""
+def test_tables_print_what_they_are_given() -> None:
+    """Rich takes [bold] for a style and :100: for a picture."""
     stream = Stream()
-    RunConsole(1, stream=stream).table(facts_table("names: [bold]", {"names": "[a, blocks.1.mixer.in_proj]"}))
-    assert "names: [bold]" in stream.getvalue() and "[a, blocks.1.mixer.in_proj]" in stream.getvalue()
+    RunConsole(1, stream=stream).table(facts_table("names: [bold]", {"names": "[a, blocks.1.mixer.in_proj] of :100:"}))
+    assert "names: [bold]" in stream.getvalue() and "[a, blocks.1.mixer.in_proj] of :100:" in stream.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 160])
@@ -123,6 +123,17 @@ def test_the_plan_of_a_small_model_has_a_row_per_linear_and_of_a_large_one_range
     assert all(shape.name in text for shape in shapes) and "9 of 12 linears in nvfp4 (75.0%" in text
     text = shown(plan_table(plan, "nvfp4", compact_above=4))
     assert "blocks.{0..2,5..8,10..11}.mixer.w" in text and "blocks.{3..4,9}.mixer.w" in text
+
+
+def test_rows_of_a_plan_have_the_short_name_unless_two_recipes_would_share_it() -> None:
+    x4 = Operand("nvfp4", (1, 16))
+    changed, nvfp4 = Recipe("nvfp4 with wgrad.rht=0", *[Gemm(x4, x4)] * 3), Recipe("nvfp4", Gemm(x4, x4))
+    shapes = [LinearShape(f"blocks.{n}.mixer.w", n, 16, 16) for n in range(2)]
+    for other, name in ((BF16, "nvfp4"), (nvfp4, changed.name)):
+        rows = (PlannedLinear(shape, recipe, "why") for shape, recipe in zip(shapes, (changed, other), strict=True))
+        table = plan_table(Plan(tuple(rows)), changed.name)
+        assert list(table.columns[2].cells) == [name, other.name] and table.title == f"Precision plan {changed.name}"
+        assert f"1 of 2 linears in {name} (50.0%" in str(table.caption)
 
 
 def test_the_tables_of_batch_and_phases() -> None:
