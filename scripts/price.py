@@ -95,7 +95,9 @@ def price(options: argparse.Namespace) -> None:
     here = settings_of(as_saved(config))
     for run in of_curve:
         if other := [of for of in differences(run.settings, here) if of.startswith(("data.kind", "data.sources"))]:
-            print(f"--curve {run.folder} is of other text than the checkpoint: {', '.join(other)}; so are its prices")
+            print(
+                f"--curve {run.folder}: other text than the checkpoint's; prices are for that text: {', '.join(other)}"
+            )
     found = recipes_of_branches(starts)
     times = f"measured here ({config.precision.backend} backend)"
     if planned is not None:
