@@ -50,8 +50,8 @@ class RunConsole:
         self._live = active and stream.isatty()
         width = None if stream.isatty() else 120  # a file has no width, and rich would fold tables to 80 columns
         # Texts hold what the user gave: a list in [brackets] is no markup, and `:100:` no picture.
-        plain = {"highlight": False, "markup": False, "emoji": False}
-        self._console = _Output(file=stream, width=width, soft_wrap=not stream.isatty(), **plain)
+        soft = not stream.isatty()
+        self._console = _Output(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=soft)
         self._progress: Progress | None = None
         # Of the steps since the last line, or on a terminal of the last hundred.
         self._waits: deque[float] = deque(maxlen=100 if self._live else None)
