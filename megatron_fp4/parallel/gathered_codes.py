@@ -286,6 +286,8 @@ class _SharedMaxima:
         self._message = self._scales = torch.empty(0)
         self._own: list[Tensor] = []  # this rank's maxima of shared blocks, and where they are in the message
         self._slots: list[Tensor] = []
+        self._numbers: list[Tensor] = []  # amax and scale of each weight, and where they are in message and scales
+        self._measured: list[Tensor] = []
 
     def measure(self) -> None:
         """Maxima of this rank's rows, then those of all ranks."""
@@ -311,6 +313,8 @@ class _SharedMaxima:
         if self._slots:
             torch._foreach_copy_(self._own, self._slots)
         self._scales.copy_(tensor_decode_scale(message[:count], E4M3_MAX))
+        if self._numbers:
+            torch._foreach_copy_(self._numbers, self._measured)
 
     def _lay_out(self) -> None:
         shared = [weight.shared_blocks() for weight in self.weights]
@@ -319,8 +323,13 @@ class _SharedMaxima:
         size, device = count + sum(len(b) * n for b, n in zip(shared, widths, strict=True)), self.weights[0].rows.device
         self._message, self._scales = torch.zeros(size, device=device), torch.zeros(count, device=device)
         for i, (weight, blocks, width) in enumerate(zip(self.weights, shared, widths, strict=True)):
-            has_scale = weight.blocks.format == "nvfp4"
-            weight.amax, weight.scale = (self._message[i], self._scales[i]) if has_scale else (None, None)
+            if weight.blocks.format != "nvfp4":
+                weight.amax = weight.scale = None
+            else:  # in memory that stays, whatever else is gathered meanwhile: CUDA graphs read it
+                if weight.amax is None or weight.scale is None:
+                    weight.amax, weight.scale = torch.zeros(2, device=device).unbind()
+                self._numbers += [weight.amax, weight.scale]
+                self._measured += [self._message[i], self._scales[i]]
             first, num_blocks = weight.blocks.first_block, weight.blocks.num_blocks
             for block in blocks:
                 if num_blocks and first <= block < first + num_blocks:

@@ -6,7 +6,9 @@ Nothing here opens data, writes a file or knows a step. Code that needs a model 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -224,9 +226,11 @@ def graphs_for(
     config: Config, models: ModelProvider, mesh: ParallelMesh, model: Any, linears: Any, warn: Callable[[str], None]
 ) -> MicroBatchGraphs | None:
     """What replays the micro-batches of `model`, whose `linears` these are; None where they run eagerly. warn: is told
-    if a capture fails."""
+    if a capture fails on the first rank; others, whose console is silent, print it."""
     if why_eager(config, models) is not None:
         return None
+    if mesh.rank:
+        warn = functools.partial(print, f"pretrain.py: rank {mesh.rank}:", file=sys.stderr, flush=True)
     return MicroBatchGraphs(model, mesh, linears, required=config.train.cuda_graphs == "true", warn=warn)
 
 

@@ -15,6 +15,7 @@ parallel.reproducible every leaf of the tree of sums begins with the first.
 With data-parallel ranks FSDP2 gathers weights before a step's first micro-batch and reduces gradients after its last:
 these two run eagerly, and those between are replayed, the first of them by the `first` graph, which adds to gradients
 as the other does. While there are graphs, gradients and the memory that weights are gathered into stay where they are.
+What is replayed sends nothing to data-parallel ranks, so each captures by itself, and may fail to.
 
 The eager ones compile, tune and allocate what a capture must not. They take their keys from device memory already, so
 that the kernels of the graphs are among those compiled. When shapes, the batch's size, recipes or the addresses of
@@ -30,6 +31,7 @@ where there is no room for them, there are no graphs.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +44,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_fp4.parallel.fsdp_private import parameters_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import first_line
+from megatron_fp4.precision.emulated import codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.rng import DeviceKeys, StepState
@@ -90,8 +93,12 @@ class MicroBatchGraphs:
         self._required, self._warn, self._capture = required, warn, capture
         self._parameters = self._trained()  # shards, with FSDP
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for one in (one for unit in units for one in parameters_of(unit)):
+        parameters = [parameters_of(unit) for unit in units]
+        for one in itertools.chain(*parameters):
             one.keep_memory(lambda gathered: gathered in self._gathered)
+        # What FSDP reduces at a time: messages of two units and what becomes of them.
+        unit_sizes = (sum(one.size.numel() for one in of_unit) for of_unit in parameters)
+        self._reduced_bytes = 3 * 4 * max(unit_sizes, default=0)
         self._sharded, self._failed = bool(units), False
         self._signature: Any = None
         self._eager_steps = 0
@@ -103,8 +110,8 @@ class MicroBatchGraphs:
         self._first: GpuGraph | None = None
         self._later: GpuGraph | None = None
         self._gradients: list[Tensor | None] = []
-        # With FSDP, of what the graphs read: where it is gathered, and its gradient.
-        self._gathered: dict[nn.Parameter, tuple[int, Tensor]] = {}
+        # With FSDP, of what the graphs read: the memory that it is gathered into, and its gradient.
+        self._gathered: dict[nn.Parameter, tuple[list[Tensor], Tensor]] = {}
         self._kept: dict[str, Any] = {}
         self._tokens = self._targets = torch.empty(0)
         self._bytes = 0
@@ -118,8 +125,6 @@ class MicroBatchGraphs:
     @contextmanager
     def step(self, micro_batches: Sequence[MicroBatch], of: int, step_state: StepState) -> Iterator[bool]:
         """A context for this rank's micro-batches of one step, out of `of`; inside, whether `run` computes them."""
-        if self._failed:
-            self.release()
         contexts = self._linears.values()
         watched = any(context.probe is not None or context.watcher is not None for context in contexts)
         if self._failed or watched or not _alike(micro_batches):
@@ -179,11 +184,12 @@ class MicroBatchGraphs:
         failure = failure or RuntimeError("on another rank")
         if self._required:
             raise failure
-        self._failed, self._gathered = True, {}
+        self._failed = True
         error = failure.__context__ or failure  # the end of a broken capture fails too
         self._warn(f"CUDA graphs: none, because a capture failed: {first_line(error)}")
         if first:
             self._drop_gradients_and_weights()
+        self.release()  # at once: what follows needs the room
         return None
 
     def write_gradients(self) -> None:
@@ -207,15 +213,18 @@ class MicroBatchGraphs:
         for parameter in self._trained():
             gradient = parameter.grad
             assert gradient is not None and gradient.dtype == torch.float32, "FSDP has the gradient elsewhere"
-            found[parameter] = local_part(parameter).data_ptr(), gradient
+            codes = codes_of(parameter)
+            parts = [local_part(parameter)] if codes is None else [codes.codes, codes.scales, codes.scale, codes.amax]
+            found[parameter] = [part for part in parts if part is not None], gradient
         if _identities(found) != _identities(self._gathered):
             self.release()
             self._gathered = found
 
     def make_room(self) -> None:
         """Before a micro-batch runs eagerly: drop the graphs if there is not as much free memory as they have."""
-        gradients = sum(local_part(gradient).nbytes for _, gradient in self._gathered.values())
-        if self._first is not None and not self._on_all_ranks(self._has_room(self._bytes + gradients)):
+        # It may gather others, and has gradients of its own.
+        own = sum(local_part(t).nbytes for one, (_, gradient) in self._gathered.items() for t in (one, gradient))
+        if self._first is not None and not self._on_all_ranks(self._has_room(own)):
             self.release()
 
     def _on_all_ranks(self, here: bool) -> bool:
@@ -226,16 +235,15 @@ class MicroBatchGraphs:
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.tp_group)
         return bool(everywhere)
 
-    def _has_room(self, needed: int) -> bool:
+    def _has_room(self, needed: int = 0) -> bool:
+        """Whether as much as the graphs have, what FSDP reduces at a time and `needed` bytes more are free."""
         if self._mesh.device.type != "cuda":
             return True
         torch.cuda.empty_cache()  # what earlier eager passes left
-        return torch.cuda.mem_get_info(self._mesh.device)[0] > needed
+        return torch.cuda.mem_get_info(self._mesh.device)[0] > self._bytes + self._reduced_bytes + needed
 
     def release(self) -> None:
         """Drop the graphs and give their memory back; they are captured again when they are next to run."""
-        if self._first is None:
-            return
         self._forget()
         for context in self._linears.values():
             context.weight_cache = None  # it lies in the graphs' memory
@@ -255,7 +263,7 @@ class MicroBatchGraphs:
             before = self._reserved()
             graph = self._capture(self._compute, self._pool, self._keys.generators)
             self._bytes += self._reserved() - before
-            if self._sharded and not self._has_room(self._bytes):
+            if self._sharded and not self._has_room():
                 raise MemoryError("the step's other micro-batches have no room beside them")
         except Exception as error:
             return None, error
@@ -306,6 +314,9 @@ def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
     )
 
 
-def _identities(gathered: Mapping[nn.Parameter, tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+def _identities(gathered: Mapping[nn.Parameter, tuple[list[Tensor], Tensor]]) -> list[tuple[int, ...]]:
     """What stays the same as long as graphs of these parameters can be replayed."""
-    return [(id(parameter), address, id(gradient)) for parameter, (address, gradient) in gathered.items()]
+    return [
+        (id(parameter), id(gradient), *(part.data_ptr() for part in parts))
+        for parameter, (parts, gradient) in gathered.items()
+    ]

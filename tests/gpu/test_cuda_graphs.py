@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.config.schema import Config
+from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.parallel.data_parallel import shard
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import torch_scaled_mm
@@ -78,9 +80,10 @@ def batches(config: Config, step: int, mesh: ParallelMesh) -> list[ToyBatch]:
 
 
 def trained(
-    mesh: ParallelMesh, graphs: bool, overrides: list[str], backend: Backend | None = None
+    mesh: ParallelMesh, graphs: bool, overrides: list[str], backend: Backend | None = None, watched: int | None = None
 ) -> tuple[list[Any], list[Tensor], list[bool]]:
-    """Losses and norms by step, the last weights, and which steps were replayed."""
+    """Losses and norms by step, the last weights, and which steps were replayed.
+    watched: a step whose linears are, for which FSDP gathers other copies of weights."""
     config = configure([*SMALL, *overrides])
     step_state, backend = StepState(seed=1), backend or build.backend_of(config, models).open()
     execution = build.execution_of(config, models)
@@ -93,10 +96,11 @@ def trained(
     found, replayed = [], []
     for step in range(STEPS):
         controller.before_step(step, lambda: 0.0)
-        result = train_step(
-            *(model, optimizer, batches(config, step, mesh), mesh, step_state),
-            **{"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": captured},
-        )
+        with Probe().attached(controller.linears) if step == watched else nullcontext():
+            result = train_step(
+                *(model, optimizer, batches(config, step, mesh), mesh, step_state),
+                **{"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": captured},
+            )
         replayed.append(captured is not None and captured.captured)
         found.append((result.loss, result.grad_norm))
         if step == 3:  # a validation, which makes codes of its own
@@ -111,9 +115,9 @@ def trained(
     return found, [local_part(parameter).clone() for parameter in model.parameters()], replayed
 
 
-def check(mesh: ParallelMesh, overrides: list[str], backend: Backend | None = None) -> None:
-    expected, weights, _ = trained(mesh, False, overrides, backend)
-    found, same, replayed = trained(mesh, True, overrides, backend)
+def check(mesh: ParallelMesh, overrides: list[str], backend: Backend | None = None, watched: int | None = None) -> None:
+    expected, weights, _ = trained(mesh, False, overrides, backend, watched)
+    found, same, replayed = trained(mesh, True, overrides, backend, watched)
     assert found == expected
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
     assert replayed == REPLAYED
@@ -169,7 +173,7 @@ def test_fsdp_over_one_rank(mesh: ParallelMesh, overrides: list[str], monkeypatc
 
 def _on_a_rank(rank: int, overrides: list[str]) -> None:
     torch.cuda.set_device(0)
-    check(mesh_of_all(), overrides)
+    check(mesh_of_all(), overrides, watched=3)
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])

@@ -15,16 +15,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ParallelConfig, TrainConfig
 from megatron_fp4.measure.diagnostics import Probe
 from megatron_fp4.measure.gradient_noise import GradientNoise
+from megatron_fp4.parallel.fsdp_private import parameters_of
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.precision.emulated import codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
+from megatron_fp4.training import build
 from megatron_fp4.training.build import graphs_refusal, made_by_pytorch
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
+from models import provider as models
 from tests.composing import CONFIGS, composed, plans_of
 from tests.measure.test_diagnostics_run import CONFIG, Run
 from tests.precision import te_stand_in as stand_in
@@ -80,6 +85,7 @@ class Again:
     def __init__(self, job: Job, function: Callable[[], Tensor], pool: Any, generators: Any) -> None:
         self.job, self.function, step_state = job, function, job.step_state
         self.parameters = list(job.model.parameters())
+        self.read = self.gathered()
         self.first = all(context.weight_cache is None for context in job.linears.values())
         self.writes = all(parameter.grad is None for parameter in self.parameters)
         self.at = step_state.step, step_state.micro_batch
@@ -88,10 +94,18 @@ class Again:
         self.kept = {name: context.weight_cache for name, context in job.linears.items()}
         self.computed = True  # which a GPU has not
 
+    def gathered(self) -> list[Tensor]:
+        """What of the codes that FSDP gathers, with their scales, a micro-batch reads."""
+        found = filter(None, map(codes_of, self.parameters))
+        parts = (part for of in found for part in (of.codes, of.scales, of.scale, of.amax))
+        return [part for part in parts if part is not None]
+
     def replay(self) -> None:
         if self.computed:
             self.computed = False
             return
+        # On a GPU only what the memory of the capture holds is read, and it may have become another tensor's.
+        assert all(a.data_ptr() == b.data_ptr() for a, b in zip(self.read, self.gathered(), strict=True))
         step_state = self.job.step_state
         now, (step_state.step, step_state.micro_batch) = (step_state.step, step_state.micro_batch), self.at
         if self.first:
@@ -196,6 +210,25 @@ def test_with_fsdp_all_but_the_first_and_the_last_are_replayed(ranks: int, paral
     assert launch(_sharded, ranks, parallel) == [wanted] * ranks
 
 
+def _in_other_memory(rank: int) -> int:
+    captures = list[Any]()
+    eager = Job(toy_mesh())
+    replayed = Job(toy_mesh(), lambda *what: captures.append(what) or Again(*what))  # type: ignore[func-returns-value]
+    for step in range(EAGER_STEPS + 2):
+        if step == EAGER_STEPS + 1:
+            units = [module for module in replayed.model.modules() if isinstance(module, FSDPModule)]
+            of_codes = [one for unit in units for one in parameters_of(unit) if codes_of(one.gathered) is not None]
+            assert of_codes
+            for one in of_codes:
+                one.forget_messages()
+        assert replayed.train(step, count=4)[:2] == eager.train(step, count=4)[:2]
+    return len(captures)
+
+
+def test_graphs_of_codes_that_are_gathered_elsewhere_are_captured_again() -> None:
+    assert launch(_in_other_memory, 2) == [4, 4]
+
+
 def _failing_on_one(rank: int) -> list[str]:
     def failing(*what: Any) -> Again:
         if rank:
@@ -213,6 +246,22 @@ def _failing_on_one(rank: int) -> list[str]:
 def test_with_fsdp_a_capture_may_fail_on_one_rank() -> None:
     first, second = launch(_failing_on_one, 2)
     assert first == [] and second == ["CUDA graphs: none, because a capture failed: RuntimeError: not on this rank"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_says_that_its_capture_failed(
+    mesh: ParallelMesh, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "why_eager", lambda *_: None)
+    job, told = Job(mesh), list[str]()
+    monkeypatch.setattr(ParallelMesh, "rank", rank)
+    job.graphs = build.graphs_for(Config(), models, mesh, job.model, job.linears, told.append)
+    monkeypatch.setattr(job.graphs, "_capture", lambda *_: 1 / 0)
+    for step in range(EAGER_STEPS + 2):
+        job.train(step)
+    line = "CUDA graphs: none, because a capture failed: ZeroDivisionError: division by zero"
+    assert told == ([] if rank else [line])
+    assert capsys.readouterr().err == (f"pretrain.py: rank {rank}: {line}\n" if rank else "")
 
 
 def test_transformer_engine_draws_by_the_keys_of_each_replay(mesh: ParallelMesh) -> None:
