@@ -234,11 +234,10 @@ def _computation_facts(trainer: Trainer) -> dict[str, str | None]:
 
 def _recipe_facts(plan: Plan) -> dict[str, str]:
     """What the GEMMs of each quantized recipe of the plan multiply; the recipe is named where there are several."""
-    written = plan.as_dict()
-    quantized = [written["linears"][row.linear.name]["recipe"] for row in plan.rows if row.recipe.quantized]
-    names = list(dict.fromkeys(quantized)) or list(written["recipes"])
-    gemms = [(name, *line.partition(": ")) for name in names for line in written["recipes"][name]]
-    return {gemm if len(names) == 1 else f"{name}, {gemm}": value for name, gemm, _, value in gemms}
+    names = plan.short_names
+    recipes = [recipe for recipe in names if recipe.quantized] or list(names)
+    gemms = [(names[recipe], *line.partition(": ")) for recipe in recipes for line in recipe.describe()]
+    return {gemm if len(recipes) == 1 else f"{name}, {gemm}": value for name, gemm, _, value in gemms}
 
 
 def model_table(model: ModelConfig, parts: Sequence[tuple[str, int, int]], flops_per_token: float) -> Table:
