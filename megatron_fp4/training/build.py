@@ -137,6 +137,7 @@ def graphs_refusal(
             each: parallel.reduce_gradients == "each",
             "parallel.reproducible=true takes gradients away after every micro-batch": parallel.reproducible,
             few: micro_batches < 3,
+            "with FSDP they never ran on several GPUs; train.cuda_graphs=true captures them": wanted == "auto",
         }
     refusal = next((why for why, there in obstacles.items() if there), None)
     if refusal is None and torch.cuda.is_available():  # a plan may be made elsewhere

@@ -75,7 +75,7 @@ def test_the_largest_bound_is_the_step():
         4e-3
     )  # replayed
     ranks, phase = replace(graphs, parallel=ParallelConfig()), PlannedPhase("main", 10, 64, 64)
-    ranks = replace(ranks, train=replace(train, global_batch_size=64))
+    ranks = replace(ranks, train=replace(train, global_batch_size=64, cuda_graphs="true"))
     assert step_time(ranks, models, 4, EMPTY, phase, PLANS).host == pytest.approx(
         2 * 4 * 3.0e-3 + 6e-3
     )  # FSDP's first and last eagerly

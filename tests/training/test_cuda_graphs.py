@@ -349,3 +349,9 @@ def test_every_recipe_of_ours_can_be_captured() -> None:
         assert all(made_by_pytorch(row.recipe) is None for row in plan.rows), precision
     for tensor in (1, 4):
         assert graphs_refusal(Config(parallel=ParallelConfig(tensor=tensor)), tensor, "cuda", "emulated") is None
+
+
+def test_with_fsdp_they_are_asked_for() -> None:
+    many = TrainConfig(global_batch_size=64, micro_batch_size=1)
+    assert "never ran on several GPUs" in (graphs_refusal(Config(train=many), 2, "cuda", "emulated") or "")
+    assert graphs_refusal(Config(train=replace(many, cuda_graphs="true")), 2, "cuda", "emulated") is None
