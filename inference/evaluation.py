@@ -43,7 +43,7 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import t as student
 from tqdm import tqdm
 
-from inference.models import Model, OpenedFolder, ProgressLine, Row, Scorer, first_line
+from inference.models import Model, OpenedFolder, ProgressLine, Row, Scorer, in_one_line
 from megatron_fp4.logging.console import markdown
 
 
@@ -238,7 +238,7 @@ def examine(
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the table
             results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True)
     except AssertionError as error:  # such as more to generate than a window has room for
-        raise ValueError(f"lm-eval refuses {named.name}: {first_line(error)}") from error
+        raise ValueError(f"lm-eval refuses {named.name}: {in_one_line(error)}") from error
     scores: dict[Metric, Score] = {}
     for task, metrics in results["results"].items():
         members = _members(task, results["group_subtasks"])

@@ -154,10 +154,10 @@ def _loaded(folder: Path, kind: Any, **options: Any) -> Any:
     try:
         return kind.from_pretrained(folder, local_files_only=True, **options)
     except Exception as error:  # transformers raises any type, with pages of text
-        raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
+        raise ValueError(f"{folder} cannot be loaded by transformers: {in_one_line(error)}") from error
 
 
-def first_line(error: BaseException, length: int = 240) -> str:
+def in_one_line(error: BaseException, length: int = 240) -> str:
     """What an error of another library says, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:length]}{' ...' if len(text) > length else ''}"
@@ -170,7 +170,7 @@ def device_named(name: str | None) -> str:
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:
-        raise ValueError(f"--device {name} is not here ({first_line(error, 80)}); use cpu, cuda or cuda:N") from error
+        raise ValueError(f"--device {name} is not here ({in_one_line(error, 80)}); use cpu, cuda or cuda:N") from error
     return name
 
 

@@ -37,7 +37,7 @@ from data.builtin import (
     split_documents,
     standard_library,
 )
-from inference.models import MISSING, first_line
+from inference.models import MISSING, in_one_line
 
 SHIPPED = Path(__file__).resolve().parent / "task_files"
 # Raise `metadata.version` in inference/task_files with any change to what is chosen.
@@ -101,7 +101,7 @@ def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: i
             more = manager.load([name])
         except Exception as error:  # any type: of datasets, of hub and network, of the task's own code
             raise ValueError(
-                f"task {name} cannot be loaded ({first_line(error)}); a standard task needs a network once, or its "
+                f"task {name} cannot be loaded ({in_one_line(error)}); a standard task needs a network once, or its "
                 "dataset in the cache of Hugging Face (HF_HOME)"
             ) from error
         for part in loaded:

@@ -47,7 +47,7 @@ from inference.models import (
     Model,
     as_folder,
     device_named,
-    first_line,
+    in_one_line,
     models_of,
     open_folder,
     tokenizers_of,
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         # A CPU that has too little has no type of its own.
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        print(f"evaluate.py: {first_line(error, 120)}; give --batch-size, or another --device", file=sys.stderr)
+        print(f"evaluate.py: {in_one_line(error, 120)}; give --batch-size, or another --device", file=sys.stderr)
         return 2
     except (ValueError, OSError, DamagedCheckpointError) as error:  # ConfigError is a ValueError
         print(f"evaluate.py: {error_line(error, options.json)}", file=sys.stderr, flush=True)

@@ -235,8 +235,8 @@ class TrainConfig:
         or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
         In BF16, gradients have the same bits in all three (models/execution.py has the exception in FP32).
     cuda_graphs: whether forward and backward of a micro-batch are captured once and replayed, with the same bits in
-        less of the host's time (training/cuda_graphs.py): `true`, `false`, or `auto`: where they can be, on
-        one data-parallel rank.
+        less of the host's time (training/cuda_graphs.py): `true`, `false`, or `auto`: on one data-parallel rank, where
+        they can be.
     """
 
     steps: AtLeastOne = 300

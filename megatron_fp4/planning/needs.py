@@ -273,7 +273,7 @@ def _memory_facts(
         "peak, temporaries included": memory.peak,
     }
     if 0 < _eager_micro_batches(config, ranks, plans, dry.micro_batches) < dry.micro_batches:
-        sizes["beside it, CUDA graphs (none without room)"] = memory.activations
+        sizes["CUDA graphs, besides the peak (none without room)"] = memory.activations
     shares = f"{memory.num_parameters:,} of {models.parameter_count(config.model).total:,}"
     return {"parameters of the rank": shares, **{name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}}
 

@@ -119,7 +119,7 @@ class GemmOperand:
         return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
-def gathered_codes(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
+def gather_codes(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
     """From codes and scales of a slice of the tokens: starts `gather`; what is returned waits, and gives those of all.
 
     made: [rows, k]. transposed: the rows are features and k runs over tokens. One message, tokens first.

@@ -76,7 +76,7 @@ class DeviceKeys:
     def of(self, linear: str, operand: str, key: RoundingKey) -> RoundingKey:
         """`key`, to be read from its row."""
         row = self._rows[linear, operand]
-        return replace(key, device=self.table[row], of_graphs=functools.partial(self._generator, row, key))
+        return replace(key, device=self.table[row], graph_generator=functools.partial(self._generator, row, key))
 
     def _generator(self, row: int, key: RoundingKey) -> torch.Generator:
         """Another one for each time that the micro-batch makes this draw: recomputation makes it again."""

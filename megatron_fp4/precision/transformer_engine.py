@@ -60,7 +60,7 @@ from megatron_fp4.precision.emulated import (
     Gather,
     GemmOperand,
     PackedWeight,
-    gathered_codes,
+    gather_codes,
     in_square_blocks,
     quantize_operand,
 )
@@ -208,7 +208,7 @@ class NativeOperand:
         if self.amax is not None:  # other ranks have no NaN in theirs
             scales = decoded.scales.view(torch.uint8).masked_fill(~self.amax.isfinite(), _NAN_E4M3)
             decoded = replace(decoded, scales=scales.view(decoded.scales.dtype))
-        joined = gathered_codes(decoded, gather, transposed)
+        joined = gather_codes(decoded, gather, transposed)
         return lambda: NativeOperand.of(joined(), self.amax, self.layout)
 
     def unpacked(self) -> Tensor:
@@ -396,9 +396,9 @@ def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, gr
 @contextmanager
 def _seeded(key: RoundingKey, device: torch.device) -> Iterator[None]:
     """Give CUDA's default generator, which Transformer Engine draws from, a state seeded by `key` and the shard's
-    place. Others than `graphsafe` calls copy states, which a capture refuses."""
+    place. By `graphsafe` calls: the others copy states, which a capture refuses."""
     default = torch.cuda.default_generators[device.index or 0]
-    seeded = torch.Generator(device).manual_seed(key.seed) if key.of_graphs is None else key.of_graphs()
+    seeded = torch.Generator(device).manual_seed(key.seed) if key.graph_generator is None else key.graph_generator()
     before = default.graphsafe_get_state()
     default.graphsafe_set_state(seeded)
     try:

@@ -140,14 +140,15 @@ class RoundingKey:
     device: the same 64 bits in device memory, int32 [4] on 16 bytes: low half, high half, 0, 0. Where it is given,
     draws are made from what it holds when they are made, not from `key`: a captured CUDA graph has fixed arguments, and
     reads a key that is written anew before each replay (precision/rng.py).
-    of_graphs: gives the generator that has `seed` before each replay, for who draws from generators.
+    graph_generator: returns the generator that a captured CUDA graph draws from instead, seeded with `seed` before each
+        replay; for backends that draw from generators.
     """
 
     key: int
     row_offset: int = 0
     column_offset: int = 0
     device: Tensor | None = field(default=None, compare=False)
-    of_graphs: Callable[[], torch.Generator] | None = field(default=None, compare=False)
+    graph_generator: Callable[[], torch.Generator] | None = field(default=None, compare=False)
 
     @property
     def seed(self) -> int:

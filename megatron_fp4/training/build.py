@@ -130,7 +130,7 @@ def graphs_refusal(
     }
     if data_parallel > 1:  # what FSDP2 has to do in every micro-batch is not captured
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
-        few = f"a rank has {micro_batches} micro-batches in a step, and FSDP2 has to do in the first and the last"
+        few = f"a rank has {micro_batches} micro-batches in a step, and FSDP2 needs the first and the last eager"
         each = "parallel.reduce_gradients=each adds gradients up after every micro-batch"
         obstacles |= {
             "parallel.reshard=true gathers parameters in every micro-batch": parallel.reshard,

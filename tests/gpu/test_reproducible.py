@@ -23,16 +23,16 @@ MESHES = {
 }
 
 
-def _on_a_rank(rank: int, overrides: list[str], folder: Path, device: str) -> Bits:
+def _on_a_rank(rank: int, overrides: list[str], folder: Path) -> Bits:
     set_determinism(True)
-    numbers, tensors = train(overrides, folder, device=device)
+    numbers, tensors = train(overrides, folder, device="cuda:0")
     return numbers, {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def test_ranks_that_share_a_gpu_have_the_bits_of_one(tmp_path: Path, device: str = "cuda:0") -> None:
+def test_ranks_that_share_a_gpu_have_the_bits_of_one(tmp_path: Path) -> None:
     corpus = small_corpus(tmp_path)
     (one,), *others = (
-        launch(_on_a_rank, ranks, [*corpus, *WIDE, *mesh.split()], tmp_path / str(ranks), device, seconds=240.0)
+        launch(_on_a_rank, ranks, [*corpus, *WIDE, *mesh.split()], tmp_path / str(ranks), seconds=240.0)
         for ranks, mesh in MESHES.items()
     )
     for found in (bits for ranks in others for bits in ranks):

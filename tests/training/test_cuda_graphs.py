@@ -212,8 +212,12 @@ def test_with_fsdp_all_but_the_first_and_the_last_are_replayed(ranks: int, paral
 
 def _in_other_memory(rank: int) -> int:
     captures = list[Any]()
-    eager = Job(toy_mesh())
-    replayed = Job(toy_mesh(), lambda *what: captures.append(what) or Again(*what))  # type: ignore[func-returns-value]
+
+    def counted(*what: Any) -> Again:
+        captures.append(what)
+        return Again(*what)
+
+    eager, replayed = Job(toy_mesh()), Job(toy_mesh(), counted)
     for step in range(EAGER_STEPS + 2):
         if step == EAGER_STEPS + 1:
             units = [module for module in replayed.model.modules() if isinstance(module, FSDPModule)]
