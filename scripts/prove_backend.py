@@ -107,8 +107,6 @@ class Proof:
 
     def row(self) -> list[str]:
         """Of the table of comparisons."""
-        if self.untested:
-            return [self.precision, self.backend, f"not tested: {self.untested}"]
         lost = [bool(finding.fault) for finding in self.findings if finding.what == "NaN and inf"]
         arrive = "-" if not lost else "NO" if any(lost) else "yes"
         errors = []
@@ -302,14 +300,15 @@ QUANTIZERS = {
 }
 
 Found = dict[tuple[str, str], dict[str, str]]  # by precision and backend
+Missing = dict[tuple[str, str], str]  # why not, by the same
 
 
 def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> str:
-    """A table for each of `MEASURED`, in which stands too why something could not be had, and rows for
-    docs/measurements.md."""
+    """A table for each of `MEASURED`, under it why something could not be had, and rows for docs/measurements.md of
+    the backends of which something was compared."""
     native, of_all, parts = [name for name in backends if name != "emulated"], list[Found](), list[str]()
     for title, function, variants in MEASURED:
-        found, rows = Found(), []
+        found, missing = Found(), Missing()
         for label, of in ((key, of) for key in variants for of in (["emulated"] if key == "bf16" else native)):
             say(f"{title}: {label}, {of}")
             preset, *overrides = variants[label]
@@ -319,14 +318,14 @@ def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> 
                 if isinstance(backend, str):
                     raise ConfigError(backend)
                 found[label, of] = function(backend, recipe_from_config(config.precision), device)
-                rows.append([label, of, *found[label, of].values()])
             except Exception as error:
-                rows.append([label, of, f"not run: {error if isinstance(error, ConfigError) else said(error)}"])
+                missing[label, of] = str(error) if isinstance(error, ConfigError) else said(error)
         of_all.append(found)
-        heads = ["precision", "backend", *next(iter(found.values()), ["result"])]
-        parts += [f"{title}:", markdown(heads, rows, left=2)]
-    if native:
-        summaries = [summary(name, proofs, *of_all) for name in native]
+        heads = ["precision", "backend", *next(iter(found.values()), [])]
+        rows = [[*of, *values.values()] for of, values in found.items()]
+        parts += [f"{title}:", with_reasons(heads, rows, missing)]
+    ran = {name for found in of_all for label, name in found} | {proof.backend for proof in proofs if proof.findings}
+    if summaries := [summary(name, proofs, *of_all) for name in native if name in ran]:
         rows = [list(of.values()) for of in summaries]
         parts += ['For docs/measurements.md, "On Blackwell" (times in ms):', markdown(list(summaries[0]), rows)]
     return "\n\n".join(parts)
@@ -453,13 +452,22 @@ def report(proofs: list[Proof]) -> str:
         markdown(["what", "is"], list(surroundings().items()), left=2),
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
         "rounded to BF16, which alone is 1.7e-03):",
-        markdown(
+        with_reasons(
             ["precision", "backend", "comparisons", FINGERPRINT, "NaN, inf arrive", *GEMMS],
-            [proof.row() for proof in proofs],
-            left=2,
+            [proof.row() for proof in proofs if not proof.untested],
+            {(proof.precision, proof.backend): proof.untested for proof in proofs if proof.untested},
         ),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def with_reasons(heads: list[str], rows: list[list[str]], missing: Missing) -> str:
+    """A table, if it has rows, and a line for each reason why rows are missing."""
+    why: dict[str, list[str]] = {}
+    for (precision, backend), reason in missing.items():
+        why.setdefault(f"{backend}: {reason}", []).append(precision)
+    lines = [f"- not run: {', '.join(labels)} by {reason}" for reason, labels in why.items()]
+    return markdown(heads, rows, lines, left=2) if rows else "\n".join(lines)
 
 
 # Environment variables that change codes, products or kernels begin so.

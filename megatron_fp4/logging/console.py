@@ -161,10 +161,9 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = (), left: int = 1) -> str:
     """A table in Markdown whose columns also stand below each other on a terminal, all but the first `left` to the
-    right, with notes below it. A row may have fewer cells, such as a reason; it widens no column."""
+    right, with notes below it."""
     rows, below = list(rows), list(notes)
-    whole = [heads, *(cells for cells in rows if len(cells) == len(heads))]
-    widths = [max(3, *map(len, column)) for column in zip(*whole, strict=True)]
+    widths = [max(3, *map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
         placed = (cell.ljust(widths[i]) if i < left else cell.rjust(widths[i]) for i, cell in enumerate(cells))

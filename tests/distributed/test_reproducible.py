@@ -45,8 +45,10 @@ RUNS = [  # ranks, batch, mesh
 Bits = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
-def train(overrides: list[str], folder: Path, first: int = 0, last: int = STEPS, device: str = "cpu") -> Bits:
-    """The steps [first, last), from the checkpoint in `folder` if there is one: losses, norms, and all tensors."""
+def trained(
+    overrides: list[str], folder: Path, first: int = 0, last: int = STEPS, device: str = "cpu"
+) -> tuple[Trainer, list[tuple[float, float]]]:
+    """The steps [first, last) from `first`'s checkpoint in `folder`, and a checkpoint of `last`: losses, norms."""
     config = compose_config([*SMALL, *EIGHT, *overrides, f"run.dir={folder}"], pretrain.CONFIGS)
     mesh = build_mesh(config.parallel, torch.device(device))
     trainer = Trainer(config, models, data, [Switch()], mesh, quiet=True)
@@ -55,9 +57,14 @@ def train(overrides: list[str], folder: Path, first: int = 0, last: int = STEPS,
     else:
         trainer.begin(0)
     numbers = [(step.result.loss, step.result.grad_norm) for step in trainer.steps(first, last)]
-    if last < STEPS:
-        trainer.save(last, last=True)
-        trainer.checkpointer.finish()
+    trainer.save(last, last=True)
+    trainer.checkpointer.finish()
+    return trainer, numbers
+
+
+def train(overrides: list[str], folder: Path, first: int = 0, last: int = STEPS) -> Bits:
+    """`trained`'s losses and norms, and all tensors."""
+    trainer, numbers = trained(overrides, folder, first, last)
     tensors = {**dict(trainer.model.named_parameters()), **optimizer_state(trainer.model, trainer.optimizer)}
     return numbers, {name: whole(tensor) for name, tensor in tensors.items()}
 
