@@ -37,9 +37,9 @@ INTRODUCTION = f"""\
 
 Every key that a run has. On the command line `key=value` sets one (`train.steps=1000`), `group=option` takes a file
 of `configs/` (`model=hybrid_60m`), and `python pretrain.py --help` lists both with the values of the default run. A key
-that does not exist, a value out of its range and combinations that cannot run are refused in one line, before anything
-is built. Lists and mappings are written as in `'data.sources={{web: /data/web}}'`; in files of `configs/` they are
-YAML. Numbers may be written as 10k, 1.5M or 1e3. Integers without another upper limit end at {MOST:,}.
+that does not exist, a value out of its range and combinations that cannot run are refused in one line. Lists
+and mappings are written as in `'data.sources={{web: /data/web}}'`; in files of `configs/` they are YAML. Numbers may be
+written as 10k, 1.5M or 1e3. Integers without another upper limit end at {MOST:,}.
 
 *Default* is what holds where nothing else says otherwise. What the default run has instead, by `configs/config.yaml`
 and the options marked * below, stands after an arrow.
@@ -84,19 +84,25 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
     """A table of the keys of `cls`, whose default run's values `value` has, and those of the classes within. known: the
     classes that have one already, with its path."""
     yield f"\n## {path}\n" if "." not in path else f"\n### {path}\n"
-    if cls in known:
-        usual = {field.name: _own_default(field) for field in fields(cls)} if value is not None else {}
+    base = next((one for one in cls.__mro__ if one in known), None)
+    there = {field.name for field in fields(base)} if base else set()  # type: ignore[arg-type]
+    if base is not None:
+        usual = {field.name: _own_default(field) for field in fields(base)} if value is not None else {}  # type: ignore[arg-type]
         others = [f"`{key}` {_shown(of)}" for key in usual if (of := getattr(value, key)) != usual[key]]
         has = f"; the default run has {', '.join(others)}" if others else ""
-        anchor = re.sub(r"[^\w\-]", "", known[cls].lower())
-        yield f"Keys as those of [{known[cls]}](#{anchor}){has}."
-        return
+        anchor = re.sub(r"[^\w\-]", "", known[base].lower())
+        more = "" if base is cls else ", and those below"
+        yield f"Keys as those of [{known[base]}](#{anchor}){more}{has}."
+        if base is cls:
+            return
+        yield ""
     known[cls] = path
     whole, said = _explanations(cls)
     rows: list[str] = []
     inner: list[tuple[str, Any, object]] = []
     hints = get_type_hints(cls, include_extras=True)
-    for field in fields(cls):  # type: ignore[arg-type]
+    before = ""
+    for field in (field for field in fields(cls) if field.name not in there):  # type: ignore[arg-type]
         hint: Any = hints[field.name]
         name = f"{path}.{field.name}"
         current = MISSING if value is None else getattr(value, field.name)
@@ -106,7 +112,9 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
         inner += [(f"{name}[...]", one, None) for one in get_args(hint) if isinstance(one, type) and is_dataclass(one)]
         own = _own_default(field)
         default = _shown(own) if current in (MISSING, own) else f"{_shown(own)} → {_shown(current)}"
-        row = f"`{field.name}`", _type_name(hint), default, said.get(field.name, "")
+        explained = said.get(field.name, "")
+        row = f"`{field.name}`", _type_name(hint), default, "as above" if explained == before else explained
+        before = explained
         rows.append("| " + " | ".join(map(_escaped, row)) + " |")
     if whole:
         yield f"{whole}\n"
