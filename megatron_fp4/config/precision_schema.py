@@ -21,11 +21,10 @@ class OperandConfig:
     format: `bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`.
     block: elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or
         `16x16`; the format's row says which. Ignored for `bf16`.
-    rounding: `nearest`, or `stochastic` where the format has it; of nvfp4 operands of dgrad and wgrad also `ms_eden`:
-        elements to nearest, what that took from each group of 128 given back in block scales, which are rounded
-        stochastically (Quartet II, arXiv 2601.22813). It goes with `rht: 128` in its GEMM and `rht_signs: fresh`.
-    four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error: by the sum of
-        `absolute` errors (also `true`) or of `squared` ones; `none` (also `false`): never.
+    rounding: `nearest`, or `stochastic` where the format has it; of nvfp4 operands of dgrad and wgrad also `ms_eden`
+        (Quartet II, arXiv 2601.22813), with `rht: 128` in its GEMM and `rht_signs: fresh`.
+    four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller sum of `absolute`
+        errors (also `true`) or of `squared` ones; `none` (also `false`): never.
     """
 
     format: str = "bf16"
@@ -40,8 +39,7 @@ class SecondOperandConfig(OperandConfig):
 
     source: what is quantized: the `tensor`; what fprop's codes stand for, transposed (`forward`; the forward pass then
         keeps codes alone); or nothing: fprop's own `codes` are taken, although their scales lie along another dot
-        product (paper, Fig. 14, "along same dim"). Codes need the emulated backend: tensor cores want scales along the
-        dot product.
+        product (paper, Fig. 14, "along same dim"; emulated backend only).
     """
 
     source: Literal["tensor", "forward", "codes"] = "tensor"
@@ -180,8 +178,8 @@ class PrecisionConfig(RecipeConfig):
     compute_dtype: `bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only).
     backend: `auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`.
     bf16_blocks, exceptions: linears that have another recipe; the first reason counts, in this order.
-    recheck_interval: every so many steps one quantized linear is computed again by the reference and compared, the
-        linears taking turns; 0: never. A difference ends the run.
+    recheck_interval: every so many steps one quantized linear, another each time, is computed again by the reference
+        (0: never). A difference ends the run.
     """
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

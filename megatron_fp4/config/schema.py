@@ -175,16 +175,15 @@ class DataConfig:
     tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed`
         only; optional, its fingerprint goes into checkpoints).
     eod_token: that tokenizer's end-of-document token; null means what the tokenizer says, else `<|endoftext|>`.
-    order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
-        `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
-        already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).
+    order: of samples: `documents` (documents are shuffled, anew in each epoch, and then cut into samples), `windows`
+        (the files are cut as they lie, and the cuts shuffled) or `megatron` (Megatron-core's, which `megatron`
+        describes; its indices are kept in cache_dir).
     seed: of that order, where `run.seed` is for everything else; null means `run.seed`.
     megatron: the run that `data.order=megatron` continues.
     phases: spans of the run, each with its own blend of sources; their lengths add up to the run.
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
         takes. A run that would exceed it does not start.
-    documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document: attention,
-        Mamba-2's state and convolution stop at boundaries, and positions begin anew after them).
+    documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document).
     boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
     num_workers: loader processes per rank, which prepare the micro-batches of two steps ahead; 0 for none.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
@@ -230,13 +229,12 @@ class TrainConfig:
     sequence_length: tokens of a sequence.
     max_skipped_steps: a step whose loss or gradient norm is not finite is skipped; so many in a row end the run.
     kernels: `torch` (plain PyTorch, the reference), `fused` (CUDA with BF16: mamba-ssm, causal-conv1d, cuDNN attention,
-        compiled norms and activations) or `auto` (fused on CUDA as far as its packages are installed, else torch).
+        compiled norms and activations) or `auto` (fused on CUDA as far as packages are installed).
     activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
         or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
-        In BF16, gradients have the same bits in all three (models/execution.py has the exception in FP32).
-    cuda_graphs: whether forward and backward of a micro-batch are captured once and replayed, with the same bits in
-        less of the host's time (training/cuda_graphs.py): `true`, `false`, or `auto`: on one data-parallel rank, where
-        they can be.
+        In BF16, gradients have the same bits in all three.
+    cuda_graphs: forward and backward of a micro-batch are captured once and replayed, with the same bits in less of the
+        host's time: `true`, `false`, or `auto`: on one data-parallel rank, where they can be.
     """
 
     steps: AtLeastOne = 300
@@ -361,7 +359,7 @@ class LoggingConfig:
 
     wandb: `online`, `offline`, `disabled`; of the project that WANDB_PROJECT names, else megatron_fp4.
     profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`, which
-        writes into run.dir (training/callbacks/profiling.py), and on CUDA the history of memory; empty: none.
+        writes into run.dir, on CUDA with the history of memory; empty: none.
     baseline: the folder of another run, or `name=folder`, which loss.png and report.html show beside this one, with the
         gap to it (null: none). report: write report.html, a page about the run, when it has finished.
     """
@@ -396,8 +394,7 @@ class ParallelConfig:
     reproducible: the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does
     not depend on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay.
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
-    Ranks also wait in one while the first tunes kernels. Loader workers that deliver nothing for four fifths of it end
-    the run too.
+    Loader workers that deliver nothing for four fifths of it end the run too.
     gpu: which GPU `run.dry=true` and `--check` plan for: its rates, links and memory (null: an H100's rates and links,
     a B200's where `precision.backend` asks for tensor cores for 4 bits, and memory without a limit).
     """
@@ -437,10 +434,10 @@ class RunConfig:
         data order.
 
     device: `auto` (CUDA if there is any), `cuda` or `cpu`. deterministic: deterministic kernels only.
-    replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit
-        (measure/replay.py), whose difference ends the run.
+    replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit; a
+        difference ends the run.
     replicas_interval: every so many steps (0: never), and before each checkpoint, ranks compare what they should hold
-        alike (training/callbacks/replicas.py), whose difference ends the run.
+        alike; a difference ends the run.
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu: what its time assumes: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one
         GPU (the 1.2B 0.56, a quarter of the 8B 0.56, on an H200).
