@@ -55,7 +55,7 @@ def validate_precision(precision: PrecisionConfig, device_type: str, key: str = 
 
 
 def refuse_nothing_quantized(plan: Plan, precision: PrecisionConfig, key: str = "precision") -> None:
-    """Raise ConfigError if no linear of `plan`, that of `precision` alone, is quantized, although a recipe of it would.
+    """Raise ConfigError if `precision` has a quantized recipe, but its `plan` leaves no linear quantized.
 
     key: as for `validate_precision`.
     """
@@ -68,9 +68,25 @@ def refuse_nothing_quantized(plan: Plan, precision: PrecisionConfig, key: str = 
         )
 
 
+def precisions_by_key(config: Config) -> dict[str, PrecisionConfig]:
+    """The precisions of a run before and after its switch, by the keys that messages name them with."""
+    found = {"precision": config.precision}
+    if config.after_switch is not None:
+        found[f"precision.switch.target={config.precision.switch.target}: precision"] = config.after_switch
+    return found
+
+
 def recipes_by_key(precision: PrecisionConfig, key: str) -> dict[str, Recipe]:
-    """The recipe of `precision`, which messages call `key`, and those of its exceptions, by what messages call them."""
+    """The recipe of `precision`, which messages name `key`, and those of its exceptions, by their own keys."""
     return {where: recipe_from_config(part) for where, part in _parts(precision, key)}
+
+
+def _recipes_of_run(config: Config) -> dict[str, Recipe]:
+    """`recipes_by_key` of all of `precisions_by_key`."""
+    recipes: dict[str, Recipe] = {}
+    for key, precision in precisions_by_key(config).items():
+        recipes |= recipes_by_key(precision, key)
+    return recipes
 
 
 def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
@@ -119,8 +135,10 @@ def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterato
 
 
 def _operand(operand: OperandConfig, config: PrecisionConfig, slot: OperandSlot, key: str) -> Iterator[str]:
-    """Options that its format does not have. MS-EDEN chooses the scales of groups that a transform with random signs
-    mixed, and keeps the mean right, which the backward pass needs; in the forward pass rounding to nearest errs less.
+    """Refusals of options that the operand's format does not have.
+
+    MS-EDEN keeps the mean right, which the backward pass needs; in the forward pass rounding to nearest errs less. It
+    needs groups that a transform with random signs has mixed.
     """
     given = f"{key}.{slot.key}"
     if operand.format not in FORMATS:
@@ -152,8 +170,9 @@ def _operand(operand: OperandConfig, config: PrecisionConfig, slot: OperandSlot,
 
 
 def _source(config: PrecisionConfig, key: str) -> Iterator[str]:
-    """Both other sources than the tensor are codes of the untransformed tensor that fprop makes. `forward` quantizes
-    what they stand for, which BF16 has to hold; `codes` are taken as they are, so all about them must be fprop's."""
+    """Refusals of a `source` that fprop's operand cannot be: both `forward` and `codes` start from its codes, made
+    without a transform. `forward` quantizes their values, which BF16 has to hold exactly; `codes` takes them as they
+    are, so all options must equal fprop's."""
     for gemm, tensor in (("dgrad", "weight"), ("wgrad", "activation")):
         operand: SecondOperandConfig = getattr(getattr(config, gemm), tensor)
         if operand.source == "tensor" or operand.format == "bf16":
@@ -175,7 +194,7 @@ def _source(config: PrecisionConfig, key: str) -> Iterator[str]:
 
 
 def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> Iterator[str]:
-    """recipes: its own and those of its exceptions, in this order."""
+    """Refusals of options that change nothing. recipes: its own and those of its exceptions, in this order."""
     recipe, switch, why = recipes[0], precision.switch.when, dict[str, str]()
     nothing = "nothing is quantized; leave it out, or choose a quantized recipe, such as precision=nvfp4"
     if not recipe.quantized:
@@ -386,7 +405,7 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
     wanted = config.precision.backend
     if wanted == "emulated":
         return BackendChoice("emulated", "as precision.backend says")
-    recipes = _recipes_of(config)
+    recipes = _recipes_of_run(config)
     if wanted == "auto" and not any(recipe.quantized for recipe in recipes.values()):
         return BackendChoice("emulated", "nothing is quantized")
     native = "transformer_engine" if wanted == "auto" else wanted
@@ -408,21 +427,14 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
 
 
 def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
-    """Why `native` computes the linears of a checked `config` on no chip; None if it may. plans: as `choose_backend`
-    has them."""
-    if refusal := first_refusal(native, _recipes_of(config), config.precision.compute_dtype):
+    """Why the backend `native` cannot compute the linears of a checked `config` on any chip; None: some chips may.
+
+    plans: as `choose_backend` has them.
+    """
+    if refusal := first_refusal(native, _recipes_of_run(config), config.precision.compute_dtype):
         return f"it cannot do {refusal[0]}"
     of_plans = [plan for plan in plans if plan is not None and native == "transformer_engine"]
     return next(filter(None, (_misfit(plan, config.parallel.tensor, te.alignment) for plan in of_plans)), None)
-
-
-def _recipes_of(config: Config) -> dict[str, Recipe]:
-    """`recipes_by_key` of a run, before and after its switch."""
-    recipes = recipes_by_key(config.precision, "precision")
-    if config.after_switch is not None:
-        key = f"precision.switch.target={config.precision.switch.target}: precision"
-        recipes |= recipes_by_key(config.after_switch, key)
-    return recipes
 
 
 def agreed_backend(choice: BackendChoice) -> BackendChoice:

@@ -1,6 +1,6 @@
 """From a configuration and a model provider to plans, kernels and the sharded model; what cannot run is refused first.
 
-Nothing here opens data, writes a file or knows a step. Code that needs a model without a Trainer begins here.
+Nothing here opens data, writes a file or trains. Code that needs a model without a Trainer begins here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from megatron_fp4.config.checks import place_in_run, validate
 from megatron_fp4.config.compose import ConfigError
-from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -29,6 +28,7 @@ from megatron_fp4.precision.support import (
     BackendChoice,
     check_sizes,
     choose_backend,
+    precisions_by_key,
     refuse_nothing_quantized,
     validate_precision,
 )
@@ -53,32 +53,23 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
         WSDSchedule.of(config).switch_step(config.precision.switch.when)
     with configuration_errors("data.phases: "):
         data.phases(config)
-    for key, precision in precisions(config).items():
+    for key, precision in precisions_by_key(config).items():
         models.check_exceptions(precision.exceptions, key)
         validate_precision(precision, device_type, key)
     with configuration_errors():
-        plans = own_plans(config, models)
-        for (key, precision), plan in zip(precisions(config).items(), plans, strict=True):
-            refuse_nothing_quantized(plan, precision, key)
+        plans = plans_by_key(config, models)
+        for key, precision in precisions_by_key(config).items():
+            refuse_nothing_quantized(plans[key], precision, key)
     plans_of(config, models)
 
 
-def precisions(config: Config) -> dict[str, PrecisionConfig]:
-    """Those before and after the precision switch, by what messages call them."""
-    found = {"precision": config.precision}
-    if config.after_switch is not None:
-        found[f"precision.switch.target={config.precision.switch.target}: precision"] = config.after_switch
-    return found
-
-
-def own_plans(config: Config, models: ModelProvider) -> list[Plan]:
-    """The plan of each of `precisions` by itself. Raises ValueError."""
-    model, shapes, plans = config.model, models.linear_shapes(config.model), []
-    for key, precision in precisions(config).items():
+def plans_by_key(config: Config, models: ModelProvider) -> dict[str, Plan]:
+    """The plan of each of `precisions_by_key` by itself, whatever the scope of the switch. Raises ValueError."""
+    model, shapes, plans = config.model, models.linear_shapes(config.model), {}
+    for key, precision in precisions_by_key(config).items():
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
-        plan = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
-        check_sizes(plan, config.parallel.tensor, config.precision.backend)
-        plans.append(plan)
+        plans[key] = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
+        check_sizes(plans[key], config.parallel.tensor, config.precision.backend)
     return plans
 
 
@@ -88,7 +79,7 @@ def plans_of(config: Config, models: ModelProvider) -> tuple[Plan, Plan | None]:
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
     with configuration_errors():
-        before, *after = own_plans(config, models)
+        before, *after = plans_by_key(config, models).values()
         return before, before.switched(after[0], config.precision.switch.scope) if after else None
 
 
@@ -111,8 +102,9 @@ def why_eager(config: Config, models: ModelProvider) -> str | None:
 def graphs_refusal(
     config: Config, ranks: int, device_type: str, backend: str, recipes: Iterable[Recipe] = ()
 ) -> str | None:
-    """Why micro-batches of a run on `ranks` ranks are not replayed by CUDA graphs, or None if they are. backend: who
-    computes the linears. recipes: theirs.
+    """Why micro-batches of a run on `ranks` ranks are not replayed by CUDA graphs, or None if they are.
+
+    backend: the name of the one that computes the linears. recipes: of these linears.
 
     Raises ConfigError if `train.cuda_graphs` is `true` where graphs cannot be.
     """
@@ -143,14 +135,17 @@ def graphs_refusal(
     if refusal is None and torch.cuda.is_available():  # a plan may be made elsewhere
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
     if backend != "transformer_engine":  # which quantizes by its own kernels
-        refusal = refusal or next(filter(None, map(made_by_pytorch, recipes)), None)
+        refusal = refusal or next(filter(None, map(operand_without_kernel, recipes)), None)
     if refusal is not None and wanted == "true":
         raise ConfigError(f"train.cuda_graphs=true cannot be: {refusal}; leave it at auto")
     return refusal
 
 
-def made_by_pytorch(recipe: Recipe) -> str | None:
-    """What of `recipe` no fused kernel makes, so that PyTorch copies from the host, which no capture takes; or None."""
+def operand_without_kernel(recipe: Recipe) -> str | None:
+    """A line about the first operand of `recipe` that no fused kernel makes; None: kernels make all.
+
+    PyTorch makes such an operand with copies from the host, which a CUDA graph cannot capture.
+    """
     draws = RoundingKey(0)
     for slot, operand in recipe.operands.items():
         if not operand.quantized or operand.source == "codes":
@@ -226,8 +221,11 @@ def initialize(model: Any, config: Config, models: ModelProvider, mesh: Parallel
 def graphs_for(
     config: Config, models: ModelProvider, mesh: ParallelMesh, model: Any, linears: Any, warn: Callable[[str], None]
 ) -> MicroBatchGraphs | None:
-    """What replays the micro-batches of `model`, whose `linears` these are; None where they run eagerly. warn: is told
-    if a capture fails on the first rank; others, whose console is silent, print it."""
+    """The CUDA graphs of `model`'s micro-batches; None where these run eagerly.
+
+    linears: the contexts of its linears by name. warn: prints a line on the first rank if a capture fails; the console
+    of other ranks is silent, so they print to stderr.
+    """
     if why_eager(config, models) is not None:
         return None
     if mesh.rank:
@@ -236,14 +234,13 @@ def graphs_for(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether opening data, plans or checkpoints failed by something that the user has to mend. What a disk or network
-    fails at is not."""
+    """Whether an error of opening data, plans or checkpoints is the user's to mend: no failing disk or network."""
     return isinstance(error, ValueError) or (isinstance(error, OSError) and is_users_to_mend(error))
 
 
 @contextlib.contextmanager
 def configuration_errors(prefix: str = "") -> Iterator[None]:
-    """What opening data, plans and checkpoints refuses (`is_refusal`) is a ConfigError, not a traceback."""
+    """Inside, errors that the user has to mend (`is_refusal`) become ConfigErrors: one line instead of a traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
