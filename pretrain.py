@@ -64,8 +64,8 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
 def main(arguments: list[str], signals: StopRequest | None = None) -> int:
-    """Run the command with Hydra overrides and `--check` as `arguments`; returns the exit code. signals: listens
-    already; None: in a process that lives on, which gets back its signals and its process group."""
+    """Run the command with Hydra overrides and `--check` as `arguments`; returns the exit code. signals: listens since
+    this process began, which ends with the run; None: the process lives on, and gets back its signals and its group."""
     if signals is None:
         with StopRequest() as signals:
             try:

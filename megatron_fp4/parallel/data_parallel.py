@@ -45,8 +45,8 @@ def apply_data_parallel(
     and head), gathered by themselves too, so that the rest of a step hides their messages, and kept until their
     backward pass. What belongs to none of them (the final norm) is gathered with the model itself, before all.
     fp32_units: small modules, inside units or not, whose own parameters must never be rounded.
-    reshard: free the gathered parameters after the forward pass and gather them again for the backward pass. Alone:
-    keep no rounded ones from micro-batch to micro-batch.
+    reshard: free the gathered parameters after the forward pass and gather them again for the backward pass; with one
+    rank, keep no rounded copies between micro-batches.
     """
     if mesh.dp_size == 1:
         alone(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
@@ -66,18 +66,18 @@ def shard(
 ) -> None:  # fmt: skip
     """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    specs, hooks = weight_specs(units), list[tuple[dict[int, Any], list[int]]]()
+    specs, fsdp_hooks = weight_specs(units), list[tuple[dict[int, Any], list[int]]]()
     for module in (*units, *ends, model):
         freed = reshard and module in units
-        others = [(of_kind, set(of_kind)) for of_kind in (module._forward_pre_hooks, module._forward_hooks)]
+        before = [(hooks, set(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks)]
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=freed)
         assert isinstance(module, FSDPModule)
         gather_in_fp32(module, fp32_units)
         shards = mesh.device_mesh["dp"]
         if module is model and shards.size() > 1:
             gather_codes(model, units, specs, shards, compute_dtype, reshard)
-        # A module does not know whose a hook is: what is new is FSDP2's.
-        hooks += [(of_kind, [key for key in of_kind if key not in before]) for of_kind, before in others]
+        # A module does not know whose a hook is: those that are new are FSDP2's.
+        fsdp_hooks += [(hooks, [key for key in hooks if key not in others]) for hooks, others in before]
         module.set_gradient_divide_factor(1.0)
         # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
         module.set_force_sum_reduction_for_comms(True)
@@ -86,7 +86,7 @@ def shard(
             if mesh.num_replicas > 1:
                 replicas = mesh.device_mesh.get_group("replicate")
                 module.set_all_reduce_hook(partial(tree_all_reduce, group=replicas))
-    model._fsdp_hooks = hooks  # type: ignore[assignment]
+    model._fsdp_hooks = fsdp_hooks  # type: ignore[assignment]
 
 
 @contextmanager
@@ -97,22 +97,22 @@ def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
     nothing to do, and take a tenth of a second of the host's time for a small model. Others' hooks stay; none may come
     or go.
     """
-    of_fsdp: list[tuple[dict[int, Any], list[int]]] = getattr(model, "_fsdp_hooks", [])
-    kept = [hooks.copy() for hooks, _ in of_fsdp]
-    for hooks, keys in of_fsdp:
+    fsdp_hooks: list[tuple[dict[int, Any], list[int]]] = getattr(model, "_fsdp_hooks", [])
+    copies = [hooks.copy() for hooks, _ in fsdp_hooks]
+    for hooks, keys in fsdp_hooks:
         for key in keys:
             del hooks[key]
     try:
         yield
     finally:
-        for (hooks, _), as_before in zip(of_fsdp, kept, strict=True):
+        for (hooks, _), copy in zip(fsdp_hooks, copies, strict=True):
             hooks.clear()
-            hooks.update(as_before)
+            hooks.update(copy)
 
 
 class AloneModule(nn.Module):
-    """What the class of a model becomes that has no other data-parallel rank, as FSDP2 makes its own of a class: its
-    parameters know how to be rounded, and those that take their place (`to_empty`) do too."""
+    """Mixed into the class of a model that one data-parallel rank has alone, as FSDP2 mixes in its own: parameters know
+    how the forward pass rounds them, and so do those that take their place (`to_empty`)."""
 
     _rounding: Rounding
     _never_rounded: list[nn.Module]
@@ -123,7 +123,7 @@ class AloneModule(nn.Module):
         return applied
 
     def tell_parameters(self) -> None:
-        """Tell every parameter that may be rounded how."""
+        """`set_rounding` of every parameter that may be rounded."""
         exempt = {id(parameter) for unit in self._never_rounded for parameter in unit.parameters()}
         for parameter in self.parameters():
             if id(parameter) not in exempt:

@@ -145,7 +145,8 @@ class GatheredWeight:
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
         self._gathered: nn.Parameter | None = None
-        self._aside: tuple[nn.Parameter | None, list[Tensor]] = (None, [])
+        # What the weight was gathered into, and through which messages, while it last was the other of codes and BF16.
+        self._other: tuple[nn.Parameter | None, list[Tensor]] = (None, [])
 
     @property
     def rows(self) -> Tensor:
@@ -159,27 +160,28 @@ class GatheredWeight:
         return sorted({block_of(row) for row in cuts if block_of(row - 1) == block_of(row)})
 
     def gather_as(self, codes: bool) -> None:
-        """From the next gathering on; the parameter is sharded now. Gradients so far come along where both have been
-        gathered before."""
+        """Gather codes, or else what FSDP gathers by itself, from the next time on; the parameter must be sharded now.
+        Its gradient so far moves along if it has been gathered both ways before."""
         if codes:
             context = self.context
             group_rows = self.num_rows // context.num_groups
             padded = context.backend.alignment(context.recipe).padded_group(group_rows, context.num_groups)
             form = context.recipe[FPROP_WEIGHT].format
-            if form != self.all_blocks.format:  # of other sizes
+            if form != self.all_blocks.format:  # whose messages have other sizes
                 if self.as_codes:
                     self.parameter.forget_messages()
                 else:
-                    self._aside = self._aside[0], []
+                    self._other = self._other[0], []
             self.all_blocks = RowBlocks(form, group_rows, padded, 0, self.num_rows)
             first, end = (min(self.chunk * i, self.num_rows) for i in (self.shard, self.shard + 1))
             self.blocks, self.maxima = replace(self.all_blocks, first=first, end=end), None
         if codes != self.as_codes:
-            gathered, messages = self._aside
+            gathered, messages = self._other
             if codes and gathered is None:
                 gathered = self._placeholder()
                 accept_fp32_gradient(gathered)
-            before, _ = self._aside = self.parameter.exchange(gathered, messages)
+            self._other = self.parameter.exchange(gathered, messages)
+            before = self._other[0]
             if gathered is None:
                 assert getattr(before, "grad", None) is None, "the first micro-batch of a step decides"
             elif before is not None and before.grad is not None:
@@ -206,7 +208,7 @@ class GatheredWeight:
         attach_codes(self._gathered, PackedWeight(codes, scales, self.all_blocks, scale=self.scale, amax=self.amax))
 
     def _placeholder(self) -> nn.Parameter:
-        """Shape, dtype and place of the weight, and NaN wherever one looks."""
+        """A parameter of the weight's shape, dtype and placement that is NaN everywhere."""
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.parameter.shard.device)
         seen: Tensor = nan.expand(self.num_rows, self.num_columns)
         if (spec := self.spec) is not None:
@@ -235,7 +237,8 @@ class GatheredCodes:
         self._maxima = _SharedMaxima([], shards)
 
     def before_forward(self, *_: Any) -> None:
-        """Decide, if anything changed, and measure, if the weights did. Collective then."""
+        """Where recipes, backends, probes or watchers changed, decide what is gathered as codes; where these or weights
+        did, measure the maxima, a collective."""
         initialize_lazily(self.model)
         contexts = [weight.context for weight in self.weights]
         deciding = [(context.recipe, context.backend, context.probe, context.watcher) for context in contexts]
@@ -264,7 +267,7 @@ class GatheredCodes:
         for unit, weights in self.units:
             unit.reshard()
             for weight in weights:
-                weight.context.weight_cache = None  # of other codes, or of the same in another form
+                weight.context.weight_cache = None  # its codes change, or where they lie
                 weight.gather_as(weight.context.gathers_codes)
             stay = not self.reshard or all(weight.as_codes for weight in weights)
             unit.set_reshard_after_forward(not stay, recurse=False)
@@ -272,7 +275,7 @@ class GatheredCodes:
 
 
 class _SharedMaxima:
-    """The largest magnitudes that ranks need of each other: of weights, and of blocks whose rows several ranks hold.
+    """The largest magnitudes that ranks exchange: of weights, and of blocks whose rows several ranks hold.
 
     One message: the maxima of the weights, then those of shared blocks [blocks, in / block], weight after weight.
     """

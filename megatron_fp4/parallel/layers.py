@@ -35,7 +35,7 @@ from megatron_fp4.parallel.parameters import lookup, new_parameter
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.overlapped import overlapped_linear, start_all_gather, start_reduce_scatter
 
-Way = Callable[[Tensor, ParallelMesh], Tensor]
+Collective = Callable[[Tensor, ParallelMesh], Tensor]
 
 
 class QuantizedLinear(nn.Module):
@@ -139,9 +139,10 @@ class OutputHead(nn.Module):
     def forward(
         self, x_td: Tensor, only: Tensor | None = None, loss: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> Tensor:
-        """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp]; only: int64, of these tokens.
+        """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp].
 
-        loss: returns what it makes of all tokens [tokens, dim] and the weight instead, which FSDP has gathered in here.
+        only: int64, the tokens that get logits; None: all. loss: called with all tokens [tokens, dim] and the weight,
+        which FSDP gathers for this forward pass; its result is returned instead.
         """
         x_td = enter_tensor_parallel(x_td, self.mesh)
         if loss is not None:
@@ -157,8 +158,8 @@ def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """
     if mesh.tp_size == 1:
         return x_td
-    ways = (all_gather_tokens, _reduce_scatter_tokens) if mesh.sequence_parallel else (_itself, _all_reduce)
-    return _Collective.apply(x_td, mesh, *ways)  # type: ignore[return-value]
+    pair = (all_gather_tokens, _reduce_scatter_tokens) if mesh.sequence_parallel else (_itself, _all_reduce)
+    return _Collective.apply(x_td, mesh, *pair)  # type: ignore[return-value]
 
 
 def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -169,8 +170,8 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """
     if mesh.tp_size == 1:
         return y_td
-    ways = (_reduce_scatter_tokens, all_gather_tokens) if mesh.sequence_parallel else (_all_reduce, _itself)
-    return _Collective.apply(y_td, mesh, *ways)  # type: ignore[return-value]
+    pair = (_reduce_scatter_tokens, all_gather_tokens) if mesh.sequence_parallel else (_all_reduce, _itself)
+    return _Collective.apply(y_td, mesh, *pair)  # type: ignore[return-value]
 
 
 def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -196,10 +197,10 @@ class _Collective(torch.autograd.Function):
     """One collective forward, its conjugate backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: ParallelMesh, forward: Way, backward: Way) -> Tensor:
-        ctx.mesh, ctx.way = mesh, backward
+    def forward(ctx: Any, x: Tensor, mesh: ParallelMesh, forward: Collective, backward: Collective) -> Tensor:
+        ctx.mesh, ctx.backward_collective = mesh, backward
         return forward(x, mesh)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.way(grad_outputs[0], ctx.mesh), None, None, None
+        return ctx.backward_collective(grad_outputs[0], ctx.mesh), None, None, None

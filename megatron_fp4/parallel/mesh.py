@@ -45,7 +45,6 @@ class ParallelMesh:
 
     @cached_property
     def tp(self) -> DeviceMesh:
-        """The tensor-parallel axis."""
         return self.device_mesh["tp"]
 
     @cached_property
@@ -63,7 +62,6 @@ class ParallelMesh:
 
     @cached_property
     def tp_size(self) -> int:
-        """Number of tensor-parallel ranks."""
         return self.tp.size()
 
     @cached_property
@@ -73,7 +71,6 @@ class ParallelMesh:
 
     @cached_property
     def tp_group(self) -> dist.ProcessGroup:
-        """The tensor-parallel process group."""
         return self.tp.get_group()
 
     @cached_property
@@ -100,12 +97,10 @@ class ParallelMesh:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.device_mesh.size()
 
     @property
     def rank(self) -> int:
-        """Global rank."""
         return dist.get_rank()
 
 

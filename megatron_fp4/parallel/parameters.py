@@ -21,7 +21,6 @@ from megatron_fp4.precision.fp32_gradients import (
     gradient_of,
     gradient_spec,
     local_part,
-    rounded_part,
     rounding_of,
 )
 
@@ -71,8 +70,9 @@ def lookup(parameter: Tensor, index: Tensor) -> Tensor:
 class _LocalParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype, copy: bool) -> Tensor:
-        ctx.spec = gradient_spec(parameter)
-        return rounded_part(parameter).to(dtype, copy=copy)
+        ctx.spec, local, rounding = gradient_spec(parameter), local_part(parameter), rounding_of(parameter)
+        rounded = local if rounding is None else local.to(rounding.dtype)
+        return rounded.to(dtype, copy=copy)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:

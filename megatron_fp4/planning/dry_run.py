@@ -307,7 +307,7 @@ class PlanningBackend(EmulatedBackend):
 @contextmanager
 def planned_gpu(native: bool = False) -> Iterator[PlanningBackend]:
     """Inside, tensors are on an H100 or H200 that allocates and computes nothing; a linear's backend there."""
-    with cuda.on(AllocatingGPU()):
+    with cuda.other_gpu(AllocatingGPU()):
         yield PlanningBackend(native)
 
 

@@ -60,13 +60,13 @@ class Alignment:
 
     def padded_group(self, group_rows: int, num_groups: int) -> int:
         """Output features that each of `num_groups` groups of `group_rows` takes, padding included."""
-        size, fast = (self._padded(group_rows, num_groups, of) for of in (1, self.fast_outputs))
-        return fast if size != group_rows and fast - size <= size // 16 else size
 
-    def _padded(self, group_rows: int, num_groups: int, fast: int) -> int:
-        outputs = math.lcm(self.outputs, fast)
-        step = math.lcm(self.group_outputs, outputs // math.gcd(outputs, num_groups))
-        return -(-group_rows // step) * step
+        def padded(outputs: int) -> int:  # so that all groups together are a multiple of `outputs`
+            step = math.lcm(self.group_outputs, outputs // math.gcd(outputs, num_groups))
+            return -(-group_rows // step) * step
+
+        size, fast = padded(self.outputs), padded(math.lcm(self.outputs, self.fast_outputs))
+        return fast if size != group_rows and fast - size <= size // 16 else size
 
 
 @functools.cache
@@ -77,7 +77,8 @@ def block_alignment(recipe: Recipe) -> Alignment:
     """
     tile = max((format_of(name).tile for name in recipe.formats), default=1)
     outputs = max(tile, recipe.dgrad.rht)
-    return Alignment(max(tile, recipe.wgrad.rht), max(tile, recipe.fprop.rht), outputs, outputs)
+    tokens, inputs = max(tile, recipe.wgrad.rht), max(tile, recipe.fprop.rht)
+    return Alignment(tokens=tokens, inputs=inputs, outputs=outputs, group_outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ class OperandRequest:
     """What to make of a tensor for one GEMM. Requests that ask for the same are equal.
 
     operand: format, block and rounding. rht: size of the Hadamard transform before it (input and result in BF16), 0 for
-    none, and what its signs are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of
-    stochastic rounding; None rounds to nearest. slot: which operand it is, for those who watch.
-    dtype: the compute dtype; the tensor may be FP32 where it is BF16, and counts as rounded then (weights).
-    amax_group: ranks that hold the other shards and share the maximum. keep: the operand is sent, or waits for the
-    backward pass, and so is as small as it can be.
+    none. signs: of the transform, `fixed`, `none` or `fresh`, which are drawn from `signs_key`. key: of the draws of
+    stochastic rounding; None rounds to nearest. slot: which operand of the recipe it is, for probes and watchers.
+    dtype: the compute dtype; an FP32 tensor (a weight) counts as rounded to it.
+    amax_group: ranks that hold the other shards and share the maximum. keep: make the operand as small as possible,
+    because it is sent to other ranks or waits for the backward pass.
     """
 
     operand: Operand
@@ -154,9 +155,8 @@ class BackendOperand(Protocol):
     def unpacked(self) -> Tensor:
         """[rows, k]: values without the tensor scale."""
 
-    @property
-    def decoded(self) -> Callable[[], QuantizedTensor] | None:
-        """Gives codes and scales in our layout; None of operands that are values."""
+    def decoded(self) -> QuantizedTensor | None:
+        """Codes and scales in our layout; None where the operand holds no codes to compare, only values."""
 
 
 MakeOperand = Callable[[], Any]
@@ -165,11 +165,11 @@ MakeOperand = Callable[[], Any]
 class Backend(ABC):
     """What a linear asks of a backend.
 
-    name: as in `precision.backend`. accumulates: wgrad's GEMM adds to the gradient of earlier micro-batches itself;
-    that rounds once where a GEMM and an addition round twice. transposes: operands have `transposed()`, which
-    exchanges rows and columns, so that codes made along one dimension serve a GEMM along the other; tensor cores want
-    scales along the dot product and cannot. joins: quantized operands that were made of slices of the tokens have
-    `gathered()`, which joins them. draws_ours: draws of stochastic rounding are those of our keys.
+    name: as in `precision.backend`. accumulates: wgrad's GEMM itself adds to the gradient of earlier micro-batches,
+    which rounds once where a GEMM and an addition round twice. transposes: operands have `transposed()`, which
+    exchanges rows and columns, so that codes made along one dimension serve a GEMM along the other; those of tensor
+    cores do not, whose scales lie along the dot product. joins: operands that ranks made of their slices of the tokens
+    have `gathered()`, which joins them. draws_ours: stochastic rounding draws from our keys.
     """
 
     name: str

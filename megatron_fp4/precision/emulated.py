@@ -68,7 +68,9 @@ class GemmOperand:
     values: Tensor | Packed
     scale: Tensor | None = None
     quantized: bool = False
-    decoded = None  # its values are compared
+
+    def decoded(self) -> None:
+        """Nothing: values are compared."""
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
@@ -76,7 +78,6 @@ class GemmOperand:
         return GemmOperand(self.values.t(), self.scale, self.quantized)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What an autograd function has to save: three tensors, some of them None."""
         if isinstance(self.values, Tensor):
             return self.values, None, self.scale
         return self.values.codes, self.values.scales, self.scale
@@ -100,7 +101,7 @@ class GemmOperand:
         if isinstance(values, PackedRows | PackedColumns):
             message, joined = gather(values.message()), values.joined()
             return lambda: GemmOperand(joined(message.wait()), scale, quantized)
-        # Other packed codes have the tokens first in any case.
+        # Tokens go first, as they lie in MXFP8's packed codes.
         turned, plain = transposed and isinstance(values, Tensor | BlockScaled), isinstance(values, Tensor)
         parts = (values,) if isinstance(values, Tensor) else (values.codes, values.scales)
         messages = [gather(part.t() if turned else part) for part in parts]
@@ -194,7 +195,7 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def keeps_codes(device: torch.device) -> bool:
-    """Whether weights are kept as codes on `device`, not as values."""
+    """Whether weights are kept on `device` as codes; else as values."""
     return cuda.gpu.available(device)
 
 
@@ -243,10 +244,10 @@ class EmulatedBackend(Backend):
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By the fused kernels as far as they go, by PyTorch what is left.
+        """By the fused kernels what they can make, the rest by PyTorch.
 
-        The kernels measure x at once; the operands are made when they are asked for, so that the first need not live
-        beside the second.
+        The kernels measure x at once; the operands are made when they are asked for, so that the two need not be in
+        memory together.
         """
 
         def made(request: OperandRequest, kernels: Fused | None, along: str) -> GemmOperand:
@@ -259,11 +260,11 @@ class EmulatedBackend(Backend):
         if rows is None:
             return along_columns, None
         if of_rows is None and codes_transpose(rows):
-            # The 4-bit kernels make square blocks along the columns alone.
+            # The 4-bit kernels make square blocks only along the columns. Transposed these are those along the rows.
             unkept = replace(rows, keep=False)
-            exchanged, _ = fused_kernels(x, unkept, None)
-            if exchanged is not None:
-                return along_columns, lambda: made(unkept, exchanged, "columns").transposed()
+            square, _ = fused_kernels(x, unkept, None)
+            if square is not None:
+                return along_columns, lambda: made(unkept, square, "columns").transposed()
         return along_columns, functools.partial(made, rows, of_rows, "rows")
 
     def gemm(
@@ -292,7 +293,6 @@ class EmulatedBackend(Backend):
         return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
-        """An operand again from its `tensors()` and its `layout`."""
         (values, scales, scale), (packing, quantized) = tensors, layout
         assert values is not None
         if packing is None:

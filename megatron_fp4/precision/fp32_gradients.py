@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The forward pass sees a master in `dtype`. kept: such copies may be kept while weights stand still."""
+    """How the forward pass rounds a master: to `dtype`. kept: rounded copies may be kept until the weights change."""
 
     dtype: torch.dtype
     kept: bool
@@ -35,14 +35,8 @@ def rounding_of(parameter: Tensor) -> Rounding | None:
 
 
 def set_rounding(parameter: Tensor, rounding: Rounding) -> None:
-    """Let the forward pass see `parameter` rounded. A new parameter in its place (`Module.to_empty`) does not know."""
+    """Let the forward pass round `parameter`. One that takes its place (`Module.to_empty`) does not inherit this."""
     parameter._rounding = rounding  # type: ignore[attr-defined]
-
-
-def rounded_part(parameter: Tensor) -> Tensor:
-    """`local_part` as the forward pass is to see it: FSDP2's copy, or the master rounded."""
-    local, rounding = local_part(parameter), rounding_of(parameter)
-    return local if rounding is None else local.to(rounding.dtype)
 
 
 def accept_fp32_gradient(parameter: Tensor) -> None:

@@ -61,20 +61,20 @@ class LinearContext:
 
     backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.
-    keep_padding: the caller of the result passes over the padding of each group, and so does the gradient come back:
-        its zeros need not be taken out and put in again.
+    keep_padding: the result and its gradient have the padding of each group, which the caller skips: its zeros are not
+        taken out and put in again.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
     in_tokens, out_tokens: ranks that each hold a slice of the tokens of x and dx, or of y and dy; None: every rank has
         all tokens.
-    keeps_input: keep x itself for the backward pass and make wgrad's operand of it there, the same bits again. For
-        linears whose input is kept in any case, or can be computed again. Else they keep the operand.
+    keeps_input: keep x itself for the backward pass and make wgrad's operand there, with the same bits: for linears
+        whose input is kept anyway, or recomputed. Else the operand is kept.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
-    keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a StepState that advances.
-    probe: its `forward(call, x, y)` sees the forward pass, x [tokens, in] and the local y [tokens, out]; what that
+    keeps_rounded: whether `weight_cache` may have a weight that is only rounded, which takes a StepState that advances.
+    probe: its `forward(call, x, y)` sees the forward pass, x [tokens, in] and the local y [tokens, out]; what it
         returns, unless None, sees the backward pass: `backward(dy, dx, dw)`, the local parts, None for what was not
-        needed. A probe that says `reads_weights = False` never asks a call for its weight. (measure/diagnostics.py)
-    watcher: stands between the linear and its backend's operands and products. (verify.Recheck)
+        needed. `reads_weights = False` says that it never asks a call for its weight. (measure/diagnostics.py)
+    watcher: sees the operands and products of the backend, and passes them on. (verify.Recheck)
     """
 
     name: str = ""
@@ -133,11 +133,11 @@ def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tenso
     Returns [tokens, out] in x's dtype, with `context.keep_padding` perhaps more; the weight's gradient is FP32.
     """
     assert context.in_tokens is None and context.out_tokens is None, "slices of the tokens are for overlapped_linear"
-    return applied(_QuantizedLinear, x, weight, context)
+    return apply_linear(_QuantizedLinear, x, weight, context)
 
 
-def applied(function: type[torch.autograd.Function], x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
-    """The result of the autograd function of a linear."""
+def apply_linear(function: type[torch.autograd.Function], x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
+    """Call the autograd function of a linear."""
     accept_fp32_gradient(weight)
     # Inside the function gradients are always off, and needs_input_grad does not know about no_grad.
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
@@ -211,11 +211,11 @@ class LinearCall:
     # ------------------------------------------------------------------------------------------------------- operands
 
     def activation_operands(self, x: Tensor, needs_wgrad: bool) -> tuple[MakeOperand, MakeOperand | None]:
-        """What makes x [tokens, in] fprop's operand, and what makes the operand that the backward pass keeps of it;
-        None for the second: it keeps nothing, or x itself. To be called in this order."""
+        """What makes fprop's operand of x [tokens, in], and the one that is kept for the backward pass (None: x itself
+        is, or nothing). To be called in this order."""
         source, keeps = self.recipe[WGRAD_ACTIVATION].source, needs_wgrad and not self.context.keeps_input
         wgrad = WGRAD_ACTIVATION if keeps and source == "tensor" else None
-        x = self.pad_tokens(self.tokens(x, "activation"))
+        x = self.pad_tokens(self.tokens_to_quantize(x, "activation"))
         make_fprop, make_wgrad = self.prepare(FPROP_ACTIVATION, wgrad, x, keeps and source == "forward", True)
         assert make_fprop is not None
         if keeps and source != "tensor":
@@ -229,7 +229,7 @@ class LinearCall:
         of_fprop = self.recipe[WGRAD_ACTIVATION].source != "tensor"
         if not isinstance(kept, Tensor):
             return (lambda: self.derived(kept, WGRAD_ACTIVATION)()) if of_fprop else lambda: kept
-        x = self.pad_tokens(self.tokens(kept, "activation"))
+        x = self.pad_tokens(self.tokens_to_quantize(kept, "activation"))
         if not of_fprop:
             return self.prepare(None, WGRAD_ACTIVATION, x)[1]
         make, _ = self.prepare(FPROP_ACTIVATION, None, x)
@@ -241,7 +241,7 @@ class LinearCall:
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes dy [tokens, out] dgrad's operand and wgrad's; None for what is not needed."""
         slots = DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None
-        return self.prepare(*slots, self.pad(self.tokens(dy, "gradient")))
+        return self.prepare(*slots, self.pad(self.tokens_to_quantize(dy, "gradient")))
 
     def prepare(
         self,
@@ -253,8 +253,8 @@ class LinearCall:
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
-        x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
-        keep_columns, keep_rows: the first, the second is for the backward pass.
+        x: all tokens, or this rank's slice of a tensor in `slices`, whose operands are sent. keep_columns, keep_rows:
+        whether the operand waits for the backward pass.
         """
         of_columns = None if columns is None else self.request(columns, keep_columns)
         of_rows = None if rows is None else self.request(rows, keep_rows)
@@ -296,9 +296,8 @@ class LinearCall:
         return self.context.key(self.step, self.micro_batch, slot.name, rows, columns)
 
     def derived(self, operand: Any, slot: OperandSlot) -> MakeOperand:
-        """What makes the operand at `slot` of fprop's operand of the same tensor: its codes with rows and columns
-        exchanged, or what the transposed `code * block scale` becomes, which is exact in BF16; fprop's tensor scale is
-        multiplied on."""
+        """What makes the operand at `slot` from fprop's `operand` of the same tensor: its codes, transposed; with the
+        source `forward` its `code * block scale`, transposed and quantized again, under both tensor scales."""
         if self.recipe[slot].source != "forward":
             assert self.backend.transposes, f"the backend {self.backend.name} cannot use codes twice"
             return operand.transposed  # type: ignore[no-any-return]
@@ -325,22 +324,22 @@ class LinearCall:
         context = self.context
         stamp = (context.step_state.weights_version, self.dtype, self.device)
         if context.weight_cache is None or context.weight_cache[0] != stamp:
-            fprop, dgrad, lasts = self._weight_operands()
-            if not lasts:
+            fprop, dgrad, keeps = self._weight_operands()
+            if not keeps:
                 return fprop, dgrad
             context.weight_cache = (stamp, fprop, dgrad)
         return context.weight_cache[1:]
 
     def _weight_operands(self) -> tuple[Any, Any, bool]:
-        """Both operands, and whether they can be kept for a step."""
+        """Both operands of `weight_operands`, and whether they can be kept for a step."""
         if self.gathered is not None:
             fprop, dgrad = self.backend.weight_of_codes(self.gathered, self.recipe[FPROP_WEIGHT])
             # Codes that are FSDP's own stay where they are, and are freed there.
             return fprop, dgrad, fprop.tensors()[0] is not self.gathered.codes
-        same = self.backend.transposes and same_weight_codes(self.recipe)
+        reuse = self.backend.transposes and same_weight_codes(self.recipe)
         request = self.request(FPROP_WEIGHT)
-        if same and emulated.keeps_codes(self.device) and self.dtype == torch.bfloat16 and self.backend.packs(request):
-            # As codes, without padding, which comes in when they are unpacked.
+        if reuse and emulated.keeps_codes(self.device) and self.dtype == torch.bfloat16 and self.backend.packs(request):
+            # Codes without padding, which is put in when they are unpacked.
             sizes = self.group_rows, self.padded_group_rows
             packed: MakeOperand = functools.partial(emulated.packed_weight, self.master, request, *sizes)
             if self.context.watcher is not None:
@@ -348,7 +347,7 @@ class LinearCall:
             fprop = packed()
             return fprop, fprop.transposed(), True
         late = self._requantizes_late
-        of_fprop = same or self.recipe[DGRAD_WEIGHT].source != "tensor"
+        of_fprop = reuse or self.recipe[DGRAD_WEIGHT].source != "tensor"
         slots = FPROP_WEIGHT, None if of_fprop else DGRAD_WEIGHT
         make_fprop, make_dgrad = self.prepare(*slots, self.pad_rows(self.master), keep_columns=late)
         assert make_fprop is not None
@@ -356,21 +355,21 @@ class LinearCall:
         if not late:
             dgrad = (self.derived(fprop, DGRAD_WEIGHT) if make_dgrad is None else make_dgrad)()
         # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
-        own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
-        own = own and self.context.keeps_rounded
-        same_in_all = self._lasts(FPROP_WEIGHT) and (late or self._lasts(DGRAD_WEIGHT))
-        return fprop, dgrad, ((fprop.quantized and dgrad.quantized) or own) and same_in_all
+        rounded = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        copied = (fprop.quantized and dgrad.quantized) or (rounded and self.context.keeps_rounded)
+        same = self._same_all_step(FPROP_WEIGHT) and (late or self._same_all_step(DGRAD_WEIGHT))
+        return fprop, dgrad, copied and same
 
     @property
     def _requantizes_late(self) -> bool:
         """Whether dgrad's weight is made of fprop's codes anew in every micro-batch: then in the backward pass."""
-        return self.recipe[DGRAD_WEIGHT].source == "forward" and not self._lasts(DGRAD_WEIGHT)
+        return self.recipe[DGRAD_WEIGHT].source == "forward" and not self._same_all_step(DGRAD_WEIGHT)
 
     def dgrad_weight(self, operand: Any) -> Any:
         """dgrad's operand in the backward pass: the second of `weight_operands`, or what is made of it now."""
         return self.derived(operand, DGRAD_WEIGHT)() if self._requantizes_late else operand
 
-    def _lasts(self, slot: OperandSlot) -> bool:
+    def _same_all_step(self, slot: OperandSlot) -> bool:
         """Whether the weight's operand at `slot` is the same for every micro-batch of a step."""
         fresh = self.recipe.gemms[slot.gemm].rht and self.recipe.rht_signs == "fresh"
         return not self.recipe[slot].drawn and not fresh
@@ -388,15 +387,15 @@ class LinearCall:
     # ------------------------------------------------------------------------------------------------- for the backward
 
     def save(self, ctx: Any, weight: Tensor, w_dgrad: Any, kept: Any, x: Tensor | None) -> None:
-        """Save for the backward pass dgrad's weight and, for wgrad, the operand `kept` or where that is None x itself
-        (None: nothing)."""
+        """Save for the backward pass dgrad's weight and, for wgrad, the operand `kept`; or where that is None, `x`; or
+        where both are, nothing."""
         operands = [w_dgrad] if kept is None else [w_dgrad, kept]
         tensors = [tensor for operand in operands for tensor in operand.tensors()]
         ctx.save_for_backward(*tensors, *([x] if kept is None and x is not None else []))
         ctx.call, ctx.weight, ctx.layouts = self, weight, [operand.layout for operand in operands]
 
     def saved(self, ctx: Any) -> tuple[Any, Any]:
-        """What `save` got: dgrad's weight, and the operand or the tensor (None: neither)."""
+        """What `save` was given: dgrad's weight, and the operand or x (None: neither)."""
         tensors = ctx.saved_tensors  # once: a recomputing checkpoint refuses a second time
         w_dgrad, *kept = (
             self.backend.operand_from_saved(tensors[3 * i : 3 * i + 3], layout) for i, layout in enumerate(ctx.layouts)
@@ -404,20 +403,20 @@ class LinearCall:
         return w_dgrad, next(iter((*kept, *tensors[3 * len(ctx.layouts) :])), None)
 
     def observe(self, x: Tensor, y: Tensor) -> Any:
-        """Show the forward pass to the probe; returns who is to see the backward pass."""
+        """Show the forward pass to the probe; returns what is to see the backward pass, if anything."""
         probe = self.context.probe
-        return None if probe is None else probe.forward(self, self.whole(x, "activation"), self._seen(y))
+        return None if probe is None else probe.forward(self, self.all_tokens(x, "activation"), self.unpad_groups(y))
 
     def observe_backward(self, ctx: Any, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-        """Show the backward pass to it."""
+        """Show the backward pass to what `observe` returned."""
         if ctx.observed is not None:
-            ctx.observed.backward(self._seen(self.whole(dy, "gradient")), dx, dw)
+            ctx.observed.backward(self.unpad_groups(self.all_tokens(dy, "gradient")), dx, dw)
 
-    def tokens(self, x: Tensor, tensor: str) -> Tensor:
+    def tokens_to_quantize(self, x: Tensor, tensor: str) -> Tensor:
         """The tokens of x (`activation`) or dy (`gradient`) that this rank quantizes."""
         return x
 
-    def whole(self, x: Tensor, tensor: str) -> Tensor:
+    def all_tokens(self, x: Tensor, tensor: str) -> Tensor:
         """All tokens of x or dy."""
         return x
 
@@ -437,7 +436,7 @@ class LinearCall:
     def result(self, y: Tensor) -> Tensor:
         """What the caller gets of a padded y: no padded tokens, and no padded features unless it keeps them."""
         y = self.unpad_tokens(y)
-        return y if self.context.keep_padding else self._seen(y)
+        return y if self.context.keep_padding else self.unpad_groups(y)
 
     def pad_tokens(self, x: Tensor) -> Tensor:
         """[tokens, features] with tokens padded."""
@@ -445,7 +444,6 @@ class LinearCall:
         return pad(x, (0, 0, 0, extra)) if extra else x
 
     def unpad_tokens(self, x: Tensor) -> Tensor:
-        """The inverse of `pad_tokens`."""
         return x[: self.num_tokens] if self.padded_tokens != self.num_tokens else x
 
     def pad_rows(self, w: Tensor) -> Tensor:
@@ -453,15 +451,14 @@ class LinearCall:
         return self._pad_groups(w.t()).t()
 
     def unpad_rows(self, w: Tensor) -> Tensor:
-        """The inverse of `pad_rows`."""
         return RowGroups(self.padded_group_rows, self.group_rows).of(w)
 
     def _pad_groups(self, y: Tensor) -> Tensor:
         extra = self.padded_group_rows - self.group_rows
         return pad(y.unflatten(-1, (-1, self.group_rows)), (0, extra)).flatten(-2) if extra else y
 
-    def _seen(self, y: Tensor) -> Tensor:
-        """[tokens, out] of what the caller gets or gives back, which may be padded."""
+    def unpad_groups(self, y: Tensor) -> Tensor:
+        """[tokens, out] without the padding of groups, if there is any."""
         if y.shape[-1] == self.context.num_groups * self.group_rows:
             return y
         return y.unflatten(-1, (-1, self.padded_group_rows))[..., : self.group_rows].flatten(-2)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.precision.backend import MakeOperand
-from megatron_fp4.precision.linear import LinearCall, LinearContext, applied
+from megatron_fp4.precision.linear import LinearCall, LinearContext, apply_linear
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     FPROP_ACTIVATION,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def overlapped_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
     """As `linear.quantized_linear`, of slices of the tokens: x [tokens, in] is the rank's slice with
     `context.in_tokens`; with `context.out_tokens` the result is the rank's slice of the sum over ranks."""
-    return applied(_OverlappedLinear, x, weight, context)
+    return apply_linear(_OverlappedLinear, x, weight, context)
 
 
 class _OverlappedLinear(torch.autograd.Function):
@@ -95,13 +95,13 @@ class OverlappedCall(LinearCall):
         for tensor, group in (("activation", context.in_tokens), ("gradient", context.out_tokens)):
             if group is None or not self._sends_operands(tensor):
                 continue
-            # Whole blocks and tiles; padding then is none.
+            # Slices of whole blocks, and so no padding.
             if self.num_tokens % (group.size() * self.alignment.tokens) == 0:
                 self.slices[tensor] = group
 
     def _sends_operands(self, tensor: str) -> bool:
-        """Whether a tensor's operands are gathered, and not itself. dy's are both needed at once: only codes of four
-        bits are fewer bytes than dy, once. One of x waits for the backward pass, as a slice."""
+        """Whether ranks gather operands made of slices of a tensor, and not the tensor. Both of dy are needed at once,
+        and only in 4 bits are two operands fewer bytes than dy; of x, one waits for the backward pass as a slice."""
         if self.recipe.quantized and not self.backend.joins:
             return False
         if tensor == "activation":
@@ -111,11 +111,11 @@ class OverlappedCall(LinearCall):
         codes = all(operand.quantized and format_of(operand.format).largest == E2M1_MAX for operand in operands)
         return codes and operands[0].rounding != "ms_eden"
 
-    def tokens(self, x: Tensor, tensor: str) -> Tensor:
+    def tokens_to_quantize(self, x: Tensor, tensor: str) -> Tensor:
         """The rank's slice where slices are quantized, else all tokens."""
-        return x if tensor in self.slices else self.whole(x, tensor)
+        return x if tensor in self.slices else self.all_tokens(x, tensor)
 
-    def whole(self, x: Tensor, tensor: str) -> Tensor:
+    def all_tokens(self, x: Tensor, tensor: str) -> Tensor:
         """All tokens of x (`activation`) or dy (`gradient`), of which this rank may hold a slice."""
         group = self.context.in_tokens if tensor == "activation" else self.context.out_tokens
         return x if group is None else start_all_gather(x, group, beside=False).wait()
@@ -123,9 +123,8 @@ class OverlappedCall(LinearCall):
     def send(self, make: MakeOperand | None, slot: OperandSlot, beside: bool = True) -> Any:
         """What gives the operand of all tokens.
 
-        Of a tensor in `slices`, `make` makes that of this rank's slice: it is made now, and on its way to the other
-        ranks until what is returned waits for theirs. Of other tensors nothing happens now. beside: whether anything
-        runs meanwhile.
+        For a tensor in `slices`: make the operand of this rank's slice and start to gather all slices; what is returned
+        waits. Of others it is `make` itself. beside: whether anything runs meanwhile.
         """
         if make is None or slot.tensor not in self.slices:
             return make

@@ -68,7 +68,6 @@ class LinearShape:
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
         return self.in_features * self.out_features
 
     @property
@@ -372,7 +371,6 @@ class PrecisionController:
 
     @property
     def plan(self) -> Plan:
-        """The plan in effect."""
         return self.plans[0 if self.switch.switched_at is None else -1]
 
     def before_step(self, step: int, measure_ratio: Callable[[], float]) -> bool:
@@ -399,7 +397,6 @@ class PrecisionController:
             self._set_recipes(recipes)
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
         return {"switched_at": self.switch.switched_at, "num_below": self.switch.num_below}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

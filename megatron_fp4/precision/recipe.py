@@ -137,7 +137,6 @@ class Gemm:
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
-        """Left and right."""
         return self.left, self.right
 
     @property
@@ -175,7 +174,6 @@ class Recipe:
 
     @cached_property
     def gemms(self) -> dict[str, Gemm]:
-        """The GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @cached_property

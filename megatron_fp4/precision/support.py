@@ -391,7 +391,6 @@ class BackendChoice:
         return f"{self.name} ({self.reason})"
 
     def open(self) -> Backend:
-        """The backend itself."""
         return BACKENDS[self.name]()
 
 
@@ -428,9 +427,7 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
 
 def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
     """Why the backend `native` cannot compute the linears of a checked `config` on any chip; None: some chips may.
-
-    plans: as `choose_backend` has them.
-    """
+    plans: as `choose_backend` has them."""
     if refusal := first_refusal(native, _recipes_of_run(config), config.precision.compute_dtype):
         return f"it cannot do {refusal[0]}"
     of_plans = [plan for plan in plans if plan is not None and native == "transformer_engine"]

@@ -189,7 +189,6 @@ class TorchBackend(Backend):
         return added(product, total, rows)
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
-        """An operand again from its `tensors()` and its `layout`."""
         codes, scales, scale = tensors
         if not isinstance(layout[0], Operand):
             return EMULATED.operand_from_saved(tensors, layout)

@@ -253,7 +253,6 @@ class TransformerEngineBackend(Backend):
         self._weight_layouts: dict[Operand, tuple[_Layout, _Layout]] = {}
 
     def alignment(self, recipe: Recipe) -> Alignment:
-        """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
         return alignment(recipe)
 
     def packs(self, request: OperandRequest) -> bool:
@@ -314,7 +313,6 @@ class TransformerEngineBackend(Backend):
         return out[0]
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
-        """An operand again from its `tensors()` and its `layout`."""
         if not isinstance(layout, _Layout):
             return EMULATED.operand_from_saved(tensors, layout)
         data, scales, amax = tensors
@@ -337,20 +335,20 @@ class TransformerEngineBackend(Backend):
         with torch.cuda.device(x.device), draws:
             storage = self._quantizers[key](x)
         parts = storage.get_metadata()
-        # Neither drops a NaN; zero times it, added below, changes nothing unless it is NaN or inf.
+        # The kernels drop NaN, this does not. Zero times it, added below, changes nothing unless it is NaN or inf.
         largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
-        plain = tuple((k, None if k == "quantizer" else v) for k, v in parts.items() if k not in _TENSORS)
+        settings = tuple((k, None if k == "quantizer" else v) for k, v in parts.items() if k not in _TENSORS)
 
-        def side(name: str, along: str) -> NativeOperand:
+        def operand(name: str, along: str) -> NativeOperand:
             scales, amax = parts[f"{name}_scale_inv"], parts.get(f"amax_{name}")
             if request.operand.format == "mxfp8":
                 scales.masked_fill_(~largest.isfinite(), 255)  # a byte takes no NaN by addition
             else:
                 (scales if amax is None else amax).add_(largest, alpha=0)
-            layout = _Layout(request.operand, along, type(storage), plain)
+            layout = _Layout(request.operand, along, type(storage), settings)
             return NativeOperand(parts[f"{name}_data"], scales, amax, layout)
 
-        return side("rowwise", "columns"), None if rows is None else side("columnwise", "rows")
+        return operand("rowwise", "columns"), None if rows is None else operand("columnwise", "rows")
 
 
 _TENSORS = (

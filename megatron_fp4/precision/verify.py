@@ -78,10 +78,10 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
 
     x: [n, k], what it was made of, before the transform.
 
-    It must be the reference's bit for bit, draws included, but for the sign of a zero, which no product sees.
-    Transformer Engine's draws are its own: there every code must be one of its value's two neighbours. And after a
-    Hadamard transform two correct sums of a run's values may round to neighbouring BF16 numbers (`exact`: the values
-    avoid that): there amax may be off by one such step, a block scale by one E4M3 step, and codes must follow from
+    It must equal the reference bit for bit, draws included, but for the sign of a zero, which no product sees. Two
+    things are allowed to differ. Transformer Engine draws by itself: every code must be a neighbour of its value. And
+    after a Hadamard transform two correct sums may round to neighbouring BF16 numbers, unless the values are such that
+    none does (`exact`): amax may be off by one such step, a block scale by one E4M3 step, and codes must follow from
     values within one step, under the operand's own scales.
     """
     size = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // x.shape[1] // _CHUNK_ROWS * _CHUNK_ROWS)
@@ -94,11 +94,11 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
     if not amax.isfinite():
         poisoned = any(part is not None and not part.isfinite().all() for part in (scale, values))
         return "" if poisoned else "is finite although it was made of NaN or inf"
-    decoded, moves = None if made.decoded is None else made.decoded(), bool(request.rht) and not exact
+    decoded, inexact = made.decoded(), bool(request.rht) and not exact
     for chunk in chunks:
         rows = operand_rows(x[chunk], request)
-        if isinstance(decoded, NVFP4Tensor) and (request.key is not None or moves):
-            fault = _own_draws_fault(decoded, chunk, rows, request, amax, moves)
+        if isinstance(decoded, NVFP4Tensor) and (request.key is not None or inexact):
+            fault = _allowed_codes_fault(decoded, chunk, rows, request, amax, inexact)
         else:
             key = request.key and replace(request.key, row_offset=request.key.row_offset + chunk.start)
             right = request.operand.encode(rows.to(torch.float32), key, amax)
@@ -126,24 +126,24 @@ def difference(what: str, actual: Tensor, expected: Tensor, first_row: int = 0) 
     return f"{what} differ in {count}, first at {where}: {found:g} instead of {right:g}"
 
 
-def _own_draws_fault(
-    decoded: NVFP4Tensor, chunk: slice, rows: Tensor, request: OperandRequest, amax: Tensor, moves: bool
+def _allowed_codes_fault(
+    decoded: NVFP4Tensor, chunk: slice, rows: Tensor, request: OperandRequest, amax: Tensor, inexact: bool
 ) -> str:
-    """Codes with Transformer Engine's draws or after its transform, which exist in NVFP4 alone. moves: `rows` may be
-    the neighbouring BF16 numbers."""
-    step = _BF16_STEP if moves else 0.0
+    """As `operand_fault`, of codes with Transformer Engine's draws or after its transform, which only NVFP4 has.
+    inexact: what was quantized may be the BF16 neighbours of `rows`."""
+    step = _BF16_STEP if inexact else 0.0
     if not (decoded.amax - amax).abs() <= step * amax:
         return f"amax is {decoded.amax.item():g} instead of {amax.item():g}"
     right = request.operand.encode(rows.to(torch.float32), None, decoded.amax)
     scales = decoded.scales[chunk]
     apart = (scales.view(torch.uint8).to(torch.int16) - right.scales.view(torch.uint8).to(torch.int16)).abs()
-    if (apart > int(moves)).any():
+    if (apart > int(inexact)).any():
         return difference("scales", scales, right.scales, chunk.start)
     scales = scales.to(torch.float32)
     codes, positions = e2m1_values(unpack_codes(decoded.codes[chunk])), grid_positions(rows, scales, decoded.amax)
-    slack = positions.abs() * step + (_NEAR_ZERO if moves else 0.0)
-    least, most = (_code(positions + (slack if up else -slack), request.key is None, up) for up in (False, True))
-    # Under a scale of zero the codes do not show.
+    slack = positions.abs() * step + (_NEAR_ZERO if inexact else 0.0)
+    least, most = (_grid_value(positions + (slack if up else -slack), request.key is None, up) for up in (False, True))
+    # Under a scale of zero every code decodes to zero.
     strangers = ((codes < least) | (codes > most)) & (scales > 0).repeat_interleave(16, dim=1)
     if not strangers.any():
         return ""
@@ -154,8 +154,8 @@ def _own_draws_fault(
     )
 
 
-def _code(positions: Tensor, nearest: bool, up: bool) -> Tensor:
-    """The E2M1 value at or above (`up`) or at or below FP32 positions; or the nearest, of two the upper or lower."""
+def _grid_value(positions: Tensor, nearest: bool, up: bool) -> Tensor:
+    """The E2M1 value at or above (`up`) or at or below FP32 positions; or the nearest, at a tie the upper or lower."""
     grid = torch.tensor([*(-value for value in E2M1_VALUES[:0:-1]), *E2M1_VALUES], device=positions.device)
     positions = positions.clamp(-E2M1_MAX, E2M1_MAX).contiguous()
     if nearest:
@@ -246,7 +246,7 @@ class SelfTestError(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """The local shape of a linear on this rank (output features unpadded) and its recipe.
+    """What is tested: the local shape of a linear on this rank (output features unpadded) and its recipe.
 
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
     """
@@ -263,7 +263,7 @@ class Case:
         return f"{self.recipe.name}, {self.tokens} tokens, {self.inputs} -> {self.outputs}"
 
     def context(self, backend: Backend, step: int = 0) -> LinearContext:
-        """Of its linear, without the other ranks."""
+        """The context of such a linear without other ranks."""
         return LinearContext("selftest", self.recipe, StepState(seed=7, step=step), backend, self.num_groups)
 
 
@@ -339,9 +339,9 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
                 made[slot] = make()
                 if slot in slots:
                     yield f"{slot.name} {what}", operand_fault(made[slot], rows, call.request(slot), exact=True)
-    travelled = dict(_travelled(backend, case, nearest, made, device))
+    gathered = dict(_gathered_operands(backend, case, nearest, made, device))
     call = LinearCall(nearest, tensors["weight"], tensors["activation"])
-    for slot, operand in travelled.items():
+    for slot, operand in gathered.items():
         rows = tensors[slot.tensor]
         fault = operand_fault(operand, rows.t() if slot.transposed else rows, call.request(slot), exact=True)
         yield f"{slot.name} from other ranks", fault
@@ -349,14 +349,14 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
         yield from fairness_of(backend, case, tensors)
     for name, gemm in recipe.gemms.items():
         if gemm.quantized:
-            left, right = (made[slot] for slot in SLOTS if slot.gemm == name)
+            slots = [slot for slot in SLOTS if slot.gemm == name]
+            left, right = (made[slot] for slot in slots)
             product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
             yield f"{name} product", *product_fault(product, left, right, _spaced_rows(product, _SELFTEST_ROWS))
-            slots = [slot for slot in SLOTS if slot.gemm == name]
-            if not travelled.keys().isdisjoint(slots):
-                left_of_all, right_of_all = (travelled.get(slot, made[slot]) for slot in slots)
-                product = backend.gemm(left_of_all, right_of_all, product.dtype)
-                found = product_fault(product, left_of_all, right_of_all, _spaced_rows(product, _SELFTEST_ROWS))
+            if not gathered.keys().isdisjoint(slots):
+                a, b = (gathered.get(slot, made[slot]) for slot in slots)
+                product = backend.gemm(a, b, product.dtype)
+                found = product_fault(product, a, b, _spaced_rows(product, _SELFTEST_ROWS))
                 yield f"{name} product of operands from other ranks", *found
             if name == "wgrad" and backend.accumulates:
                 x, w, _ = sample_tensors(case, device)
@@ -369,17 +369,17 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
     yield "NaN and inf", _poison_fault(backend, case, device)
 
 
-def _travelled(
+def _gathered_operands(
     backend: Backend, case: Case, context: LinearContext, made: Mapping[OperandSlot, Any], device: torch.device
 ) -> Iterator[tuple[OperandSlot, Any]]:
-    """Operands as they are after codes were gathered, of one rank: of weights by FSDP, of slices of the tokens."""
+    """Operands of codes that were gathered, here from one rank: weights by FSDP, and slices of the tokens."""
     if context.gathers_codes:
         x, w, _ = sample_tensors(case, device)
         call = LinearCall(context, w, x)
         packed = packed_weight(w, call.request(FPROP_WEIGHT), call.group_rows, call.padded_group_rows)
         assert isinstance(packed.values, PackedWeight)
-        gathered = replace(packed.values, scale=packed.scale)
-        yield from zip(SLOTS_OF["weight"], backend.weight_of_codes(gathered, context.recipe[FPROP_WEIGHT]), strict=True)
+        codes = replace(packed.values, scale=packed.scale)
+        yield from zip(SLOTS_OF["weight"], backend.weight_of_codes(codes, context.recipe[FPROP_WEIGHT]), strict=True)
     for slot, operand in made.items():
         if backend.joins and operand.quantized and slot.tensor != "weight":
             yield slot, operand.gathered(_of_one_rank, transposed=slot.transposed)()
@@ -604,8 +604,8 @@ class Rechecked:
 
 
 class Recheck:
-    """Rechecks a linear every `interval` steps; it compares the first operand of each slot and the first product of
-    each GEMM: later micro-batches come by too, and recomputed blocks twice.
+    """Rechecks a linear every `interval` steps. It compares the first operand of each slot and the first product of
+    each GEMM in the step, not those of later micro-batches and recomputed blocks.
 
     linears: name -> context, in the plan's order, in which they take turns: which one is due is a function of the step
     alone, the same on all ranks and after a resume. Each data-parallel rank checks it on its own micro-batch, each

@@ -1,9 +1,9 @@
 """What the fused quantizers share: what they take, what they give, and how their kernels start.
 
 `Fused` is the interface of a format's kernels (`FusedFP4`, `FusedFP8`, ...; the table is `formats.py`). The kernels are
-in `kernels/`; beside their launches each has a `Kernel`, which says how it is compiled. All start by `launch`, on the
-GPU of `on`: a dry run on fake tensors puts another one there. Triton is imported when a kernel first starts: a machine
-without an NVIDIA GPU never needs it.
+in `kernels/`; beside their launches each has a `Kernel`, which says how it is compiled. All start by `launch` on `gpu`,
+in whose place `other_gpu` puts another for a dry run on fake tensors. Triton is imported when a kernel first starts: a
+machine without an NVIDIA GPU never needs it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Kernel:
 
     name: `module.function`. num_warps, num_stages, enable_fp_fusion: Triton's options; fusion of a product and a sum
         into one rounding is off wherever a kernel has the reference's bits.
-    types: of the run-time arguments, of a kernel that specializes on no integer and gets aligned pointers: a dtype for
-        a pointer to it, 1 for an integer, None for pairs of BF16 in 32 bits, or of FP32 in 64. Its constants alone
-        choose among its compiled variants. Triton's own launch looks at every argument to choose, which takes longer
-        than the smaller kernels run. None: by Triton's own launch.
+    types: None: by Triton's own launch, which looks at every argument to choose a compiled variant; that takes longer
+        than the smaller kernels run. Else of each run-time argument a dtype for a pointer to it, 1 for an integer, None
+        for a pointer to pairs of BF16 in 32 bits, or of FP32 in 64; constants alone choose the variant. For kernels
+        that specialize on no integer and get aligned pointers.
     """
 
     name: str
@@ -183,8 +183,8 @@ gpu = NvidiaGPU()
 
 
 @contextmanager
-def on(other: NvidiaGPU) -> Iterator[None]:
-    """Inside, `other` is the GPU, whatever the device of tensors."""
+def other_gpu(other: NvidiaGPU) -> Iterator[None]:
+    """Inside, `other` stands for the GPU, whatever the device of tensors."""
     global gpu
     before, gpu = gpu, other
     try:
@@ -230,9 +230,9 @@ def _multiprocessors(device: torch.device) -> int:
 def _compiled(
     kernel: Kernel, device_index: int, fp32: bool, given: tuple[str, ...], constants: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A kernel compiled for the current device, whose index is a key like the constants, and these in its order.
+    """A kernel compiled for the current device, and the values of its constants in the order of its signature.
 
-    given: the names of `constants`.
+    device_index: of the current device, a key of the cache. given: the names of `constants`.
     """
     assert kernel.types is not None
     named = dict(zip(given, constants, strict=True))

@@ -1,4 +1,4 @@
-"""The formats of GEMM operands: one row says everything about one that the rooms above need to know.
+"""The formats of GEMM operands: a row of `FORMATS` is all that other packages need to know of one.
 
 A new format is a file like `microscaling.py` (its arithmetic in PyTorch, the reference), a row here, and a test;
 kernels are optional.
@@ -128,7 +128,7 @@ def quantize(
     elif key is None:
         key = fresh_rounding_key()
     made = form.encode(rows.to(torch.float32), block, key, **options).reshaped(x.shape[:-1])
-    return replace(made, elements=made.codes, negative=None)
+    return replace(made, elements=made.codes, negative=None)  # packed, an eighth of the FP32 values
 
 
 def quantize_nvfp4(

@@ -135,8 +135,7 @@ class PackedColumns(_Packed):
 
 
 class FusedFP4(Fused):
-    """A tensor [rows, columns], both whole blocks, whose maxima are known: makes its operands, each when it is asked
-    for."""
+    """A tensor [rows, columns], both whole blocks, whose maxima and hashes of draws are known."""
 
     def __init__(
         self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None

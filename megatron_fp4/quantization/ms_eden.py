@@ -60,11 +60,10 @@ if TYPE_CHECKING:
 
 BLOCK, GROUP = 16, 128
 GRID_LARGEST = 6.0 / (17 / 16 * 0.93)
-# M * 256 as FP32 has it, in units of the largest code, which is what a tensor scale is told.
-SCALE_MAX = float(torch.tensor(256.0 * GRID_LARGEST, dtype=torch.float32)) / E2M1_MAX
+_TOP = float(torch.tensor(256.0 * GRID_LARGEST, dtype=torch.float32))  # M * 256
+SCALE_MAX = _TOP / E2M1_MAX  # as `encode_tensor_scale` and `NVFP4Tensor` take it, which multiply it by 6
 
 _FACTOR = 1.0 / math.sqrt(GROUP)
-_TOP = SCALE_MAX * E2M1_MAX
 _SHARE = float(torch.tensor(GRID_LARGEST, dtype=torch.float32).reciprocal())
 _COLUMNS = 128  # of a program
 _MEASURE_PROGRAMS = 16  # per multiprocessor
@@ -86,12 +85,12 @@ def encode_ms_eden(rows: Tensor, key: RoundingKey | None, *, amax: Tensor | None
     scaled = scale_blocks(rows, torch.where(scales == 0, torch.zeros_like(encode), encode))
     codes = round_e2m1_nearest(scaled.clamp(-E2M1_MAX, E2M1_MAX))
     corrected = scales * _correction(scaled, codes).repeat_interleave(GROUP // BLOCK, dim=1)
-    scales = _rounded(corrected, key)
+    scales = _rounded_scales(corrected, key)
     return NVFP4Tensor(codes, scales, (1, BLOCK), rows < 0, amax=amax, scale_max=SCALE_MAX)
 
 
 def _correction(scaled: Tensor, codes: Tensor) -> Tensor:
-    """FP32 [rows, groups]: what makes up for what rounding to nearest took from each group."""
+    """c, FP32 [rows, groups]: makes up for what rounding to nearest took from each group."""
     divisor = _group_sums(scaled * codes)
     correction = _group_sums(scaled * scaled) / divisor
     return torch.where(divisor == 0, torch.ones_like(correction), correction)
@@ -108,8 +107,8 @@ def _group_sums(values: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def _rounded(scales: Tensor, key: RoundingKey | None) -> Tensor:
-    """float8_e4m3fn [rows, blocks]."""
+def _rounded_scales(scales: Tensor, key: RoundingKey | None) -> Tensor:
+    """FP32 [rows, blocks] as float8_e4m3fn: to nearest, or stochastically by the draws of `key`."""
     if key is None:
         return to_e4m3(scales)
     of_blocks = replace(key, column_offset=key.column_offset // BLOCK)

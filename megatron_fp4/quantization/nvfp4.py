@@ -53,23 +53,23 @@ def encode_nvfp4(
     four_over_six: per block also try to map the largest value to 4 (scale x 1.5) and keep the choice with the smaller
         error, ties keeping 6 (arXiv 2512.02010); the largest block scale is then mapped to 256.
     four_over_six_error: what is summed over a block: `absolute` errors or `squared` ones.
-    maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, where other rows of these are
-        elsewhere (not with four_over_six); None: of `rows`.
+    maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, where `rows` are not all rows of the
+        blocks (not with four_over_six); None: of `rows`.
     """
     if four_over_six_error not in ("absolute", "squared"):
         raise ValueError(f"nvfp4: four_over_six_error {four_over_six_error!r} is not 'absolute' or 'squared'")
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)
-    vector_amax = block_amax(rows, block) if maxima is None else maxima
+    maxima = block_amax(rows, block) if maxima is None else maxima
     if not four_over_six:
         sixth = tensor_scale * torch.full_like(tensor_scale, E2M1_MAX).reciprocal()
-        scales = to_e4m3((vector_amax * sixth).clamp(max=FP32_MAX))
-        scaled = _encode(rows, scales, tensor_scale)
+        scales = to_e4m3((maxima * sixth).clamp(max=FP32_MAX))
+        scaled = _scaled_to_grid(rows, scales, tensor_scale)
     else:
-        base = vector_amax / torch.full_like(vector_amax, E2M1_MAX) * tensor_scale
+        base = maxima / torch.full_like(maxima, E2M1_MAX) * tensor_scale
         scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
-        scaled_6, scaled_4 = _encode(rows, scales_6, tensor_scale), _encode(rows, scales_4, tensor_scale)
+        scaled_6, scaled_4 = (_scaled_to_grid(rows, scales, tensor_scale) for scales in (scales_6, scales_4))
         squared = four_over_six_error == "squared"
         error_6 = _block_error(rows, scaled_6, scales_6, amax, block, squared)
         error_4 = _block_error(rows, scaled_4, scales_4, amax, block, squared)
@@ -85,7 +85,8 @@ def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-def _encode(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+def _scaled_to_grid(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+    """FP32 `x * encode` of the formula above, within +-6."""
     encode = (scales.to(torch.float32) * tensor_scale.reciprocal()).reciprocal().clamp(max=FP32_MAX)
     return scale_blocks(rows, encode).clamp_(-E2M1_MAX, E2M1_MAX)
 
@@ -93,12 +94,12 @@ def _encode(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
 def _block_error(
     rows: Tensor, scaled: Tensor, scales: Tensor, amax: Tensor, block: tuple[int, int], squared: bool
 ) -> Tensor:
-    """Sum of four over six's errors of a nearest rounding over each block, [rows, cols / 16], replicated over its rows.
+    """The error of rounding to nearest, summed over each block, [rows, cols / 16], replicated over the block's rows.
 
     Summed element by element along a block's columns and by halves over its rows, Transformer Engine's order: two
-    choices that err alike must compare the same everywhere. Where its sums would overflow (amax above some 1e35) the
-    errors come out as 2^-12 of theirs, so that there, too, the smaller one is found. squared: errors are brought near 1
-    by a power of two first, so that squares do not underflow.
+    choices that err alike must compare the same everywhere. Where sums would overflow (amax above some 1e35) errors are
+    2^-12 times as large, so that the smaller one is found there too. squared: errors are first brought near 1 by a
+    power of two, so that squares do not underflow.
     """
     room = headroom(amax)
     decoded = round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]

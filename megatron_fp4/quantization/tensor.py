@@ -39,11 +39,11 @@ class QuantizedTensor:
     """Codes under block scales, without a tensor scale: MXFP4, MXFP8, FP8.
 
     elements: codes, E2M1 as uint8 [..., cols / 2], low nibble = even column, or E4M3 as float8_e4m3fn [..., cols]; or
-        FP32 values on the E2M1 grid [..., cols] that are not packed before `codes` is asked for.
+        FP32 values on the E2M1 grid [..., cols], which `codes` packs when asked: PyTorch's GEMMs need values alone.
     scales: [..., cols / columns of a block], replicated over the rows of a block: FP32, E4M3 as float8_e4m3fn, or UE8M0
         as uint8, biased exponents of which 255 is NaN.
     block: elements that share a scale, (rows, columns).
-    negative: of FP32 elements, where a code's sign bit is set (a value that is zero does not show it).
+    negative: of FP32 elements, where a code's sign bit is set, which a value of zero does not show; else None.
     exact: a dtype that holds every `code * block scale` exactly.
     """
 
@@ -55,17 +55,17 @@ class QuantizedTensor:
 
     @cached_property
     def codes(self) -> Tensor:
-        """E2M1 or E4M3, as `elements` may have them."""
+        """E2M1 packed, or E4M3."""
         return self.elements if self.negative is None else pack_codes(e2m1_codes(self.elements, self.negative))
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor that the codes stand for."""
+        """Shape of the tensor that was quantized."""
         per_byte = 2 if self.elements.dtype == torch.uint8 else 1
         return torch.Size((*self.elements.shape[:-1], self.elements.shape[-1] * per_byte))
 
     def reshaped(self, lead: Sequence[int]) -> Self:
-        """With rows that have these dimensions."""
+        """The same with the dimensions `lead` in front of the last."""
         negative = None if self.negative is None else self.negative.reshape(*lead, -1)
         elements, scales = (part.reshape(*lead, -1) for part in (self.elements, self.scales))
         return replace(self, elements=elements, scales=scales, negative=negative)

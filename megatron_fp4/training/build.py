@@ -142,10 +142,8 @@ def graphs_refusal(
 
 
 def operand_without_kernel(recipe: Recipe) -> str | None:
-    """A line about the first operand of `recipe` that no fused kernel makes; None: kernels make all.
-
-    PyTorch makes such an operand with copies from the host, which a CUDA graph cannot capture.
-    """
+    """A line about the first operand of `recipe` that no fused kernel makes, or None. PyTorch makes it with copies from
+    the host, which a CUDA graph cannot capture."""
     draws = RoundingKey(0)
     for slot, operand in recipe.operands.items():
         if not operand.quantized or operand.source == "codes":
@@ -221,11 +219,8 @@ def initialize(model: Any, config: Config, models: ModelProvider, mesh: Parallel
 def graphs_for(
     config: Config, models: ModelProvider, mesh: ParallelMesh, model: Any, linears: Any, warn: Callable[[str], None]
 ) -> MicroBatchGraphs | None:
-    """The CUDA graphs of `model`'s micro-batches; None where these run eagerly.
-
-    linears: the contexts of its linears by name. warn: prints a line on the first rank if a capture fails; the console
-    of other ranks is silent, so they print to stderr.
-    """
+    """The CUDA graphs of `model`'s micro-batches; None where these run eagerly. linears: contexts by name. warn: prints
+    a line if a capture fails on the first rank; the console of others is silent, so they print to stderr."""
     if why_eager(config, models) is not None:
         return None
     if mesh.rank:

@@ -110,9 +110,9 @@ class MicroBatchGraphs:
         self._first: GpuGraph | None = None
         self._later: GpuGraph | None = None
         self._gradients: list[Tensor | None] = []
-        # With FSDP, of what the graphs read: the memory that it is gathered into, and its gradient.
+        # With FSDP, of each parameter that the graphs read: the memory it is gathered into, and its gradient.
         self._gathered: dict[nn.Parameter, tuple[list[Tensor], Tensor]] = {}
-        self._kept: dict[str, Any] = {}
+        self._weight_caches: dict[str, Any] = {}  # of the linears, in the graphs' memory
         self._tokens = self._targets = torch.empty(0)
         self._bytes = 0
         self._pool: Any = None
@@ -123,33 +123,36 @@ class MicroBatchGraphs:
         return self._first is not None
 
     @contextmanager
-    def step(self, micro_batches: Sequence[MicroBatch], of: int, step_state: StepState) -> Iterator[bool]:
-        """A context for this rank's micro-batches of one step, out of `of`; inside, whether `run` computes them."""
+    def step(
+        self, micro_batches: Sequence[MicroBatch], num_micro_batches: int, step_state: StepState
+    ) -> Iterator[MicroBatchGraphs | None]:
+        """A context for this rank's micro-batches of one step, out of `num_micro_batches` of all ranks; inside, these
+        graphs, or None if all micro-batches run eagerly."""
         contexts = self._linears.values()
         watched = any(context.probe is not None or context.watcher is not None for context in contexts)
         if self._failed or watched or not _alike(micro_batches):
             self.make_room()
-            yield False
+            yield None
             return
         addresses = [local_part(parameter).data_ptr() for parameter in self._parameters]
-        signature = (micro_batches[0].tokens.shape, of, [context.recipe for context in contexts], addresses)
+        recipes = {name: context.recipe for name, context in self._linears.items()}
+        signature = (micro_batches[0].tokens.shape, num_micro_batches, recipes, addresses)
         if signature != self._signature:
             self.release()
             self._signature, self._eager_steps = signature, 0
-            recipes = {name: context.recipe for name, context in self._linears.items()}
             self._keys = DeviceKeys(recipes, self._mesh.device)
-        graphs = self._eager_steps >= EAGER_STEPS
+        is_eager = self._eager_steps < EAGER_STEPS
         self._eager_steps += 1
-        self._num_micro_batches, self._position, self._last = of, 0, len(micro_batches) - 1
+        self._num_micro_batches, self._position, self._last = num_micro_batches, 0, len(micro_batches) - 1
         step_state.keys = self._keys
         try:
-            yield graphs
+            yield None if is_eager else self
         finally:
             step_state.keys = None
 
     def run(self, micro_batch: MicroBatch, step_state: StepState) -> Tensor | None:
-        """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, until the next call. None: it
-        is to be computed eagerly, because FSDP has to see it, or because a capture failed."""
+        """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, which the next call overwrites.
+        None: the caller has to compute it eagerly, because FSDP has to see it, or because a capture failed."""
         position, self._position = self._position, self._position + 1
         if self._failed:
             return None
@@ -197,18 +200,18 @@ class MicroBatchGraphs:
         self._position = 0
 
     def _trained(self) -> list[nn.Parameter]:
-        """What the forward pass now sees."""
+        """The trainable parameters that the model has now: with FSDP shards, or gathered ones."""
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def _empty_gradients(self) -> None:
-        """Before FSDP's first micro-batch: let its gradients come to where the graphs add to them. Minus zero plus any
+        """Before FSDP's first micro-batch: let it write gradients to where the graphs add to them. Minus zero plus any
         number is that number, in every bit."""
         for parameter, (_, gradient) in self._gathered.items():
             local_part(gradient).fill_(-0.0)
             parameter.grad = gradient
 
     def _find_gathered(self) -> None:
-        """After it: drop graphs that are of other memory."""
+        """After FSDP's first micro-batch: note where it gathered parameters; drop graphs that read other memory."""
         found = {}
         for parameter in self._trained():
             gradient = parameter.grad
@@ -221,14 +224,14 @@ class MicroBatchGraphs:
             self._gathered = found
 
     def make_room(self) -> None:
-        """Before a micro-batch runs eagerly: drop the graphs if there is not as much free memory as they have."""
-        # It may gather others, and has gradients of its own.
+        """Before a micro-batch runs eagerly: drop the graphs unless as much memory as they hold is free."""
+        # FSDP keeps what the graphs read of gathered parameters; eagerly it may gather others, with their gradients.
         own = sum(local_part(t).nbytes for one, (_, gradient) in self._gathered.items() for t in (one, gradient))
         if self._first is not None and not self._on_all_ranks(self._has_room(own)):
             self.release()
 
     def _on_all_ranks(self, here: bool) -> bool:
-        """Whether something holds on all ranks whose collectives are captured."""
+        """Whether `here` is true on all ranks of the tensor-parallel group, whose collectives are captured."""
         if self._mesh.tp_size == 1:
             return here
         everywhere = torch.tensor(int(here), dtype=torch.int32, device=self._mesh.device)
@@ -236,7 +239,7 @@ class MicroBatchGraphs:
         return bool(everywhere)
 
     def _has_room(self, needed: int = 0) -> bool:
-        """Whether as much as the graphs have, what FSDP reduces at a time and `needed` bytes more are free."""
+        """Whether free memory exceeds what the graphs hold, what FSDP reduces at a time and `needed` bytes more."""
         if self._mesh.device.type != "cuda":
             return True
         torch.cuda.empty_cache()  # what earlier eager passes left
@@ -270,7 +273,7 @@ class MicroBatchGraphs:
         if first:
             self._first = graph
             self._gradients = [parameter.grad for parameter in self._parameters]
-            self._kept = {name: context.weight_cache for name, context in self._linears.items()}
+            self._weight_caches = {name: context.weight_cache for name, context in self._linears.items()}
         else:
             self._later = graph
         return graph, None
@@ -287,27 +290,27 @@ class MicroBatchGraphs:
         return loss.detach()
 
     def _drop_gradients_and_weights(self) -> None:
-        """So that they are made inside the graph, where the next replay writes them. Gradients of gathered parameters
-        stay: the graph adds to them."""
+        """Before the first capture, so that the graph makes them where its replays write them. Gradients of gathered
+        parameters stay: the graph adds to them."""
         for parameter in () if self._sharded else self._parameters:
             parameter.grad = None
         for context in self._linears.values():
             context.weight_cache = None
 
     def _hand_out(self, step_state: StepState) -> None:
-        """Gradients and kept weights are those that the first graph writes, whatever was computed eagerly since."""
+        """Put the gradients and weights that the first graph writes in the place of what eager passes made since."""
         if not self._sharded:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
-        for name, kept in self._kept.items():
-            if kept is not None:
-                (_, *what_for), *operands = kept
-                kept = ((step_state.weights_version, *what_for), *operands)
-            self._linears[name].weight_cache = kept
+        for name, cache in self._weight_caches.items():
+            if cache is not None:
+                (_, *what_for), *operands = cache
+                cache = ((step_state.weights_version, *what_for), *operands)
+            self._linears[name].weight_cache = cache
 
 
 def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
-    """Whether nothing but tokens and targets differs between micro-batches."""
+    """Whether micro-batches differ in tokens and targets alone."""
     shape = micro_batches[0].tokens.shape
     return all(
         batch.tokens.shape == shape and batch.documents is None and batch.num_targets is None for batch in micro_batches
@@ -315,7 +318,7 @@ def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
 
 
 def _identities(gathered: Mapping[nn.Parameter, tuple[list[Tensor], Tensor]]) -> list[tuple[int, ...]]:
-    """What stays the same as long as graphs of these parameters can be replayed."""
+    """Equal as long as graphs that read these parameters can be replayed."""
     return [
         (id(parameter), id(gradient), *(part.data_ptr() for part in parts))
         for parameter, (parts, gradient) in gathered.items()

@@ -117,33 +117,33 @@ def accumulate(
     """
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
     whole, progress = whole or global_batch_of(micro_batches, mesh), progress or Progress()
-    number, count, tree = whole.num_micro_batches, len(micro_batches), gradient_tree(model)
-    losses = torch.zeros(number if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
+    num_global, num_own, tree = whole.num_micro_batches, len(micro_batches), gradient_tree(model)
+    losses = torch.zeros(num_global if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
     if tree is not None:
         tree.begin()
-    with nullcontext(False) if graphs is None else graphs.step(micro_batches, number, step_state) as replays:
+    with nullcontext() if graphs is None else graphs.step(micro_batches, num_global, step_state) as replays:
         for position, micro_batch in enumerate(micro_batches, start=1):
-            progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {count}")
-            with _prepare_fsdp(model, mesh, position == 1, position == count, reshard):
-                replayed = graphs.run(micro_batch, step_state) if graphs is not None and replays else None
+            progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {num_own}")
+            with _prepare_fsdp(model, mesh, position == 1, position == num_own, reshard):
+                replayed = None if replays is None else replays.run(micro_batch, step_state)
                 loss = _computed(model, micro_batch, whole, mesh, step_state) if replayed is None else replayed
             losses[micro_batch.index % len(losses)].add_(loss)
-            if tree is not None and position % leaf_size(number) == 0 and position < count:
+            if tree is not None and position % leaf_size(num_global) == 0 and position < num_own:
                 tree.keep(copied=replayed is not None)
-                if graphs is not None and replayed is not None:
-                    graphs.write_gradients()
+                if replays is not None and replayed is not None:
+                    replays.write_gradients()
     if tree is not None:
         tree.finish()
     if whole.num_targets is None:
-        losses /= number
+        losses /= num_global
     return losses if mesh.reproducible else losses[0]
 
 
 def _computed(
     model: nn.Module, micro_batch: MicroBatch, whole: GlobalBatch, mesh: ParallelMesh, step_state: StepState
 ) -> Tensor:
-    """Forward and backward pass of a micro-batch; returns its summand of the loss of `whole`, still to be divided by
-    the number of micro-batches where all targets count."""
+    """Forward and backward pass of a micro-batch; returns its part of the loss of `whole`: where all targets count its
+    mean loss, which the caller divides by the number of micro-batches."""
     tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
     loss: Tensor = model(tokens, targets, **options)
     if whole.num_targets is None:
@@ -218,10 +218,10 @@ def update(
     accept: Callable[[float, float], bool] | None = None,
     progress: Progress | None = None,
 ) -> StepResult:
-    """Update the weights with what `accumulate` has left, `loss` and gradients, or skip the step; drop the gradients.
+    """Update the weights by the gradients of `accumulate`, or skip the step; drop the gradients. loss: its result.
 
-    clip_norm: of the global gradient, 0 for none. requests: this rank's. accept: of finite loss and norm
-    (`StepResult`), the same on all ranks, whether to update; None: always. progress: is told where this rank is.
+    clip_norm: limit of the global gradient's norm, 0 for none. requests: this rank's. accept: decides from finite loss
+    and norm (`StepResult`), alike on all ranks, whether to update; None: always. progress: is told where this rank is.
     """
     parameters, progress = optimizer_parameters(optimizer), progress or Progress()
     progress.at(step_state.step + 1, "sums over all ranks")
@@ -230,9 +230,9 @@ def update(
     # All ranks of a tensor-parallel group have the same loss; it counts once.
     counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
     # Pinned: a copy from pageable memory would wait for what the device still does.
-    told = torch.tensor([*map(float, requests)], dtype=torch.float64, pin_memory=loss.is_cuda)
+    requested = torch.tensor([*map(float, requests)], dtype=torch.float64, pin_memory=loss.is_cuda)
     share = squared_norm_share(parameters, mesh)
-    totals = torch.cat((counted_loss.view(-1), share.view(1), told.to(mesh.device, non_blocking=True)))
+    totals = torch.cat((counted_loss.view(-1), share.view(1), requested.to(mesh.device, non_blocking=True)))
     dist.all_reduce(totals)
     if mesh.reproducible:
         losses, others = totals.tensor_split([loss.numel()])

@@ -149,11 +149,10 @@ class Trainer:
     """The parts of a run, built and wired. Raises ConfigError for data that cannot be opened or does not fit.
 
     models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does. quiet:
-    nothing is recorded or said, for who trains some steps of a run without being that run. times: where the time of
-    this start went until now.
+    record and print nothing, for a caller that repeats some steps of a run. times: how long the start took until now.
 
-    precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: what a
-    run lacks that has done all its steps; None for every other.
+    precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: what
+    a run that has done all its steps did not write; else None.
     """
 
     def __init__(
@@ -205,7 +204,8 @@ class Trainer:
     def train(self, stops: StopConditions) -> Ending:
         """Resume, train to the last step or to a request to stop, and finish what is on its way."""
         start, steps = self.resume(), self.config.train.steps
-        if start == steps and not self._lacks_something():
+        self.missing = self._find_missing() if start == steps else None
+        if start == steps and self.missing is None:
             self.log.console.text(
                 f"{self.config.run.dir} is finished: the checkpoint it starts from is of step {start} of {steps}. "
                 "Raise train.steps to continue, or choose another run.dir."
@@ -217,7 +217,8 @@ class Trainer:
             for step in self.steps(start, start if stop else steps, stops):
                 done, requests = step.done, step.result.requests
                 self._saves_ended(requests.save_failed)
-                last, stop = done == steps or requests.stop, requests.stop and done < steps
+                stop = requests.stop and done < steps
+                last = stop or done == steps
                 if last or requests.save or step.save or is_due(self.config.checkpoint.interval, done):
                     self.save(done, last)
                     stops.obeyed()
@@ -235,7 +236,7 @@ class Trainer:
         return Ending(ExitCode.FINISHED, done)
 
     def steps(self, first: int, last: int, stops: StopConditions | None = None) -> Generator[Step]:
-        """Train the steps [first, last), each yielded when it is done. stops: are asked with each step."""
+        """Train the steps [first, last), and yield each when it is done. stops: what this rank is asked to do."""
         config, mesh, state, progress = self.config, self.mesh, self.precision.step_state, self.progress
         accept = next((callback.accept for callback in self.callbacks if callback.accept is not None), None)
         for index, batch in enumerate(self._batches(first, last), start=first):
@@ -249,8 +250,8 @@ class Trainer:
                     around.enter_context(callback.around_step(step))
                 reshard, graphs = config.parallel.reshard, self.graphs
                 loss = accumulate(self.model, batch, mesh, state, reshard=reshard, progress=progress, graphs=graphs)
-                # What this rank tells the others, read as late as possible.
-                told = (stops.stop, stops.save, self.checkpointer.failed) if stops is not None else ()
+                # What this rank asks all to do, read as late as possible.
+                requests = (stops.stop, stops.save, self.checkpointer.failed) if stops is not None else ()
                 step.result = update(
                     self.optimizer,
                     loss,
@@ -258,7 +259,7 @@ class Trainer:
                     state,
                     lr=self.lr(index),
                     clip_norm=config.optimizer.clip_norm,
-                    requests=StepRequests(*told),
+                    requests=StepRequests(*requests),
                     accept=accept,
                     progress=progress,
                 )
@@ -293,8 +294,8 @@ class Trainer:
         return start
 
     def begin_from(self, folder: Path, allow_mismatch: bool = False) -> None:
-        """Resume from the checkpoint in `folder` without being its run, for `steps`: of a quiet trainer. Raises
-        ConfigError if it does not fit, CheckpointError if it cannot be read."""
+        """`begin` from the checkpoint in `folder`, whose run this need not be. Raises ConfigError if it does not fit,
+        CheckpointError if it cannot be read."""
         parts = self.model, self.optimizer, self.precision.step_state
         with configuration_errors():
             resumed = self.checkpointer.load(folder, *parts, allow_mismatch=allow_mismatch)
@@ -303,7 +304,7 @@ class Trainer:
         self.begin(resumed.step)
 
     def begin(self, done: int) -> None:
-        """After `done` steps, for `steps`: of a quiet trainer, which saves nothing."""
+        """Prepare a quiet trainer, which saves nothing, for a call of `steps` after `done` steps."""
         self.log.open(done)
         for callback in self.callbacks:
             callback.start(done)
@@ -372,11 +373,11 @@ class Trainer:
         return diagnose(self.model, batch, self.mesh, self.precision.step_state, *more)
 
     def samples(self, done: int) -> int:
-        """Of the first `done` steps."""
+        """Samples of the first `done` steps."""
         return int(self.data.phases.samples_before(done))
 
     def tokens(self, done: int) -> int:
-        """Of the first `done` steps."""
+        """Tokens of the first `done` steps."""
         return self.samples(done) * self.config.train.sequence_length
 
     def lr(self, step: int) -> float:
@@ -394,8 +395,8 @@ class Trainer:
         switch, name = self.precision.switch, self.config.precision.name
         return name if switch.switched_at is None else f"after the switch to {switch.config.target}"
 
-    def _lacks_something(self) -> bool:
-        """Whether a run that has done all its steps was killed before everything was written. A collective."""
+    def _find_missing(self) -> Missing | None:
+        """What a run that has done all its steps was killed before it wrote; None: nothing. A collective."""
         steps = self.config.train.steps
 
         def look() -> Missing:
@@ -403,15 +404,12 @@ class Trainer:
             return missing_of(Path(self.config.run.dir), steps, bool(self.data.validation), others)
 
         missing = self.checkpointer.sync.on_rank0("look for what the run lacks", look)
-        if not missing.names or not self.checkpointer.has(steps):
-            return False
-        self.missing = missing
-        return True
+        return missing if missing.names and self.checkpointer.has(steps) else None
 
     @contextmanager
     def _opened(self, start: int) -> Iterator[None]:
-        """Records are open inside, and everything has started. At an exception: its traceback, then what is on its way
-        to a checkpoint is given up, callbacks close, and records close last."""
+        """Inside, records are open and callbacks have started. At an exception its traceback is printed, saves in the
+        background are given up, callbacks close, and records close last."""
         log, plan = self.log, self.precision.plans[0].as_dict()
         forward = self.models.forward_flops_per_token(self.config.model, self.config.train.sequence_length)
         log.open(

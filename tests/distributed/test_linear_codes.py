@@ -134,7 +134,7 @@ def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[
     kernels, packed = kernel_layout.UnpackingKernels(), replace(FORMATS["nvfp4"], fused=(kernel_layout.PackedFP4,))
     sent: list[Message] = []
     weights_as_values = mock.patch.object(emulated, "keeps_codes", lambda _: False)
-    with cuda.on(kernels), mock.patch.dict(FORMATS, nvfp4=packed), weights_as_values, counted_messages(sent):
+    with cuda.other_gpu(kernels), mock.patch.dict(FORMATS, nvfp4=packed), weights_as_values, counted_messages(sent):
         found = run(rank, tensor, "nvfp4", True, dtype=torch.bfloat16, **settings)
     return found, kernels.launched, sent
 

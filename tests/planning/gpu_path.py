@@ -20,7 +20,7 @@ from megatron_fp4.quantization import cuda
 def without_launches() -> Iterator[None]:
     """Inside, every tensor says that it is on CUDA, and what would launch a kernel does nothing."""
     with (
-        cuda.on(AllocatingGPU()),
+        cuda.other_gpu(AllocatingGPU()),
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)),
         mock.patch.object(gemm_cuda, "_cublas", lambda: "a library"),
         mock.patch.object(gemm_cuda, "_gemm_ex", _gemm_ex),

@@ -110,7 +110,7 @@ class NVFP4Quantizer:
         error = {"MAE": "absolute", "MSE": "squared"}[self.nvfp4_4over6_err_mode]
         six = {"four_over_six": self.nvfp4_use_4over6, "four_over_six_error": error}
         made = quantize_nvfp4(known, block, amax=amax, **six)
-        scaled = nvfp4._encode(known, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
+        scaled = nvfp4._scaled_to_grid(known, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
         values = round_e2m1_nearest(scaled)
         if self.stochastic_rounding:
             draws = torch.randint(256, rows.shape, generator=torch.cuda.default_generators[0].state)
