@@ -169,7 +169,9 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
     prices = {recipe.name: recipe.price(curve, tokens) for recipe in recipes}
     costs = {recipe.name: cost for recipe in recipes if (cost := recipe.cost(prices[recipe.name])) is not None}
     if not costs:
-        return "Not established: no recipe has both an interval of its gap and a time; train more steps, or give --gpu."
+        if all(price is None for price in prices.values()):
+            return "Not established: no recipe's gap has an interval; train more steps."
+        return "Not established: no recipe whose gap has an interval has a time of a token; give --gpu."
     lines = [
         f"{recipe.name} needs {prices[recipe.name]} times the tokens and takes {recipe.time:.2f} of the time of each: "
         f"{costs[recipe.name]} of BF16's cost."

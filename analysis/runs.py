@@ -43,7 +43,7 @@ def compare_runs(runs: Sequence[RunFolder], sources: Sequence[str] = ()) -> str:
         check_sources(sources, list(run.validation), run.name)
         if run.steps[-1]["step"] != first.steps[-1]["step"]:
             ends = f"{run.name} ended at step {run.steps[-1]['step']} and {first.name} at {first.steps[-1]['step']}"
-            raise ValueError(f"{ends}; compare finished runs")
+            raise ValueError(f"{ends}; compare runs that end at the same step")
     names = list(sources) or list(dict.fromkeys(name for run in runs for name in run.validation))
     heads = ["run", "training loss", "gap", *(head for name in names for head in (f"{name} loss", "gap")), "tokens/s"]
     rows = []

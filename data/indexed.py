@@ -263,7 +263,8 @@ class IndexedDataset:
             return RemoteFile(path, remote_cache) if is_url(path) else LocalFile(path)
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{path} does not exist; a dataset is named by the path of its .idx and .bin without the ending"
+                f"{path} does not exist; a dataset is named by the path of its .idx and .bin without the ending, and "
+                "scripts/prepare_data.py makes these of text"
             ) from None
 
     def __str__(self) -> str:

@@ -46,7 +46,8 @@ class ValidationSet:
         if self._available == 0:
             raise ValueError(
                 f"validation source {name!r} ({stream}) has {stream.num_tokens} tokens, fewer than "
-                f"one window of seq_length + 1 = {seq_length + 1}; shorten the sequence or hold out more text"
+                f"one window of train.sequence_length + 1 = {seq_length + 1}; lower train.sequence_length, or hold out "
+                "more text"
             )
         self.name, self.stream, self.seq_length, self.vocab_size = name, stream, seq_length, vocab_size
         self.num_samples = min(num_samples or self._available, self._available)

@@ -251,9 +251,10 @@ def parallel(options: argparse.Namespace) -> int:
         "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0,
         "losses": losses.copy(),
     }
+    memory = f"{found['peak_gib']:.1f} GiB, " if on_gpu else ""
     line = (
         f"{mesh.world_size} x {machine(device)}, tensor {mesh.tp_size} x data {mesh.dp_size}: {median * 1e3:.1f} ms a "
-        f"step, {speed:,.0f} tokens/s, {found['peak_gib']:.1f} GiB, first step {seconds[0]:.1f} s"
+        f"step, {speed:,.0f} tokens/s, {memory}first step {seconds[0]:.1f} s"
     )
     if baseline is not None:
         ratio, ideal = speed / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]

@@ -145,7 +145,9 @@ def _prepare(options: argparse.Namespace) -> None:
     )
     print(done.summary())
     if options.train_tokenizer is not None:
-        print(f"{options.tokenizer}: a new tokenizer of {done.tokenizer.vocab_size:,} ids")
+        made, asked = done.tokenizer.vocab_size, options.train_tokenizer
+        fewer = f", not {asked:,}: no other pair is in this text twice" if made < asked else ""
+        print(f"{options.tokenizer}: a new tokenizer of {made:,} ids{fewer}")
     words = [shlex.quote(word) for word in _overrides(done, options.tokenizer, options.eod_token)]
     print("\nTo train on it:\n\n  python pretrain.py", *words, sep=" \\\n    ")
 

@@ -112,7 +112,7 @@ def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict
 
     if not (options.gpu in GPUS and GPUS[options.gpu].fp4):
         known = ", ".join(name for name, gpu in GPUS.items() if gpu.fp4)
-        raise ValueError(f"--gpu {options.gpu}: those with tensor cores for FP4 are {known}")
+        raise ValueError(f"--gpu {options.gpu}: name a GPU with tensor cores for FP4: {known}")
     if options.model:
         _, named = named_recipes(options.recipes, CONFIGS)
         recipes = {name: compose_config([f"model={options.model}", *of], CONFIGS) for name, of in named.items()}

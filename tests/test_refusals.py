@@ -27,6 +27,9 @@ READ_WEB = [*WEB, "data.phases=[{name: a, blend: {web: 1}}]"]
 # (overrides, what the line says)
 SYNTAX = [
     ("10", "cannot parse '10'; write key=value as one word"),
+    ("--train.steps=5", "cannot parse '--train.steps=5'; write train.steps=5, without dashes"),
+    ("--chek", "cannot parse '--chek'; there is no such option; see --help"),
+    ("data.sources={web:", "quote all of it for the shell, 'data.sources={name: ...}', and close"),
     ("~precision", "~precision: nothing can be deleted"),
     ("run.seed=choice(1,2)", "run.seed=choice(1,2) gives several values; give one, or add --multirun"),
     ("precision.bf16_blocks.names=a,b", "give one, or a list: precision.bf16_blocks.names=[...], or add --multirun"),
@@ -110,6 +113,7 @@ TOGETHER = [
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     # --- data
+    ("data=my_corpus", "choose one of builtin, indexed; describe data of your own in configs/data/my_corpus.yaml"),
     ("data.kind=csv", "data.kind=csv is not known; choose one of"),
     ("data.sources={web: /d/web}", "data.sources={'web': '/d/web'} has no effect"),
     (["data=indexed", PHASE.format("blend: {web: 1}")], "'data.sources={web: /data/web}'"),

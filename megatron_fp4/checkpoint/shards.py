@@ -43,7 +43,7 @@ from torch.futures import Future
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord, Manifest
-from megatron_fp4.checkpoint.sync import RankSync
+from megatron_fp4.checkpoint.sync import RankSync, RefusedError
 from megatron_fp4.training.optimizer import optimizer_state
 
 METADATA = ".metadata"
@@ -364,7 +364,7 @@ def load_checkpoint(
     """Read a checkpoint into model, optimizer and generators, as all ranks together; returns the trainer's state.
 
     device: whose generators these are. Raises DamageError on all ranks if it is not whole (what was read into must then
-    be read into again), CheckpointError if it cannot be read or is of another model.
+    be read into again), RefusedError if it is of another model, CheckpointError if it cannot be read.
     """
     records = manifest.files
     # Format 1 had a file for the generators of each rank.
@@ -380,9 +380,17 @@ def load_checkpoint(
             raise DamagedCheckpointError(f"{len(generators)} ranks' generators of {manifest.world_size}")
         return trainer
 
+    def compare(metadata: Metadata, state: dict[str, Any]) -> None:
+        try:
+            check_tensors(metadata, state)
+        except ValueError as error:
+            remedy = "set the model back, or choose another run.dir"
+            raise RefusedError(f"{folder} is of another model: {error}; {remedy}") from error
+
     content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, records))
     metadata = sync.on_all("read it", lambda: read_metadata(content))
     state = state_of(model, optimizer)
+    sync.on_all("compare", lambda: compare(metadata, state))
     read = sync.on_all("load it", lambda: read_shards(folder, metadata, records, state))
     trainer = sync.on_rank0("read it", read_small)
     of_ranks = sync.gather("check it", lambda: read)

@@ -191,8 +191,15 @@ def parse_override(override: str) -> Override:
         if (parsed := OverridesParser.create().parse_override(override)).key_or_group:
             return parsed
     key, separator, value = override.partition("=")
-    quoted = f"; quote text with special characters: '{key}=\"{value}\"'" if separator and key else ""
-    raise ConfigError(f"cannot parse {override!r}; write key=value as one word, such as train.steps=100{quoted}")
+    remedy = "write key=value as one word, such as train.steps=100"
+    if key.startswith("-"):
+        remedy = f"write {override.lstrip('-')}, without dashes" if separator else "there is no such option; see --help"
+    elif value.startswith(("{", "[")):
+        shape = "{name: ...}" if value[0] == "{" else "[...]"
+        remedy = f"quote all of it for the shell, '{key}={shape}', and close every bracket and quote"
+    elif separator and key:
+        remedy += f"; quote text with special characters: '{key}=\"{value}\"'"
+    raise ConfigError(f"cannot parse {override!r}; {remedy}")
 
 
 def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Override:

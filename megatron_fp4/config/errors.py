@@ -59,7 +59,8 @@ def explain(error: Exception, folders: Sequence[Path]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         names = [name for name in error.options or [] if name]
-        return f"{where}{group}={option}: there is no {group} config of that name; {suggest(option, names)}"
+        own = f"; describe data of your own in configs/data/{option}.yaml" if group == "data" else ""
+        return f"{where}{group}={option}: there is no {group} config of that name; {suggest(option, names)}{own}"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__

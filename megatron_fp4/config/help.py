@@ -25,9 +25,11 @@ def help_text(config_dir: str | Path) -> str:
     ]
     for group, options in group_options(directory).items():
         lines.append(f"  {group}")
+        width = max(map(len, options)) + 2
         for option in options:
             mark = "*" if chosen.get(group) == option else " "
-            lines.append(f"  {mark} {option:<20}{option_summary(directory / group / f'{option}.yaml')}")
+            summary = option_summary(directory / group / f"{option}.yaml", 96 - width)
+            lines.append(f"  {mark} {option:<{width}}{summary}")
     lines += ["", "Keys and their values in the default run (docs/configuration.md explains each):"]
     for section in fields(default):
         if is_dataclass(getattr(default, section.name)) and section.name != "after_switch":
@@ -54,7 +56,7 @@ def default_options(directory: Path) -> dict[str, str]:
     return {group: name for entry in defaults if isinstance(entry, dict) for group, name in entry.items() if name}
 
 
-def option_summary(path: Path, width: int | None = 84) -> str:
+def option_summary(path: Path, width: int | None) -> str:
     """The first sentence of the comment at the top of a config file, cut to `width` characters."""
     comment: list[str] = []
     for line in path.read_text().splitlines():
@@ -72,7 +74,7 @@ def _key_lines(node: Any, path: str) -> list[str]:
     values = {field.name: getattr(node, field.name) for field in fields(node)}
     plain = "  ".join(f"{key}={shown(value)}" for key, value in values.items() if not is_dataclass(value))
     head, rest = f"  {path}:  ", "      "
-    lines = textwrap.wrap(plain, 108, initial_indent=head, subsequent_indent=rest, break_on_hyphens=False)
+    lines = textwrap.wrap(plain, 100, initial_indent=head, subsequent_indent=rest, break_on_hyphens=False)
     for key, value in values.items():
         lines += _key_lines(value, f"{path}.{key}") if is_dataclass(value) else []
     return lines

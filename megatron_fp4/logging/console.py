@@ -269,7 +269,7 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def _scaled(value: float) -> tuple[str, str]:
-    for limit, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, letter in ((1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # 999,999 rounds to 1000 thousands, which is a million.
         if limit * 0.9995 <= abs(value) < math.inf:
             return f"{value / limit:.3g}", letter

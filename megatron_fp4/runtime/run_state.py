@@ -7,7 +7,8 @@ a warning says so and the run trains on.
 torchrun turns every exit code of its workers into 1, and a killed process has none, so what a restart should do is
 written down: {"state", "step", "checkpoint", "reason", "pid", "host", "time"}. state is `running` or one of
 errors.ExitCode; `running` of a process that is gone means that it was killed. step is the last one begun, as in
-metrics.jsonl; checkpoint is the step of the newest one, 0 if the run has none. The first rank writes it, replacing the
+metrics.jsonl, and while the run goes on that of its last save; checkpoint is the step of the newest one, 0 if the run
+has none. The first rank writes it, replacing the
 file, and only while it holds the run's lock: who was refused because of another run says nothing about that one.
 
 Where `checkpoint` names one and `checkpoints/` has none, a disk is not mounted or a folder is lost. The start is
@@ -124,7 +125,8 @@ class RunState:
     def saved(self, step: int) -> None:
         """Write down that the checkpoint of `step` is the newest; on the first rank, from any thread."""
         self._checkpoint = step
-        self._write(*self._now)
+        state, begun, reason = self._now
+        self._write(state, max(begun, step), reason)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

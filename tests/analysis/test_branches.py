@@ -188,7 +188,7 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
             (checkpoint, ["a=precision=nvfp4 precision.bf16_blocks.file=none.yaml", *steps], "none.yaml"),
             (checkpoint, ["nvfp4", *steps, "--output", tmp_path], "it is a folder; name a file"),
             (checkpoint, ["nvfp4", *steps, "--output", tmp_path / "other.json"], "holds no branches"),
-            (checkpoint, ["nvfp4", *steps, "--gpu", "h100"], "those with tensor cores for FP4 are b200"),
+            (checkpoint, ["nvfp4", *steps, "--gpu", "h100"], "name a GPU with tensor cores for FP4: b200"),
             (checkpoint, ["nvfp4", *steps, "--curve", run_dir], "not yet validated; leave it out"),
             (checkpoint, ["--public", tmp_path / "other.json"], "is not for_plots/runs.json"),
         ):

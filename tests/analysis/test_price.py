@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,7 @@ def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
     # Three quarters of the gap for a fifth of the steps in BF16: worth it where the gap is dear.
     assert "With a switch to BF16: nvfp4" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
     assert "With a switch" not in verdict([recipe("nvfp4", 0.05, 1.2)], TRUE, 98)  # BF16 alone costs less
-    assert "Not established" in verdict([RecipeCost("nvfp4", None, None, 0.8)], TRUE, 98)
+    assert "no recipe's gap has an interval; train more" in verdict([RecipeCost("nvfp4", None, None, 0.8)], TRUE, 98)
+    assert "give --gpu" in verdict([replace(fast, time=None)], TRUE, 98)
     table = price_table([slow, RecipeCost("diverged", None, None, None)], TRUE, 5.0, "planned")
     assert ["diverged", *"-----"] in cells(table) and "far from the 20 to 800" in table

@@ -60,7 +60,7 @@ def test_what_cannot_be_compared_is_one_line(
     for arguments, expected in (
         (["a"], "name two runs or more"),
         (["a", "none"], "name the folder of a run"),
-        (["a", "short"], "compare finished runs"),
+        (["a", "short"], "short ended at step 20 and a at 24; compare runs that end at the same"),
         (["a", "a"], "two runs are called a"),
         (["a", "b", "--sources", "maths"], "was not validated on 'maths'"),
         (["a", "b", "--output", "gap.txt"], "is no name of a picture"),

@@ -265,7 +265,7 @@ def test_to_yaml_composes_to_the_same_configuration(tmp_path: Path) -> None:
 def test_help_lists_groups_options_keys_and_examples() -> None:
     text = help_text(CONFIGS)
     for group, options in group_options(CONFIGS).items():
-        assert f"\n  {group}\n" in text and all(option in text for option in options)
+        assert f"\n  {group}\n" in text and all(f" {option}  " in text for option in options)
     for part in ("* tiny", "  train:  steps=", "precision.fprop.weight:  format=nvfp4", "Examples:"):
         assert part in text
     assert max(len(line) for line in text.splitlines()) <= 120

@@ -202,7 +202,8 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
     given = ["--format", "json", "--files", f"{tmp_path}/in*/*.jsonl", "--output", prefix, "--validation", 0.2]
     given += ["--tokenizer", tmp_path / "t.json", "--train-tokenizer", 300, "--bos-token", "<|endoftext|>"]
     assert run(*given, "--workers", 1) == 0
-    printed = capsys.readouterr().out.partition("pretrain.py")[2]
+    said, _, printed = capsys.readouterr().out.partition("pretrain.py")
+    assert "t.json: a new tokenizer of 300 ids\n" in said
     config = compose_config(shlex.split(printed.replace("\\\n", " ")), ROOT / "configs")
     bundle = KINDS["indexed"].open(config.data, config.model.vocab_size)
     (stream,), (held_out,) = bundle.train.values(), bundle.validation.values()
@@ -211,6 +212,9 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
     expected = train_tokenizer([text for text in TEXTS if not is_held_out(text, 0.2)], 300)
     assert bundle.tokenizer.fingerprint() == expected.fingerprint()
     assert run(*given) == 2 and "exists already" in capsys.readouterr().err
+    more = ["--tokenizer", tmp_path / "more.json", "--train-tokenizer", 5000, "--output", tmp_path / "more"]
+    assert run(*given, *more, "--workers", 1) == 0
+    assert " ids, not 5,000: no other pair is in this text twice\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megatron_fp4.logging.console import (
     short_number,
     short_seconds,
     short_time,
+    with_unit,
 )
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
@@ -161,6 +162,7 @@ def test_the_tables_of_batch_and_phases() -> None:
 def test_numbers_as_a_person_reads_them() -> None:
     numbers = [short_number(value) for value in (0, 12.34, 12345, 999_999, math.inf)]
     assert numbers == ["0", "12.3", "12.3k", "1M", "inf"]
+    assert [with_unit(value, "FLOP") for value in (850, 999_999, 4.661e22)] == ["850 FLOP", "1 MFLOP", "46.6 ZFLOP"]
     assert [short_time(value) for value in (0.2, 200, 18420, 1e6)] == ["0s", "3m20s", "5h07m", "11d13h"]
     assert [short_seconds(value) for value in (4e-5, 0.0004, 0.31, 1.236)] == ["0 ms", "0.4 ms", "310 ms", "1.24 s"]
     assert [long_time(value) for value in (42, 204, 3.15e6)] == ["42 s", "3.4 minutes", "36 days"]

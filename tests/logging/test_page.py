@@ -203,6 +203,8 @@ def test_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         ["export-hf", "runs/with space", "exported/with space"],
         ["runs", "runs/beside", "runs/with space"],
     ]
+    absolute = replace(config, run=RunConfig(dir=str(tmp_path / "runs" / "with space")))
+    assert shlex.split(next_steps(absolute)[2])[3:] == [f"{tmp_path}/runs/beside", f"{tmp_path}/runs/with space"]
     assert compare.main(commands[2][2:]) == 0 and "| with space |" in capsys.readouterr().out
     own = replace(config, data=replace(config.data, kind="indexed"))
     assert shlex.split(next_steps(own)[0])[2] == "export-hf"  # without a tokenizer nothing can be generated

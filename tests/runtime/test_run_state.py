@@ -104,6 +104,9 @@ def test_a_start_is_running_until_it_ends(mesh: ParallelMesh, tmp_path: Path) ->
     progress = Progress()
     with RunState(tmp_path, True, progress) as kept:
         assert state(tmp_path)["state"] == "running" and state(tmp_path)["pid"] == os.getpid()
+        (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
+        kept.saved(5)
+        assert (state(tmp_path)["state"], state(tmp_path)["step"], state(tmp_path)["checkpoint"]) == ("running", 5, 5)
         assert kept.ended(ExitCode.STOPPED, 7, "the file STOP") == 75
     assert state(tmp_path)["state"] == "stopped" and state(tmp_path)["step"] == 7
     progress.at(12, "update")

@@ -148,7 +148,7 @@ class Summary(Callback):
             if name in bits_per_byte:
                 facts[f"validation loss, {name} (bits per byte)"] = round(bits_per_byte[name], 4)
             facts[f"unigram entropy, {name} (nats)"] = round(entropy, 4)
-            facts[f"below unigram entropy, {name}"] = round(entropy - loss, 4)
+            facts[f"below unigram entropy, {name} (nats)"] = round(entropy - loss, 4)
         if (run_dir / "exports" / folder_name(steps)).is_dir():
             facts["exported as"] = f"exports/{folder_name(steps)}"
         goodput = attempt("the goodput", lambda: goodput_of(iterate_records(run_dir / METRICS_FILE)))
@@ -189,7 +189,8 @@ def next_steps(config: Config) -> list[str]:
         if path.parent != run_dir.resolve() and summarized_steps(path.parent) == config.train.steps
     ]
     if others:
-        commands.append(("compare", f"runs {shlex.quote(os.path.relpath(others[0]))} {run}"))
+        other = str(others[0]) if run_dir.is_absolute() else os.path.relpath(others[0])
+        commands.append(("compare", f"runs {shlex.quote(other)} {run}"))
     return [as_typed(name, arguments) for name, arguments in commands]
 
 
