@@ -53,7 +53,6 @@ from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_l
 from megatron_fp4.precision.recipe import (
     GEMMS,
     SLOTS,
-    SLOTS_OF,
     OperandSlot,
     Recipe,
     recipe_from_config,
@@ -61,7 +60,7 @@ from megatron_fp4.precision.recipe import (
 )
 from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
-from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, padded_tensors, sample_tensors
+from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, makers_of, padded_tensors, sample_tensors
 from megatron_fp4.quantization.rounding import random_bits, rounding_key
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.revision import revision
@@ -269,12 +268,10 @@ def operand_makers(context: LinearContext, tensors: dict[str, Tensor]) -> dict[s
     """What makes both operands of each tensor of a linear. tensors: padded, by their names in `SLOTS_OF`."""
     call = LinearCall(context, tensors["weight"], tensors["activation"])
 
-    def make(name: str) -> dict[OperandSlot, Any]:
-        slots = SLOTS_OF[name]
-        makers = zip(slots, call.prepare(*slots, tensors[name]), strict=True)
-        return {slot: maker() for slot, maker in makers if maker is not None}
+    def both(name: str) -> dict[OperandSlot, Any]:
+        return {slot: make() for slot, make, _ in makers_of(call, name, tensors[name])}
 
-    return {name: functools.partial(make, name) for name in tensors}
+    return {name: functools.partial(both, name) for name in tensors}
 
 
 # ------------------------------------------------------------------------------------------------------------- measured

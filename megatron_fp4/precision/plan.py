@@ -78,7 +78,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """One row of the plan. key: what the recipe is called in the configuration."""
+    """One row of the plan. key: what messages name the recipe with, such as `precision`."""
 
     linear: LinearShape
     recipe: Recipe
@@ -115,7 +115,7 @@ class Plan:
         return sum(weights) / max(1, sum(row.linear.parameters for row in self.rows))
 
     def warning(self, name: str) -> str:
-        """A line if a plan in 4 bits, `name` in the configuration, leaves much of the model in others; else empty."""
+        """A line if a plan in 4 bits, `precision=name`, leaves much of the model in other formats; else empty."""
         share = self.share_in_4_bits
         if not 0 < share < FEW_IN_4_BITS:
             return ""
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def recipe_names(self) -> dict[Recipe, str]:
-        """Every recipe of the plan once, as rows have them, with a name of its own: `nvfp4`, another `nvfp4 (2)`."""
+        """Every recipe of the plan, in the order of its rows, with a name of its own: `nvfp4`, then `nvfp4 (2)`."""
         names: dict[Recipe, str] = {}
         for recipe in recipes_in([self]):
             number = 1 + sum(recipe.name == other.name for other in names)
@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def short_names(self) -> dict[Recipe, str]:
-        """`recipe_names` without what a recipe has otherwise than the file of its name, if they still differ then."""
+        """`recipe_names` without the overrides that follow a file's name, if they are still different then."""
         names = self.recipe_names
         short = {recipe: name.partition(WITH)[0] for recipe, name in names.items()}
         return short if len(set(short.values())) == len(short) else names
@@ -163,14 +163,13 @@ class Plan:
 
 
 def plan_in_effect(plans: tuple[Plan, Plan | None], switched_at: int | None) -> Plan:
-    """Of the plans before and after the precision switch, the one that a run follows which switched at that step (None:
-    not yet)."""
+    """Of the plans before and after the precision switch, the one in effect. switched_at: a step; None: not yet."""
     before, after = plans
     return before if switched_at is None or after is None else after
 
 
 def recipes_in(plans: Iterable[Plan | None]) -> list[Recipe]:
-    """Those of all linears of all plans, each once."""
+    """The recipes of all linears of all plans, each once."""
     return list(dict.fromkeys(row.recipe for plan in plans if plan is not None for row in plan.rows))
 
 
@@ -240,7 +239,7 @@ def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[Linear
 
 
 def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape], key: str) -> None:
-    """Those that match no linear of their blocks, or only linears that earlier ones take."""
+    """Raise ValueError for exceptions that match no linear of their blocks, or only linears that earlier ones take."""
     for i, exception in enumerate(exceptions):
         among = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
         _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, among)
@@ -315,7 +314,7 @@ PATIENCE = 3
 
 @dataclass
 class PrecisionSwitch:
-    """Decides, before each step, whether the switch happens now, and remembers that it did; by default it never does.
+    """Decides before each step whether the precision switches now, once in a run; by default it never does.
 
     at_step: as `switch_step` returns it. switched_at: the first step computed under the new plan, or None.
     num_below: measurements in a row that lay below the threshold (`gradient_noise`).
@@ -345,11 +344,11 @@ class PrecisionSwitch:
 
 
 class PrecisionController:
-    """Writes `plan` into the linears, and when the switch happens `plan_after_switch`, if there is one: every linear
-    then has its new recipe from the next forward pass on, and drops the quantized weights that it kept.
+    """Writes recipes into the linears: those of `plan`, and when the switch happens those of `plan_after_switch`, if
+    there is one. From the next forward pass on a linear has its new recipe; quantized weights that it kept are dropped.
 
-    linears: the context of every linear of the plan by name. step_state: the one that they read. backend: who makes
-    operands and multiplies; None leaves each linear with what it has (`emulated` at first). plans: the run's, in order.
+    linears: the context of every linear of the plan by name. step_state: what they are to read. backend: what they are
+    to compute with; None leaves each as it is (`emulated` at first). plans: the run's, in order.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class Operand:
 
     @property
     def quantized(self) -> bool:
-        """Whether anything happens to the tensor at all."""
+        """Whether the tensor is quantized; else it is multiplied in the compute dtype."""
         return self.format != "bf16"
 
     @property
@@ -183,7 +183,7 @@ class Recipe:
 
     @cached_property
     def formats(self) -> frozenset[str]:
-        """Of the quantized operands."""
+        """The formats of quantized operands."""
         return frozenset(operand.format for operand in self.operands.values() if operand.quantized)
 
     @property
@@ -243,13 +243,12 @@ def rounded_to_nearest(recipe: Recipe) -> Recipe:
 def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     """The recipe after a switch of `scope` (`both`, `forward` or `backward`) from `current` to `other`.
 
-    A switch of the backward pass alone leaves 16x16 weights without their purpose (equal codes in both passes);
-    fprop's weights then take 1x16 blocks, as in the paper's appendix D. After a switch of one pass, operands of the
-    other that took fprop's codes, or what these stand for, are quantized by themselves: those codes are of another
-    recipe now.
+    After a switch of the backward pass alone 16x16 weights have lost their purpose, equal codes in both passes: fprop's
+    weights take 1x16 blocks, as in the paper's appendix D. After a switch of one pass, operands whose source was
+    fprop's codes are quantized from their tensor: fprop's recipe is no longer theirs.
 
-    `rht_signs` and `amax` are one for all GEMMs: those of the recipe of which a part remains that uses them.
-    Raises ValueError where parts of both recipes use one of these and differ in it.
+    `rht_signs` and `amax` hold for all GEMMs: they come from the recipe whose GEMMs use them. Raises ValueError where
+    GEMMs of both recipes do and the values differ.
     """
     if scope == "both":
         return other

@@ -31,7 +31,7 @@ class StepState:
     seed: the run's seed. step: the optimizer step being computed, from 0. micro_batch: the *global* micro-batch index
     within the step's batch (the same whichever rank computes it). weights_version: changes whenever weights do;
     quantized weights are kept while it stands still. keys: where draws take their keys from, filled for `step` and
-    `micro_batch`; None: from these numbers themselves.
+    `micro_batch`; None: the host computes them from these numbers.
     """
 
     seed: int
@@ -52,7 +52,7 @@ class DeviceKeys:
         self._rows = {name: i for i, name in enumerate(keyed_operands(recipes))}
         self.table = torch.zeros(len(self._rows), 4, dtype=torch.int32, device=device)
         self._generators: dict[tuple[int, int, int, int], torch.Generator] = {}
-        self._asked: Counter[tuple[int, int, int]] = Counter()  # in this micro-batch
+        self._asked: Counter[tuple[int, int, int]] = Counter()  # how often in this micro-batch, by place
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -74,12 +74,12 @@ class DeviceKeys:
             generator.manual_seed(RoundingKey(int.from_bytes(digests[row], "little"), rows, columns).seed)
 
     def of(self, linear: str, operand: str, key: RoundingKey) -> RoundingKey:
-        """`key`, to be read from its row."""
+        """`key`, read from its row of the table when draws are made."""
         row = self._rows[linear, operand]
         return replace(key, device=self.table[row], graph_generator=functools.partial(self._generator, row, key))
 
     def _generator(self, row: int, key: RoundingKey) -> torch.Generator:
-        """Another one for each time that the micro-batch makes this draw: recomputation makes it again."""
+        """The generator of a draw, another for each time that a micro-batch makes it: recomputation repeats draws."""
         place = (row, key.row_offset, key.column_offset)
         times, self._asked[place] = self._asked[place], self._asked[place] + 1
         if (*place, times) not in self._generators:

@@ -322,14 +322,14 @@ class TransformerEngineBackend(Backend):
     def _quantize(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[NativeOperand, NativeOperand | None]:
-        """x: [n, m]. Both operands of one kind; the one along the columns is made in any case."""
+        """Operands of x [n, m] along its columns, which is made in any case, and along its rows: of one kind."""
         request = columns or rows
         assert request is not None
-        # Of the operand along the rows: whether it is wanted, and transformed, and with signs.
-        wants = rows is not None, rows is not None and rows.rht > 0, request.signs == "fixed"
-        key = (request.operand, *wants, request.amax_group, x.device.index)
+        hadamard, signs = rows is not None and rows.rht > 0, request.signs == "fixed"
+        made_for = (request.operand, rows is not None, hadamard, signs, request.amax_group)
+        key = (*made_for, x.device.index)
         if key not in self._quantizers:
-            self._quantizers[key] = _new_quantizer(*key[:-1])
+            self._quantizers[key] = _new_quantizer(*made_for)
         x = x.to(request.dtype).contiguous()
         draws = nullcontext() if request.key is None else _seeded(request.key, x.device)
         with torch.cuda.device(x.device), draws:

@@ -335,7 +335,7 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
             # Each rank's is half as large as that of the one before.
             tensor = tensor if group is None else tensor * 2.0 ** -dist.get_rank(group)
             call = LinearCall(context, tensors["weight"], tensors["activation"])
-            for slot, make, rows in _makers(call, name, tensor):
+            for slot, make, rows in makers_of(call, name, tensor):
                 made[slot] = make()
                 if slot in slots:
                     yield f"{slot.name} {what}", operand_fault(made[slot], rows, call.request(slot), exact=True)
@@ -390,9 +390,9 @@ def _of_one_rank(message: Tensor) -> Any:
     return SimpleNamespace(wait=lambda: message)
 
 
-def _makers(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:
-    """Both operands of a tensor (by its name in `SLOTS_OF`): what makes it, and the rows that it is made of, [n, k],
-    before the transform."""
+def makers_of(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:
+    """Of both operands of a tensor (by its name in `SLOTS_OF`): the slot, what makes it, and the rows [n, k] that it is
+    made of, before the transform."""
     for slot, make in zip(SLOTS_OF[name], call.prepare(*SLOTS_OF[name], tensor), strict=True):
         assert make is not None
         yield slot, make, tensor.t() if slot.transposed else tensor
@@ -489,7 +489,7 @@ def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> 
 
         def draw(step: int, name: str = name, tensor: Tensor = tensor) -> dict[OperandSlot, BackendOperand]:
             call = LinearCall(case.context(backend, step), tensors["weight"], tensor)
-            return {slot: make() for slot, make, _ in _makers(call, name, tensor)}
+            return {slot: make() for slot, make, _ in makers_of(call, name, tensor)}
 
         if drawn:
             call = LinearCall(case.context(backend), tensors["weight"], tensor)

@@ -68,7 +68,7 @@ class RowBlocks:
 
     @property
     def blocks_per_group(self) -> int:
-        """Padding included."""
+        """Blocks of a padded group."""
         return self.padded_group_rows // self.block
 
     def block_of(self, row: int) -> int:
@@ -78,12 +78,12 @@ class RowBlocks:
 
     @property
     def first_block(self) -> int:
-        """Of the part's first row."""
+        """The block of the part's first row."""
         return self.block_of(self.first)
 
     @property
     def num_blocks(self) -> int:
-        """From the part's first row to its last; 0 without rows."""
+        """Blocks that the part's rows lie in; 0 without rows."""
         return self.block_of(self.end - 1) - self.first_block + 1 if self.end > self.first else 0
 
     def local_blocks(self, device: torch.device) -> Tensor:
@@ -204,7 +204,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _launch(kernel: Kernel, x: Tensor, blocks: RowBlocks, tensors: tuple[Tensor, ...]) -> None:
-    """A program for each of the part's blocks of rows and each `_COLUMNS` columns."""
+    """Launch a program for each of the part's blocks of rows and each `_COLUMNS` columns."""
     num_groups, groups = x.shape[1] // blocks.block, _COLUMNS // blocks.block
     grid = (-(-num_groups // groups) * blocks.num_blocks,)
     rows = (blocks.first, blocks.end, blocks.group_rows, blocks.blocks_per_group, blocks.first_block, blocks.num_blocks)

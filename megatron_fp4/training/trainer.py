@@ -88,8 +88,8 @@ class Step:
 class Callback:
     """An ability of a run. It overrides the hooks that it needs; they stand in the order in which a run calls them.
 
-    Hooks are called on all ranks in the order of the list, so they may use collectives, but decide only by what all
-    ranks know. trainer: whose callback it is, known before.
+    Hooks are called on all ranks in the order of the list. So they may use collectives, where all ranks decide alike.
+    trainer: set before any hook is called.
     """
 
     name = ""
@@ -99,10 +99,10 @@ class Callback:
     trainer: Trainer
 
     def load_state_dict(self, state: Any) -> None:
-        """Of a checkpoint; None: it has none."""
+        """Take the `state_dict` of a checkpoint; None: it has none."""
 
     def lacking(self, done: int) -> list[str]:
-        """What a run that has done all its steps still lacks, for a line; asked on the first rank."""
+        """Names of what a run that has done all its steps did not write; asked on the first rank."""
         return []
 
     def start(self, done: int) -> None:
@@ -110,14 +110,14 @@ class Callback:
         are done: write what is lacking."""
 
     def before_step(self, step: Step) -> None:
-        """Its micro-batches are there."""
+        """The micro-batches of `step` are loaded."""
 
     def around_step(self, step: Step) -> AbstractContextManager[object]:
         """A context for forward, backward and update."""
         return nullcontext()
 
     def after_step(self, step: Step) -> None:
-        """`step.result` is there; set `step.save` for a checkpoint."""
+        """`step.result` is known; set `step.save` for a checkpoint."""
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
         """After `done` steps weights, moments and generators are those of the checkpoint of step `checkpoint` again.
@@ -134,12 +134,12 @@ class Callback:
         """Saves have ended; asked after every step and at the end. Reports differ between ranks: no collective here."""
 
     def finish(self, done: int, stop: Callable[[], bool]) -> bool:
-        """Training is over after `done` steps, the last checkpoint is on the disk: wait for what is still on its way.
-        stop: whether this rank is asked to stop. Returns False if that came first."""
+        """Training is over after `done` steps, the last checkpoint is on the disk: finish work in the background. stop:
+        whether this rank is asked to stop. Returns False if that came first."""
         return True
 
     def close(self) -> None:
-        """Give back what is held, however the run ends, also where `start` failed; in the reverse order."""
+        """Release resources, however the run ends, even if `start` failed; called in the reverse order."""
 
     def conclude(self) -> None:
         """The run has done all its steps, and its records are closed."""
