@@ -217,6 +217,7 @@ def table(ranked: Sequence[LinearShape], kept: int, errors: Errors) -> str:
         shown = "  ".join(f"{of[gemm]:.4f}" if gemm in of else "     -" for gemm in GEMMS)
         mark = "BF16" if i < kept else ""
         lines.append(f"{shape.name:<{width}}  {shown}   {shape.parameters / total:>6.1%}  {mark}".rstrip())
+    lines.append("fprop, dgrad, wgrad: relative error of the result; FLOPs: share of those of all linears")
     return "\n".join(lines)
 
 

@@ -46,6 +46,7 @@ def test_a_plan_from_a_checkpoint(checkpoint: Path, tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[1:7]] == list(errors)
     assert sum(line.endswith("BF16") for line in printed[1:7]) == 2
+    assert printed[7].startswith("fprop, dgrad, wgrad: relative error")
 
 
 def test_another_recipe_and_budget(checkpoint: Path, tmp_path: Path) -> None:

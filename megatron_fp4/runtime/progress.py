@@ -332,8 +332,8 @@ def _described(report: Report | None, rank: int, fault: str) -> str:
         return f"  rank {rank}: nothing is known of it: it never came as far as this, or its host is gone"
     heard, there = max(0.0, time.time() - report.time), max(0.0, report.time - report.since)
     return (
-        f"  rank {rank} (process {report.pid} on {report.host}): {fault}; last heard of {heard:.0f} s ago in "
-        f"{report.where}, {there:.0f} s after it came there"
+        f"  rank {rank} (process {report.pid} on {report.host}): {fault}; last heard of {heard:.0f} s ago: "
+        f"{report.where}, for {there:.0f} s"
     )
 
 

@@ -55,7 +55,7 @@ def write_again(folder: Path, *but: int) -> None:
 def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
     write(tmp_path, report(0), report(1), report(2, order=1, phase="data"), report(3))
     found = diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path))
-    assert "rank 2 (process 102 on host2): behind the others; last heard of 0 s ago in step 5, data, 60 s" in found
+    assert "rank 2 (process 102 on host2): behind the others; last heard of 0 s ago: step 5, data, for 60 s" in found
     assert "waiting: ranks 0-1, 3 in step 5, phase 3" in found and "rank 1 (" not in found
     write(tmp_path, report(2))
     assert diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path)) == ""
