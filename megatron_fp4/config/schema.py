@@ -143,14 +143,14 @@ class MegatronConfig:
     `run.seed`), its `--seq-length` `train.sequence_length`, and the sources are in the blend in the order of its
     prefixes.
 
-    split: `--split`, such as `[949,50,1]`, if `--data-path` named the files: training takes the first share, and
-        without `data.validation` the second one is held out. null: all, as with `--train-data-path`.
+    split: `--split`, such as `[949,50,1]`: training takes the first share, and without `data.validation` the second one
+        is held out. null: all, as with `--train-data-path`.
     train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`, on which the order depends. null:
         up to the end of this run.
     consumed_samples: how many of them Megatron has trained on (with `transitions`, in its last phase); this run begins
         after them.
-    phases: `transitions`: each has an order of its own, as with `--phase-transition-iterations`; `relaunched`: each
-        takes up the order of its blend over the whole run, as when Megatron was started with another `--data-path`.
+    phases: `transitions`: each has an order of its own, as with `--phase-transition-iterations`; `relaunched`: that of
+        its blend over the whole run, as when Megatron was started with another `--data-path`.
     weighted: whether the prefixes had weights; null: not if it is one. surplus: `--mid-level-dataset-surplus`.
     """
 
@@ -168,8 +168,8 @@ class DataConfig:
 
     kind: a row of `KINDS` in data/provider.py: `builtin` (Python's standard library), `indexed` (files in
         Megatron's format).
-    cache_dir: where the built-in corpus, indices of `data.order=megatron` and (in `remote`) blocks of URLs are kept;
-        null means the user's cache directory.
+    cache_dir: of the built-in corpus, indices of `data.order=megatron` and (in `remote`) blocks of URLs; null: the
+        user's cache directory.
     sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the
         ending, a pattern (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
     tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed`
@@ -300,15 +300,15 @@ class ScheduleConfig:
 class CheckpointConfig:
     """interval: steps between checkpoints (0: only the final one). keep: how many to keep (0: all).
 
-    asynchronous: training continues during a save, of a copy in host memory (each rank's share of weights
-        and moments); `false`: it waits. A save that fails is tried again, then left out; three in a row end the run.
+    asynchronous: training continues during a save, of a copy in host memory; `false`: it waits. A save that fails is
+        tried again, then left out; three in a row end the run.
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `required` (the same, and one must be there),
-        `never`, or the path of a checkpoint: of another run, from which this one begins (its own go first on later
-        starts), or of this one, to go back to.
+        `never`, or the path of a checkpoint of another run, from which this one begins (its own go first on later
+        starts), or of this one.
     initialize_from: begin at step 0 with the weights alone of this checkpoint: of another run (or its folder: the
         newest intact one), or an imported one. Later starts resume the run's own.
     export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
-        Face folder, by a process beside the run (exchange/exports.py).
+        Face folder.
     export_format: of these folders' weights, as scripts/convert.py export-hf has them; NVFP4 (of ModelOpt or
         compressed-tensors) only of checkpoints whose forward pass has it, not after a switch that ends it.
     allow_mismatch: resume, or initialize, although data, tokenizer or model differ from what the checkpoint was made
@@ -336,8 +336,8 @@ class ValidationConfig:
     """interval: steps between validations (0: only at the end).
 
     num_samples: held-out sequences of each set, spread evenly over it; null: all that it has.
-    prompts: texts that the model continues after each validation: into the log, metrics.jsonl, TensorBoard and wandb
-        (inference/prompts.py). An empty one begins a new document. prompt_tokens: at most so many tokens each.
+    prompts: texts that the model continues after each validation: into the log, metrics.jsonl, TensorBoard and wandb.
+        An empty one begins a new document. prompt_tokens: at most so many tokens each.
     """
 
     interval: AtLeastZero = 50
@@ -395,8 +395,8 @@ class ParallelConfig:
     not depend on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay.
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
     Loader workers that deliver nothing for four fifths of it end the run too.
-    gpu: which GPU `run.dry=true` and `--check` plan for: its rates, links and memory (null: an H100's rates and links,
-    a B200's where `precision.backend` asks for tensor cores for 4 bits, and memory without a limit).
+    gpu: which GPU `run.dry=true` and `--check` plan for (null: an H100, or a B200 where `precision.backend` asks for
+    tensor cores for 4 bits; memory without a limit).
     """
 
     tensor: AtLeastOne = 1
@@ -440,10 +440,9 @@ class RunConfig:
         alike; a difference ends the run.
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu: what its time assumes: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one
-        GPU (the 1.2B 0.56, a quarter of the 8B 0.56, on an H200).
-    dry_ranks_per_host: how many there are on one, for what messages take.
-    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit);
-        that step and the checkpoint come on top.
+        GPU (measured: 0.56 on an H200).
+    dry_ranks_per_host: for what messages take.
+    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
     """
 
     dir: PathText = "runs/default"
