@@ -108,7 +108,7 @@ class GradientTree:
     def keep(self, copied: bool = False) -> None:
         """After each leaf but this rank's last: take its gradients. copied: out of the memory of a CUDA graph, which
         the next leaf writes."""
-        self._wait()
+        self._wait_for_reductions()
         for group, sums in zip(self._groups, self._sums, strict=True):
             parameters, leaves = group(), 1
             gradients = _gradients(parameters)
@@ -124,7 +124,7 @@ class GradientTree:
 
     def finish(self) -> None:
         """After the last leaf: `.grad` becomes the sum. With FSDP2 and `once` it was, before the reduction."""
-        self._wait()
+        self._wait_for_reductions()
         for index in range(len(self._groups)):
             self._finish(index)
 
@@ -134,7 +134,7 @@ class GradientTree:
         while sums:
             torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
 
-    def _wait(self) -> None:
+    def _wait_for_reductions(self) -> None:
         if self._reduced_beside is not None:
             for stream in reduction_streams(self._reduced_beside):
                 torch.cuda.current_stream().wait_stream(stream)

@@ -120,7 +120,7 @@ class GemmOperand:
         return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
-def gather_codes(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
+def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
     """From codes and scales of a slice of the tokens: starts `gather`; what is returned waits, and gives those of all.
 
     made: [rows, k]. transposed: the rows are features and k runs over tokens. One message, tokens first.
@@ -355,7 +355,7 @@ def side_of(request: OperandRequest) -> Side:
 
 
 def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> GemmOperand:
-    """`x` [rows, k] (`transposed`: [k, rows]) as a GEMM operand, in PyTorch on any device."""
+    """`x` [rows, k], or if `transposed` [k, rows], as a GEMM operand, in PyTorch on any device."""
     if not request.operand.quantized:
         return GemmOperand(operand_rows(x, request, transposed))
     encoded = encode_operand(x, request, transposed)
@@ -363,7 +363,7 @@ def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = Fals
 
 
 def encode_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> QuantizedTensor:
-    """`x` in a quantized operand's format, in PyTorch; scaled by the maximum of all shards. transposed: as above."""
+    """`x`, as `quantize_operand` takes it, in a quantized operand's format, scaled by the maximum of all shards."""
     rows, amax = operand_rows(x, request, transposed).to(torch.float32), None
     if format_of(request.operand.format).tensor_scale:
         amax = shared_amax(rows.abs().amax(), request.amax_group)
@@ -371,8 +371,7 @@ def encode_operand(x: Tensor, request: OperandRequest, transposed: bool = False)
 
 
 def operand_rows(x: Tensor, request: OperandRequest, transposed: bool = False) -> Tensor:
-    """What of `x` [rows, k] (`transposed`: [k, rows]) is quantized: rounded to the compute dtype, after the transform
-    (then BF16)."""
+    """What of `x`, as `quantize_operand` takes it, is quantized: [rows, k] in the compute dtype, transformed BF16."""
     rows = x.to(request.dtype)
     rows = rows.t() if transposed else rows
     if not request.rht:

@@ -185,7 +185,7 @@ class LinearCall:
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
         self.rounding = rounding_of(weight)
-        self.gathered = codes_of(weight)  # then the master is without values
+        self.weight_codes = codes_of(weight)  # gathered by FSDP; then the master has no values
         self.group_rows = self.master.shape[0] // context.num_groups
         self.num_tokens = x.shape[0] * (1 if context.in_tokens is None else context.in_tokens.size())
         self.alignment = self.backend.alignment(self.recipe)
@@ -332,10 +332,10 @@ class LinearCall:
 
     def _weight_operands(self) -> tuple[Any, Any, bool]:
         """Both operands of `weight_operands`, and whether they can be kept for a step."""
-        if self.gathered is not None:
-            fprop, dgrad = self.backend.weight_of_codes(self.gathered, self.recipe[FPROP_WEIGHT])
+        if self.weight_codes is not None:
+            fprop, dgrad = self.backend.weight_of_codes(self.weight_codes, self.recipe[FPROP_WEIGHT])
             # Codes that are FSDP's own stay where they are, and are freed there.
-            return fprop, dgrad, fprop.tensors()[0] is not self.gathered.codes
+            return fprop, dgrad, fprop.tensors()[0] is not self.weight_codes.codes
         reuse = self.backend.transposes and same_weight_codes(self.recipe)
         request = self.request(FPROP_WEIGHT)
         if reuse and emulated.keeps_codes(self.device) and self.dtype == torch.bfloat16 and self.backend.packs(request):

@@ -54,7 +54,7 @@ class _OverlappedLinear(torch.autograd.Function):
         call, kept, scattered = OverlappedCall(context, weight, x), None, None
         w_fprop, w_dgrad = call.weight_operands()
         make_fprop, make_kept = call.activation_operands(x, needs_wgrad)
-        more_to_do = make_kept is not None and make_kept is not make_fprop
+        more_to_do = make_kept is not None and make_kept is not make_fprop  # else fprop's operand is what is kept
         receive_fprop = call.send(make_fprop, FPROP_ACTIVATION, beside=more_to_do)
         if make_kept is not None and "activation" in call.slices:
             kept = make_kept()  # while the codes for fprop travel

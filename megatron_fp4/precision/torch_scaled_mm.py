@@ -43,7 +43,7 @@ from megatron_fp4.precision.emulated import (
     codes_transpose,
     encode_operand,
     fused_kernels,
-    gather_codes,
+    gather_slices,
     in_square_blocks,
     quantize_operand,
 )
@@ -123,7 +123,7 @@ class PackedOperand:
 
         transposed: the dot product runs over tokens. Codes and scales travel as one message, tokens first.
         """
-        joined, operand = gather_codes(self.decoded(), gather, transposed), self.layout[0]
+        joined, operand = gather_slices(self.decoded(), gather, transposed), self.layout[0]
 
         def made() -> PackedOperand:
             whole = joined()

@@ -60,7 +60,7 @@ from megatron_fp4.precision.emulated import (
     Gather,
     GemmOperand,
     PackedWeight,
-    gather_codes,
+    gather_slices,
     in_square_blocks,
     quantize_operand,
 )
@@ -208,7 +208,7 @@ class NativeOperand:
         if self.amax is not None:  # other ranks have no NaN in theirs
             scales = decoded.scales.view(torch.uint8).masked_fill(~self.amax.isfinite(), _NAN_E4M3)
             decoded = replace(decoded, scales=scales.view(decoded.scales.dtype))
-        joined = gather_codes(decoded, gather, transposed)
+        joined = gather_slices(decoded, gather, transposed)
         return lambda: NativeOperand.of(joined(), self.amax, self.layout)
 
     def unpacked(self) -> Tensor:

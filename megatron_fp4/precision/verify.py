@@ -347,26 +347,35 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
         yield f"{slot.name} from other ranks", fault
     if not backend.draws_ours:
         yield from fairness_of(backend, case, tensors)
-    for name, gemm in recipe.gemms.items():
-        if gemm.quantized:
-            slots = [slot for slot in SLOTS if slot.gemm == name]
-            left, right = (made[slot] for slot in slots)
-            product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
-            yield f"{name} product", *product_fault(product, left, right, _spaced_rows(product, _SELFTEST_ROWS))
-            if not gathered.keys().isdisjoint(slots):
-                a, b = (gathered.get(slot, made[slot]) for slot in slots)
-                product = backend.gemm(a, b, product.dtype)
-                found = product_fault(product, a, b, _spaced_rows(product, _SELFTEST_ROWS))
-                yield f"{name} product of operands from other ranks", *found
-            if name == "wgrad" and backend.accumulates:
-                x, w, _ = sample_tensors(case, device)
-                groups = LinearCall(nearest, w, x).row_groups
-                total = backend.gemm(left, right, torch.float32, None, groups).flip(0) * 0.75
-                rows = _spaced_rows(total, _SELFTEST_ROWS)
-                before, summed = total[rows], backend.gemm(left, right, torch.float32, total, groups)
-                found = product_fault(summed, left, right, rows, groups=groups, before=before)
-                yield "wgrad product added to a gradient", *found
+    x, w, _ = sample_tensors(case, device)
+    yield from _product_comparisons(backend, recipe, made, gathered, LinearCall(nearest, w, x).row_groups)
     yield "NaN and inf", _poison_fault(backend, case, device)
+
+
+def _product_comparisons(
+    backend: Backend,
+    recipe: Recipe,
+    made: Mapping[OperandSlot, Any],
+    gathered: Mapping[OperandSlot, Any],
+    groups: RowGroups | None,
+) -> Iterator[tuple[Any, ...]]:
+    """As `_comparisons`, of the GEMMs of operands. groups: of output features, where they are padded."""
+    for name in (name for name, gemm in recipe.gemms.items() if gemm.quantized):
+        slots = [slot for slot in SLOTS if slot.gemm == name]
+        left, right = (made[slot] for slot in slots)
+        product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
+        yield f"{name} product", *product_fault(product, left, right, _spaced_rows(product, _SELFTEST_ROWS))
+        if not gathered.keys().isdisjoint(slots):
+            a, b = (gathered.get(slot, made[slot]) for slot in slots)
+            product = backend.gemm(a, b, product.dtype)
+            found = product_fault(product, a, b, _spaced_rows(product, _SELFTEST_ROWS))
+            yield f"{name} product of operands from other ranks", *found
+        if name == "wgrad" and backend.accumulates:
+            total = backend.gemm(left, right, torch.float32, None, groups).flip(0) * 0.75
+            rows = _spaced_rows(total, _SELFTEST_ROWS)
+            before, summed = total[rows], backend.gemm(left, right, torch.float32, total, groups)
+            found = product_fault(summed, left, right, rows, groups=groups, before=before)
+            yield "wgrad product added to a gradient", *found
 
 
 def _gathered_operands(
