@@ -150,7 +150,7 @@ class GatheredWeight:
 
     @property
     def rows(self) -> Tensor:
-        """This rank's, of the FP32 master, [rows, in]."""
+        """This rank's rows of the FP32 master, [rows, in]."""
         return self.parameter.shard.detach()
 
     def shared_blocks(self) -> list[int]:

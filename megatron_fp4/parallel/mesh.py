@@ -66,7 +66,6 @@ class ParallelMesh:
 
     @cached_property
     def tp_rank(self) -> int:
-        """This rank's place on the tensor-parallel axis."""
         return self.tp.get_local_rank()
 
     @cached_property

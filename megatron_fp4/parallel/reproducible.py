@@ -51,7 +51,6 @@ class TreeReduceScatter:
     """In the place of FSDP2's reduce-scatter (`set_custom_reduce_scatter`)."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -55,7 +55,6 @@ class Alignment:
     fast_outputs: int = 1
 
     def padded_tokens(self, tokens: int) -> int:
-        """The next multiple."""
         return -(-tokens // self.tokens) * self.tokens
 
     def padded_group(self, group_rows: int, num_groups: int) -> int:
@@ -116,11 +115,11 @@ class RowGroups:
         return self.view(product).flatten(0, 1)
 
     def view(self, product: Tensor) -> Tensor:
-        """The same where they lie, [groups, kept, n]."""
+        """The same as a view, [groups, kept, n]."""
         return product.unflatten(0, (-1, self.padded))[:, : self.kept]
 
     def padded_indices(self, rows: Tensor) -> Tensor:
-        """Where rows that count lie among all."""
+        """The places among all rows of `rows`, which are counted without padding."""
         return rows // self.kept * self.padded + rows % self.kept
 
 

@@ -141,7 +141,6 @@ class Gemm:
 
     @property
     def quantized(self) -> bool:
-        """Whether either operand is quantized."""
         return self.left.quantized or self.right.quantized
 
 
@@ -188,7 +187,6 @@ class Recipe:
 
     @property
     def quantized(self) -> bool:
-        """Whether any operand of any GEMM is quantized."""
         return bool(self.formats)
 
     def describe(self) -> list[str]:

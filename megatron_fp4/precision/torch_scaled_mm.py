@@ -132,7 +132,6 @@ class PackedOperand:
         return made
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Codes, scales, tensor scale."""
         return self.codes, self.scales, self.scale
 
 

@@ -168,7 +168,6 @@ class NativeOperand:
         return decoded.decode_scale() if isinstance(decoded, NVFP4Tensor) else None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Data, scales, amax."""
         return self.data, self.scales, self.amax
 
     def storage(self) -> Any:

@@ -119,7 +119,6 @@ class MicroBatchGraphs:
 
     @property
     def captured(self) -> bool:
-        """Whether there are graphs now."""
         return self._first is not None
 
     @contextmanager
