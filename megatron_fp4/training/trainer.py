@@ -171,6 +171,10 @@ class Trainer:
         random.seed(config.run.seed)
         np.random.seed(config.run.seed)
         torch.manual_seed(config.run.seed)
+        self.progress.at(0, "open the data")  # first: what is wrong with it is said before minutes of initialization
+        with configuration_errors():
+            self.data = data.open_data(config, mesh, is_refusal)
+            identity = run_identity(config, self.data.fingerprint)
         self.progress.at(0, "build the model")
         backend = agreed_backend(backend_of(config, models))
         execution = models.agreed_execution(execution_of(config, models))
@@ -178,10 +182,7 @@ class Trainer:
         self.model, self.precision = sharded_model(config, models, mesh, step_state, execution, backend.open())
         self.progress.at(0, "initialize the weights")
         initialize(self.model, config, models, mesh)
-        self.progress.at(0, "open the data")
         with configuration_errors():
-            self.data = data.open_data(config, mesh, is_refusal)
-            identity = run_identity(config, self.data.fingerprint)
             self.optimizer = build_optimizer(self.model, config.optimizer, mesh.reproducible)
         on_gpu = mesh.device.type == "cuda"
         memory = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30 if on_gpu else None
