@@ -293,7 +293,7 @@ def test_an_interrupted_command_keeps_what_is_done(
 
     def interrupt(position: int, total: int, state: State) -> None:
         if state.sizes:  # something is saved
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare_data, "_shown_progress", lambda: interrupt)
     assert run(*given, "--output", tmp_path / "out/web") == 130
