@@ -36,7 +36,7 @@ SYNTAX = [
     ("run.dir=runs/${now:%Y}", "${now:...} differs between ranks and restarts; write a fixed name"),
     ("run.dir=${oc.env:NOT_SET_ANYWHERE}", "run.dir: Environment variable 'NOT_SET_ANYWHERE' not found; set it"),
     ("train.steps=${train.nowhere}", "train.steps: Interpolation key 'train.nowhere' not found; set it, or give"),
-    (["experiment=nemotron_h_8b", "data.sources={web: /d}"], "Interpolation key 'data.blends.first'"),
+    (["experiment=nemotron_h_8b", "data.sources={web: /d}"], "'data.blends.first' not found; name the blends in"),
     ("train.steps=???", "train.steps: Missing mandatory value: steps; set it, or give train.steps=..."),
 ]
 GROUPS = [

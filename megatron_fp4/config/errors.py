@@ -70,7 +70,10 @@ def explain(error: Exception, folders: Sequence[Path]) -> str:
     message = str(cause or error).strip().splitlines()[0].rstrip(".")
     message = re.sub(r'^KeyError raised while resolving interpolation: "(.*)"$', r"\1", message)
     if key:
-        return f"{where}{key}: {message}; set it, or give {key.partition('[')[0]}=..."
+        remedy = f"set it, or give {key.partition('[')[0]}=..."
+        if "'data.blends." in message:
+            remedy = "name the blends in configs/data/NAME.yaml, and give data=NAME (docs/quickstart.md has an example)"
+        return f"{where}{key}: {message}; {remedy}"
     for path in named or [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]:
         try:
             content = yaml.safe_load(path.read_text())
