@@ -444,7 +444,7 @@ def initialize_weights(
         content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, manifest.files))
         metadata = sync.on_all("read it", lambda: read_metadata(content))
         state = {"model": model.state_dict()}
-        sync.on_rank0("compare", compare)
+        sync.on_all("compare", compare)
         sync.on_all("load it", lambda: read_shards(folder, metadata, manifest.files, state))
     except DamageError as error:
         refuse_damaged(f"{INITIALIZE}={folder}", folder, error, sync)

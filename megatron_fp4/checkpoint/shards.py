@@ -239,11 +239,10 @@ class _HashingFile:
 def read_shards(folder: Path, metadata: Metadata, records: dict[str, FileRecord], state: dict[str, Any]) -> set[str]:
     """Copy the tensors of a checkpoint into `state_of`, those parts that this rank holds.
 
-    records: what the files must be. Returns the names of the files that were read and are as they must be.
-    Raises DamagedCheckpointError if one is not, after which `state` holds nothing that can be used, and ValueError if
-    the tensors of the checkpoint are not those of the run.
+    metadata, state: of the same tensors (`check_tensors`). records: what the files must be. Returns the names of the
+    files that were read and are as they must be. Raises DamagedCheckpointError if one is not, after which `state` holds
+    nothing that can be used.
     """
-    check_tensors(metadata, state)
     reader, planner = CheckedReader(folder, records, metadata), DefaultLoadPlanner()
     planner.set_up_planner(state, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

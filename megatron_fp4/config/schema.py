@@ -168,7 +168,7 @@ class DataConfig:
 
     kind: a row of `KINDS` in data/provider.py: `builtin` (Python's standard library), `indexed` (files in
         Megatron's format).
-    cache_dir: of the built-in corpus, indices of `data.order=megatron` and (in `remote`) blocks of URLs; null: the
+    cache_dir: keeps the built-in corpus, indices of `data.order=megatron` and (in `remote`) blocks of URLs; null: the
         user's cache directory.
     sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the
         ending, a pattern (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
@@ -183,7 +183,8 @@ class DataConfig:
     phases: spans of the run, each with its own blend of sources; their lengths add up to the run.
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
         takes. A run that would exceed it does not start.
-    documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document).
+    documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document, by attention
+        or by Mamba-2's state).
     boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
     num_workers: loader processes per rank, which prepare the micro-batches of two steps ahead; 0 for none.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
@@ -304,7 +305,7 @@ class CheckpointConfig:
         tried again, then left out; three in a row end the run.
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `required` (the same, and one must be there),
         `never`, or the path of a checkpoint of another run, from which this one begins (its own go first on later
-        starts), or of this one.
+        starts), or of this one, to go back to.
     initialize_from: begin at step 0 with the weights alone of this checkpoint: of another run (or its folder: the
         newest intact one), or an imported one. Later starts resume the run's own.
     export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
@@ -394,7 +395,8 @@ class ParallelConfig:
     reproducible: the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does
     not depend on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay.
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
-    Loader workers that deliver nothing for four fifths of it end the run too.
+    Ranks also wait in one while the first tunes kernels. Loader workers that deliver nothing for four fifths of it end
+    the run too.
     gpu: which GPU `run.dry=true` and `--check` plan for (null: an H100, or a B200 where `precision.backend` asks for
     tensor cores for 4 bits; memory without a limit).
     """
@@ -441,8 +443,9 @@ class RunConfig:
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu: what its time assumes: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one
         GPU (measured: 0.56 on an H200).
-    dry_ranks_per_host: for what messages take.
-    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
+    dry_ranks_per_host: ranks that share a host, which decides how fast their messages are planned to be.
+    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit);
+        that step and the checkpoint take their time beyond it.
     """
 
     dir: PathText = "runs/default"

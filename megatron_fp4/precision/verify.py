@@ -347,8 +347,11 @@ def _comparisons(backend: Backend, case: Case, device: torch.device) -> Iterator
         yield f"{slot.name} from other ranks", fault
     if not backend.draws_ours:
         yield from fairness_of(backend, case, tensors)
-    x, w, _ = sample_tensors(case, device)
-    yield from _product_comparisons(backend, recipe, made, gathered, LinearCall(nearest, w, x).row_groups)
+    groups = None
+    if backend.accumulates:
+        x, w, _ = sample_tensors(case, device)
+        groups = LinearCall(nearest, w, x).row_groups
+    yield from _product_comparisons(backend, recipe, made, gathered, groups)
     yield "NaN and inf", _poison_fault(backend, case, device)
 
 

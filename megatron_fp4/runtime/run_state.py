@@ -6,10 +6,10 @@ a warning says so and the run trains on.
 
 torchrun turns every exit code of its workers into 1, and a killed process has none, so what a restart should do is
 written down: {"state", "step", "checkpoint", "reason", "pid", "host", "time"}. state is `running` or one of
-errors.ExitCode; `running` of a process that is gone means that it was killed. step is the last one begun, as in
-metrics.jsonl, and while the run goes on that of its last save; checkpoint is the step of the newest one, 0 if the run
-has none. The first rank writes it, replacing the
-file, and only while it holds the run's lock: who was refused because of another run says nothing about that one.
+errors.ExitCode; `running` of a process that is gone means that it was killed. step: while the run goes on that of its
+last save, in the end the last one begun, as in metrics.jsonl. checkpoint: the step of the newest one, 0 if the run has
+none. The first rank writes the file anew, and only while it holds the run's lock: who was refused because of another
+run says nothing about that one.
 
 Where `checkpoint` names one and `checkpoints/` has none, a disk is not mounted or a folder is lost. The start is
 refused (checkpoint/find.py) and leaves the file alone, which may be all that tells of the run.

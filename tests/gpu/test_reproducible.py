@@ -30,7 +30,7 @@ def _on_a_rank(rank: int, overrides: list[str], folder: Path) -> list[tuple[floa
 
 
 def test_ranks_that_share_a_gpu_have_the_bits_of_one(tmp_path: Path) -> None:
-    """Checkpoints are compared: gloo cannot gather a DTensor of CUDA (a segmentation fault)."""
+    """Checkpoints are compared: where gloo gathers DTensors of CUDA, ranks end with a segmentation fault."""
     corpus, found = small_corpus(tmp_path), []
     for ranks, mesh in MESHES.items():
         folder = tmp_path / str(ranks)
