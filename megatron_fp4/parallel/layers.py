@@ -6,7 +6,7 @@
     OutputHead             W [vocab, dim], rows sharded; never quantized
 
 Both linears are quantized by the recipe of the plan. No layer has a bias. With sequence parallelism the linears' own
-function gathers and scatters tokens beside its GEMMs (precision/overlapped.py). All other collectives are in the
+function gathers and scatters tokens beside its GEMMs (precision/linear.py). All other collectives are in the
 forward passes below:
 
     enter_tensor_parallel   before a column-parallel layer: all tokens, whole features
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
-from megatron_fp4.precision.overlapped import overlapped_linear, start_all_gather, start_reduce_scatter
+from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
 
 Collective = Callable[[Tensor, ParallelMesh], Tensor]
 
@@ -81,9 +81,8 @@ class ColumnParallelLinear(QuantizedLinear):
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens (local with sequence parallelism), in] -> [tokens, out / tp], with `keep_padding` perhaps more."""
-        if self.mesh.sequence_parallel:
-            return overlapped_linear(x_td, self.weight, self.context)
-        return quantized_linear(enter_tensor_parallel(x_td, self.mesh), self.weight, self.context)
+        x_td = x_td if self.mesh.sequence_parallel else enter_tensor_parallel(x_td, self.mesh)
+        return quantized_linear(x_td, self.weight, self.context)
 
 
 class RowParallelLinear(QuantizedLinear):
@@ -100,9 +99,8 @@ class RowParallelLinear(QuantizedLinear):
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens, in / tp] -> [tokens (local with sequence parallelism), out]."""
-        if self.mesh.sequence_parallel:
-            return overlapped_linear(x_td, self.weight, self.context)
-        return leave_tensor_parallel(quantized_linear(x_td, self.weight, self.context), self.mesh)
+        y_td = quantized_linear(x_td, self.weight, self.context)
+        return y_td if self.mesh.sequence_parallel else leave_tensor_parallel(y_td, self.mesh)
 
 
 class VocabParallelEmbedding(nn.Module):

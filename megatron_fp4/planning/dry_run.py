@@ -45,7 +45,7 @@ from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, Packed
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.gemm_cuda import computed_alone
 from megatron_fp4.precision.linear import LinearContext
-from megatron_fp4.precision.overlapped import Pending
+from megatron_fp4.precision.messages import Pending
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.recipe import FPROP_WEIGHT, Operand
 from megatron_fp4.precision.rng import StepState

@@ -157,6 +157,12 @@ class BackendOperand(Protocol):
     def decoded(self) -> QuantizedTensor | None:
         """Codes and scales in our layout; None where the operand holds no codes to compare, only values."""
 
+    def gathered(self, gather: Any, *, transposed: bool) -> Any:
+        """Of an operand of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all.
+
+        transposed: the dot product runs over tokens.
+        """
+
 
 MakeOperand = Callable[[], Any]
 
@@ -167,14 +173,12 @@ class Backend(ABC):
     name: as in `precision.backend`. accumulates: wgrad's GEMM itself adds to the gradient of earlier micro-batches,
     which rounds once where a GEMM and an addition round twice. transposes: operands have `transposed()`, which
     exchanges rows and columns, so that codes made along one dimension serve a GEMM along the other; those of tensor
-    cores do not, whose scales lie along the dot product. joins: operands that ranks made of their slices of the tokens
-    have `gathered()`, which joins them. draws_ours: stochastic rounding draws from our keys.
+    cores do not, whose scales lie along the dot product. draws_ours: stochastic rounding draws from our keys.
     """
 
     name: str
     accumulates = False
     transposes = False
-    joins = False
     draws_ours = True
 
     def alignment(self, recipe: Recipe) -> Alignment:

@@ -93,10 +93,6 @@ class GemmOperand:
         return type(values), self.quantized
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
-        """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
-
-        transposed: the dot product runs over tokens.
-        """
         values, scale, quantized = self.values, self.scale, self.quantized
         if isinstance(values, PackedRows | PackedColumns):
             message, joined = gather(values.message()), values.joined()
@@ -227,7 +223,7 @@ class EmulatedBackend(Backend):
     """Exact arithmetic in PyTorch, or by the fused kernels where these make the same codes."""
 
     name = "emulated"
-    accumulates = transposes = joins = True
+    accumulates = transposes = True
     # Computes `(left right) * alpha` of BF16 values; None: on a GPU cuBLAS, elsewhere FP32.
     scaled_matmul: ScaledMatmul | None = None
 

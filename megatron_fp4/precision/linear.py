@@ -13,7 +13,21 @@ The function takes the weight as a DTensor and returns its gradient as an FP32 o
 backend's GEMM can add to a gradient, that of the second and later micro-batches goes into the weight's `.grad` from
 inside the function, which then returns None: `.backward()` sees no difference, `torch.autograd.grad` would.
 
-overlapped.py has the linear of sequence parallelism, whose messages run beside its GEMMs.
+With sequence parallelism a projection in (`context.in_tokens`) has x and dx as slices of the tokens on each rank, a
+projection out (`context.out_tokens`) y and dy; what lies inside, every rank has of all tokens. Messages run beside what
+does not need them:
+
+            projection in                                      projection out
+    forward   codes of x gathered  | x quantized for wgrad       fprop
+              fprop                                              y reduced, scattered | x quantized for wgrad
+    backward  x for wgrad gathered | dy quantized, dgrad         codes of dy for dgrad gathered | dy quantized for wgrad
+              dx reduced, scattered | wgrad                      codes of dy for wgrad gathered | dgrad
+                                                                 wgrad
+              (left of a bar the message, right of it what runs meanwhile)
+
+A slice is quantized before it is gathered, by the maximum of the whole tensor and with the draws of its place in it:
+its codes are those of the whole, a quarter of the bytes and each rank's share of the work. x waits for the backward
+pass as the rank's own slice. Slices that are no whole blocks are gathered first.
 """
 
 from __future__ import annotations
@@ -36,19 +50,22 @@ from megatron_fp4.precision.fp32_gradients import (
     local_part,
     rounding_of,
 )
+from megatron_fp4.precision.messages import start_all_gather, start_reduce_scatter
 from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_GRADIENT,
     DGRAD_WEIGHT,
     FPROP_ACTIVATION,
     FPROP_WEIGHT,
+    SLOTS_OF,
     WGRAD_ACTIVATION,
     WGRAD_GRADIENT,
     OperandSlot,
     Recipe,
 )
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
+from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.rounding import E2M1_MAX, RoundingKey, rounding_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,47 +144,56 @@ def same_weight_codes(recipe: Recipe) -> bool:
 
 
 def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
-    """y = x W^T by the recipe in `context`, without messages between ranks.
+    """y = x W^T by the recipe in `context`.
 
-    x: [tokens, in], the compute dtype. weight: parameter [out, in] (local part of a DTensor, or a plain tensor).
-    Returns [tokens, out] in x's dtype, with `context.keep_padding` perhaps more; the weight's gradient is FP32.
+    x: [tokens, in], the compute dtype; with `context.in_tokens` the rank's slice of the tokens. weight: parameter
+    [out, in] (local part of a DTensor, or a plain tensor).
+    Returns [tokens, out] in x's dtype, with `context.keep_padding` perhaps more; with `context.out_tokens` the rank's
+    slice of the sum over ranks. The weight's gradient is FP32.
     """
-    assert context.in_tokens is None and context.out_tokens is None, "slices of the tokens are for overlapped_linear"
-    return apply_linear(_QuantizedLinear, x, weight, context)
-
-
-def apply_linear(function: type[torch.autograd.Function], x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
-    """Call the autograd function of a linear."""
     accept_fp32_gradient(weight)
     # Inside the function gradients are always off, and needs_input_grad does not know about no_grad.
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    return function.apply(x, weight, context, needs_wgrad)  # type: ignore[no-any-return, no-untyped-call]
+    return _QuantizedLinear.apply(x, weight, context, needs_wgrad)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool) -> Tensor:
-        call = LinearCall(context, weight, x)
+        call, kept, scattered = LinearCall(context, weight, x), None, None
         w_fprop, w_dgrad = call.weight_operands()
-        make_x_fprop, make_kept = call.activation_operands(x, needs_wgrad)
-        y = call.result(call.product("fprop", make_x_fprop(), w_fprop, call.dtype))
+        make_fprop, make_kept = call.activation_operands(x, needs_wgrad)
+        more_to_do = make_kept is not None and make_kept is not make_fprop  # else fprop's operand is what is kept
+        receive_fprop = call.send(make_fprop, FPROP_ACTIVATION, beside=more_to_do)
+        if make_kept is not None and "activation" in call.slices:
+            kept = make_kept()  # while the codes for fprop travel
+        y = call.result(call.product("fprop", receive_fprop(), w_fprop, call.dtype))
         ctx.observed = call.observe(x, y)
-        call.save(ctx, weight, w_dgrad, make_kept() if make_kept else None, x if needs_wgrad else None)
-        return y
+        if context.out_tokens is not None:
+            scattered = start_reduce_scatter(y, context.out_tokens, beside=more_to_do)
+        if make_kept is not None and kept is None:
+            kept = make_kept()  # while y is summed
+        call.save(ctx, weight, w_dgrad, kept, x if needs_wgrad else None)
+        return y if scattered is None else scattered.wait()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (dy,), call, dx, dw = grad_outputs, ctx.call, None, None
-        w_dgrad, kept = call.saved(ctx)
-        make_x_wgrad = call.wgrad_activation(kept)
-        make_dy_dgrad, make_dy_wgrad = call.gradient_operands(dy, *ctx.needs_input_grad[:2])
-        if make_dy_dgrad is not None:  # each operand is as large as dy: one at a time
-            dx = call.unpad_tokens(call.product("dgrad", make_dy_dgrad(), call.dgrad_weight(w_dgrad), call.dtype))
-        if make_dy_wgrad is not None:
-            x_wgrad = make_x_wgrad()
-            dw = call.weight_gradient(make_dy_wgrad(), x_wgrad, ctx)
+        (dy,), call = grad_outputs, ctx.call
+        (w_dgrad, kept), dx, dw, scattered = call.saved(ctx), None, None, None
+        # Maxima first: their exchange would wait for larger messages.
+        make_x = call.wgrad_activation(kept)
+        make_dgrad, make_wgrad = call.gradient_operands(dy, *ctx.needs_input_grad[:2])
+        receive_x = call.send(make_x, WGRAD_ACTIVATION)
+        receive_dgrad, receive_wgrad = call.send(make_dgrad, DGRAD_GRADIENT), call.send(make_wgrad, WGRAD_GRADIENT)
+        if receive_dgrad is not None:  # each operand is as large as dy: one at a time
+            dx = call.unpad_tokens(call.product("dgrad", receive_dgrad(), call.dgrad_weight(w_dgrad), call.dtype))
+            if call.context.in_tokens is not None:
+                scattered = start_reduce_scatter(dx, call.context.in_tokens, beside=receive_wgrad is not None)
+        if receive_wgrad is not None:
+            x_wgrad = receive_x()
+            dw = call.weight_gradient(receive_wgrad(), x_wgrad, ctx)
         call.observe_backward(ctx, dy, dx, dw)
-        return dx, dw, None, None
+        return dx if scattered is None else scattered.wait(), dw, None, None
 
 
 class LinearCall:
@@ -176,7 +202,7 @@ class LinearCall:
 
     weight: parameter [out, in]. x: [tokens, in], this rank's slice of them with `in_tokens`; shape, dtype and device
     are read here. num_tokens: of all slices. slices: of the tensors whose slices are quantized before they are gathered
-    (`activation`, `gradient`), the ranks that hold the others (overlapped.py).
+    (`activation`, `gradient`), the ranks that hold the others.
     """
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
@@ -187,12 +213,14 @@ class LinearCall:
         self.rounding = rounding_of(weight)
         self.weight_codes = codes_of(weight)  # gathered by FSDP; then the master has no values
         self.group_rows = self.master.shape[0] // context.num_groups
+        self.token_groups = {"activation": context.in_tokens, "gradient": context.out_tokens}
         self.num_tokens = x.shape[0] * (1 if context.in_tokens is None else context.in_tokens.size())
         self.alignment = self.backend.alignment(self.recipe)
         self.padded_tokens = self.alignment.padded_tokens(self.num_tokens)
         self.padded_group_rows = self.alignment.padded_group(self.group_rows, context.num_groups)
         self.out_offset = context.out_group_offset * self.padded_group_rows
-        self.slices: dict[str, ProcessGroup] = {}
+        groups = {tensor: group for tensor, group in self.token_groups.items() if group is not None}
+        self.slices = {tensor: group for tensor, group in groups.items() if self.sends_operands(tensor, group)}
 
     def product(
         self,
@@ -312,6 +340,41 @@ class LinearCall:
 
         return made
 
+    # ------------------------------------------------------------------------------------------------ slices of tokens
+
+    def sends_operands(self, tensor: str, group: ProcessGroup) -> bool:
+        """Whether the ranks of `group` gather operands made of slices of a tensor, and not the tensor. Both of dy are
+        needed at once, and only in 4 bits are two operands fewer bytes than dy; of x, one waits for the backward pass
+        as a slice."""
+        if self.num_tokens % (group.size() * self.alignment.tokens):  # slices are whole blocks, and have no padding
+            return False
+        if tensor == "activation":
+            return self.recipe[WGRAD_ACTIVATION].source != "codes"
+        operands = [self.recipe[slot] for slot in SLOTS_OF[tensor]]
+        # Along its columns MS-EDEN's kernel makes values, not codes.
+        codes = all(operand.quantized and format_of(operand.format).largest == E2M1_MAX for operand in operands)
+        return codes and operands[0].rounding != "ms_eden"
+
+    def tokens_to_quantize(self, x: Tensor, tensor: str) -> Tensor:
+        """The tokens of x (`activation`) or dy (`gradient`) that this rank quantizes: its slice, or all."""
+        return x if tensor in self.slices else self.all_tokens(x, tensor)
+
+    def all_tokens(self, x: Tensor, tensor: str) -> Tensor:
+        """All tokens of x or dy, of which this rank may hold a slice."""
+        group = self.token_groups[tensor]
+        return x if group is None else start_all_gather(x, group, beside=False).wait()
+
+    def send(self, make: MakeOperand | None, slot: OperandSlot, beside: bool = True) -> Any:
+        """What gives the operand of all tokens.
+
+        For a tensor in `slices`: make the operand of this rank's slice and start to gather all slices; what is returned
+        waits. Of others it is `make` itself. beside: whether anything runs meanwhile.
+        """
+        if make is None or slot.tensor not in self.slices:
+            return make
+        gather = functools.partial(start_all_gather, group=self.slices[slot.tensor], beside=beside)
+        return make().gathered(gather, transposed=slot.transposed)
+
     # --------------------------------------------------------------------------------------------------------- weight
 
     @property
@@ -411,14 +474,6 @@ class LinearCall:
         """Show the backward pass to what `observe` returned."""
         if ctx.observed is not None:
             ctx.observed.backward(self.unpad_groups(self.all_tokens(dy, "gradient")), dx, dw)
-
-    def tokens_to_quantize(self, x: Tensor, tensor: str) -> Tensor:
-        """The tokens of x (`activation`) or dy (`gradient`) that this rank quantizes."""
-        return x
-
-    def all_tokens(self, x: Tensor, tensor: str) -> Tensor:
-        """All tokens of x or dy."""
-        return x
 
     # -------------------------------------------------------------------------------------------------------- padding
 

@@ -119,10 +119,6 @@ class PackedOperand:
         return PackedOperand.of(turned.codes.view(torch.uint8), turned.scales, self.scale, self.layout[0])
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], PackedOperand]:
-        """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
-
-        transposed: the dot product runs over tokens. Codes and scales travel as one message, tokens first.
-        """
         joined, operand = gather_slices(self.decoded(), gather, transposed), self.layout[0]
 
         def made() -> PackedOperand:
@@ -140,7 +136,6 @@ class TorchBackend(Backend):
     are enough, as for the emulation: with other padding the draws would be others."""
 
     name = "torch"
-    joins = True
 
     def packs(self, request: OperandRequest) -> bool:
         """NVFP4's square blocks."""

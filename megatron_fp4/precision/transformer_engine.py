@@ -199,10 +199,6 @@ class NativeOperand:
         return NativeOperand(codes.contiguous(), scales.contiguous(), amax, layout)
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], NativeOperand]:
-        """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
-
-        transposed: the dot product runs over tokens. Codes and scales travel as one message.
-        """
         decoded = self.decoded()
         if self.amax is not None:  # other ranks have no NaN in theirs
             scales = decoded.scales.view(torch.uint8).masked_fill(~self.amax.isfinite(), _NAN_E4M3)
@@ -243,7 +239,7 @@ class TransformerEngineBackend(Backend):
     """Transformer Engine's quantizers, kept for their next use, and its GEMM; ImportError without the package."""
 
     name = "transformer_engine"
-    accumulates = joins = True
+    accumulates = True
     draws_ours = False
 
     def __init__(self) -> None:

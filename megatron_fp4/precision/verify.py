@@ -393,7 +393,7 @@ def _gathered_operands(
         codes = replace(packed.values, scale=packed.scale)
         yield from zip(SLOTS_OF["weight"], backend.weight_of_codes(codes, context.recipe[FPROP_WEIGHT]), strict=True)
     for slot, operand in made.items():
-        if backend.joins and operand.quantized and slot.tensor != "weight":
+        if operand.quantized and slot.tensor != "weight":
             yield slot, operand.gathered(_of_one_rank, transposed=slot.transposed)()
 
 

@@ -20,6 +20,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
+from megatron_fp4.precision.linear import LinearCall
 from megatron_fp4.precision.recipe import Recipe, rounded_to_nearest
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
@@ -180,11 +181,11 @@ def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
 def run_native(rank: int, make: type[Backend], recipe: Recipe) -> list[tuple[list[Tensor], list[Message]]]:
     """What a native backend computes and sends, with codes and without."""
     mesh, found = build_mesh(ParallelConfig(tensor=2), torch.device("cpu")), []
-    for joins in (True, False):
+    for sends_operands in (LinearCall.sends_operands, lambda *_: False):
         results, sent = list[Tensor](), list[Message]()
         found.append((results, sent))
         scaled_mm = mock.patch.object(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
-        without = mock.patch.object(make, "joins", joins)
+        without = mock.patch.object(LinearCall, "sends_operands", sends_operands)
         with te_stand_in.installed(), scaled_mm, without, counted_messages(sent):
             for name in LINEARS:
                 linear, x, dy = linear_on(mesh, name, recipe, torch.bfloat16)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.planning.dry_run import Ledger, fake_ranks
-from megatron_fp4.precision.overlapped import start_all_gather
+from megatron_fp4.precision.messages import start_all_gather
 
 KIB = 1024
 

@@ -26,7 +26,6 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
-from megatron_fp4.precision.overlapped import overlapped_linear
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.precision.support import check_sizes, first_refusal
@@ -87,12 +86,11 @@ def compute(backend: Backend, taken: Mapping[str, Recipe], tensor: int) -> None:
                 if inputs % backend.alignment(recipe).inputs:
                     continue  # refused
                 context = replace(context, recipe=recipe, backend=backend, weight_cache=None)
-                linear = quantized_linear if context.in_tokens is context.out_tokens is None else overlapped_linear
                 gathered, scattered = (1 if of is None else of.size() for of in (context.in_tokens, context.out_tokens))
                 x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
                 weight = nn.Parameter(torch.empty(outputs, inputs))
                 try:
-                    y = linear(x, weight, context)
+                    y = quantized_linear(x, weight, context)
                     y.backward(torch.empty_like(y))
                 except Exception as error:
                     raise AssertionError(f"{name}: {tokens} tokens, {inputs} -> {outputs}") from error
