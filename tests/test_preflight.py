@@ -125,13 +125,23 @@ def test_what_a_start_would_refuse(check: Check, trained: Path, overrides: list[
     assert said in refused(check, trained, *(override.replace("RUN", str(trained)) for override in overrides))
 
 
+def test_weights_of_another_shape_are_refused(check: Check, trained: Path, tmp_path: Path) -> None:
+    assert check(trained, "train.steps=12")[-1].endswith("for the 8 steps that are left")
+    wider = "model.ffn_dim=256", "checkpoint.allow_mismatch=true"
+    for run_dir, given in ((trained, "auto"), (tmp_path / "run", checkpoint(trained, 2))):
+        said = refused(check, run_dir, *wider, f"checkpoint.resume={given}")
+        assert "[128, 64] in the checkpoint, torch.float32 [256, 64] in this model; set the model back" in said
+
+
 @pytest.mark.usefixtures("no_plan")
 def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(trained, tmp_path / "run"))
     cut(checkpoint(run_dir, 4) / ".metadata")
-    lines = check(run_dir)
-    assert f"checkpoint: {checkpoint(run_dir, 2)}, step 2 of 4" in lines
-    assert any("NOT WHOLE, would be moved aside: step_00000004: .metadata has" in line for line in lines)
+    for damage in (flip_a_bit, cut):
+        damage(checkpoint(run_dir, 4) / ".metadata")
+        lines = check(run_dir)
+        assert f"checkpoint: {checkpoint(run_dir, 2)}, step 2 of 4" in lines
+        assert any("NOT WHOLE, would be moved aside: step_00000004: .metadata has" in line for line in lines)
     flip_a_bit(checkpoint(run_dir, 2) / "trainer.json")
     assert "none is whole" in refused(check, run_dir)
     shutil.rmtree(run_dir / "checkpoints")

@@ -337,6 +337,7 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
             for name, record in manifest.files.items():
                 with files.opened(folder, name, record):
                     pass
+            files.read_checked(folder, METADATA, manifest.files)  # whole; `check_weights` reads what is in it
             return json.loads(files.read_checked(folder, files.TRAINER, manifest.files))  # type: ignore[no-any-return]
 
         return sync.on_rank0("read it", look)
@@ -350,6 +351,24 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
     if last > start:
         raise ConfigError(would_overwrite(resume, start, root, last))
     return found
+
+
+def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> None:
+    """Raise RefusedError if the weights that a start of `config` would load are not of the names, types and shapes of
+    `model`'s. found: by `preview`; without one it is the checkpoint that `checkpoint.initialize_from` names, if any.
+    """
+    given = config.checkpoint.initialize_from
+    if found is not None:
+        folder, manifest = found.folder, found.manifest
+    elif given is not None:
+        folder, manifest = _source(given)
+    else:
+        return
+    try:
+        metadata = read_metadata(files.read_checked(folder, METADATA, manifest.files))
+    except DamagedCheckpointError as error:
+        raise RefusedError(f"{folder} is damaged: {error}; give another checkpoint") from error
+    check_tensors(folder, metadata, {"model": model.state_dict()})
 
 
 def check_resume(config: Config) -> None:
@@ -428,15 +447,6 @@ def initialize_weights(
         folder, manifest = _source(given)
         return folder, manifest, Origin.at(folder, manifest)
 
-    def compare() -> None:
-        try:
-            check_tensors(metadata, state)
-            saved = {name for name in metadata.state_dict_metadata if name.startswith("model.")}
-            if extra := sorted(saved - {f"model.{name}" for name in state["model"]}):
-                raise ValueError(f"the checkpoint has a tensor {extra[0]}, which this model does not have")
-        except ValueError as error:
-            raise RefusedError(f"{INITIALIZE}={folder}: {error}; give a checkpoint of this model") from error
-
     folder, manifest, origin = sync.on_rank0("find it", look)
     if not allow_mismatch:  # on all ranks: the tokenizer's file may be another on another node
         sync.on_all("compare", lambda: _check_model(folder, manifest, identity, ("model.", "data.tokenizer")))
@@ -444,7 +454,7 @@ def initialize_weights(
         content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, manifest.files))
         metadata = sync.on_all("read it", lambda: read_metadata(content))
         state = {"model": model.state_dict()}
-        sync.on_all("compare", compare)
+        sync.on_all("compare", lambda: check_tensors(folder, metadata, state))
         sync.on_all("load it", lambda: read_shards(folder, metadata, manifest.files, state))
     except DamageError as error:
         refuse_damaged(f"{INITIALIZE}={folder}", folder, error, sync)

@@ -19,7 +19,7 @@ import math
 import os
 import pickle
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -250,15 +250,27 @@ def read_shards(folder: Path, metadata: Metadata, records: dict[str, FileRecord]
     return reader.read
 
 
-def check_tensors(metadata: Metadata, state: dict[str, Any]) -> None:
-    """Raise ValueError if the tensors of a checkpoint are not those of the run."""
-    for whole in wholes_of(state):
-        saved = metadata.state_dict_metadata.get(whole.name)
-        if not isinstance(saved, TensorStorageMetadata):
-            raise ValueError(f"the checkpoint has no tensor {whole.name}, which this model has")
-        there, here = (saved.properties.dtype, [*saved.size]), (whole.dtype, [*whole.shape])
+def check_tensors(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
+    """Raise RefusedError if the tensors of the checkpoint in `folder` are not those of the run."""
+    if difference := next(_differences(metadata.state_dict_metadata, wholes_of(state)), None):
+        raise RefusedError(
+            f"{folder} is of another model: {difference}; set the model back, or choose another checkpoint or run.dir"
+        )
+
+
+def _differences(saved: Mapping[str, Any], wholes: Sequence[Whole]) -> Iterator[str]:
+    for whole in wholes:
+        one = saved.get(whole.name)
+        if not isinstance(one, TensorStorageMetadata):
+            yield f"the checkpoint has no tensor {whole.name}, which this model has"
+            continue
+        there, here = (one.properties.dtype, [*one.size]), (whole.dtype, [*whole.shape])
         if there != here:
-            raise ValueError("{} is {} {} in the checkpoint, {} {} in this model".format(whole.name, *there, *here))
+            yield "{} is {} {} in the checkpoint, {} {} in this model".format(whole.name, *there, *here)
+    known = {whole.name for whole in wholes}
+    for name in sorted(saved):
+        if name.startswith("model.") and name not in known:
+            yield f"the checkpoint has a tensor {name}, which this model does not have"
 
 
 class CheckedReader(FileSystemReader):
@@ -379,17 +391,10 @@ def load_checkpoint(
             raise DamagedCheckpointError(f"{len(generators)} ranks' generators of {manifest.world_size}")
         return trainer
 
-    def compare(metadata: Metadata, state: dict[str, Any]) -> None:
-        try:
-            check_tensors(metadata, state)
-        except ValueError as error:
-            remedy = "set the model back, or choose another run.dir"
-            raise RefusedError(f"{folder} is of another model: {error}; {remedy}") from error
-
     content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, records))
     metadata = sync.on_all("read it", lambda: read_metadata(content))
     state = state_of(model, optimizer)
-    sync.on_all("compare", lambda: compare(metadata, state))
+    sync.on_all("compare", lambda: check_tensors(folder, metadata, state))
     read = sync.on_all("load it", lambda: read_shards(folder, metadata, records, state))
     trainer = sync.on_rank0("read it", read_small)
     of_ranks = sync.gather("check it", lambda: read)

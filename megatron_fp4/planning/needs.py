@@ -30,7 +30,7 @@ import torch
 from rich.table import Table
 
 from megatron_fp4.checkpoint.config_diff import run_identity
-from megatron_fp4.checkpoint.find import Resumed, preview
+from megatron_fp4.checkpoint.find import Resumed, check_weights, preview
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
@@ -179,6 +179,8 @@ def plan_run(
         if found is not None:
             with configuration_errors(_of_checkpoint(config, start)):
                 controller.load_state_dict(found.trainer["switch"])
+        with configuration_errors():
+            check_weights(config, found, model)
         return model, controller
 
     dry, plans = dry_run(config, ranks, build, execution), plans_of(config, models)
