@@ -45,7 +45,7 @@ from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
-from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersError, run_program
+from megatron_fp4.runtime.errors import DivergedError, ExitCode, StoppedError, WrongNumbersError, run_program
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, explain, sole_run
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
@@ -85,14 +85,14 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
             (print_check if checks else print_dry_run)(config, models, data)
             return ExitCode.FINISHED
         check_launch()
-        with only_run(config, times) as (trainer, state):
+        with only_run(config, times, signals) as (trainer, state):
             stops = StopConditions(Path(config.run.dir), config.run.max_minutes, signals, trainer.mesh.rank == 0)
             code = state.ended(*trainer.train(stops))
             signals.over()  # first: torchrun may already be ending the other ranks
             if code is ExitCode.FINISHED:
                 report(trainer, CONFIGS)
         return code
-    except (ConfigError, DivergedError, WrongNumbersError, SelfTestError) as error:
+    except (ConfigError, DivergedError, WrongNumbersError, SelfTestError, StoppedError) as error:
         signals.over()
         return explain(error, None if checks else run_dir, lambda: signals.requested)
 
@@ -107,7 +107,7 @@ def configure(overrides: list[str]) -> Config:
 
 
 @contextmanager
-def only_run(config: Config, times: TimeLedger) -> Iterator[tuple[Trainer, RunState]]:
+def only_run(config: Config, times: TimeLedger, signals: StopRequest) -> Iterator[tuple[Trainer, RunState]]:
     """Inside, this start is the only run in run.dir: its trainer, and its state.json."""
     run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
     progress.observer = times.at
@@ -118,7 +118,7 @@ def only_run(config: Config, times: TimeLedger) -> Iterator[tuple[Trainer, RunSt
     mesh = build_mesh(config.parallel, device)
     logging.basicConfig(level=logging.WARNING if mesh.rank else logging.INFO, format="%(message)s")
     with (
-        sole_run(run_dir),
+        sole_run(run_dir, lambda: signals.requested),
         RunState(run_dir, mesh.rank == 0, progress, anew=config.checkpoint.resume == "never") as state,
         progress.watched(run_dir, timeout),
     ):

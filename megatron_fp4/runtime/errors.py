@@ -33,8 +33,8 @@ from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.closed_pipe import EXIT_CODE as CLOSED_PIPE
 from megatron_fp4.runtime.closed_pipe import ReaderLeftError
 
-# Seconds for a process group to end.
-PATIENCE = 10.0
+# For a process group to end.
+GROUP_SECONDS = 10.0
 # Seconds to wait for the others of this machine to arrive, and for torchrun to end this process.
 _ARRIVE, _END = 10.0, 20.0
 
@@ -53,7 +53,7 @@ class ExitCode(IntEnum):
     HUNG = 5
     """A section of the run got nowhere for too long (progress.py): the same command resumes, on other machines."""
     STOPPED = 75
-    """Stopped on request, saved: the same command resumes. EX_TEMPFAIL of sysexits.h: try again later."""
+    """Stopped on request, what was trained is saved: the same command resumes. EX_TEMPFAIL of sysexits.h: try again later."""
 
     @property
     def state(self) -> str:
@@ -63,6 +63,10 @@ class ExitCode(IntEnum):
 
 class DivergedError(RuntimeError):
     """Training does not get on with this configuration; raised on all ranks alike."""
+
+
+class StoppedError(RuntimeError):
+    """The run was asked to stop before it began; raised on all ranks alike."""
 
 
 class WrongNumbersError(RuntimeError):
@@ -77,6 +81,8 @@ def exit_code_of(error: BaseException) -> ExitCode:
         return ExitCode.DIVERGED
     if isinstance(error, SelfTestError | WrongNumbersError):
         return ExitCode.WRONG_NUMBERS
+    if isinstance(error, StoppedError):
+        return ExitCode.STOPPED
     return ExitCode.CRASHED
 
 
@@ -129,11 +135,11 @@ def run_program(body: Callable[[], int]) -> NoReturn:
         end_process(ExitCode.CRASHED)
     leaving = threading.Thread(target=leave_distributed, name="leaving", daemon=True)
     leaving.start()
-    leaving.join(PATIENCE)
+    leaving.join(GROUP_SECONDS)
     if leaving.is_alive():
         print(
-            f"pretrain.py: its process group has not ended after {PATIENCE:.0f} s; leaving without it. Everything is "
-            f"written; exit code {int(code)}",
+            f"pretrain.py: its process group has not ended after {GROUP_SECONDS:.0f} s; leaving without it. Everything "
+            f"is written; exit code {int(code)}",
             file=sys.stderr,
             flush=True,
         )

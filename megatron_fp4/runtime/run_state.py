@@ -34,22 +34,23 @@ import torch.distributed as dist
 
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import EXIT_SECONDS
-from megatron_fp4.runtime.errors import ExitCode, exit_code_of, is_users_to_mend, report_error_once
+from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of, is_users_to_mend, report_error_once
 from megatron_fp4.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 
 LOCK_FILE, STATE_FILE = ".lock", "state.json"
 # A predecessor that is just leaving may take EXIT_SECONDS to be gone.
-PATIENCE = EXIT_SECONDS + 30.0
+LOCK_SECONDS = EXIT_SECONDS + 30.0
 
 
 @contextlib.contextmanager
-def sole_run(run_dir: Path) -> Iterator[None]:
+def sole_run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Hold the lock of `run_dir` inside; every rank enters, the first one locks.
 
-    Waits up to `PATIENCE` seconds for a run that is there, saying so. Raises ConfigError on all ranks if it stays, or
-    if the folder is none that can be written to, and RuntimeError if its disk fails.
+    Waits up to `LOCK_SECONDS` for a run that is there, saying so, unless the first rank is asked to stop. Raises on all
+    ranks ConfigError if it stays, or if the folder is none that can be written to; StoppedError; and RuntimeError if
+    its disk fails.
     """
     failed: list[Exception | None] = [None]
     descriptor = None
@@ -58,11 +59,11 @@ def sole_run(run_dir: Path) -> Iterator[None]:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 descriptor = _open_lock(run_dir)
-                _acquire(descriptor, run_dir)
+                _acquire(descriptor, run_dir, asked_to_stop)
             except OSError as error:
                 text = f"run.dir={run_dir} cannot be written to ({error})"
                 failed[0] = ConfigError(f"{text}; choose another") if is_users_to_mend(error) else RuntimeError(text)
-            except ConfigError as error:
+            except (ConfigError, StoppedError) as error:
                 failed[0] = error
         dist.broadcast_object_list(failed)
         if failed[0] is not None:
@@ -77,8 +78,8 @@ def _open_lock(run_dir: Path) -> int:
     return os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def _acquire(descriptor: int, run_dir: Path) -> None:
-    """Lock the open file and write down who holds it. Raises ConfigError if another process keeps it."""
+def _acquire(descriptor: int, run_dir: Path, asked_to_stop: Callable[[], bool]) -> None:
+    """Lock the open file and write down who holds it. Raises as `sole_run` if another process keeps it."""
     began = None
     while True:
         try:
@@ -88,8 +89,10 @@ def _acquire(descriptor: int, run_dir: Path) -> None:
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
             if began is None:
                 began = time.monotonic()
-                log.warning("run.dir=%s: waiting up to %.0f s for %s to leave", run_dir, PATIENCE, holder)
-            if time.monotonic() - began >= PATIENCE:
+                log.warning("run.dir=%s: waiting up to %.0f s for %s to leave", run_dir, LOCK_SECONDS, holder)
+            if asked_to_stop():
+                raise StoppedError(f"run.dir={run_dir}: stopped while waiting for {holder} to leave") from error
+            if time.monotonic() - began >= LOCK_SECONDS:
                 raise ConfigError(
                     f"run.dir={run_dir}: {holder} is still writing there; stop it or wait for its end, or choose "
                     "another run.dir"

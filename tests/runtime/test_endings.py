@@ -98,7 +98,7 @@ from megatron_fp4.runtime.signals import StopRequest
 def wrong(*_):
     raise pretrain.SelfTestError("fprop is off by one")
 
-errors.PATIENCE = 0.2
+errors.GROUP_SECONDS = 0.2
 errors.leave_distributed = lambda: time.sleep(3600)
 pretrain.SelfTest.start = wrong
 errors.run_program(lambda: pretrain.main(sys.argv[1:], StopRequest().listen()))

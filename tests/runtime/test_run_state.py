@@ -18,7 +18,7 @@ import pytest
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime import run_state
-from megatron_fp4.runtime.errors import ExitCode, exit_code_of
+from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, write_state
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
@@ -47,7 +47,7 @@ def state(run_dir: Path) -> dict[str, Any]:
 
 
 def _refused(rank: int, run_dir: str) -> str:
-    run_state.PATIENCE = 0.5
+    run_state.LOCK_SECONDS = 0.5
     try:
         with sole_run(Path(run_dir)):
             return "ran"
@@ -65,6 +65,10 @@ def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_p
         child = int(holder.stdout.readline())
         first, second = launch(_refused, 2, str(run_dir))
         assert f"process {holder.pid} on " in first and "is still writing there" in first and first == second
+        named = f"stopped while waiting for process {holder.pid}"
+        with pytest.raises(StoppedError, match=named) as stopped, sole_run(run_dir, lambda: True):
+            pytest.fail("beside another run")
+        assert exit_code_of(stopped.value) is ExitCode.STOPPED
         note_refusal(run_dir, "train.stepz")  # says nothing about a run that lives
         assert not (run_dir / "state.json").exists()
         # However it ends, and whatever it forked: the lock ends with the process.
