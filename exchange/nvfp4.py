@@ -96,12 +96,12 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
                 f"{name} was trained otherwise than the configuration of {checkpoint.folder} says now; restore its "
                 f"precision.bf16_blocks.file, or use the version that trained it"
             )
-    if which == "before" and switched_at is None:
-        raise ValueError("--plan before: this checkpoint is not after a precision switch; leave it out")
+    if which == "before" and not switched_at:
+        raise ValueError("--plan before: no step was trained before a precision switch; leave it out")
     dtype, tensor = getattr(torch, config.precision.compute_dtype), config.parallel.tensor
-    before = TrainedPlan(plans[0], dtype, tensor, before_switch=switched_at is not None)
+    before = TrainedPlan(plans[0], dtype, tensor, before_switch=True)
     chosen = before if which == "before" else TrainedPlan(in_effect, dtype, tensor)
-    if switched_at is not None and not chosen.fp4() and before.fp4():
+    if switched_at and not chosen.fp4() and before.fp4():
         raise ValueError(
             f"this checkpoint is after the precision switch (before step {switched_at + 1}), and its forward pass has "
             "no NVFP4 weights any more; give an earlier checkpoint, --format hf, or --plan before (the plan before the "
