@@ -36,7 +36,7 @@ SYNTAX = [
     ("run.dir=runs/${now:%Y}", "${now:...} differs between ranks and restarts; write a fixed name"),
     ("run.dir=${oc.env:NOT_SET_ANYWHERE}", "run.dir: Environment variable 'NOT_SET_ANYWHERE' not found; set it"),
     ("train.steps=${train.nowhere}", "train.steps: Interpolation key 'train.nowhere' not found; set it, or give"),
-    (["experiment=nemotron_h_8b", "data.sources={web: /d}"], "'data.blends.first' not found; name the blends in"),
+    (["experiment=nemotron_h_8b", "data.sources={web: /d}"], "'data.blends.first' not found; set it, or give"),
     ("train.steps=???", "train.steps: Missing mandatory value: steps; set it, or give train.steps=..."),
 ]
 GROUPS = [
@@ -113,7 +113,7 @@ TOGETHER = [
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     # --- data
-    ("data=my_corpus", "choose one of builtin, indexed; describe data of your own in configs/data/my_corpus.yaml"),
+    ("data=my_corpus", "choose one of builtin, indexed, or write configs/data/my_corpus.yaml"),
     ("data.kind=csv", "data.kind=csv is not known; choose one of"),
     ("data.sources={web: /d/web}", "data.sources={'web': '/d/web'} has no effect"),
     (["data=indexed", PHASE.format("blend: {web: 1}")], "'data.sources={web: /data/web}'"),

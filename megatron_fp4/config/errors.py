@@ -59,8 +59,8 @@ def explain(error: Exception, folders: Sequence[Path]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         names = [name for name in error.options or [] if name]
-        own = f"; describe data of your own in configs/data/{option}.yaml" if group == "data" else ""
-        return f"{where}{group}={option}: there is no {group} config of that name; {suggest(option, names)}{own}"
+        known = f"there is no {group} config of that name; {suggest(option, names)}"
+        return f"{where}{group}={option}: {known}, or write configs/{group}/{option}.yaml"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
@@ -70,10 +70,7 @@ def explain(error: Exception, folders: Sequence[Path]) -> str:
     message = str(cause or error).strip().splitlines()[0].rstrip(".")
     message = re.sub(r'^KeyError raised while resolving interpolation: "(.*)"$', r"\1", message)
     if key:
-        remedy = f"set it, or give {key.partition('[')[0]}=..."
-        if "'data.blends." in message:
-            remedy = "name the blends in configs/data/NAME.yaml, and give data=NAME (docs/quickstart.md has an example)"
-        return f"{where}{key}: {message}; {remedy}"
+        return f"{where}{key}: {message}; set it, or give {key.partition('[')[0]}=..."
     for path in named or [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]:
         try:
             content = yaml.safe_load(path.read_text())

@@ -187,7 +187,8 @@ class DataConfig:
         or by Mamba-2's state).
     boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
     num_workers: loader processes per rank, which prepare the micro-batches of two steps ahead; 0 for none.
-    blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
+    blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`. A file of yours
+        in configs/data gives them (docs/quickstart.md has one).
     """
 
     kind: str = "builtin"
