@@ -92,6 +92,9 @@ def main(arguments: list[str]) -> int:
     try:
         sources = read_manifest(options.manifest)
         options.output.mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            if source.origin == "git":
+                commit_listing(source, options.checkouts)  # a commit that is missing is said before pip begins
         download([source for source in sources if source.origin == "pypi"], options.wheels)
         found = write(sources, options.checkouts, options.wheels, options.output)
     except (ValueError, OSError) as error:
@@ -167,14 +170,20 @@ def _wheel_files(source: Source, wheels: Path) -> Iterator[tuple[str, bytes]]:
             yield path, archive.read(path)
 
 
-def _git_files(source: Source, checkouts: Path) -> Iterator[tuple[str, bytes]]:
-    """The files that the source wants of its commit, by path."""
-    git = ["git", "-C", str(checkouts / source.name)]
-    listing = subprocess.run([*git, "ls-tree", "-rz", source.version], capture_output=True)
+def commit_listing(source: Source, checkouts: Path) -> list[str]:
+    """The lines of `git ls-tree -r` for the source's commit. Raises ValueError if it is not there."""
+    command = ["git", "-C", str(checkouts / source.name), "ls-tree", "-rz", source.version]
+    listing = subprocess.run(command, capture_output=True)
     if listing.returncode:
         raise ValueError(f"{checkouts / source.name} has no commit {source.version}; fetch it as --help says")
-    entries = [entry.partition("\t")[::2] for entry in listing.stdout.decode().split("\0") if entry.startswith("100")]
+    return listing.stdout.decode().split("\0")
+
+
+def _git_files(source: Source, checkouts: Path) -> Iterator[tuple[str, bytes]]:
+    """The files that the source wants of its commit, by path."""
+    entries = [line.partition("\t")[::2] for line in commit_listing(source, checkouts) if line.startswith("100")]
     wanted = sorted((path, about.split()[2]) for about, path in entries if source.wants(path))
+    git = ["git", "-C", str(checkouts / source.name)]
     with subprocess.Popen([*git, "cat-file", "--batch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as objects:
         assert objects.stdin is not None and objects.stdout is not None
         for path, name in wanted:

