@@ -37,6 +37,7 @@ from megatron_fp4.training.build import backend_of, when_it_switches, why_eager
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 
+_MOST_SOURCES = 16  # of a phase in its table, one row for the rest included
 # Dense TFLOP/s in BF16 of NVIDIA's data sheets, by what torch calls the GPU; a later row holds where several fit.
 _PEAKS = {
     "A100": 312.0,
@@ -250,17 +251,19 @@ def model_table(model: ModelConfig, parts: Sequence[tuple[str, int, int]], flops
     return make_table(title, ["part", "count>", "parameters>", "share>"], rows, model.pattern)
 
 
-def phases_table(planned: Iterable[tuple[Any, Sequence[Any]]], length: int, most: int = 16) -> Table:
-    """The data phases, and what they take from each source; of more than `most` those gone through most. planned: each
-    phase's span, and of its sources the share and the epochs. length: tokens of a sample."""
+def phases_table(planned: Iterable[tuple[Any, Sequence[Any]]], length: int) -> Table:
+    """The data phases, and what they take from each source; of more than `_MOST_SOURCES` those gone through most.
+
+    planned: each phase's span, and of its sources the share and the epochs. length: tokens of a sample.
+    """
     rows: list[Sequence[str]] = []
     for span, sources in planned:
         steps = f"{span.first_step + 1:,}-{span.end_step:,}" if span.end_step > span.first_step else "none"
         own, tokens = span.sequence_length or length, span.num_samples * length
         head: Sequence[str] = (span.name, steps, f"{span.batch_size * length // own:,} x {own:,}")
         shown = sources
-        if len(shown) > most:
-            shown = sorted(sources, key=lambda use: -use.epochs_done)[: most - 1]
+        if len(shown) > _MOST_SOURCES:
+            shown = sorted(sources, key=lambda use: -use.epochs_done)[: _MOST_SOURCES - 1]
         for use in shown:
             epochs = f"{use.epochs:.3g}", f"{use.epochs_done:.3g}"
             rows.append((*head, use.source, f"{use.share:.2%}", f"{round(tokens * use.share):,}", *epochs))
