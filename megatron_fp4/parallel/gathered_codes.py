@@ -38,7 +38,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -51,7 +50,7 @@ from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.square_blocks import RowBlocks, block_maxima, quantize_rows
-from megatron_fp4.quantization.tensor import tensor_decode_scale
+from megatron_fp4.quantization.tensor import all_reduce_maxima, tensor_decode_scale
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -308,11 +307,10 @@ class _SharedMaxima:
             torch._foreach_copy_([message[i] for i in maxima], largest)
         if self._slots:
             torch._foreach_copy_(self._slots, self._own)
-        # As integers NaN is the largest of all; as floats a reduction may lose it.
         bits = message.view(torch.int32)
-        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.group)
+        all_reduce_maxima(bits, self.group)
         if self.tensor_parallel is not None:
-            dist.all_reduce(bits[: self.num_tensor_parallel], op=dist.ReduceOp.MAX, group=self.tensor_parallel)
+            all_reduce_maxima(bits[: self.num_tensor_parallel], self.tensor_parallel)
         if self._slots:
             torch._foreach_copy_(self._own, self._slots)
         self._scales.copy_(tensor_decode_scale(message[:count], E4M3_MAX))

@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -43,7 +42,7 @@ from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
-from megatron_fp4.quantization.tensor import QuantizedTensor, tensor_decode_scale
+from megatron_fp4.quantization.tensor import QuantizedTensor, all_reduce_maxima, tensor_decode_scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -389,7 +388,6 @@ def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     """The largest of the FP32 0-dim maxima of `group`'s ranks; its own without a group."""
     if group is None:
         return amax
-    # As integers NaN is the largest of all; as floats a reduction may lose it.
     bits = amax.view(torch.int32) & 0x7FFFFFFF
-    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    all_reduce_maxima(bits, group)
     return bits.view(torch.float32)

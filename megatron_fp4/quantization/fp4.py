@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization import cuda
@@ -24,6 +23,7 @@ from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.hadamard import FIXED_SIGNS
 from megatron_fp4.quantization.rounding import GOLDEN, RoundingKey
 from megatron_fp4.quantization.square_blocks import aligned, unpack_parts
+from megatron_fp4.quantization.tensor import all_reduce_maxima
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -157,8 +157,7 @@ class FusedFP4(Fused):
             self.scales = {along: torch.empty((), device=x.device) for along, side in self.sides.items() if side}
         self._measure(*(None if side is None else side.key for side in (columns, rows)))
         if self._scaled and amax_group is not None:
-            # As integers NaN is the largest of all; as floats a reduction may lose it.
-            dist.all_reduce(self._amax, op=dist.ReduceOp.MAX, group=amax_group)
+            all_reduce_maxima(self._amax, amax_group)
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:

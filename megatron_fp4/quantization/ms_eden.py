@@ -36,7 +36,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization import cuda
@@ -53,7 +52,7 @@ from megatron_fp4.quantization.rounding import (
     rounding_draws,
     to_e4m3,
 )
-from megatron_fp4.quantization.tensor import NVFP4Tensor, block_amax, scale_blocks
+from megatron_fp4.quantization.tensor import NVFP4Tensor, all_reduce_maxima, block_amax, scale_blocks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -172,8 +171,7 @@ class _Rows:
             {"FACTOR": _FACTOR, "COLUMNS": _COLUMNS},
         )
         if amax_group is not None:
-            # As integers NaN is the largest of all; as floats a reduction may lose it.
-            dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=amax_group)
+            all_reduce_maxima(self.amax, amax_group)
 
     def values(self) -> Tensor:
         """BF16 [columns, k = rows]."""

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization.rounding import (
@@ -138,6 +139,14 @@ def tensor_decode_scale(amax: Tensor, scale_max: float) -> Tensor:
     """FP32 factor from NVFP4's `code * block scale` to real values: amax / (6 * scale_max)."""
     # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal.
     return amax / torch.full_like(amax, E2M1_MAX * scale_max)
+
+
+def all_reduce_maxima(bits: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace FP32 maxima by the largest of `group`'s ranks, in place.
+
+    bits: theirs, int32, without a sign: as integers NaN is the largest of all; as floats a reduction may lose it.
+    """
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
 
 
 def headroom(amax: Tensor) -> Tensor:
