@@ -183,11 +183,10 @@ def facts_table(title: str, facts: Mapping[str, object]) -> Table:
     return make_table(title, ["what", "value"], rows)
 
 
-def plan_shares(plan: Plan, short: bool = False) -> str:
-    """How many linears have which recipe, and their share of the weights of all linears. Recipes go by
-    `Plan.recipe_names`; short: by `Plan.short_names`."""
+def plan_shares(plan: Plan) -> str:
+    """How many linears have which recipe, by `Plan.short_names`, and their share of the weights of all linears."""
     total, shares = plan.linear_flops_per_token, []  # FLOPs are proportional to weights
-    for recipe, name in (plan.short_names if short else plan.recipe_names).items():
+    for recipe, name in plan.short_names.items():
         its = [row.linear.flops_per_token for row in plan.rows if row.recipe == recipe]
         shares.append(f"{len(its)} of {len(plan.rows)} linears in {name} ({sum(its) / total:.1%} of their weights)")
     return ", ".join(shares)
@@ -215,7 +214,7 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
         shown = kind.replace("#", _ranges(blocks, have[kind, shape]))
         rows.append((shown, *([str(len(blocks))] if compact else []), shape, recipe, why))
     columns = ["linear", *(["count>"] if compact else []), "out x in>", "recipe", "why"]
-    caption = f"{plan_shares(plan, short=True)}; {plan.share_in_4_bits:.1%} of all in 4 bits"
+    caption = f"{plan_shares(plan)}; {plan.share_in_4_bits:.1%} of all in 4 bits"
     return make_table(f"Precision plan {name}", columns, rows, caption)
 
 
