@@ -53,7 +53,7 @@ class ExitCode(IntEnum):
     HUNG = 5
     """A section of the run got nowhere for too long (progress.py): the same command resumes, on other machines."""
     STOPPED = 75
-    """Stopped on request, what was trained is saved: the same command resumes. EX_TEMPFAIL of sysexits.h: try again later."""
+    """Stopped on request, saved: the same command resumes. EX_TEMPFAIL of sysexits.h: try again later."""
 
     @property
     def state(self) -> str:
