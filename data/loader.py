@@ -22,14 +22,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from data.megatron_order import MegatronSchedule
-from data.order import Growth, Samples
+from data.order import Growth, Samples, Window
 from data.schedule import PhaseSchedule
 from data.storage import side_by_side
-from data.workers import LoaderError, Prefetcher, RankMicroBatches, SlotContent
+from data.workers import LoaderError, Prefetcher, RankMicroBatches, stacked
 
 _STEPS_AHEAD = 2
 _FORMAT = 2  # of fingerprints
@@ -159,24 +158,20 @@ class MicroBatchLoader:
         """All micro-batches in order: read when they are asked for, or ahead by workers."""
         make = partial(self._make, micro_batches)
         if self.num_workers == 0:
-            slot = np.empty(micro_batches.slot_size, np.int32)
             for number in range(len(micro_batches)):
-                for read in micro_batches.reads(number, slot):
-                    read()
-                yield make(number, micro_batches.content(slot))
+                yield make(number, stacked([read() for read in micro_batches.reads(number)]))
             return
         most = max(self.num_micro_batches(span.first_step) for span in self.schedule.spans)
-        slots = -(-_STEPS_AHEAD * most // self.num_workers)
-        with contextlib.closing(Prefetcher(micro_batches, make, self.num_workers, slots, most)) as prefetcher:
+        with contextlib.closing(Prefetcher(micro_batches, make, self.num_workers, _STEPS_AHEAD * most)) as prefetcher:
             self.worker_pids = prefetcher.pids
             for _ in range(len(micro_batches)):
                 yield prefetcher.next(self.timeout_seconds)
 
-    def _make(self, micro_batches: RankMicroBatches, number: int, content: SlotContent) -> MicroBatch:
-        """Micro-batch `number` from its slot: copied, into page-locked memory if it goes to a GPU."""
+    def _make(self, micro_batches: RankMicroBatches, number: int, window: Window) -> MicroBatch:
+        """Micro-batch `number`, in page-locked memory if it goes to a GPU."""
         index, sequence_length = micro_batches.index(number), micro_batches.sequence_length(number)
-        documents = None if content.documents is None else torch.from_numpy(content.documents)
-        batch = MicroBatch.of(index, torch.from_numpy(content.tokens), documents, self.boundary_loss, sequence_length)
+        documents = None if window.documents is None else torch.from_numpy(window.documents)
+        batch = MicroBatch.of(index, torch.from_numpy(window.tokens), documents, self.boundary_loss, sequence_length)
         if self.device.type != "cuda":
             return batch
         torch.cuda.set_device(self.device)  # of this thread

@@ -2,29 +2,21 @@
 
 A worker is a child of the rank in a fresh interpreter, not a fork of it: a rank has threads, locks and a GPU context,
 none of which survives a fork well, and handlers that save checkpoints on signals, which a worker must not have. It
-imports no torch. Worker w of W reads the micro-batches w, w + W, w + 2W, ... of the rank, each into the next of its
-slots in memory that both see. Workers keep nothing: they are ended by SIGKILL, by the rank or, if that is killed, by
-the kernel.
+imports no torch. It gets a file with the pickled RankMicroBatches, and by a pipe the numbers of those to read, of which
+worker w of W gets w, w + W, w + 2W, ...; by another it answers each with a Window, or with an exception and its
+traceback as text.
 
-    wanted   pipe from the rank: a byte for each slot that is free again; its end means that the rank is gone
-    ready    pipe to the rank: a byte for each micro-batch read, READY or, for the last, FAILED
-    memory   the slots, int32, then ERROR_BYTES for what went wrong: a pickled (exception, its traceback as text)
-    task     a file with the pickled Task
-
-A message is one byte of a pipe that only the worker holds. So whenever it dies, the rank reads the pipe's end, never
-half a message. A micro-batch in a slot is tokens [micro_batch_size, seq_length + 1], and where documents are masked
-their numbers, as large.
+Workers keep nothing: they are ended by SIGKILL, by the rank or, if that is killed, by the kernel. A worker alone holds
+its end of the pipe, so when it dies, whenever that is, the rank reads the pipe's end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import pickle
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -33,37 +25,28 @@ import time
 import traceback
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Generic, NamedTuple, NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from data.order import Samples
+from data.order import Samples, Window
 from data.schedule import PhaseSchedule, PhaseSpan
 
-READY, FAILED = b"+", b"!"
-ERROR_BYTES = 1 << 16
 # Of a worker that reads side by side.
 _THREADS = 24
 # A sample that takes longer has waited for its disk or store; so many micro-batches after it are read side by side.
 _SLOW_SECONDS, _SIDE_BY_SIDE = 1e-3, 1024
-_LONG_TEXT = 8000  # characters
 _SECONDS_TO_DIE = 10.0
 # What launchers, schedulers and terminals send to every process of a job: the rank answers, its workers continue.
 _LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class SlotContent(NamedTuple):
-    """Views of a slot, int32 [micro_batch_size, seq_length + 1]; documents is None where they are joined."""
-
-    tokens: np.ndarray
-    documents: np.ndarray | None
 
 
 @dataclass
@@ -97,11 +80,6 @@ class RankMicroBatches:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @property
-    def slot_size(self) -> int:
-        """How many int32 a slot holds."""
-        return self.micro_batch_size * (self._seq_length + 1) * (2 if self.masked else 1)
-
     def index(self, number: int) -> int:
         """Which micro-batch of its global batch number `number` is."""
         span, first = self._place(number)
@@ -122,37 +100,19 @@ class RankMicroBatches:
     def _in_step(self, span: PhaseSpan) -> int:
         return span.batch_size // (self.micro_batch_size * self.dp_size)
 
-    def content(self, slot: np.ndarray) -> SlotContent:
-        """`slot`, int32 [slot_size], as what it holds."""
-        parts = slot.reshape(-1, self.micro_batch_size, self._seq_length + 1)
-        return SlotContent(parts[0], parts[1] if self.masked else None)
-
-    def reads(self, number: int, slot: np.ndarray) -> list[Callable[[], None]]:
-        """Calls that read micro-batch `number` into `slot`, int32 [slot_size], a row each, in any order and by any
-        thread. They raise what the sources raise."""
-        content = self.content(slot)
+    def reads(self, number: int) -> list[Callable[[], Window]]:
+        """Calls that read the rows of micro-batch `number`, in any order and by any thread. They raise what the sources
+        raise."""
         _, first = self._place(number)
         places = [self.schedule.locate(first + row) for row in range(self.micro_batch_size)]
-        return [partial(self._read, content, row, *place[1:]) for row, place in enumerate(places)]
-
-    def _read(self, content: SlotContent, row: int, source: str, ordinal: int) -> None:
-        content.tokens[row], numbers = self.sources[source].sample(ordinal, self.masked)
-        if content.documents is not None:
-            content.documents[row] = numbers
+        return [partial(self.sources[at.source].sample, at.ordinal, self.masked) for at in places]
 
 
-class Task(NamedTuple):
-    """What a worker has to do."""
-
-    micro_batches: RankMicroBatches
-    worker: int
-    num_workers: int
-    num_slots: int
-
-    def slots(self, memory: mmap.mmap) -> np.ndarray:
-        """The slots in a worker's memory: int32 [num_slots, slot_size]."""
-        count = self.num_slots * self.micro_batches.slot_size
-        return np.frombuffer(memory, np.int32, count).reshape(self.num_slots, -1)
+def stacked(rows: Sequence[Window]) -> Window:
+    """A micro-batch of its rows: int32 [rows, seq_length + 1]."""
+    tokens = np.stack([row.tokens for row in rows], dtype=np.int32, casting="same_kind")
+    numbers = [row.documents for row in rows if row.documents is not None]
+    return Window(tokens, np.stack(numbers) if numbers else None)
 
 
 # --- the rank's side
@@ -173,36 +133,32 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Gives `make(number, content)` of the micro-batches 0, 1, 2, ..., read ahead by num_workers processes.
+    """Gives `make(number, window)` of the micro-batches 0, 1, 2, ..., read by num_workers processes up to num_ahead
+    micro-batches ahead.
 
-    make: called in another thread; must copy what it keeps of `content`. num_slots: micro-batches that wait in the
-    memory of each worker; num_ahead: results of `make` that wait. To be made in the main thread: the kernel takes the
-    end of the thread that makes it for the end of the rank.
+    make: called in another thread. To be made in the main thread: the kernel takes the end of the thread that makes it
+    for the end of the rank.
     """
 
     def __init__(
-        self,
-        micro_batches: RankMicroBatches,
-        make: Callable[[int, SlotContent], T],
-        num_workers: int,
-        num_slots: int,
-        num_ahead: int,
+        self, micro_batches: RankMicroBatches, make: Callable[[int, Window], T], num_workers: int, num_ahead: int
     ) -> None:
-        self._micro_batches, self._make = micro_batches, make
+        self._make, self._count = make, len(micro_batches)
         self._workers: list[_Worker] = []
         # No signal may meet a worker before it ignores it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
         try:
             for worker in range(num_workers):
-                self._workers.append(_Worker(Task(micro_batches, worker, num_workers, num_slots)))
+                self._workers.append(_Worker(worker, micro_batches))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pids = [worker.process.pid for worker in self._workers]
         self._made: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
-        self._room = threading.Semaphore(num_ahead)
-        self._closed = False
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
+        self._num_asked = 0
+        for _ in range(num_ahead):
+            self._ask()
 
     def next(self, timeout_seconds: float) -> T:
         """The next result, waited for up to timeout_seconds (0: for ever). Raises LoaderError, which says how the
@@ -217,66 +173,51 @@ class Prefetcher(Generic[T]):
             ) from None
         if isinstance(made, Exception):
             raise made
-        self._room.release()
+        self._ask()
         return made
 
     def close(self) -> None:
         """End the workers and the thread."""
-        self._closed = True
-        self._room.release()
         for worker in self._workers:
             worker.given_up = True
             worker.process.kill()
-        self._thread.join()
+        self._thread.join(_SECONDS_TO_DIE)
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot even be killed
                 worker.process.wait(_SECONDS_TO_DIE)
-            os.close(worker.ready)
-            os.close(worker.wanted)
+            worker.numbers.close()
+            worker.answers.close()
+
+    def _worker_of(self, number: int) -> _Worker:
+        return self._workers[number % len(self._workers)]
+
+    def _ask(self) -> None:
+        """Ask for one more micro-batch."""
+        if self._num_asked < self._count:
+            with contextlib.suppress(BrokenPipeError):  # it is dead, which its next answer shows
+                self._worker_of(self._num_asked).numbers.send(self._num_asked)
+            self._num_asked += 1
 
     def _run(self) -> None:
         try:
-            for number in range(len(self._micro_batches)):
-                self._room.acquire()
-                if self._closed:
-                    return
-                self._made.put(self._receive(number))
+            for number in range(self._count):
+                self._made.put(self._make(number, self._worker_of(number).answer()))
         except Exception as error:
             self._made.put(error)
-
-    def _receive(self, number: int) -> T:
-        """Micro-batch `number`, each in its turn; its slot is the worker's again afterwards."""
-        turn, index = divmod(number, len(self._workers))
-        worker = self._workers[index]
-        if not (message := worker.message()):
-            raise LoaderError(f"{worker} {worker.end(0.0 if worker.given_up else _SECONDS_TO_DIE)}")
-        if message == FAILED:
-            error, text = pickle.loads(worker.memory[-ERROR_BYTES:])
-            raise error from WorkerTracebackError(f"in {worker}:\n{text}")
-        made = self._make(number, self._micro_batches.content(worker.slots[turn % len(worker.slots)]))
-        with contextlib.suppress(BrokenPipeError):  # it has read its last, or is dead, which the next read shows
-            os.write(worker.wanted, b"+")
-        return made
 
 
 class _Worker:
     """The rank's side of one worker."""
 
-    def __init__(self, task: Task) -> None:
-        self._number = task.worker
+    def __init__(self, number: int, micro_batches: RankMicroBatches) -> None:
+        self._number = number
         self.given_up = False
-        with contextlib.ExitStack() as stack:
-            memory, task_file = (stack.enter_context(open(os.memfd_create("loader"), "w+b")) for _ in range(2))
-            os.ftruncate(memory.fileno(), task.num_slots * task.micro_batches.slot_size * 4 + ERROR_BYTES)
-            self.memory = mmap.mmap(memory.fileno(), 0)
-            self.slots = task.slots(self.memory)
-            pickle.dump(task, task_file)
-            task_file.seek(0)
-            theirs_wanted, self.wanted = os.pipe()
-            self.ready, theirs_ready = os.pipe()
-            for descriptor in (theirs_wanted, theirs_ready):
-                stack.callback(os.close, descriptor)
-            files = (task_file.fileno(), memory.fileno(), theirs_wanted, theirs_ready)
+        theirs_numbers, self.numbers = Pipe(duplex=False)
+        self.answers, theirs_answers = Pipe(duplex=False)
+        with theirs_numbers, theirs_answers, open(os.memfd_create("loader"), "w+b") as task:
+            pickle.dump(micro_batches, task)
+            task.seek(0)
+            files = task.fileno(), theirs_numbers.fileno(), theirs_answers.fileno()
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "data.workers", str(os.getpid()), *map(str, files)],
                 pass_fds=files,
@@ -287,18 +228,26 @@ class _Worker:
     def __str__(self) -> str:
         return f"worker {self._number} (process {self.process.pid})"
 
-    def message(self) -> bytes:
-        """Its next message, waited for as long as it lives; b"" if there will be none."""
-        poll = select.poll()
-        poll.register(self.ready, select.POLLIN)
+    def answer(self) -> Window:
+        """Its next one, waited for as long as it lives. Raises LoaderError, or what it has met."""
         ended = False
-        while not poll.poll(0 if ended else 1000):
+        while not self.answers.poll(0 if ended else 1.0):
             # A process that was forked while the pipe was made holds it, too; and a worker that waits for a dead disk
             # does not end when it is killed.
             if ended or self.given_up:
-                return b""
+                raise self._lost()
             ended = self.process.poll() is not None  # what it wrote before is in the pipe now
-        return os.read(self.ready, 1)
+        try:
+            found = self.answers.recv()
+        except (EOFError, OSError):  # the latter in the middle of an answer
+            raise self._lost() from None
+        if isinstance(found, Window):
+            return found
+        error, text = found
+        raise error from WorkerTracebackError(f"in {self}:\n{text}")
+
+    def _lost(self) -> LoaderError:
+        return LoaderError(f"{self} {self.end(0.0 if self.given_up else _SECONDS_TO_DIE)}")
 
     def end(self, seconds: float) -> str:
         """How its process ended, in words, waiting up to `seconds` for that."""
@@ -328,8 +277,8 @@ class _Worker:
 # --- the worker
 
 
-def main(rank_pid: int, task_file: int, memory_file: int, wanted: int, ready: int) -> NoReturn:
-    """Read until all is read or the rank is gone."""
+def main(rank_pid: int, task: int, numbers: int, answers: int) -> NoReturn:
+    """Read until the rank is gone."""
     # The rank may be killed without a chance to end its workers: then the kernel does it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != rank_pid:  # it was before the line above
@@ -337,75 +286,63 @@ def main(rank_pid: int, task_file: int, memory_file: int, wanted: int, ready: in
     for number in _LEFT_TO_THE_RANK:  # held back since before the exec
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RANK)
-    memory = mmap.mmap(memory_file, 0)
+    to_rank = Connection(answers, readable=False)
     try:
-        with open(task_file, "rb") as file:
-            task = pickle.load(file)
-        _work(task, memory, wanted, ready)
+        with open(task, "rb") as file:
+            micro_batches = pickle.load(file)
+        _work(micro_batches, Connection(numbers, writable=False), to_rank)
     except BrokenPipeError:  # the rank has closed it
         os._exit(1)
     except Exception as error:
-        content = _pickled(error)
-        start = len(memory) - ERROR_BYTES
-        memory[start : start + len(content)] = content
-        os.write(ready, FAILED)
+        to_rank.send(_as_sent(error))
     os._exit(0)
 
 
-def _work(task: Task, memory: mmap.mmap, wanted: int, ready: int) -> None:
-    """Read all micro-batches of `task`, never more than its slots ahead; returns early when the rank is gone.
+def _work(micro_batches: RankMicroBatches, numbers: Connection, answers: Connection) -> None:
+    """Read the micro-batches that are asked for, and answer in their order, until the rank is gone.
 
     A sample waits for its disk or store once for each of its documents. After two slow micro-batches (one may have
     waited for a core), the next are read side by side; quick ones, which would wait for Python's lock, are not.
     """
-    micro_batches, free, slots = task.micro_batches, task.num_slots, task.slots(memory)
     pool = ThreadPoolExecutor(_THREADS)
-    reading: deque[list[Future[None]]] = deque()
-    alone, was_slow = 0, False  # the next turn whose micro-batch is read alone; of the last such one
+    reading: deque[list[Future[Window]]] = deque()
+    left_side_by_side, was_slow = 0, False  # micro-batches; whether the last one that was read alone was slow
 
-    def deliver(left: int) -> None:
+    def answer(left: int) -> None:
         """Wait until no more than `left` micro-batches are being read."""
         while len(reading) > left:
-            for row in reading.popleft():
-                row.result()
-            os.write(ready, READY)
+            answers.send(stacked([row.result() for row in reading.popleft()]))
 
-    for turn, number in enumerate(range(task.worker, len(micro_batches), task.num_workers)):
-        while free == 0:
-            if reading and not select.select([wanted], [], [], 0)[0]:
-                deliver(len(reading) - 1)
-            elif not (free := len(os.read(wanted, 4096))):
-                return
-        free -= 1
-        reads = micro_batches.reads(number, slots[turn % task.num_slots])
-        if turn < alone:
+    while True:
+        while reading and not numbers.poll():
+            answer(len(reading) - 1)
+        try:
+            number = numbers.recv()
+        except EOFError:
+            return
+        reads = micro_batches.reads(number)
+        if left_side_by_side:
+            left_side_by_side -= 1
             reading.append([pool.submit(read) for read in reads])
-            deliver(_THREADS // len(reads))
+            answer(_THREADS // len(reads))
             continue
-        deliver(0)
+        answer(0)
         began = time.perf_counter()
-        for read in reads:
-            read()
+        rows = [read() for read in reads]
         slow = time.perf_counter() - began > _SLOW_SECONDS * len(reads)
-        if slow and was_slow:
-            alone = turn + _SIDE_BY_SIDE
+        left_side_by_side = _SIDE_BY_SIDE if slow and was_slow else 0
         was_slow = slow
-        os.write(ready, READY)
-    deliver(0)
+        answers.send(stacked(rows))
 
 
-def _pickled(error: Exception) -> bytes:
-    """(error, its traceback as text) in at most ERROR_BYTES."""
+def _as_sent(error: Exception) -> tuple[Exception, str]:
+    """The error and its traceback as text; a RuntimeError of its words if it does not pickle."""
     text = "".join(traceback.format_exception(error))
-    text = text if len(text) <= _LONG_TEXT else f"{text[: _LONG_TEXT // 2]}\n...\n{text[-_LONG_TEXT // 2 :]}"
     try:
-        content = pickle.dumps((error, text))
-        pickle.loads(content)  # some exceptions pickle and do not unpickle
+        pickle.loads(pickle.dumps(error))  # some exceptions pickle and do not unpickle
     except Exception:
-        content = b""
-    if 0 < len(content) <= ERROR_BYTES:
-        return content
-    return pickle.dumps((RuntimeError(f"{type(error).__name__}: {str(error)[:1000]}"), text))
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return error, text
 
 
 if __name__ == "__main__":
