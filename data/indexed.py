@@ -287,9 +287,7 @@ class IndexedDataset:
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         assert 0 <= first <= last <= self.num_documents, (self.prefix, first, last)
-        entries = self._entries(first, last + 1)
-        if (entries[1:] < entries[:-1]).any() or entries[0] < 0 or entries[-1] > self.num_sequences:
-            raise self._damaged(f"has entries of documents {first} to {last} that cannot be right")
+        entries = self._checked_entries(first, last)
         begin = int(entries[0])
         return self.sequence_offsets(begin, int(entries[-1]))[entries - begin]
 
@@ -327,7 +325,7 @@ class IndexedDataset:
     def check_index(self, entries: int, blocks: int | None = None) -> None:
         """Look at so many blocks of `entries` of the index, evenly spaced from end to end; None: all. Raises ValueError
         with the place of the first fault."""
-        for total, check in ((self.num_sequences, self._check_sequences), (self.num_documents, self._check_documents)):
+        for total, check in ((self.num_sequences, self._check_sequences), (self.num_documents, self._checked_entries)):
             firsts: Iterable[int] = range(0, total, entries)
             if blocks is not None and total > blocks * entries:
                 firsts = (i * (total - entries) // (blocks - 1) for i in range(blocks))
@@ -346,16 +344,18 @@ class IndexedDataset:
                 f".bin on, and that the next one begins at byte {pointers[place + 1]}"
             )
 
-    def _check_documents(self, first: int, last: int) -> None:
-        """Each of the documents [first, last) is a range of sequences."""
+    def _checked_entries(self, first: int, last: int) -> np.ndarray:
+        """The sequence with which each of the documents [first, last] begins; last may be their number."""
         entries = self._entries(first, last + 1)
-        wrong = (entries[1:] < entries[:-1]) | (entries[:-1] < 0) | (entries[1:] > self.num_sequences)
+        wrong = (entries < 0) | (entries > self.num_sequences)
+        wrong[1:] |= entries[1:] < entries[:-1]
         if wrong.any():
             place = int(wrong.argmax())
             raise self._damaged(
-                f"says that document {first + place} is the sequences from {entries[place]} to {entries[place + 1]} of "
-                f"{self.num_sequences}"
+                f"says that document {first + place} begins with sequence {entries[place]} of {self.num_sequences}, and "
+                f"the one before it with {entries[max(0, place - 1)]}"
             )
+        return entries
 
     def _damaged(self, what: str) -> ValueError:
         return ValueError(
@@ -419,16 +419,10 @@ class Concatenation:
         return f"{self.parts[0]} and {len(self.parts) - 1} more"
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        end, starts = start + length, self._token_starts
-        assert 0 <= start <= end <= self.num_tokens, (str(self), start, length)
-        part = self._part_of(starts, start)
-        pieces: list[np.ndarray] = []
-        while True:
-            stop = min(end, starts[part + 1])
-            pieces.append(self.parts[part].tokens(start - starts[part], stop - start))
-            if stop == end:
-                return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-            start, part = stop, part + 1
+        assert 0 <= start <= start + length <= self.num_tokens, (str(self), start, length)
+        places = self._places(self._token_starts, start, start + length)
+        pieces = [self.parts[part].tokens(first, last - first) for part, first, last in places]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         return self._offsets("document_offsets", self._document_starts, first, last)
@@ -440,20 +434,22 @@ class Concatenation:
         self, name: Literal["document_offsets", "sequence_offsets"], starts: list[int], first: int, last: int
     ) -> np.ndarray:
         assert 0 <= first <= last <= starts[-1], (str(self), name, first, last)
-        part = self._part_of(starts, first)
-        pieces: list[np.ndarray] = []
-        while True:
-            stop = min(last, starts[part + 1])
-            offsets = getattr(self.parts[part], name)(first - starts[part], stop - starts[part])
-            pieces.append(offsets + self._token_starts[part])
-            if stop == last:
-                return np.concatenate(pieces)
-            pieces[-1] = pieces[-1][:-1]  # its end is the beginning of the next part
-            first, part = stop, part + 1
+        pieces = [
+            getattr(self.parts[part], name)(begin, end) + self._token_starts[part]
+            for part, begin, end in self._places(starts, first, last)
+        ]
+        # The end of each is the beginning of the next.
+        return np.concatenate([*(piece[:-1] for piece in pieces[:-1]), pieces[-1]])
 
-    def _part_of(self, starts: list[int], position: int) -> int:
-        """The part that has this token or document; the last one for the very end."""
-        return min(bisect_right(starts, position), len(self.parts)) - 1
+    def _places(self, starts: list[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """(part, first, last within it) of the tokens, documents or sequences [first, last); at least one."""
+        part = min(bisect_right(starts, first), len(self.parts)) - 1
+        while True:
+            end = min(last, starts[part + 1])
+            yield part, first - starts[part], end - starts[part]
+            if end == last:
+                return
+            first, part = end, part + 1
 
     def identity(self) -> str:
         """`parts-1:` and a sha256 of the parts' sizes and identities in order."""
@@ -497,43 +493,41 @@ class TokenRange:
         return f"range-1:{self._first}-{self._first + self.num_sequences} of {self.stream.identity()}"
 
 
-def write_index(
-    path: Path,
-    dtype: np.dtype[Any],
-    sequences: int,
-    lengths: Callable[[], Iterable[np.ndarray]],
-    documents: int | None = None,
-    ends: Callable[[], Iterable[np.ndarray]] | None = None,
-) -> None:
-    """Write an `.idx` of so many sequences that lie back to back, in blocks, and sync it to disk.
+def write_index(path: Path, dtype: np.dtype[Any], pieces: Sequence[tuple[np.ndarray, np.ndarray | None]]) -> None:
+    """Write an `.idx` of sequences that lie back to back, and sync it to disk.
 
-    lengths: gives their lengths in blocks, each time it is called. ends: likewise the sequence after the last one of
-    each of the documents; None: each sequence is a document.
+    pieces: of each run of documents the lengths of its sequences, and the sequence of them after the last one of each
+    document; None: each sequence is a document. They are read in blocks, so they may be mapped from files.
     """
     code = next(code for code, known in DTYPE_CODES.items() if known == dtype)
-    documents = sequences if documents is None else documents
+    sequences = sum(len(lengths) for lengths, _ in pieces)
+    documents = sum(len(lengths if ends is None else ends) for lengths, ends in pieces)
+    blocks = [lengths[first : first + INDEX_BLOCK] for lengths, _ in pieces for first in _firsts(len(lengths))]
     with open(path, "wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
-        for block in lengths():
+        for block in blocks:
             file.write(block.astype("<i4").tobytes())
         pointer = 0
-        for block in lengths():
+        for block in blocks:
             sizes = block.astype("<i8") * dtype.itemsize
             file.write((pointer + np.cumsum(sizes) - sizes).astype("<i8").tobytes())
             pointer += int(sizes.sum())
         file.write(np.zeros(1, dtype="<i8").tobytes())
-        for block in _counting(sequences) if ends is None else ends():
-            file.write(block.astype("<i8").tobytes())
+        before = 0
+        for lengths, ends in pieces:
+            number = len(lengths if ends is None else ends)
+            for first in _firsts(number):
+                last = min(first + INDEX_BLOCK, number)
+                block = np.arange(first + 1, last + 1) if ends is None else ends[first:last]
+                file.write((before + block).astype("<i8").tobytes())
+            before += len(lengths)
         file.flush()
         os.fsync(file.fileno())
-        expected = HEADER.size + 12 * sequences + 8 * (documents + 1)
-        if file.tell() != expected:
-            raise ValueError(f"{path} would have {file.tell()} bytes instead of {expected}: an input was cut short")
 
 
-def _counting(number: int) -> Iterator[np.ndarray]:
-    for start in range(0, number, INDEX_BLOCK):
-        yield np.arange(start + 1, min(start + INDEX_BLOCK, number) + 1, dtype=np.int64)
+def _firsts(number: int) -> range:
+    """Where the blocks of so many entries begin."""
+    return range(0, number, INDEX_BLOCK)
 
 
 def write_dataset(
@@ -562,9 +556,7 @@ def write_dataset(
             file.flush()
             os.fsync(file.fileno())
         assert lengths, f"{prefix}: an empty dataset cannot be read back"
-        whole = np.frombuffer(lengths, dtype=np.int32)
-        blocks = [whole[first : first + INDEX_BLOCK] for first in range(0, len(whole), INDEX_BLOCK)]
-        write_index(temporary[1], kept, len(whole), lambda: blocks)
+        write_index(temporary[1], kept, [(np.frombuffer(lengths, dtype=np.int32), None)])
         # An old index must not describe the new tokens, not even between two renames.
         index_path(prefix).unlink(missing_ok=True)
         for file_of, path in zip(temporary, (tokens_path, index_path), strict=True):

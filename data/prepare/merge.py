@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from data.indexed import (
     tokens_path,
     write_index,
 )
-from data.prepare.prepare import WorkFolder, blocks_of, refuse_existing, write_facts
+from data.prepare.prepare import WorkFolder, refuse_existing, write_facts
 from data.prepare.tokenize import SplitCount
 from data.storage import is_url
 
@@ -91,24 +91,13 @@ def _write(pairs: Sequence[IndexedDataset], folder: Path, count: SplitCount, fac
     if files["bin"].stat().st_size != count.tokens * pairs[0].dtype.itemsize:
         raise ValueError("one of the pairs changed while it was read; merge again")
 
-    def lengths(pair: IndexedDataset) -> Iterator[np.ndarray]:
-        return blocks_of(index_path(pair.prefix), "<i4", HEADER.size, pair.num_sequences)
-
-    def ends(pair: IndexedDataset, sequences_before: int) -> Iterator[np.ndarray]:
+    def index_of(pair: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
+        path, sequences = index_path(pair.prefix), pair.num_sequences
+        lengths = np.memmap(path, "<i4", "r", HEADER.size, (sequences,))
         # After lengths, pointers, and the first entry, 0.
-        offset = HEADER.size + 12 * pair.num_sequences + 8
-        for block in blocks_of(index_path(pair.prefix), "<i8", offset, pair.num_documents):
-            yield block + sequences_before
+        return lengths, np.memmap(path, "<i8", "r", HEADER.size + 12 * sequences + 8, (pair.num_documents,))
 
-    starts = np.cumsum([0, *(pair.num_sequences for pair in pairs)]).tolist()
-    write_index(
-        files["idx"],
-        pairs[0].dtype,
-        starts[-1],
-        lambda: chain.from_iterable(map(lengths, pairs)),
-        count.documents,
-        lambda: chain.from_iterable(map(ends, pairs, starts)),
-    )
+    write_index(files["idx"], pairs[0].dtype, [index_of(pair) for pair in pairs])
     if facts:
         counts = {"format", "documents", "tokens", "text_bytes", "sha256"}
         agreed = {**_agreed(facts), "options": _agreed([of.get("options") or {} for of in facts])}

@@ -31,14 +31,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.indexed import INDEX_BLOCK, dtype_for_vocabulary, facts_path, index_path, tokens_path, write_index
+from data.indexed import dtype_for_vocabulary, facts_path, index_path, tokens_path, write_index
 from data.prepare.readers import Part, Task
 from data.prepare.tokenize import (
     REPORTED_RECORDS,
@@ -309,17 +308,9 @@ def _write_indices(
     for split in splits:
         files = {ending: work.path / f"{split}.{ending}" for ending in ("bin", "idx")}
         count = work.state.counts[split]
-        lengths = work.path / f"{split}.lengths"
-        write_index(files["idx"], dtype, count.documents, partial(blocks_of, lengths, "<i4", 0, count.documents))
+        lengths = np.memmap(work.path / f"{split}.lengths", "<i4", "r", shape=(count.documents,))
+        write_index(files["idx"], dtype, [(lengths, None)])
         write_facts(work.path / f"{split}.json", count, files, {"split": split, **facts})
-
-
-def blocks_of(path: Path, dtype: str, offset: int, count: int) -> Iterator[np.ndarray]:
-    """`count` numbers of a file from byte `offset` on, in blocks."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        for first in range(0, count, INDEX_BLOCK):
-            yield np.fromfile(file, dtype, min(count - first, INDEX_BLOCK))
 
 
 def tokenizer_facts(tokenizer: TextTokenizer) -> dict[str, Any]:

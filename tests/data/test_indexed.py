@@ -125,7 +125,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a negative length": (put(LENGTHS, struct.pack("<i", -3)), "sequence 0 has -3 tokens from byte 0"),
     "pointers shifted": (put(POINTERS, struct.pack("<3q", 2, 8, 10)), "sequence 0 has 3 tokens from byte 2"),
     "documents from 1": (put(ENTRIES, struct.pack("<q", 1)), "has a document index from 1 to 3 over 3 sequences"),
-    "documents that go back": (put(ENTRIES + 8, struct.pack("<2q", 2, 1)), "document 1 is the sequences from 2 to 1"),
+    "documents that go back": (
+        put(ENTRIES + 8, struct.pack("<2q", 2, 1)),
+        "document 2 begins with sequence 1 of 3, and",
+    ),
     "a .bin cut short": (cut(".bin", 17), "d.bin has 17 bytes where d.idx describes 18"),
     "only empty sequences": (empty_sequences, "d.idx holds no tokens, only empty sequences"),
 }
@@ -154,7 +157,7 @@ def prefix(tmp_path: Path) -> Path:
     [
         (34 + 4 * 3000, struct.pack("<i", 77), r"sequence 3000 has 77 tokens", None),
         (34 + 4 * 5001 + 8 * 4000, struct.pack("<q", 8), r"next one begins at byte 8\b", 3999),
-        (34 + 12 * 5001 + 8 * 4500, struct.pack("<q", 9), r"document 4499 is the sequences from 4499 to 9", 4499),
+        (34 + 12 * 5001 + 8 * 4500, struct.pack("<q", 9), r"document 4500 begins with sequence 9 of 5001", 4499),
     ],
 )
 def test_a_fault_that_opening_does_not_look_at(

@@ -368,7 +368,7 @@ def test_what_may_change_before_a_resume(
 def test_a_merge_has_the_bytes_of_preparing_together(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("indexed", "prepare.prepare", "prepare.merge"):
+    for module in ("indexed", "prepare.merge"):
         monkeypatch.setattr(f"data.{module}.INDEX_BLOCK", 7)
     thirds = [json_lines(tmp_path / "in" / f"{i}.jsonl", TEXTS[40 * i : 40 * i + 40]) for i in range(3)]
     for i, path in enumerate(thirds):

@@ -131,7 +131,7 @@ def test_large_indices_share_what_opening_looks_at(
     last, seen = write_random(tmp_path / "web", 5000).num_documents - 1, Counter[int]()
     monkeypatch.setattr("data.indexed._READ_WHOLE", 0)
     monkeypatch.setattr("data.indexed._CHECKED_ENTRIES", 1)
-    monkeypatch.setattr(IndexedDataset, "_check_documents", lambda _, first, end: seen.update([first]))
+    monkeypatch.setattr(IndexedDataset, "_checked_entries", lambda _, first, end: seen.update([first]))
     open_indexed(1000, {f"s{i}": "web" for i in range(files)})
     assert len(seen) == looked_at and set(seen.values()) == {files} and {0, last} <= seen.keys()
 
