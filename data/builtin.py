@@ -26,7 +26,7 @@ import sysconfig
 import time
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -64,7 +64,6 @@ _SALT = 8
 _BLANK_LINES = re.compile(r"\n\s*\n")
 # `tokenizers` spreads a batch over the cores, and keeps all of its results in memory.
 _BATCH_DOCUMENTS = 256
-_SECONDS_BETWEEN_LINES = 5.0
 
 Item = TypeVar("Item")
 
@@ -103,7 +102,7 @@ def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBu
         time.sleep(1.0)  # rank 0, which shows how far it is, takes the lock first
 
     def build(folder: Path) -> None:
-        _say(f"building the built-in corpus, once: {folder.parent}")
+        _say(f"building the built-in corpus, once, in some ten seconds: {folder.parent}")
         documents = collect_documents(library)
         check_enough(documents, library)
         build_corpus(folder, documents, vocab_size)
@@ -244,17 +243,10 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
             write_dataset(folder / split / source, tokens, dtype_for_vocabulary(tokenizer.vocab_size))
 
 
-def _watched(what: str, items: Sequence[Item]) -> Iterator[Item]:
-    """The items, while rank 0 shows on stderr how many are done: a bar, or lines where stderr is no terminal."""
-    if _is_first_rank() and sys.stderr.isatty():
-        yield from track(items, what, console=Console(stderr=True))
-        return
-    next_line = 0.0
-    for done, item in enumerate(items):
-        if time.monotonic() >= next_line:
-            _say(f"{what}: {done:,} of {len(items):,}")
-            next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
-        yield item
+def _watched(what: str, items: Sequence[Item]) -> Iterable[Item]:
+    """The items, while rank 0 shows in a terminal how many are done."""
+    console = Console(stderr=True)
+    return track(items, what, console=console, disable=not (_is_first_rank() and console.is_terminal))
 
 
 def _say(line: str) -> None:

@@ -29,7 +29,7 @@ import os
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -56,9 +56,8 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 }
 """Of integers; 6 and 7 are FP64 and FP32."""
 
-CHECKED_BLOCKS = 32
-"""Of an index, when it is opened."""
-_CHECKED_BLOCKS_REMOTE = 2
+# Of an index, when it is opened; of an object its ends, which are fetched one by one.
+_CHECKED_BLOCKS, _CHECKED_BLOCKS_REMOTE = 16, 2
 _CHECKED_ENTRIES = 1024  # of each array, in a block
 _READ_AT_ONCE = 1 << 11  # documents among which one is looked for
 _READ_WHOLE = 1 << 16  # bytes of an index that is read in one piece, and checked whole
@@ -212,17 +211,14 @@ def facts_path(prefix: str | Path) -> Path:
 class IndexedDataset:
     """A dataset opened for reading, a `TokenSource`: two files, or two objects of a store (`s3://bucket/prefix`).
 
-    Opening takes the same time whatever the size: checked_blocks, 2 or more, evenly spaced blocks of the index are
-    looked at (of an object 2, its ends), and what is read is checked then. remote_cache: the folder where parts of
-    objects are kept (storage.py), None: the user's.
+    Opening takes the same time whatever the size: evenly spaced blocks of the index are looked at, and what is read is
+    checked then. remote_cache: the folder where parts of objects are kept (storage.py), None: the user's.
 
     Raises FileNotFoundError when a file is missing and ValueError, with the first fault that is found, when the two are
     not a whole dataset. So does reading when a file was cut short or replaced meanwhile, or the index is damaged there.
     """
 
-    def __init__(
-        self, prefix: str | Path, remote_cache: Path | None = None, checked_blocks: int = CHECKED_BLOCKS
-    ) -> None:
+    def __init__(self, prefix: str | Path, remote_cache: Path | None = None) -> None:
         self.prefix = str(prefix)
         self._index, self._tokens = (self._open(ending, remote_cache) for ending in (".idx", ".bin"))
         # Thousands of small files: one read for all of the checks.
@@ -243,9 +239,8 @@ class IndexedDataset:
         ends = [int(self._entries(document, document + 1)[0]) for document in (0, self.num_documents)]
         if ends != [0, self.num_sequences]:
             raise self._damaged(f"has a document index from {ends[0]} to {ends[1]} over {self.num_sequences} sequences")
-        if is_url(self.prefix):
-            checked_blocks = _CHECKED_BLOCKS_REMOTE
-        self.check_index(_CHECKED_ENTRIES, checked_blocks if self._whole is None else None)
+        blocks = _CHECKED_BLOCKS_REMOTE if is_url(self.prefix) else _CHECKED_BLOCKS
+        self.check_index(_CHECKED_ENTRIES, blocks if self._whole is None else None)
         if self._num_bytes == 0:
             raise ValueError(f"{self}.idx holds no tokens, only empty sequences; prepare the dataset again")
         self._whole, self._opening = None, False
@@ -352,8 +347,8 @@ class IndexedDataset:
         if wrong.any():
             place = int(wrong.argmax())
             raise self._damaged(
-                f"says that document {first + place} begins with sequence {entries[place]} of {self.num_sequences}, and "
-                f"the one before it with {entries[max(0, place - 1)]}"
+                f"says that document {first + place} begins with sequence {entries[place]} of {self.num_sequences}, "
+                f"and the one before it with {entries[max(0, place - 1)]}"
             )
         return entries
 

@@ -19,7 +19,6 @@ import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from data.megatron_order import MegatronSchedule
 from data.order import Growth, Samples, Window
 from data.schedule import PhaseSchedule
 from data.storage import side_by_side
-from data.workers import LoaderError, Prefetcher, RankMicroBatches, stacked
+from data.workers import LoaderError, MicroBatchReader, Prefetcher, stacked
 
 _STEPS_AHEAD = 2
 _FORMAT = 2  # of fingerprints
@@ -62,7 +61,7 @@ class MicroBatch:
         boundary_loss: bool = True,
         sequence_length: int | None = None,
     ) -> MicroBatch:
-        """A copy of samples: integers [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask
+        """Of samples: integers [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask
         them; boundary_loss: whether targets of another document than their token's count. sequence_length: of the rows
         that samples are cut into; None: of samples."""
 
@@ -138,9 +137,7 @@ class MicroBatchLoader:
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step. Workers live until the
         iterator ends or is closed. Raises LoaderError where they die or deliver nothing, and what reading raises."""
-        own = self.micro_batch_size, self.dp_rank, self.dp_size, self.consecutive, self.masked
-        micro_batches = RankMicroBatches(self.schedule, self.sources, *own, start_step, end_step)
-        with contextlib.closing(self._batches(micro_batches)) as batches:
+        with contextlib.closing(self._batches(start_step, end_step)) as batches:
             for step in range(start_step, end_step):
                 began = time.perf_counter()
                 try:
@@ -154,24 +151,35 @@ class MicroBatchLoader:
                 self.data_wait = time.perf_counter() - began
                 yield batch
 
-    def _batches(self, micro_batches: RankMicroBatches) -> Generator[MicroBatch, None, None]:
+    def _first_samples(self, start_step: int, end_step: int) -> Iterator[int]:
+        """Of this rank's micro-batches of the steps [start_step, end_step)."""
+        for step in range(start_step, end_step):
+            count = self.num_micro_batches(step)
+            for turn in range(count):
+                index = self.dp_rank * count + turn if self.consecutive else turn * self.dp_size + self.dp_rank
+                yield self.schedule.samples_before(step) + index * self.micro_batch_size
+
+    def _batches(self, start_step: int, end_step: int) -> Generator[MicroBatch, None, None]:
         """All micro-batches in order: read when they are asked for, or ahead by workers."""
-        make = partial(self._make, micro_batches)
+        reader = MicroBatchReader(self.schedule, self.sources, self.micro_batch_size, self.masked)
+        firsts = self._first_samples(start_step, end_step)
         if self.num_workers == 0:
-            for number in range(len(micro_batches)):
-                yield make(number, stacked([read() for read in micro_batches.reads(number)]))
+            for first in firsts:
+                yield self._make(first, stacked([read() for read in reader.reads(first)]))
             return
-        most = max(self.num_micro_batches(span.first_step) for span in self.schedule.spans)
-        with contextlib.closing(Prefetcher(micro_batches, make, self.num_workers, _STEPS_AHEAD * most)) as prefetcher:
+        ahead = _STEPS_AHEAD * max(self.num_micro_batches(span.first_step) for span in self.schedule.spans)
+        with contextlib.closing(Prefetcher(reader, firsts, self._make, self.num_workers, ahead)) as prefetcher:
             self.worker_pids = prefetcher.pids
-            for _ in range(len(micro_batches)):
+            while True:
                 yield prefetcher.next(self.timeout_seconds)
 
-    def _make(self, micro_batches: RankMicroBatches, number: int, window: Window) -> MicroBatch:
-        """Micro-batch `number`, in page-locked memory if it goes to a GPU."""
-        index, sequence_length = micro_batches.index(number), micro_batches.sequence_length(number)
+    def _make(self, first: int, window: Window) -> MicroBatch:
+        """The micro-batch from global sample `first` on, in page-locked memory if it goes to a GPU."""
+        span = self.schedule.span_at(first)
+        index = (first - span.start) % span.batch_size // self.micro_batch_size
         documents = None if window.documents is None else torch.from_numpy(window.documents)
-        batch = MicroBatch.of(index, torch.from_numpy(window.tokens), documents, self.boundary_loss, sequence_length)
+        tokens = torch.from_numpy(window.tokens)
+        batch = MicroBatch.of(index, tokens, documents, self.boundary_loss, span.sequence_length)
         if self.device.type != "cuda":
             return batch
         torch.cuda.set_device(self.device)  # of this thread

@@ -20,12 +20,11 @@ from typing import Any
 
 import yaml
 
-from data.indexed import CHECKED_BLOCKS, Concatenation, DataBundle, IndexedDataset, TokenSource, facts_path
+from data.indexed import Concatenation, DataBundle, IndexedDataset, TokenSource, facts_path
 from data.storage import is_url, list_objects, side_by_side, url_problem
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 _ENDINGS = (".idx", ".bin")
-_CHECKED_TOGETHER = 1024  # blocks of all indices together, when a run opens them; two of each at least
 
 
 def entries(key: str, value: Any) -> list[str]:
@@ -166,12 +165,11 @@ def open_indexed(
     def open_all(key: str, named: Mapping[str, list[str]]) -> dict[str, TokenSource]:
         # The files of all sources at once: threads within threads would be a thousand. One that is named twice, once.
         files = list(dict.fromkeys((name, prefix) for name, found in named.items() for prefix in found))
-        blocks = min(CHECKED_BLOCKS, max(2, _CHECKED_TOGETHER // max(1, len(files))))
 
         def open_one(file: tuple[str, str]) -> IndexedDataset:
             name, prefix = file
             try:
-                dataset = IndexedDataset(prefix, remote_cache, blocks)
+                dataset = IndexedDataset(prefix, remote_cache)
             except (FileNotFoundError, ValueError) as error:
                 raise type(error)(f"{key}.{name}: {error}") from error
             if opened is not None:

@@ -2,9 +2,9 @@
 
 A worker is a child of the rank in a fresh interpreter, not a fork of it: a rank has threads, locks and a GPU context,
 none of which survives a fork well, and handlers that save checkpoints on signals, which a worker must not have. It
-imports no torch. It gets a file with the pickled RankMicroBatches, and by a pipe the numbers of those to read, of which
-worker w of W gets w, w + W, w + 2W, ...; by another it answers each with a Window, or with an exception and its
-traceback as text.
+imports no torch. It gets a file with the pickled MicroBatchReader, and by a pipe the first samples of the micro-batches
+to read, every W-th of W workers; by another it answers each with a Window, or with an exception and its traceback as
+text.
 
 Workers keep nothing: they are ended by SIGKILL, by the rank or, if that is killed, by the kernel. A worker alone holds
 its end of the pipe, so when it dies, whenever that is, the rank reads the pipe's end.
@@ -23,13 +23,12 @@ import sys
 import threading
 import time
 import traceback
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import cycle
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
@@ -37,7 +36,7 @@ from typing import Generic, NoReturn, TypeVar
 import numpy as np
 
 from data.order import Samples, Window
-from data.schedule import PhaseSchedule, PhaseSpan
+from data.schedule import PhaseSchedule
 
 # Of a worker that reads side by side.
 _THREADS = 24
@@ -49,61 +48,18 @@ _LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUI
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-@dataclass
-class RankMicroBatches:
-    """The micro-batches of data-parallel rank dp_rank of dp_size in the steps [start_step, end_step), by number from 0.
-    consecutive: neighbours of a global batch, not every dp_size-th of it. masked: with the numbers of their documents.
-    """
+@dataclass(frozen=True)
+class MicroBatchReader:
+    """Reads micro-batches of micro_batch_size consecutive global samples. masked: with the numbers of documents."""
 
     schedule: PhaseSchedule
     sources: Mapping[str, Samples]
     micro_batch_size: int
-    dp_rank: int
-    dp_size: int
-    consecutive: bool
     masked: bool
-    start_step: int
-    end_step: int
 
-    def __post_init__(self) -> None:
-        # Of each phase that the steps touch: its first sample, and how many micro-batches the rank has before.
-        self._spans, self._firsts, counts = [], [], []
-        for span in self.schedule.spans:
-            first, end = max(self.start_step, span.first_step), min(self.end_step, span.end_step)
-            if first < end:
-                self._spans.append(span)
-                self._firsts.append(self.schedule.samples_before(first))
-                counts.append((end - first) * self._in_step(span))
-        self._starts = list(accumulate(counts, initial=0))
-        self._seq_length = next(iter(self.sources.values())).seq_length
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def index(self, number: int) -> int:
-        """Which micro-batch of its global batch number `number` is."""
-        span, first = self._place(number)
-        return (first - span.start) % span.batch_size // self.micro_batch_size
-
-    def sequence_length(self, number: int) -> int:
-        """Of the sequences that the samples of number `number` are cut into."""
-        return self._place(number)[0].sequence_length or self._seq_length
-
-    def _place(self, number: int) -> tuple[PhaseSpan, int]:
-        """Its phase, and its first sample."""
-        part = bisect_right(self._starts, number) - 1
-        span, in_step = self._spans[part], self._in_step(self._spans[part])
-        step, turn = divmod(number - self._starts[part], in_step)
-        index = self.dp_rank * in_step + turn if self.consecutive else turn * self.dp_size + self.dp_rank
-        return span, self._firsts[part] + step * span.batch_size + index * self.micro_batch_size
-
-    def _in_step(self, span: PhaseSpan) -> int:
-        return span.batch_size // (self.micro_batch_size * self.dp_size)
-
-    def reads(self, number: int) -> list[Callable[[], Window]]:
-        """Calls that read the rows of micro-batch `number`, in any order and by any thread. They raise what the sources
-        raise."""
-        _, first = self._place(number)
+    def reads(self, first: int) -> list[Callable[[], Window]]:
+        """Calls that read the rows of the micro-batch from global sample `first` on, in any order and by any thread.
+        They raise what the sources raise."""
         places = [self.schedule.locate(first + row) for row in range(self.micro_batch_size)]
         return [partial(self.sources[at.source].sample, at.ordinal, self.masked) for at in places]
 
@@ -133,30 +89,36 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Gives `make(number, window)` of the micro-batches 0, 1, 2, ..., read by num_workers processes up to num_ahead
-    micro-batches ahead.
+    """Gives `make(first, window)` of the micro-batches that begin with the samples `firsts`, in their order, read by
+    num_workers processes up to num_ahead micro-batches ahead.
 
     make: called in another thread. To be made in the main thread: the kernel takes the end of the thread that makes it
     for the end of the rank.
     """
 
     def __init__(
-        self, micro_batches: RankMicroBatches, make: Callable[[int, Window], T], num_workers: int, num_ahead: int
+        self,
+        reader: MicroBatchReader,
+        firsts: Iterator[int],
+        make: Callable[[int, Window], T],
+        num_workers: int,
+        num_ahead: int,
     ) -> None:
-        self._make, self._count = make, len(micro_batches)
+        self._firsts, self._make = firsts, make
         self._workers: list[_Worker] = []
         # No signal may meet a worker before it ignores it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
         try:
             for worker in range(num_workers):
-                self._workers.append(_Worker(worker, micro_batches))
+                self._workers.append(_Worker(worker, reader))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pids = [worker.process.pid for worker in self._workers]
+        self._turns = cycle(self._workers)
+        self._asked: queue.SimpleQueue[tuple[_Worker, int] | None] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
-        self._num_asked = 0
         for _ in range(num_ahead):
             self._ask()
 
@@ -181,27 +143,27 @@ class Prefetcher(Generic[T]):
         for worker in self._workers:
             worker.given_up = True
             worker.process.kill()
+        self._asked.put(None)
         self._thread.join(_SECONDS_TO_DIE)
         for worker in self._workers:
             with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot even be killed
                 worker.process.wait(_SECONDS_TO_DIE)
-            worker.numbers.close()
+            worker.wanted.close()
             worker.answers.close()
 
-    def _worker_of(self, number: int) -> _Worker:
-        return self._workers[number % len(self._workers)]
-
     def _ask(self) -> None:
-        """Ask for one more micro-batch."""
-        if self._num_asked < self._count:
+        """Ask for one more micro-batch, if there is one."""
+        if (first := next(self._firsts, None)) is not None:
+            worker = next(self._turns)
             with contextlib.suppress(BrokenPipeError):  # it is dead, which its next answer shows
-                self._worker_of(self._num_asked).numbers.send(self._num_asked)
-            self._num_asked += 1
+                worker.wanted.send(first)
+            self._asked.put((worker, first))
 
     def _run(self) -> None:
         try:
-            for number in range(self._count):
-                self._made.put(self._make(number, self._worker_of(number).answer()))
+            while (asked := self._asked.get()) is not None:
+                worker, first = asked
+                self._made.put(self._make(first, worker.answer()))
         except Exception as error:
             self._made.put(error)
 
@@ -209,15 +171,15 @@ class Prefetcher(Generic[T]):
 class _Worker:
     """The rank's side of one worker."""
 
-    def __init__(self, number: int, micro_batches: RankMicroBatches) -> None:
+    def __init__(self, number: int, reader: MicroBatchReader) -> None:
         self._number = number
         self.given_up = False
-        theirs_numbers, self.numbers = Pipe(duplex=False)
+        theirs_wanted, self.wanted = Pipe(duplex=False)
         self.answers, theirs_answers = Pipe(duplex=False)
-        with theirs_numbers, theirs_answers, open(os.memfd_create("loader"), "w+b") as task:
-            pickle.dump(micro_batches, task)
+        with theirs_wanted, theirs_answers, open(os.memfd_create("loader"), "w+b") as task:
+            pickle.dump(reader, task)
             task.seek(0)
-            files = task.fileno(), theirs_numbers.fileno(), theirs_answers.fileno()
+            files = task.fileno(), theirs_wanted.fileno(), theirs_answers.fileno()
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "data.workers", str(os.getpid()), *map(str, files)],
                 pass_fds=files,
@@ -277,7 +239,7 @@ class _Worker:
 # --- the worker
 
 
-def main(rank_pid: int, task: int, numbers: int, answers: int) -> NoReturn:
+def main(rank_pid: int, task: int, wanted: int, answers: int) -> NoReturn:
     """Read until the rank is gone."""
     # The rank may be killed without a chance to end its workers: then the kernel does it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -289,8 +251,8 @@ def main(rank_pid: int, task: int, numbers: int, answers: int) -> NoReturn:
     to_rank = Connection(answers, readable=False)
     try:
         with open(task, "rb") as file:
-            micro_batches = pickle.load(file)
-        _work(micro_batches, Connection(numbers, writable=False), to_rank)
+            reader = pickle.load(file)
+        _work(reader, Connection(wanted, writable=False), to_rank)
     except BrokenPipeError:  # the rank has closed it
         os._exit(1)
     except Exception as error:
@@ -298,7 +260,7 @@ def main(rank_pid: int, task: int, numbers: int, answers: int) -> NoReturn:
     os._exit(0)
 
 
-def _work(micro_batches: RankMicroBatches, numbers: Connection, answers: Connection) -> None:
+def _work(reader: MicroBatchReader, wanted: Connection, answers: Connection) -> None:
     """Read the micro-batches that are asked for, and answer in their order, until the rank is gone.
 
     A sample waits for its disk or store once for each of its documents. After two slow micro-batches (one may have
@@ -314,13 +276,13 @@ def _work(micro_batches: RankMicroBatches, numbers: Connection, answers: Connect
             answers.send(stacked([row.result() for row in reading.popleft()]))
 
     while True:
-        while reading and not numbers.poll():
+        while reading and not wanted.poll():
             answer(len(reading) - 1)
         try:
-            number = numbers.recv()
+            first = wanted.recv()
         except EOFError:
             return
-        reads = micro_batches.reads(number)
+        reads = reader.reads(first)
         if left_side_by_side:
             left_side_by_side -= 1
             reading.append([pool.submit(read) for read in reads])

@@ -107,14 +107,6 @@ def test_phases_of_other_batches_and_sequence_lengths() -> None:
                 assert torch.equal(batch.tokens, other.tokens) and torch.equal(batch.documents, other.documents)
 
 
-def test_a_micro_batch_is_a_copy() -> None:
-    """Of a single row, too, which is contiguous whatever is cut off it: its memory is another micro-batch's next."""
-    row = torch.zeros(1, LENGTH + 1, dtype=torch.int32)
-    batch = MicroBatch.of(0, row, row)
-    row += 1
-    assert batch.documents is not None and not (batch.tokens.any() or batch.targets.any() or batch.documents.any())
-
-
 # --- resuming
 
 
