@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from data.tokenizer import TextTokenizer, load_tokenizer
 from exchange.architectures import sections_of, to_hf
@@ -30,6 +29,7 @@ from exchange.nvfp4 import (
     multiplied_weight,
     quantization_config,
 )
+from megatron_fp4.precision.verify import difference
 
 
 class Finding(NamedTuple):
@@ -95,8 +95,8 @@ class FolderCheck:
             for part in (part for part in parts if part.name in self.folder.names):
                 found = self.folder.tensor(part.name)
                 expected = part.published(ours).to(torch.float32 if part.fp32 else declared)
-                problems += _differences(part.name, found, expected, bits=True)
-        return Finding("tensors in plain types", f"{count}", problems)
+                problems.append(difference(f"elements of {part.name}", found, expected))
+        return Finding("tensors in plain types", f"{count}", [*filter(None, problems)])
 
     def _codes(self, layout: Layout, compute_dtype: torch.dtype) -> Finding:
         """Also that modules which engines fuse (q, k and v) have one tensor scale."""
@@ -115,13 +115,15 @@ class FolderCheck:
                     continue  # reported with the names
                 codes, block, tensor = map(self.folder.tensor, stored)
                 try:
-                    found = decoded(codes, block)
+                    found = decoded(codes, block) + 0.0  # no product sees the sign of a zero
                 except ValueError as error:
                     problems.append(f"{part.module}: {error}")
                     continue
-                problems += _differences(f"{part.module}, decoded", found, part.published(values))
-                problems += _differences(stored[-1], tensor, scale)
-        return Finding("NVFP4 weights, decoded", f"{len(self.rows)} linears, {modules} modules", problems)
+                expected = part.published(values) + 0.0
+                problems.append(difference(f"elements of {part.module}, decoded,", found, expected))
+                problems.append(difference(f"elements of {stored[-1]}", tensor, scale))
+        extent = f"{len(self.rows)} linears, {modules} modules"
+        return Finding("NVFP4 weights, decoded", extent, [*filter(None, problems)])
 
     def _input_scales(self, layout: Layout) -> Finding:
         """They are numbers above 0, and one for modules that engines fuse (q, k and v)."""
@@ -173,17 +175,3 @@ def _other_keys(prefix: str, found: dict[str, Any], expected: dict[str, Any]) ->
         for key, value in expected.items()
         if key not in found or found[key] != value
     ]
-
-
-def _differences(name: str, found: Tensor, expected: Tensor, bits: bool = False) -> list[str]:
-    """What differs, at most one line. bits: also in the sign of a zero, which a code may have and no product sees."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        have, want = (f"{list(each.shape)} ({each.dtype})" for each in (found, expected))
-        return [f"{name} is {have} and should be {want}"]
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
-    other = found.view(integers) != expected.view(integers) if bits else ~(found == expected)
-    if not other.any():
-        return []
-    at = tuple(other.nonzero()[0].tolist())
-    values = f"{found[at].item():.9g} and should be {expected[at].item():.9g}"
-    return [f"{name}: {int(other.sum())} of {found.numel()} elements differ; {list(at)} is {values}"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,9 +47,8 @@ class Checkpoint:
         self.step, self.tokens = self.manifest.step, self.manifest.consumed_tokens
         self.weights_only = self.manifest.weights_only
         for name, record in self.manifest.files.items():
-            with files.open_plain(folder / name) as file:
-                if (size := os.fstat(file.fileno()).st_size) != record.size:
-                    raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
+            with files.opened(folder, name, record):
+                pass
         self.trainer: dict[str, Any] = json.loads(self.file(files.TRAINER))
         self._metadata: Metadata = read_metadata(self.file(METADATA))
         self.config: Config = config_from_saved(
@@ -81,8 +79,6 @@ class Checkpoint:
 
     def file(self, name: str) -> bytes:
         """The content of a small file. Raises DamagedCheckpointError if it is not as it was saved."""
-        if name not in self.manifest.files:
-            raise DamagedCheckpointError(f"{files.MANIFEST} does not name {name}")
         return files.read_checked(self.folder, name, self.manifest.files)
 
 
@@ -120,22 +116,20 @@ def load_model(
     with torch.device("meta"):
         model = build_model(checkpoint.config.model, alone, compute_dtype, PLAIN)
     model.to_empty(device=device)
-    check_tensors({name: p.shape for name, p in model.named_parameters()}, checkpoint)
+    check_tensors(checkpoint.tensors, {name: p.shape for name, p in model.named_parameters()}, checkpoint.folder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.to_local().copy_(checkpoint.tensor(name))
     return model.eval()
 
 
-def check_tensors(expected: Mapping[str, Sequence[int]], checkpoint: Checkpoint) -> None:
-    """Raise ValueError, with the first tensor that differs, unless the checkpoint has tensors of `expected` shapes."""
-    for name in (*expected, *checkpoint.tensors):
-        have, want = checkpoint.tensors.get(name), expected.get(name)
-        if have is None or want is None or tuple(have) != tuple(want):
-            shapes = ["no such tensor" if shape is None else str(list(shape)) for shape in (have, want)]
-            raise ValueError(
-                f"{checkpoint.folder}: {name} is {shapes[0]} there, {shapes[1]} in the model of its configuration"
-            )
+def check_tensors(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], folder: Path) -> None:
+    """Raise ValueError, with the first tensor that differs, unless what is `found` in `folder` are tensors of
+    `expected` shapes."""
+    for name in (*expected, *found):
+        have, want = (str(list(of[name])) if name in of else "no such tensor" for of in (found, expected))
+        if have != want:
+            raise ValueError(f"{folder}: {name} is {have} there, {want} in the model of its configuration")
 
 
 def read_region(folder: Path, metadata: Metadata, name: str, region: Sequence[slice]) -> Tensor:

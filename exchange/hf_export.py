@@ -64,7 +64,8 @@ def export_hf(
     """
     config = checkpoint.config.model
     sections = sections_of(config)
-    check_tensors({name: shape_of(parts) for name, parts in sections.items()}, checkpoint)
+    expected = {name: shape_of(parts) for name, parts in sections.items()}
+    check_tensors(checkpoint.tensors, expected, checkpoint.folder)
     length = sequence_length(checkpoint)
     content = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     special = _special_ids(checkpoint, tokenizer)

@@ -51,27 +51,24 @@ class Folder:
                 raise ValueError(f"{path / INDEX} names {wrong[0]!r}, which is not a file beside it")
         elif not (path / SINGLE).is_file():
             raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}; give the folder of a model in safetensors")
-        self._file_of: dict[str, str] = {}
-        for name in {*weight_map.values()} or {SINGLE}:
-            with self._opened(name) as file:
-                self._file_of |= dict.fromkeys(file.keys(), name)
+        opened = {name: self._opened(name) for name in {*weight_map.values()} or {SINGLE}}
+        self._file_of = {tensor: file for file in opened.values() for tensor in file.keys()}  # noqa: SIM118
         self.names = frozenset(self._file_of)
         for tensor, name in weight_map.items():
-            if self._file_of.get(tensor) != name:
+            if self._file_of.get(tensor) is not opened[name]:
                 raise ValueError(f"{path / name} does not hold {tensor}, which {INDEX} says it does; fetch it again")
 
     def stored(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Type and shape, without reading the values."""
-        with self._opened(self._file_of[name]) as file:
-            part = file.get_slice(name)
-            if (kind := part.get_dtype()) not in _TYPES:
-                raise ValueError(f"{self.path}: {name} is of type {kind}; {', '.join(_TYPES)} are known")
-            return _TYPES[kind], tuple(part.get_shape())
+        part = self._file_of[name].get_slice(name)
+        if (kind := part.get_dtype()) not in _TYPES:
+            raise ValueError(f"{self.path}: {name} is of type {kind}; {', '.join(_TYPES)} are known")
+        return _TYPES[kind], tuple(part.get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """The values, as they are stored."""
-        with self._opened(self._file_of[name]) as file:
-            return file.get_tensor(name)
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
 
     def _opened(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open

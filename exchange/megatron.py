@@ -99,7 +99,8 @@ def export_megatron(
     config = checkpoint.config.model
     length = sequence_length(checkpoint)
     arguments = arguments_of(config, length, dtype == torch.bfloat16)
-    check_tensors({each.name: shape_of(each.sections) for each in parameters(config)}, checkpoint)
+    expected = {each.name: shape_of(each.sections) for each in parameters(config)}
+    check_tensors(checkpoint.tensors, expected, checkpoint.folder)
     of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     common = {
         "args": argparse.Namespace(
@@ -249,9 +250,13 @@ def import_megatron(
         config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
         expected = list(parameters(config.model, layers))
-        _check_tensors(opened, expected)
     except (ValueError, DamagedCheckpointError) as error:  # ConfigError is one, pydantic's another, of several lines
         raise ValueError(f"{folder}: {' '.join(str(error).split())}") from error
+    stored = {section.name: each.stored_shape(section) for each in expected for section in each.sections}
+    shapes = {key: opened.shape(key) for key in opened.tensors}
+    for key in (EMBEDDING, HEAD):  # rows that Megatron padded with are cut
+        shapes[key] = min(shapes[key], (stored[key][0], *shapes[key][1:]))
+    check_tensors(shapes, stored, folder)
     if tokenizer is None:  # what an export writes beside the iteration
         beside = (folder / TOKENIZER, folder.resolve().parent / TOKENIZER)
         tokenizer = next((path for path in beside if path.is_dir()), None)
@@ -336,18 +341,6 @@ def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
             raise ValueError(f"layer {number} has {has}; a layer of a hybrid is one of {known}")
         pattern += letters[kinds.pop()]
     return pattern, "numbered"
-
-
-def _check_tensors(opened: MegatronFolder, expected: Sequence[Parameter]) -> None:
-    """Raise ValueError, naming the first tensor, unless the model has exactly these."""
-    shapes = {section.name: each.stored_shape(section) for each in expected for section in each.sections}
-    for key in (*shapes, *opened.tensors):
-        have = opened.shape(key) if key in opened.tensors else None
-        want = shapes.get(key)
-        is_cut = key in (EMBEDDING, HEAD) and have and want and have[0] > want[0] and have[1:] == want[1:]
-        if have != want and not is_cut:
-            is_there, should_be = ("no such tensor" if size is None else str(list(size)) for size in (have, want))
-            raise ValueError(f"{key} is {is_there} there, {should_be} in the model that it says it is")
 
 
 def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -141,15 +141,15 @@ class BackendOperand(Protocol):
         """Whether it came out of a quantizer."""
 
     @property
-    def layout(self) -> Any:
-        """Non-tensor metadata: how the tensors are to be read."""
-
-    @property
     def scale(self) -> Tensor | None:
         """FP32 0-dim factor from `unpacked()` to real values; None for 1."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What an autograd function has to save: three tensors, some of them None."""
+
+    @property
+    def rebuild(self) -> Callable[..., Any]:
+        """What makes the operand again from its three tensors; it holds none of them."""
 
     def unpacked(self) -> Tensor:
         """[rows, k]: values without the tensor scale."""
@@ -211,10 +211,6 @@ class Backend(ABC):
         total: contiguous [m, n] in `out_dtype`, to add the product to and to return. rows: those of a that count; m
         is their number, what is returned is contiguous.
         """
-
-    @abstractmethod
-    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
-        """An operand again from its `tensors()` and its `layout`."""
 
 
 def first_line(error: BaseException) -> str:

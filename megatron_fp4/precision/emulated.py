@@ -23,7 +23,7 @@ slow there in relation to the products.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-Packing = Callable[[Tensor, Tensor], Packed]
 ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
 # Starts a message to other ranks; `wait()` of what it returns gives what came back.
 Gather = Callable[[Tensor], Any]
@@ -82,14 +81,14 @@ class GemmOperand:
         return self.values.codes, self.values.scales, self.scale
 
     @property
-    def layout(self) -> tuple[Packing | None, bool]:
-        """Non-tensor metadata: what makes codes and scales an operand (None: plain values), and `quantized`."""
-        values = self.values
+    def rebuild(self) -> Callable[..., GemmOperand]:
+        values, quantized = self.values, self.quantized
         if isinstance(values, Tensor):
-            return None, self.quantized
+            return lambda plain, _, scale: GemmOperand(plain, scale, quantized)
+        pack: Callable[[Tensor, Tensor], Packed] = type(values)
         if isinstance(values, PackedWeight):
-            return functools.partial(PackedWeight, blocks=values.blocks, exchanged=values.exchanged), self.quantized
-        return type(values), self.quantized
+            pack = functools.partial(PackedWeight, blocks=values.blocks, exchanged=values.exchanged)
+        return lambda codes, scales, scale: GemmOperand(pack(codes, scales), scale, quantized)
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
         values, scale, quantized = self.values, self.scale, self.quantized
@@ -286,14 +285,6 @@ class EmulatedBackend(Backend):
             return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
         product = left.to(torch.float32) @ right.to(torch.float32)
         return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)
-
-    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
-        (values, scales, scale), (packing, quantized) = tensors, layout
-        assert values is not None
-        if packing is None:
-            return GemmOperand(values, scale, quantized)
-        assert scales is not None
-        return GemmOperand(packing(values, scales), scale, quantized)
 
 
 EMULATED = EmulatedBackend()

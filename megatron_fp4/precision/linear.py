@@ -455,15 +455,13 @@ class LinearCall:
         operands = [w_dgrad] if kept is None else [w_dgrad, kept]
         tensors = [tensor for operand in operands for tensor in operand.tensors()]
         ctx.save_for_backward(*tensors, *([x] if kept is None and x is not None else []))
-        ctx.call, ctx.weight, ctx.layouts = self, weight, [operand.layout for operand in operands]
+        ctx.call, ctx.weight, ctx.rebuild = self, weight, [operand.rebuild for operand in operands]
 
     def saved(self, ctx: Any) -> tuple[Any, Any]:
         """What `save` was given: dgrad's weight, and the operand or x (None: neither)."""
         tensors = ctx.saved_tensors  # once: a recomputing checkpoint refuses a second time
-        w_dgrad, *kept = (
-            self.backend.operand_from_saved(tensors[3 * i : 3 * i + 3], layout) for i, layout in enumerate(ctx.layouts)
-        )
-        return w_dgrad, next(iter((*kept, *tensors[3 * len(ctx.layouts) :])), None)
+        w_dgrad, *kept = (rebuild(*tensors[3 * i : 3 * i + 3]) for i, rebuild in enumerate(ctx.rebuild))
+        return w_dgrad, next(iter((*kept, *tensors[3 * len(ctx.rebuild) :])), None)
 
     def observe(self, x: Tensor, y: Tensor) -> Any:
         """Show the forward pass to the probe; returns what is to see the backward pass, if anything."""

@@ -26,7 +26,7 @@ Not run: no Blackwell chip was at hand. The self-test compares codes, products a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,10 @@ class PackedOperand:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.codes, self.scales, self.scale
 
+    @property
+    def rebuild(self) -> Callable[..., PackedOperand]:
+        return functools.partial(PackedOperand, layout=self.layout)
+
 
 class TorchBackend(Backend):
     """The emulation's codes in `scaled_mm`'s layout, and its products, to which it cannot add (no beta). Whole blocks
@@ -181,13 +185,6 @@ class TorchBackend(Backend):
             output_dtype=out_dtype,
         )
         return added(product, total, rows)
-
-    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
-        codes, scales, scale = tensors
-        if not isinstance(layout[0], Operand):
-            return EMULATED.operand_from_saved(tensors, layout)
-        assert codes is not None and scales is not None
-        return PackedOperand(codes, scales, scale, layout)
 
 
 def _makers(

@@ -35,7 +35,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -169,6 +169,10 @@ class NativeOperand:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.data, self.scales, self.amax
+
+    @property
+    def rebuild(self) -> Callable[..., NativeOperand]:
+        return functools.partial(NativeOperand, layout=self.layout)
 
     def storage(self) -> Any:
         """As the GEMM takes it."""
@@ -306,13 +310,6 @@ class TransformerEngineBackend(Backend):
             accumulate=total is not None,
         )
         return out[0]
-
-    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
-        if not isinstance(layout, _Layout):
-            return EMULATED.operand_from_saved(tensors, layout)
-        data, scales, amax = tensors
-        assert data is not None and scales is not None
-        return NativeOperand(data, scales, amax, layout)
 
     def _quantize(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None

@@ -113,8 +113,9 @@ def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, e
 
 def difference(what: str, actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
     """Where two tensors differ in any bit, in words that begin with `what`; empty if nowhere."""
-    if actual.shape != expected.shape:
-        return f"{what} have shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    have, want = (f"{list(t.shape)} ({t.dtype})" for t in (actual, expected))
+    if have != want:
+        return f"{what} are {have} instead of {want}"
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     unequal = torch.ne(*(t.contiguous().view(sizes[t.element_size()]) for t in (actual, expected)))
     if not unequal.any():
@@ -123,7 +124,7 @@ def difference(what: str, actual: Tensor, expected: Tensor, first_row: int = 0) 
     found, right = (t[tuple(at)].to(torch.float32).item() for t in (actual, expected))
     where = [at[0] + first_row, *at[1:]] if at else "the tensor"
     count = f"{int(unequal.sum())} of {unequal.numel()}"
-    return f"{what} differ in {count}, first at {where}: {found:g} instead of {right:g}"
+    return f"{what} differ in {count}, first at {where}: {found:.9g} instead of {right:.9g}"
 
 
 def _allowed_codes_fault(

@@ -157,11 +157,11 @@ def test_codes_become_weights_again(form, checkpoints, exported, tmp_path, capsy
 TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
     "a nibble": (
         "nvfp4", lambda t, _: t["backbone.layers.1.mixer.up_proj.weight"][3, 5].bitwise_xor_(1),
-        "backbone.layers.1.mixer.up_proj, decoded: 1 of 6144 elements differ; [3, 10] is",
+        "backbone.layers.1.mixer.up_proj, decoded, differ in 1 of 6144, first at [3, 10]: ",
     ),
     "an ulp of a tensor scale": (
         "nvfp4", lambda t, _: t["backbone.layers.1.mixer.up_proj.weight_scale_2"].view(torch.int32).add_(1),
-        "backbone.layers.1.mixer.up_proj.weight_scale_2: 1 of 1 elements differ",
+        "backbone.layers.1.mixer.up_proj.weight_scale_2 differ in 1 of 1, ",
     ),
     "a tensor of nothing": (
         "nvfp4", lambda t, _: t.update({"backbone.layers.1.mixer.up_proj.input_scale": torch.ones(())}),
