@@ -51,6 +51,7 @@ from megatron_fp4.precision.recipe import FPROP_WEIGHT, Operand
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import TAKES
 from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.microscaling import PackedMXFP8
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import accumulate, update
@@ -270,6 +271,12 @@ def _allocated(
     return left.new_empty(size, right.shape[1], dtype=out_dtype)
 
 
+def _packed_mxfp8(x: Tensor) -> GemmOperand:
+    rows, columns = x.shape
+    codes, scales = (x.new_empty(size, columns, dtype=torch.uint8) for size in (rows, rows // 32))
+    return GemmOperand(PackedMXFP8(codes, scales), quantized=True)
+
+
 class PlanningBackend(EmulatedBackend):
     """Products that are allocated as on a GPU: codes become values, as for cuBLAS. native: fprop and dgrad have their
     own copies of a weight's codes."""
@@ -296,6 +303,8 @@ class PlanningBackend(EmulatedBackend):
                 make = functools.partial(packed_weight, x, columns, len(x), len(x))
                 return make, lambda: make().transposed()
             columns, rows = replace(columns, keep=True), rows and replace(rows, keep=True)
+            if columns.operand.format == "mxfp8":  # whose kernels pack along the rows alone
+                return functools.partial(_packed_mxfp8, x.t()), super().operands(x, None, rows)[1]
         return super().operands(x, columns, rows)
 
     def gemm(self, *arguments: Any) -> Tensor:

@@ -160,10 +160,11 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
 def test_a_native_backend_keeps_the_codes_of_both_directions():
     natives = [
         replace(config, precision=replace(config.precision, backend="transformer_engine"))
-        for config in (configured(), configured("nvfp4_4over6_1x16"))
+        for config in map(configured, ("nvfp4", "nvfp4_4over6_1x16", "mxfp8"))
     ]
-    emulated, *both = (dry.memory.quantized_weights for dry in run_each(1, configured(), *natives))
-    assert both == pytest.approx([2 * emulated] * 2, rel=0.15)  # these come with the padding of groups
+    emulated, *all_native = (dry.memory.quantized_weights for dry in run_each(1, configured(), *natives))
+    for memory, of_element in zip(all_native, (9 / 16, 9 / 16, 33 / 32), strict=True):  # and the padding of groups
+        assert memory == pytest.approx(2 * of_element / (9 / 16) * emulated, rel=0.15)
 
 
 def test_reducing_each_micro_batch_of_masked_documents(on_four):
