@@ -10,8 +10,8 @@ How long a step takes, by the largest of three bounds: what the GPU computes, wh
     compute    what gpus.py expects of `parallel.gpu`, what is computed again (`train.activation_checkpointing`), and
                the part of the messages that nothing hides (`hidden`)
     messages   all those of the busiest axis
-    host       Python for every linear of every micro-batch, unless CUDA graphs replay it: the GPU cannot be faster
-               than it is given work
+    host       Python for every linear of every micro-batch, and for what is computed again, unless CUDA graphs replay
+               it: the GPU cannot be faster than it is given work
 
 The constants are chosen from profiles on H200s, but those of a replay, which are assumed. docs/parallelism.md compares
 planned steps with measured ones.
@@ -364,13 +364,15 @@ def step_time(
     of_replay = _HOST_MS_OF_A_REPLAY
     if backend == "transformer_engine":
         of_replay += _HOST_MS_OF_A_DRAW * len(keyed_operands({row.linear.name: row.recipe for row in plans[0].rows}))
-    eager = _eager_micro_batches(config, ranks, plans, micro_batches)
-    host_ms = eager * len(models.linear_shapes(config.model)) * of_linear + (micro_batches - eager) * of_replay
     flops = models.training_flops_per_token(config.model, phase.sequence_length)
     of_token = seconds_of_a_token(gpu_of(parallel), plans[0], flops, run.dry_mfu, backend != "emulated")
-    # The forward pass is a third of the FLOPs; its head is not computed again.
+    # The forward pass is a third of the FLOPs, and assumed to be a third of Python's time; its head is not computed
+    # again.
     in_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
     again = {"none": 0.0, "selective": _SELECTIVE, "block": in_blocks}[train.activation_checkpointing]
+    eager = _eager_micro_batches(config, ranks, plans, micro_batches)
+    eager_ms = (1 + again) * len(models.linear_shapes(config.model)) * of_linear
+    host_ms = eager * eager_ms + (micro_batches - eager) * of_replay
     lost = _LOST_AMONG_RANKS if ranks > 1 else 0.0
     return StepTime(
         compute=(1 + again) * (1 + lost) * phase.batch_size * train.sequence_length * of_token / ranks,
