@@ -23,7 +23,7 @@ import os, time
 from megatron_fp4.runtime.signals import StopRequest
 stop = StopRequest().listen()
 os.write(1, b"listening\\n")  # in one piece: two workers share the pipe
-while not stop._said:  # the thread's line, which a run's last step gives time for
+while not stop.said:  # the thread's line, which a run's last step gives time for
     time.sleep(0.01)
 os.write(1, f"saved on {stop.received.name}\\n".encode())
 os._exit(75)

@@ -44,14 +44,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class StopRequest:
     """Listens for signals to this process, from `listen` (or entering it as a context) to `close`.
 
-    received: the first signal that came, or None. began: `time.monotonic()` of when it was made.
+    received: the first signal that came, or None. said: whether the line about it is printed, where this rank prints.
+    began: `time.monotonic()` of when it was made.
     """
 
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.received: signal.Signals | None = None
         self._first_at = 0.0
-        self._said = self._over = False
+        self.said = self._over = False
         self._previous: dict[signal.Signals, Any] = {}
         self._parent = os.getppid()
         self._wakeup: tuple[int, int] | None = None
@@ -132,9 +133,9 @@ class StopRequest:
                 name, again = signal.Signals(number).name, time.monotonic() - self._first_at >= SECOND_AFTER
                 if self._over:
                     continue
-                if not self._said:
+                if not self.said:
                     self._say(f"{name}: stopping after this step; another signal leaves at once")
-                    self._said = True
+                    self.said = True
                 elif again and not (number == signal.SIGHUP and self.orphaned):
                     self._say(f"{name}, the second signal: leaving at once, nothing is saved")
                     if os.isatty(1):  # a progress bar hides the cursor, which nothing else brings back

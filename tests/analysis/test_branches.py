@@ -138,12 +138,8 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
         assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000) == 2
     printed = capsys.readouterr()
     assert "by the curve of 4 runs of yours (2.000" in printed.out and "planned for transformer_60m" in printed.out
-    assert (
-        printed.out.count(
-            "other text than the checkpoint's; prices are for that text: data.kind (builtin, not indexed)"
-        )
-        == 1
-    )
+    other_text = "other text than the checkpoint's; prices are for that text: data.kind (builtin, not indexed)"
+    assert printed.out.count(other_text) == 1
     assert "these have 3" in printed.err
 
 

@@ -29,7 +29,7 @@ def test_a_signal_sets_a_flag_and_handlers_are_restored(number: signal.Signals) 
             assert stop.requested and stop.received == number
             os.kill(os.getpid(), signal.SIGTERM)  # within moments: the same request, delivered twice
             assert stop.received == number
-            while not stop._said:  # a thread says it, which else may do so in the next test
+            while not stop.said:  # a thread says it, which else may do so in the next test
                 time.sleep(0.01)
         assert signal.getsignal(number) is signal.SIG_DFL
         assert signal.set_wakeup_fd(wakeup) == wakeup
