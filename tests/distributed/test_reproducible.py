@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megatron_fp4.training.callbacks.numerics import Switch
 from megatron_fp4.training.exact_norm import exact_norm_share, row_squares
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import ALONE, accumulate
-from megatron_fp4.training.trainer import Trainer
+from megatron_fp4.training.trainer import Callback, Trainer
 from models import provider as models
 from tests.spiked_run import small_corpus
 from tests.test_pretrain import SMALL
@@ -46,12 +47,17 @@ Bits = tuple[list[tuple[float, float]], dict[str, Tensor]]
 
 
 def trained(
-    overrides: list[str], folder: Path, first: int = 0, last: int = STEPS, device: str = "cpu"
+    overrides: list[str],
+    folder: Path,
+    first: int = 0,
+    last: int = STEPS,
+    device: str = "cpu",
+    callbacks: Sequence[Callback] = (),
 ) -> tuple[Trainer, list[tuple[float, float]]]:
     """The steps [first, last) from `first`'s checkpoint in `folder`, and a checkpoint of `last`: losses, norms."""
     config = compose_config([*SMALL, *EIGHT, *overrides, f"run.dir={folder}"], pretrain.CONFIGS)
     mesh = build_mesh(config.parallel, torch.device(device))
-    trainer = Trainer(config, models, data, [Switch()], mesh, quiet=True)
+    trainer = Trainer(config, models, data, [*callbacks, Switch()], mesh, quiet=True)
     if first:
         trainer.begin_from(trainer.checkpointer.folder(first))
     else:
