@@ -97,7 +97,9 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
                 f"precision.bf16_blocks.file, or use the version that trained it"
             )
     if which == "before" and not switched_at:
-        raise ValueError("--plan before: no step was trained before a precision switch; leave it out")
+        raise ValueError(
+            "--plan before: no precision switch came between the first step and this checkpoint; leave it out"
+        )
     dtype, tensor = getattr(torch, config.precision.compute_dtype), config.parallel.tensor
     before = TrainedPlan(plans[0], dtype, tensor, before_switch=True)
     chosen = before if which == "before" else TrainedPlan(in_effect, dtype, tensor)

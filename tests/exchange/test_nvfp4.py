@@ -118,10 +118,10 @@ TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train
             {},
             "amax=shard gave each of 2 tensor-parallel ranks a tensor scale",
         ),
-        (TO_BF16, {"switched_at": 0, "which": "before"}, "--plan before: no step was trained before a precision"),
+        (TO_BF16, {"switched_at": 0, "which": "before"}, "--plan before: no precision switch came between"),
         (TO_BF16, {"switched_at": 0}, "no linear was trained with NVFP4 weights (they are in bf16); export BF16"),
         (TO_BF16, {"switched_at": 4}, "after the precision switch (before step 5), and its forward pass has no NVFP4"),
-        (TO_BF16, {"which": "before"}, "--plan before: no step was trained before a precision"),
+        (TO_BF16, {"which": "before"}, "--plan before: no precision switch came between"),
         (["precision=nvfp4"], {"weights_only": True}, "step_1 has imported weights, which no run has trained"),
     ],
 )

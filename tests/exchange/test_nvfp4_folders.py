@@ -294,7 +294,7 @@ def test_weights_after_a_switch_are_those_of_the_plan_before(checkpoints, tmp_pa
     card = (out / "README.md").read_text()
     assert card.count(f"({revision()})") == 2  # of the run, and of the export
     assert "by the plan before the precision switch" in card
-    assert "not after a precision switch" in refusal(capsys, "check", out, after_1, *before)
+    assert "no precision switch came between" in refusal(capsys, "check", out, after_1, *before)
 
 
 def test_the_check_compares_plain_folders_and_tokenizers(checkpoints, exported, tmp_path, capsys):
