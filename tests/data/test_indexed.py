@@ -155,8 +155,8 @@ def prefix(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("offset", "content", "message", "document"),
     [
-        (34 + 4 * 3000, struct.pack("<i", 77), r"sequence 3000 has 77 tokens", None),
-        (34 + 4 * 5001 + 8 * 4000, struct.pack("<q", 8), r"next one begins at byte 8\b", 3999),
+        (34 + 4 * 3100, struct.pack("<i", 77), r"sequence 3100 has 77 tokens", None),
+        (34 + 4 * 5001 + 8 * 4100, struct.pack("<q", 8), r"next one begins at byte 8\b", 4099),
         (34 + 12 * 5001 + 8 * 4500, struct.pack("<q", 9), r"document 4500 begins with sequence 9 of 5001", 4499),
     ],
 )
