@@ -530,32 +530,20 @@ def write_dataset(
     documents: Iterable[Sequence[int] | np.ndarray],
     dtype: np.dtype[Any] | type[np.integer[Any]],
 ) -> None:
-    """Write documents, [num_tokens] integers each, as a dataset of `dtype`; each is one sequence.
-
-    Both files are written under temporary names and renamed, `.idx` last: a crash leaves no dataset, an exception an
-    earlier one of the same name alone.
-    """
+    """Write documents, [num_tokens] integers each, as a dataset of `dtype`; each is one sequence. The `.idx` comes
+    last: until all is written there is no dataset."""
     kept = np.dtype(dtype).newbyteorder("<")
     limits = np.iinfo(kept)
     lengths = array("i")  # 4 bytes a document
-    # The process id keeps two writers of one prefix from writing into one temporary file.
-    temporary = [Path(f"{path(prefix)}.tmp-{os.getpid()}") for path in (tokens_path, index_path)]
-    try:
-        with open(temporary[0], "wb") as file:
-            for document in documents:
-                values = np.asarray(document)
-                assert values.ndim == 1 and values.size and values.dtype.kind in "iu", (prefix, values.shape)
-                assert max(0, limits.min) <= values.min() and values.max() <= limits.max, (prefix, len(lengths), kept)
-                file.write(values.astype(kept).tobytes())
-                lengths.append(values.size)
-            file.flush()
-            os.fsync(file.fileno())
-        assert lengths, f"{prefix}: an empty dataset cannot be read back"
-        write_index(temporary[1], kept, [(np.frombuffer(lengths, dtype=np.int32), None)])
-        # An old index must not describe the new tokens, not even between two renames.
-        index_path(prefix).unlink(missing_ok=True)
-        for file_of, path in zip(temporary, (tokens_path, index_path), strict=True):
-            os.replace(file_of, path(prefix))
-    finally:
-        for file_of in temporary:
-            file_of.unlink(missing_ok=True)
+    index_path(prefix).unlink(missing_ok=True)
+    with open(tokens_path(prefix), "wb") as file:
+        for document in documents:
+            values = np.asarray(document)
+            assert values.ndim == 1 and values.size and values.dtype.kind in "iu", (prefix, values.shape)
+            assert max(0, limits.min) <= values.min() and values.max() <= limits.max, (prefix, len(lengths), kept)
+            file.write(values.astype(kept).tobytes())
+            lengths.append(values.size)
+        file.flush()
+        os.fsync(file.fileno())
+    assert lengths, f"{prefix}: an empty dataset cannot be read back"
+    write_index(index_path(prefix), kept, [(np.frombuffer(lengths, dtype=np.int32), None)])

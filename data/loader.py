@@ -280,8 +280,6 @@ class MicroBatchLoader:
         for name in (name for name, count in counts.items() if count):
             if name not in self.sources or name not in saved["sources"]:
                 found.append(f"source {name!r} is gone")
-            elif "fim" in saved["sources"][name]:
-                found.append(f"source {name!r} had data.fim, which is no more")
             elif problem := self.sources[name].replaces(saved["sources"][name]):
                 found.append(f"source {name!r} {problem}")
         return found

@@ -81,8 +81,6 @@ def shuffled(size: int, key: str) -> np.ndarray:
 
 
 _GROUP_DOCUMENTS, _RUN_DOCUMENTS, _RUNS_IN_GROUP = 1 << 14, 1 << 10, 16
-# Of sources above _GROUP_DOCUMENTS: checkpoints keep it, since an earlier version shuffled them otherwise.
-_SHUFFLE = 2
 
 
 class Window(NamedTuple):
@@ -389,17 +387,3 @@ class SampleSource(Samples):
 
     def epochs(self, sample: int) -> float:
         return self._stage.epochs(sample)
-
-    def description(self) -> dict[str, Any]:
-        found = super().description()
-        return {**found, "shuffle": _SHUFFLE} if self._is_large(len(self.stream.parts)) else found
-
-    def _is_large(self, files: int) -> bool:
-        return self.order == "documents" and sum(p.num_documents for p in self.stream.parts[:files]) > _GROUP_DOCUMENTS
-
-    def replaces(self, saved: Mapping[str, Any]) -> str | None:
-        if problem := super().replaces(saved):
-            return problem
-        if self._is_large(len(saved["files"])) and saved.get("shuffle") != _SHUFFLE:
-            return f"has more than {_GROUP_DOCUMENTS:,} documents, which the checkpoint's version shuffled otherwise"
-        return None

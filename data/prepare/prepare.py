@@ -28,7 +28,7 @@ import json
 import os
 import shutil
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -198,7 +198,7 @@ def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: W
     def texts() -> Iterator[str]:
         for part in parts:
             left = TOKENIZER_TRAINING_BYTES // len(parts)
-            for record in (record for task in part.tasks(lambda position: None) for record in task()):
+            for record in (record for _, task in part.tasks() for record in task()):
                 if record.problem is None and not is_held_out(record.text, options.validation):
                     yield from pieces_of(record.text, options.max_document_bytes)
                     left -= len(record.text.encode("utf-8"))
@@ -239,25 +239,21 @@ def _encode(
     work.open(splits)
     encoder = Encoder(tokenizer, dtype_for_vocabulary(tokenizer.vocab_size), options)
     starts = list(accumulate((size for size, _ in stamps), initial=0))
-    places: deque[tuple[int, int, int]] = deque()  # part, tasks of it, position; of the tasks that are under way
 
-    def tasks() -> Iterator[Task]:
+    def tasks() -> Iterator[tuple[tuple[int, int, int], Task]]:
+        """Those to do, each after its part, how many tasks of it are done with it, and the position."""
         first = state.tasks
         for number in range(state.part, len(parts)):
-            positions = [0]
-            for count, task in enumerate(parts[number].tasks(positions.append), start=1):
-                del positions[:-1]
+            for count, (position, task) in enumerate(parts[number].tasks(), start=1):
                 if count > first:
-                    places.append((number, count, starts[number] + positions[0]))
-                    yield task
+                    yield (number, count, starts[number] + position), task
             first = 0
             if parts[number].stamp() != stamps[number]:
                 name = parts[number].files[0]
                 raise ValueError(f"{name}, or one read along with it, changed while it was read; start again")
 
     next_save = time.monotonic() + SAVE_SECONDS
-    for encoded in encoded_by_processes(encoder, tasks(), workers):
-        number, count, position = places.popleft()
+    for (number, count, position), encoded in encoded_by_processes(encoder, tasks(), workers):
         work.add(number, count, encoded)
         for where, problem in encoded.reports[: REPORTED_RECORDS - state.reported]:
             state.reported += 1

@@ -71,16 +71,16 @@ class Record(NamedTuple):
 
 
 Task = Callable[[], Iterator[Record]]
-# Hears the position in what is read, in bytes, now and then.
-Watch = Callable[[int], None]
+# Each with how far the part's files are read when it is cut, in bytes; 0 where that is not known.
+Tasks = Iterator[tuple[int, Task]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a corpus: a file, some small text files, or a dataset. tasks: called with a function that hears the
-    position in the part's files; gives the same tasks each time. files: must not change while they are read."""
+    """A piece of a corpus: a file, some small text files, or a dataset. tasks: gives the same each time. files: must
+    not change while they are read."""
 
-    tasks: Callable[[Watch], Iterator[Task]]
+    tasks: Callable[[], Tasks]
     files: tuple[Path, ...] = ()
 
     def stamp(self) -> list[Any]:
@@ -222,36 +222,36 @@ def _record(where: str, value: Any, field: str = "") -> Record:
 # Files.
 
 
-def _line_tasks(path: Path, field: str, watch: Watch) -> Iterator[Task]:
-    for line, text in _blocks(path, watch):
-        yield partial(json_records, str(path), line, text, field)
+def _line_tasks(path: Path, field: str) -> Tasks:
+    for position, line, text in _blocks(path):
+        yield position, partial(json_records, str(path), line, text, field)
 
 
-def _document_tasks(paths: Sequence[Path], watch: Watch) -> Iterator[Task]:
+def _document_tasks(paths: Sequence[Path]) -> Tasks:
     """Text files, each a document; small ones share a task."""
     files: list[tuple[str, str]] = []
     size = position = 0
     for path in paths:
-        text = "".join(block for _, block in _blocks(path, lambda position: None, in_lines=False))
+        text = "".join(block for _, _, block in _blocks(path, in_lines=False))
         files.append((str(path), text))
         size += len(text)
         position += path.stat().st_size
-        watch(position)
         if size >= TASK_SIZE or len(files) >= _FILES_IN_A_TASK:
-            yield partial(file_records, files)
+            yield position, partial(file_records, files)
             files, size = [], 0
     if files:
-        yield partial(file_records, files)
+        yield position, partial(file_records, files)
 
 
-def _blocks(path: Path, watch: Watch, in_lines: bool = True) -> Iterator[tuple[int, str]]:
-    """Whole lines of a file, some TASK_SIZE characters of them at a time, and the number of the first; or all of it at
-    once. Raises ValueError for a line, or a file that is read at once, that is too long."""
-    line, held = 1, ""
-    for piece in _text(path, watch):
+def _blocks(path: Path, in_lines: bool = True) -> Iterator[tuple[int, int, str]]:
+    """Whole lines of a file, some TASK_SIZE characters of them at a time, after the position in the file and the number
+    of the first; or all of it at once. Raises ValueError for a line, or a file that is read at once, that is too
+    long."""
+    position, line, held = 0, 1, ""
+    for position, piece in _text(path):
         held += piece
         if in_lines and len(held) >= TASK_SIZE and (end := held.rfind("\n") + 1):
-            yield line, held[:end]
+            yield position, line, held[:end]
             line, held = line + held.count("\n", 0, end), held[end:]
         if len(held) > LONGEST_UNIT:
             raise ValueError(
@@ -259,29 +259,29 @@ def _blocks(path: Path, watch: Watch, in_lines: bool = True) -> Iterator[tuple[i
                 "read in one piece; split it"
             )
     if held:
-        yield line, held
+        yield position, line, held
 
 
-def _text(path: Path, watch: Watch) -> Iterator[str]:
-    r"""A file's text in pieces, without a byte order mark, each end of a line as "\n". What is not UTF-8 becomes
-    surrogates."""
+def _text(path: Path) -> Iterator[tuple[int, str]]:
+    r"""A file's text in pieces, without a byte order mark, each end of a line as "\n", and the position after it. Bytes
+    that are not UTF-8 become surrogates."""
     utf8 = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
-    for piece in _unpacked(path, watch):
-        yield decoder.decode(piece)
-    yield decoder.decode(b"", final=True)
+    position = 0
+    for position, piece in _unpacked(path):
+        yield position, decoder.decode(piece)
+    yield position, decoder.decode(b"", final=True)
 
 
-def _unpacked(path: Path, watch: Watch) -> Iterator[bytes]:
-    """The content of a file in pieces of at most some MiB, unpacked by its ending. Raises ValueError if it is damaged,
-    cut short, or not compressed as its ending says; OSError if it cannot be read."""
+def _unpacked(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The content of a file in pieces of at most some MiB, unpacked by its ending, and the position after each. Raises
+    ValueError if it is damaged, cut short, or not compressed as its ending says; OSError if it cannot be read."""
     ending = path.suffix.lower()
     with open(path, "rb") as file:
         reader = _PACKED.get(ending, lambda file: file)(file)
         try:
             for piece in _zstandard(file) if ending == ".zst" else iter(partial(reader.read, READ_BYTES), b""):
-                watch(file.tell())
-                yield piece
+                yield file.tell(), piece
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             # Damage has no number; errors of the system have one.
             if isinstance(error, OSError) and error.errno is not None:
@@ -316,9 +316,7 @@ def _zstandard(file: BinaryIO) -> Iterator[bytes]:
 # Tables.
 
 
-def _dataset_tasks(
-    source: tuple[str, ...], split: str | None, field: str, subset: str | None, watch: Watch
-) -> Iterator[Task]:
+def _dataset_tasks(source: tuple[str, ...], split: str | None, field: str, subset: str | None) -> Tasks:
     """source: a folder or a name of the hub; or a kind of file, and files."""
     files = source[1:] or source
     more = f"and {len(files) - 1} more" if len(files) > 1 else None
@@ -336,13 +334,13 @@ def _dataset_tasks(
                 values.append(value)
                 size += len(value) if isinstance(value, str) else 8
                 if size >= TASK_SIZE or len(values) >= _ROWS_IN_A_TASK:
-                    yield partial(row_records, where, first, values, field)
+                    yield 0, partial(row_records, where, first, values, field)
                     first, values, size = first + len(values), [], 0
     except Exception as error:  # `datasets` promises no type
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"datasets cannot read {where}: {reason}") from error
     if values:
-        yield partial(row_records, where, first, values, field)
+        yield 0, partial(row_records, where, first, values, field)
 
 
 def _table(source: tuple[str, ...], split: str | None, subset: str | None) -> Any:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ REPORTED_RECORDS = 5
 SPLITS = ("train", "validation")
 # Enough that no process waits while results are written.
 _WAITING_TASKS = 3
+Place = TypeVar("Place")
 
 
 class WorkerDied(Exception):
@@ -150,24 +151,28 @@ def pieces_of(text: str, limit: int) -> list[str]:
     return pieces
 
 
-def encoded_by_processes(encoder: Encoder, tasks: Iterable[Task], number: int) -> Iterator[Encoded]:
-    """The result of each task, in their order, by so many processes; 0: in this one.
+def encoded_by_processes(
+    encoder: Encoder, tasks: Iterable[tuple[Place, Task]], number: int
+) -> Iterator[tuple[Place, Encoded]]:
+    """The result of each task, in their order, by so many processes, 0: in this one; each after what came with it.
 
     Raises what encoding raises, and WorkerDied. The processes end with the iterator, and with this process.
     """
     if number == 0:
-        yield from map(encoder, tasks)
+        for place, task in tasks:
+            yield place, encoder(task)
         return
     context = multiprocessing.get_context("spawn")
-    waiting: deque[Future[Encoded]] = deque()
+    waiting: deque[tuple[Place, Future[Encoded]]] = deque()
     with ProcessPoolExecutor(number, context, _start, (pickle.dumps(encoder),)) as pool:
         try:
-            for task in tasks:
-                waiting.append(pool.submit(_encode, task))
-                while len(waiting) >= number + _WAITING_TASKS or (waiting and waiting[0].done()):
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            for place, task in tasks:
+                waiting.append((place, pool.submit(_encode, task)))
+                while len(waiting) >= number + _WAITING_TASKS or (waiting and waiting[0][1].done()):
+                    place, encoded = waiting.popleft()
+                    yield place, encoded.result()
+            for place, encoded in waiting:
+                yield place, encoded.result()
         except BrokenProcessPool as error:
             raise WorkerDied(
                 "a process that tokenizes was ended, often because the host had no memory left (fewer --workers or a "

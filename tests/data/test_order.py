@@ -99,16 +99,6 @@ def test_large_sources_read_little_and_keep_a_group_each() -> None:
     assert max(reads) < 150 and [stream.reads for stream in streams] == reads
 
 
-def test_a_large_source_of_an_earlier_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = CountingStream([20] * 100)
-    source = SampleSource("web", stream, 16, 0, 10_000)  # type: ignore[arg-type]
-    small = source.description()
-    assert "shuffle" not in small and source.replaces(small) is None
-    monkeypatch.setattr(orders, "_GROUP_DOCUMENTS", 8)
-    assert source.replaces(source.description()) is None
-    assert "version shuffled otherwise" in (source.replaces(small) or "")
-
-
 @pytest.mark.parametrize("size", [1, 2, 17, 4097])
 def test_permutations_are_bijections(size: int) -> None:
     assert sorted(map(Permutation(size, "key"), range(size))) == list(range(size))

@@ -128,7 +128,7 @@ def test_packed_files_in_pieces_of_any_size(
         monkeypatch.setattr(readers, "READ_BYTES", piece)
         monkeypatch.setattr(readers, "TASK_SIZE", task)
         parts = [*open_files("json", [path]), *open_files("text", [text])]
-        found = [record for part in parts for task in part.tasks(lambda position: None) for record in task()]
+        found = [record for part in parts for _, task in part.tasks() for record in task()]
         assert [record.text for record in found] == [*TEXTS, "\n".join(TEXTS)]
         assert [record.where for record in found] == [*(f"{path}:{line}" for line in range(1, 121)), str(text)]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
