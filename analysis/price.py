@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,12 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from analysis.statistics import Estimate, gap_text
+from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import markdown
+from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
+from megatron_fp4.planning.needs import as_planned
+from megatron_fp4.training.build import plans_of
+from models import provider as models
 
 # Gaps after 25 tokens a parameter over those of the first sixty steps, smallest and largest.
 GROWTH = (1.8, 2.3)
@@ -47,13 +52,14 @@ class Range(NamedTuple):
 @dataclass(frozen=True)
 class Curve:
     """Nats after `tokens` tokens a parameter: floor + scale * tokens^-exponent. name: whose losses it is fitted to.
-    parameters: of their model, without embedding and head."""
+    parameters: of their model, without embedding and head. lengths: the fewest and the most tokens of these losses."""
 
     name: str
     parameters: float
     floor: float
     scale: float
     exponent: float
+    lengths: tuple[float, float] = (25, 800)
 
     def loss(self, tokens: float) -> float:
         return self.floor + self.scale * tokens**-self.exponent
@@ -66,12 +72,21 @@ class Curve:
         far below it as its floor."""
         return float(max(0.0, 1 + gap / (self.scale * tokens**-self.exponent)) ** (1 / self.exponent))
 
-    def price_text(self, gap: Estimate, tokens: float) -> str:
-        """The price of a gap in nats, `1.31 [1.22, 1.40]`."""
+    def price_text(self, gap: Estimate, tokens: float, time: float = 1.0) -> str:
+        """The price of a gap in nats, `1.31 [1.22, 1.40]`, times `time`."""
+        price = f"{time * self.price(gap.mean, tokens):.2f}"
         if gap.half_width is None:
-            return f"{self.price(gap.mean, tokens):.2f} (no interval)"
-        low, high = (self.price(gap.mean + sign * gap.half_width, tokens) for sign in (-1, 1))
-        return f"{self.price(gap.mean, tokens):.2f} [{low:.2f}, {high:.2f}]"
+            return f"{price} (no interval)"
+        low, high = (time * self.price(gap.mean + sign * gap.half_width, tokens) for sign in (-1, 1))
+        return f"{price} [{low:.2f}, {high:.2f}]"
+
+    def caution(self, tokens: float) -> str:
+        """What no interval of a price after `tokens` tokens a parameter has."""
+        shortest, longest = self.lengths
+        text = "the curve's own error is not in it"
+        if 0.8 * shortest <= tokens <= 1.25 * longest:
+            return text
+        return f"{text}, and {tokens:.3g} is far from the {shortest:.3g} to {longest:.3g} that it is fitted to"
 
 
 # Fitted by `price.py --public` to the BF16 runs of "Quartet II" (arXiv 2601.22813, for_plots/runs.json of its
@@ -89,7 +104,8 @@ SHIPPED = tuple(
 def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[float]) -> Curve:
     """Least squares. tokens: a parameter, after which BF16 runs whose learning rates have decayed had these `losses`.
 
-    Raises ValueError for fewer than four different `tokens`, or if the losses do not fall along such a curve.
+    Raises ValueError for fewer than four different `tokens`, or if the losses do not fall along such a curve to a floor
+    above zero.
     """
     if len(set(tokens)) < 4:
         raise ValueError(
@@ -105,14 +121,35 @@ def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[
 
     exponent = float(minimize_scalar(lambda b: solved(b)[1], bounds=(0.02, 2.0), method="bounded").x)
     floor, scale = solved(exponent)[0]
-    if scale <= 0 or not 0.03 < exponent < 1.9:
+    if floor < 0 or scale <= 0 or not 0.03 < exponent < 1.9:
         raise ValueError(f"{name}: the losses do not fall as a power of tokens; name runs that differ in length alone")
-    return Curve(name, parameters, float(floor), float(scale), exponent)
+    return Curve(name, parameters, float(floor), float(scale), exponent, (min(tokens), max(tokens)))
 
 
 def nearest(parameters: float) -> Curve:
     """Of the shipped curves, that of the model nearest in size."""
     return min(SHIPPED, key=lambda curve: abs(np.log(curve.parameters / parameters)))
+
+
+def planned_times(gpu: str, configs: Mapping[str, Config]) -> dict[str, float]:
+    """By name, the time of a token on `gpu` over that of the first of `configs`; what no native backend computes is
+    emulated there. Raises ValueError for a GPU without tensor cores for FP4."""
+    if not (gpu in GPUS and GPUS[gpu].fp4):
+        known = ", ".join(name for name, of in GPUS.items() if of.fp4)
+        raise ValueError(f"--gpu {gpu}: name a GPU with tensor cores for FP4: {known}")
+    seconds = {}
+    for name, config in configs.items():
+        plans, backend = plans_of(config, models), config.precision.backend
+        there = replace(
+            config,
+            parallel=replace(config.parallel, gpu=gpu),
+            precision=replace(config.precision, backend="auto" if backend == "emulated" else backend),
+        )
+        native = as_planned(there, plans).precision.backend != "emulated"
+        flops = models.training_flops_per_token(config.model, config.train.sequence_length)
+        seconds[name] = seconds_of_a_token(GPUS[gpu], plans[0], flops, config.run.dry_mfu, native)
+    first = next(iter(seconds.values()))
+    return {name: of / first for name, of in seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -151,13 +188,13 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
         time = None if recipe.time is None else f"{recipe.time:.2f}"
         gaps = gap_text(recipe.percent), gap_text(recipe.nats, "", 4)
         rows.append([recipe.name, *gaps, *(str(of or "-") for of in (price, time, recipe.cost(price)))])
-    beyond = "" if 20 <= tokens <= 800 else ", and it is far from the 20 to 800 that curves are fitted to"
     notes = [
-        "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval].",
+        "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval]; *: by the scatter "
+        "of all recipes, pooled, as if they scattered alike.",
         f"tokens for BF16's loss: over BF16's own, at {tokens:.3g} tokens a parameter, by the curve of {curve}, "
         f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end: so much "
-        f"larger hybrid_30m's were after whole runs. The curve's own error is not in it{beyond}.",
-        f"time of a token: over BF16's, {times}. cost: tokens times time; below 1 a recipe pays.",
+        f"larger hybrid_30m's were after 25 tokens a parameter; {curve.caution(tokens)}.",
+        f"time of a token: over BF16's, {times}; it has no interval. cost: tokens times time; below 1 a recipe pays.",
         "",
         verdict(recipes, curve, tokens),
     ]
@@ -178,6 +215,7 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
         for recipe in recipes
         if recipe.name in costs
     ]
+    unknown = [recipe.name for recipe in recipes if recipe.name not in costs]
     costs["bf16"] = Range(1.0, 1.0)
     best = min(costs, key=lambda name: sum(costs[name]))
     rivals = [name for name, cost in costs.items() if name != best and cost.low <= costs[best].high]
@@ -186,6 +224,8 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
         if rivals
         else f"{best} costs least here."
     )
+    if unknown:
+        lines.append(f"Not compared, without an interval or a time: {', '.join(unknown)}.")
     switched = {
         (recipe.name, share): cost
         for recipe in recipes
@@ -194,7 +234,12 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
     }
     (name, share), cost = min(switched.items(), key=lambda item: sum(item[1]))
     if share and sum(cost) < sum(costs[best]):
-        lines.append(f"With a switch to BF16: {name} costs least with the last {share:.0%} in BF16, {cost}.")
+        switch = f"{name} with the last {share:.0%} in BF16"
+        lines.append(
+            f"With a switch to BF16: {switch} costs less, {cost}."
+            if cost.high < costs[best].low
+            else f"Not established whether a switch to BF16 costs less: {switch}, {cost}, overlaps {best}."
+        )
     return "\n".join(lines)
 
 

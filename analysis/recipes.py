@@ -3,14 +3,15 @@
 Two runs are partners if they began alike and read the same tokens in the same order; what differs between them is the
 recipe, and how its noise grows. A run from scratch begins with the weights of its `run.seed`; a branch with a
 checkpoint of another run, and its own seed is that of stochastic rounding. Equal checkpoints are one start, whichever
-run saved them. A branch without a partner has the partners of its trunk, the run whose checkpoint it began from.
+run saved them. A branch without a partner has the partners of its trunk, the run whose checkpoint it began from. A run
+from scratch without one has a branch of the base that only made its trunk longer, as those of a curve do.
 """
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,10 @@ import yaml
 from analysis.price import Curve, fit
 from analysis.runs import check_sources, comparable, difference_line, differences, settings_of
 from analysis.statistics import draw_estimates, estimates, gap_text, pooled, share_text
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import counted, markdown, short_tokens
+from megatron_fp4.logging.files import METRICS_FILE
 from megatron_fp4.logging.run_folder import read_records
 
 MEAN = ""  # instead of a held-out source: the mean of all, each weighed alike
@@ -39,8 +43,9 @@ class HeldOut:
     """Held-out losses of one run.
 
     losses: by tokens trained on and source (and MEAN), nats per token. trunk: of a branch, the folder of the run whose
-    checkpoint it began from. steps: how many the run is to have. final: tokens of its last validation if the run is
-    finished. problem: why it is not in the comparison of the ends. settings: besides the recipe.
+    checkpoint it began from. whole: the pair of the run from scratch that has the same steps. steps: how many the run
+    is to have. final: tokens of its last validation if the run is finished. problem: why it is not in the comparison of
+    the ends. settings: besides the recipe.
     """
 
     folder: Path
@@ -48,6 +53,7 @@ class HeldOut:
     pair: Pair
     losses: dict[int, dict[str, float]]
     trunk: Path | None = None
+    whole: Pair | None = None
     steps: int | None = None
     final: int | None = None
     problem: str = ""
@@ -124,12 +130,14 @@ def read_held_out(run_dir: Path, sources: Sequence[str] = ()) -> HeldOut:
     if not problem and steps is not None and last != steps:
         problem = f"not finished, last validated after {short_tokens(max(losses))} tokens"
     start, trunk = _start(starts)
+    from_scratch = Pair(f"seed {seed}", data_seed)
     return HeldOut(
         folder=run_dir.resolve(),
         seed=seed,
-        pair=Pair(start or f"seed {seed}", data_seed),
+        pair=Pair(start, data_seed) if start else from_scratch,
         losses=losses,
         trunk=trunk,
+        whole=from_scratch if _only_longer(run_dir, config, starts) else None,
         steps=steps,
         final=None if problem else max(losses),
         problem=problem,
@@ -150,9 +158,37 @@ def _start(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, Path | None
     return None, None
 
 
+def _only_longer(run_dir: Path, config: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a run has the steps that it would have from scratch: it began there, or with a checkpoint of such a run,
+    its trunk, of the same seed, recipe and settings but the number of steps, from before the decay. Folders may have
+    been copied together."""
+    start, trunk = _start(starts)
+    if start is None or trunk is None:
+        return start is None
+    folder = trunk if trunk.exists() else run_dir.parent / trunk.name
+    if not ((folder / "config.yaml").exists() and (folder / METRICS_FILE).exists()):
+        return False
+    theirs = yaml.safe_load((folder / "config.yaml").read_text())
+    before = [record for record in read_records(folder) if record["kind"] == "run"]
+    if not before or not before[0]["step"] < starts[0]["step"] < (before[-1].get("decay_start") or 0):
+        return False
+    mine, other = ((settings_of(of) | {"train.steps": 0}, of.get("precision"), of["run"]) for of in (config, theirs))
+    return mine[:2] == other[:2] and mine[2]["seed"] == other[2]["seed"] and _only_longer(folder, theirs, before)
+
+
+def configs_of(groups: Groups, configs: Path) -> dict[str, Config]:
+    """By group, the configuration of its first run. Raises ConfigError for one that cannot be composed."""
+    files = {name: runs[0].folder / "config.yaml" for name, runs in groups.items()}
+    return {
+        name: config_from_saved(yaml.safe_load(file.read_text()), [], configs, opens_data=False)
+        for name, file in files.items()
+    }
+
+
 def partners(run: HeldOut, base: Sequence[HeldOut], groups: Groups) -> list[HeldOut]:
     """The runs of `base` that began as `run` did and read the same; of these those of its own seed, if there are any.
-    If there are none: its trunk if that is in `base`, else the partners of its trunk."""
+    If there are none: its trunk if that is in `base`, else the partners of its trunk, else branches that only made
+    longer what began as `run` did."""
     passed: list[HeldOut] = []
     one: HeldOut | None = run
     while one is not None and one not in passed:  # names of folders may lead in a circle
@@ -162,7 +198,7 @@ def partners(run: HeldOut, base: Sequence[HeldOut], groups: Groups) -> list[Held
         one = _trunk(one, groups)
         if one is not None and one in base:
             return [one]
-    return []
+    return [other for other in base if (other.whole, other.steps) == (run.pair, run.steps)]
 
 
 def _trunk(run: HeldOut, groups: Groups) -> HeldOut | None:
@@ -218,7 +254,7 @@ def _noise(groups: Groups, base: str) -> pd.DataFrame:
     return table.assign(percent=100 * table["std"] / table["mean"])
 
 
-def curve_of(runs: Sequence[HeldOut], parameters: float = 1.0, base: Sequence[HeldOut] = ()) -> Curve:
+def curve_of(runs: Sequence[HeldOut], parameters: float, base: Sequence[HeldOut] = ()) -> Curve:
     """Fitted to the last held-out losses of finished BF16 runs of at least four lengths, over their tokens by
     `parameters`.
 
@@ -234,28 +270,34 @@ def curve_of(runs: Sequence[HeldOut], parameters: float = 1.0, base: Sequence[He
         raise ValueError(
             f"--curve: runs were validated on other sources ({' or '.join(sources)}); name runs of the same"
         )
-    name = f"{counted(len(runs), 'run')} of yours"
-    return fit(name, parameters, [end / parameters for end, _ in ends], [measured[MEAN] for _, measured in ends])
+    tokens, losses = [end / parameters for end, _ in ends], [measured[MEAN] for _, measured in ends]
+    curve = fit(f"{counted(len(runs), 'run')} of yours", parameters, tokens, losses)
+    off = max(abs(curve.loss(length) - loss) for length, loss in zip(tokens, losses, strict=True))
+    return replace(curve, name=f"{curve.name}, all within {off:.4f} nats of it")
 
 
-def recipes_tables(groups: Groups, against: str | None = None, curve: Curve | None = None) -> str:
+def recipes_tables(
+    groups: Groups, against: str | None = None, curve: Curve | None = None, times: Mapping[str, float] | None = None
+) -> str:
     """Markdown: gaps to the first group by tokens trained on, at the end, and by held-out source.
 
-    against: another group to tell differences to. curve: `curve_of`, for the gaps at the end in tokens. Raises
-    ValueError if no group has this name, or none has a pair.
+    against: another group to tell differences to. curve: `curve_of` by millions, for the gaps at the end in tokens.
+    times: of a token by group, planned, over the first group's; needs `curve`. Raises ValueError if no group has this
+    name, or none has a pair.
     """
     base, *others = groups
     if against is not None and against not in groups:
         raise ValueError(f"--against {against}: no group has this name; the groups are {', '.join(groups)}")
     found = gaps(groups, base)
     if found.empty:
-        starts = "; ".join(sorted({str(tuple(run.pair)) for runs in groups.values() for run in runs}))
+        pairs = sorted({run.pair for runs in groups.values() for run in runs})
+        starts = "; ".join(f"{pair.start}, data of seed {pair.data_seed}" for pair in pairs)
         raise ValueError(
             "no pair: both runs must have begun alike (or the run that a branch came from is named, too), read the "
             f"same data in the same order, and been validated after equally many tokens; starts: {starts}"
         )
     against = None if against == base else against
-    parts = [_by_tokens(groups, base, found), _at_the_end(groups, base, against, found, curve)]
+    parts = [_by_tokens(groups, base, found), _at_the_end(groups, base, against, found, curve, times)]
     sources, ends = [source for source in found["source"].unique() if source != MEAN], found[found["final"]]
     if len(sources) > 1 and not ends.empty:
         by_source = [estimates(_wide(ends, source)) for source in sources]
@@ -281,12 +323,19 @@ def _by_tokens(groups: Groups, base: str, found: pd.DataFrame) -> str:
     return markdown(["tokens", base, "standard deviation", *(f"{name} above it" for name in others)], rows, notes)
 
 
-def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFrame, curve: Curve | None) -> str:
+def _at_the_end(
+    groups: Groups,
+    base: str,
+    against: str | None,
+    found: pd.DataFrame,
+    curve: Curve | None,
+    times: Mapping[str, float] | None,
+) -> str:
     ends = found[found["final"]]
     wide, heads = _wide(ends), ["recipe", "loss at the end", "pairs", f"above {base}", "nats per token"]
     percent, nats, beside = estimates(wide), estimates(_wide(ends, column="nats")), {}
     if curve is not None:
-        heads.append(f"tokens for the loss of {base}")
+        heads += [f"tokens for the loss of {base}", *(["time of a token", "cost"] if times else [])]
     if against is not None:
         heads += [f"above {against}", f"share of the gap of {against}"]
         to_against = gaps(groups, against)
@@ -300,16 +349,35 @@ def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFr
         cells += [str(percent[name].count) if name in percent else "-", gap_text(percent.get(name))]
         cells.append(gap_text(nats.get(name), "", 4))
         if curve is not None:
-            cells.append(curve.price_text(nats[name], *lengths) if name in nats and len(lengths) == 1 else "-")
+            priced, millions = name in nats and len(lengths) == 1, max(lengths, default=0) / curve.parameters
+            cells.append(curve.price_text(nats[name], millions) if priced else "-")
+            if times is not None:
+                cost = curve.price_text(nats[name], millions, times[name]) if priced else "-"
+                cells += [f"{times[name]:.2f}", cost]
         cells += [] if against is None else [gap_text(beside.get(name)), share_text(wide, name, against)]
         rows.append(cells)
     notes = [
         "[95% interval]: of the mean over pairs (Student's t); of twenty recipes that cost nothing, one or two are "
-        "expected without zero. *: of fewer than five pairs, by the scatter within all groups, pooled.",
-        *([] if curve is None else [f"tokens for the loss of {base}: over its own, by the curve of {curve}."]),
+        "expected without zero. *: of fewer than five pairs, by the scatter within all groups, pooled, as if they "
+        "scattered alike.",
+        *([] if against is None else [f"share of the gap of {against}: ± is one standard error."]),
+        *_notes_of_prices(base, ends, curve, times),
         *(f"left out: {line}" for line in _left_out(groups, base)),
     ]
     return markdown(heads, rows, notes)
+
+
+def _notes_of_prices(
+    base: str, ends: pd.DataFrame, curve: Curve | None, times: Mapping[str, float] | None
+) -> Iterator[str]:
+    if curve is not None and not ends.empty:
+        caution = curve.caution(ends["tokens"].max() / curve.parameters)
+        yield f"tokens for the loss of {base}: over its own, by the curve of {curve}, D in millions; {caution}."
+    if times is not None:
+        yield (
+            f"time of a token: over that of {base}, planned, not measured, without an interval. cost: tokens times "
+            "time; below 1 a recipe pays; where intervals overlap, it is not established which costs less."
+        )
 
 
 def _left_out(groups: Groups, base: str) -> Iterator[str]:

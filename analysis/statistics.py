@@ -6,7 +6,8 @@ what makes numbers scatter is the same in every group (here: seeds), the groups 
     s^2 = sum (n_g - 1) s_g^2 / sum (n_g - 1)
 
 with as many degrees of freedom as the denominator. Gaps to one and the same base run share its noise, so these are a
-little too many: of 95% intervals, 93% to 94% hold the truth (2 or 3 pairs each of 3 to 16 recipes, drawn at random).
+little too many: of 95% intervals, 92% to 94% hold the truth (2 or 3 pairs each of 2 to 16 recipes, drawn at random, all
+runs alike). Of a recipe that scatters more than the others it is fewer: compare that one apart.
 """
 
 from __future__ import annotations

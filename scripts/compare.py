@@ -21,8 +21,9 @@ RECIPES = """Groups of runs over several seeds or branches.
 
 Runs from scratch are paired by run.seed and data.seed, branches by the bits of the checkpoint that they began from and
 data.seed. A branch without such a partner has its trunk, the run whose checkpoint it began from, or the partners of its
-trunk, if that is in any of the groups. A run that is not finished counts as far as it got, and not at the end. Losses
-are the mean of the held-out sources, each weighed alike."""
+trunk, if that is in any of the groups. A run from scratch without one has the branch of its length by which the base
+made a run of equal seeds longer. A run that is not finished counts as far as it got, and not at the end. Losses are the
+mean of the held-out sources, each weighed alike."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -45,7 +46,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--curve", nargs="+", metavar="RUN",
         help="finished base runs of four lengths or more: gaps at the end also as tokens for the loss of the base",
     )  # fmt: skip
-    return parser.parse_args(arguments)
+    recipes.add_argument("--gpu", help="with --curve: tokens times the time of one, planned for a GPU such as b200")
+    options = parser.parse_args(arguments)
+    if options.command == "recipes" and options.gpu and not options.curve:
+        parser.error("--gpu is for the cost of tokens and needs --curve")
+    return options
 
 
 def compare_runs(options: argparse.Namespace) -> None:
@@ -63,15 +68,18 @@ def compare_runs(options: argparse.Namespace) -> None:
 
 def compare_recipes(options: argparse.Namespace) -> None:
     """The command `recipes`."""
-    from analysis.recipes import curve_of, draw_at_the_end, read_groups, read_held_out, recipes_tables
+    from analysis.price import planned_times
+    from analysis.recipes import configs_of, curve_of, draw_at_the_end, read_groups, read_held_out, recipes_tables
+    from pretrain import CONFIGS
 
     groups = read_groups(options.groups, options.sources)
     against = options.against or (list(groups)[1] if len(groups) > 2 else None)
     curve = None
     if options.curve is not None:
         runs = [read_held_out(Path(run), options.sources) for run in options.curve]
-        curve = curve_of(runs, base=next(iter(groups.values())))
-    print(recipes_tables(groups, against, curve))
+        curve = curve_of(runs, 1e6, next(iter(groups.values())))
+    times = None if options.gpu is None else planned_times(options.gpu, configs_of(groups, CONFIGS))
+    print(recipes_tables(groups, against, curve, times))
     if options.output:
         print(draw_at_the_end(groups, options.output, against))
 

@@ -2,7 +2,8 @@
 
     python scripts/price.py --checkpoint runs/bf16/checkpoints/step_00000600 nvfp4 nvfp4_best mxfp8 --gpu b200
         sixty steps of BF16 and of each recipe from there; the gaps, the tokens that BF16's loss takes in each, the time
-        of a token (planned for the GPU that is named; without --gpu as measured here), and which costs least
+        of a token (planned for the GPU that is named; without --gpu as measured here, if native), and which costs
+        least
     python scripts/price.py --checkpoint A/step_00000600 --checkpoint B/step_00000600 nvfp4 --output branches.json
         the same over two starts, the branches kept: the same command continues with those that are missing
     python scripts/price.py --checkpoint ... nvfp4 "no RHT=precision=nvfp4 precision.wgrad.rht=0"
@@ -30,16 +31,18 @@ from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved, compose_config
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
-from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
-from megatron_fp4.planning.needs import as_planned
 from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import ExitCode, error_line
-from megatron_fp4.training.build import device_type_of, plans_of, set_determinism
+from megatron_fp4.training.build import backend_of, device_type_of, set_determinism
 from models import provider as models
 from pretrain import CONFIGS
+
+# Sections and keys of a run that its losses' curve is of.
+_OF_A_CURVE = ("model.", "data.kind", "data.sources")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -51,7 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=int, default=60, help="of each branch (default 60; the first sixth, at most 10, do not count)")
     add("--output", type=Path, help="JSON file to keep branches in (default: none)")
     add("--curve", nargs="+", metavar="RUN", help="finished BF16 runs of four lengths (default: a shipped curve)")
-    add("--gpu", help="plan the time of a token there, such as b200 (default: as measured here, emulated or not)")
+    add("--gpu", help="plan the time of a token there, such as b200 (default: as measured here, if it is not emulated)")
     add("--model", help="plan the time for this model config (default: the checkpoint's)")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--public", type=Path, metavar="FILE", help="for_plots/runs.json of IST-DASLab/Quartet-II, instead of all this")
@@ -92,42 +95,35 @@ def price(options: argparse.Namespace) -> None:
     if mesh.rank:
         return
     print("".join(caution(folder, CONFIGS) for folder in checkpoints), end="")
+    if not of_curve:
+        print(f"no --curve: prices are by that of {curve.name}; this model has {short_number(parameters)} parameters")
     here = settings_of(as_saved(config))
     for run in of_curve:
-        if other := [of for of in differences(run.settings, here) if of.startswith(("data.kind", "data.sources"))]:
+        if other := [of for of in differences(run.settings, here) if of.startswith(_OF_A_CURVE)]:
             print(
-                f"--curve {run.folder}: other text than the checkpoint's; prices are for that text: {', '.join(other)}"
+                f"--curve {run.folder}: another model or text than the checkpoint's; prices are for those: "
+                f"{', '.join(other)}"
             )
     found = recipes_of_branches(starts)
-    times = f"measured here ({config.precision.backend} backend)"
     if planned is not None:
         found = [replace(recipe, time=planned[recipe.name]) for recipe in found]
         times = f"planned for {options.model or 'this model'} on {options.gpu}, not measured"
+    else:
+        emulated = [name for name, of in recipes[0].items() if backend_of(of, models).name == "emulated"]
+        found = [replace(recipe, time=None) if recipe.name in emulated else recipe for recipe in found]
+        times = "measured here; a recipe that is emulated here has none"
     print(f"\n{price_table(found, curve, tokens, times)}")
 
 
 def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict[str, float]:
-    """By recipe, the time of a token on `--gpu` over BF16's; a recipe that no native backend computes is emulated."""
+    """By recipe, the time of a token on `--gpu` over BF16's, of `--model` or the checkpoint's."""
     from analysis.branches import named_recipes
+    from analysis.price import planned_times
 
-    if not (options.gpu in GPUS and GPUS[options.gpu].fp4):
-        known = ", ".join(name for name, gpu in GPUS.items() if gpu.fp4)
-        raise ValueError(f"--gpu {options.gpu}: name a GPU with tensor cores for FP4: {known}")
     if options.model:
         _, named = named_recipes(options.recipes, CONFIGS)
         recipes = {name: compose_config([f"model={options.model}", *of], CONFIGS) for name, of in named.items()}
-    gpu, seconds = GPUS[options.gpu], {}
-    for name, config in recipes.items():
-        plans, backend = plans_of(config, models), config.precision.backend
-        there = replace(
-            config,
-            parallel=replace(config.parallel, gpu=options.gpu),
-            precision=replace(config.precision, backend="auto" if backend == "emulated" else backend),
-        )
-        native = as_planned(there, plans).precision.backend != "emulated"
-        flops = models.training_flops_per_token(config.model, config.train.sequence_length)
-        seconds[name] = seconds_of_a_token(gpu, plans[0], flops, config.run.dry_mfu, native)
-    return {name: of / seconds["bf16"] for name, of in seconds.items()}
+    return planned_times(options.gpu, recipes)
 
 
 def main(arguments: list[str]) -> int:

@@ -87,6 +87,8 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     assert [row[0] for row in rows[2:]] == ["bf16", "1x16 W", "nvfp4"]
     mean = np.mean([a / b - 1 for a, b in zip(_losses(tmp_path / "branch"), _losses(run_dir), strict=True)])
     assert rows[3][1] == f"{100 * mean:+.2f}% (no interval)" and "Not established" in printed
+    assert [row[4] for row in rows[2:]] == ["1", "-", "-"], "times of emulated recipes say nothing of native ones"
+    assert "no --curve: prices are by that of Transformers on C4, 30M; this model has" in printed
 
     # Another order, and a key for all: the seed of rounding is the run's, whatever was trained before.
     again = price_main(checkpoint, "nvfp4", "train.max_skipped_steps=7", *three, "--output", tmp_path / "b.json")
@@ -137,9 +139,10 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
         assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000, 80000) == 0
         assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000) == 2
     printed = capsys.readouterr()
-    assert "by the curve of 4 runs of yours (2.000" in printed.out and "planned for transformer_60m" in printed.out
-    other_text = "other text than the checkpoint's; prices are for that text: data.kind (builtin, not indexed)"
-    assert printed.out.count(other_text) == 1
+    assert "by the curve of 4 runs of yours, all within 0.0000 nats of it (2.000" in printed.out
+    assert "planned for transformer_60m" in printed.out
+    other = "another model or text than the checkpoint's; prices are for those: data.kind (builtin, not indexed)"
+    assert printed.out.count(other) == 1
     assert "these have 3" in printed.err
 
 

@@ -10,8 +10,21 @@ import numpy as np
 import pytest
 
 from analysis.branches import Branch, recipes_of_branches
-from analysis.price import GROWTH, SHIPPED, Curve, RecipeCost, fit, nearest, price_table, public_prices, verdict
+from analysis.price import (
+    GROWTH,
+    SHIPPED,
+    Curve,
+    RecipeCost,
+    fit,
+    nearest,
+    planned_times,
+    price_table,
+    public_prices,
+    verdict,
+)
 from analysis.statistics import Estimate
+from megatron_fp4.config.compose import compose_config
+from pretrain import CONFIGS
 from tests.programs import cells
 
 TRUE = Curve("the truth", 1e8, 2.7, 1.4, 0.43)
@@ -33,6 +46,8 @@ def test_a_curve_is_found_again_and_its_price_is_the_tokens_of_equal_loss() -> N
         fit("short", 1e8, LENGTHS[:3], LENGTHS[:3])
     with pytest.raises(ValueError, match="do not fall as a power of tokens"):
         fit("rising", 1e8, LENGTHS, [1.0, 1.1, 1.2, 1.3, 1.4])
+    with pytest.raises(ValueError, match="do not fall as a power of tokens"):
+        fit("below zero", 1e8, LENGTHS, [4 * length**-0.1 - 3 for length in LENGTHS])
 
 
 def test_shipped_curves_are_of_the_nearest_size() -> None:
@@ -93,5 +108,24 @@ def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
     assert "With a switch" not in verdict([recipe("nvfp4", 0.05, 1.2)], TRUE, 98)  # BF16 alone costs less
     assert "no recipe's gap has an interval; train more" in verdict([RecipeCost("nvfp4", None, None, 0.8)], TRUE, 98)
     assert "give --gpu" in verdict([replace(fast, time=None)], TRUE, 98)
+    # A gap that may be nothing: the switch may save nothing.
+    may_be_nothing = verdict([recipe("nvfp4", 0.001, 0.72, error=0.003)], TRUE, 98)
+    assert "Not established whether a switch to BF16 costs less: nvfp4 with the last 8%" in may_be_nothing
     table = price_table([slow, RecipeCost("diverged", None, None, None)], TRUE, 5.0, "planned")
-    assert ["diverged", *"-----"] in cells(table) and "far from the 20 to 800" in table
+    assert ["diverged", *"-----"] in cells(table) and "5 is far from the 25 to 800 that it is fitted to" in table
+    assert "Not compared, without an interval or a time: diverged." in table
+    own = fit("4 runs of yours", 1e8, [5, 10, 15, 25], [TRUE.loss(length) for length in (5, 10, 15, 25)])
+    assert "far from" not in price_table([slow], own, 5.0, "planned")
+    assert "98 is far from the 5 to 25" in price_table([slow], own, 98, "planned")
+
+
+def test_times_are_planned_for_the_gpu_that_is_named() -> None:
+    configs = {
+        name: compose_config(["model=nemotron_h_8b", f"precision={name}"], CONFIGS)
+        for name in ("bf16", "nvfp4", "mxfp4")
+    }
+    times = planned_times("b200", configs)
+    assert times["bf16"] == 1.0 and 0.6 < times["nvfp4"] < 0.9
+    assert times["mxfp4"] > 1.0  # no native backend computes it there
+    with pytest.raises(ValueError, match="name a GPU with tensor cores for FP4: b200"):
+        planned_times("h100", configs)

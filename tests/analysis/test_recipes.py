@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -32,7 +33,7 @@ def write_run(folder: Path, seed: int, losses: dict[int, dict[str, Any]], data: 
     folder.mkdir()
     (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}\ndata: {data}\n")
     records = [{"kind": "validation", "step": t, "tokens": 1_000_000 * t, "losses": of} for t, of in losses.items()]
-    start = [{"kind": "run", "step": 0, **facts}] if facts else []
+    start = [{"kind": "run", "step": 0} | facts] if facts else []
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*start, *records]))
     return folder
 
@@ -69,6 +70,30 @@ def test_a_branch_without_a_partner_has_those_of_its_trunk() -> None:
     second = held_out(1, {10: 2.06}, "d", trunk=Path("/runs/branch"), steps=100)
     found = gaps({"base": [trunk], "branch": [branch], "second": [second]}, "base")
     assert list(found[found["source"] == "a"]["percent"]) == pytest.approx([1.0, 3.0])
+
+
+def test_a_run_from_scratch_has_the_branch_that_made_the_run_of_its_seed_longer(tmp_path: Path) -> None:
+    """As a curve has them: 4 steps, from before their decay on to 8, and from there on to 16."""
+
+    def longer(name: str, trunk: str, start: int, end: int, seed: int = 1) -> Path:
+        origin = {"path": f"/lost/{trunk}/checkpoints/step_{start:08}", "step": start, "manifest_sha256": name}
+        facts = {"steps": end, "decay_start": end - 1, "origin": origin}
+        return write_run(tmp_path / name, seed, {end: {"a": 2.0}}, step=start, **facts)
+
+    write_run(tmp_path / "four", 1, {4: {"a": 3.0}}, steps=4, decay_start=4)
+    eight, sixteen = longer("eight", "four", 3, 8), longer("sixteen", "eight", 6, 16)
+    run = read_held_out(write_run(tmp_path / "run", 1, {16: {"a": 2.1}}, steps=16))
+    assert percents([run], [read_held_out(sixteen)], 16_000_000) == pytest.approx({"origin step 6 (sixteen)": 5.0})
+    for other in (
+        eight,  # not as long
+        longer("decayed", "four", 4, 16),
+        longer("seed_2", "four", 3, 16, seed=2),
+        longer("lost", "none", 3, 16),
+    ):
+        assert not percents([run], [read_held_out(other)], 16_000_000), other
+    with (tmp_path / "four" / "config.yaml").open("a") as config:
+        config.write("precision: {name: nvfp4}\n")
+    assert not percents([run], [read_held_out(sixteen)], 16_000_000)
 
 
 def test_a_run_is_read_with_its_start_and_its_end(tmp_path: Path) -> None:
@@ -144,7 +169,18 @@ def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.Cap
     command = ["recipes", *groups, "--curve", *map(str, of_lengths.values())]
     assert compare.main(command) == 0
     assert "tokens for the loss of bf16" in (out := capsys.readouterr().out) and "4.00 [4.00, 4.00]" in out
-    assert "by the curve of 4 runs of yours (2.000 + 8000." in out
+    assert (
+        "by the curve of 4 runs of yours, all within 0.0000 nats of it (2.000 + 8.000 * D^-0.500), D in millions;"
+        in out
+    )
+    # Times that are planned: every interval of tokens times that of its recipe.
+    planned = {"bf16": 1.0, "nvfp4": 0.75}
+    composed = mock.patch("analysis.recipes.configs_of", return_value={})
+    with composed, mock.patch("analysis.price.planned_times", return_value=planned):
+        assert compare.main([*command, "--gpu", "b200"]) == 0
+    out = capsys.readouterr().out
+    row = next(row for row in cells(out) if row[0] == "nvfp4" and len(row) == 8)
+    assert row[5:] == ["4.00 [4.00, 4.00]", "0.75", "3.00 [3.00, 3.00]"] and "planned, not measured" in out
     # An interval that ends below the floor of the curve.
     wide = write_run(tmp_path / "wide", 2, {400: {"a": 3.6}}, steps=400)
     assert compare.main(["recipes", groups[0], f"nvfp4={recipe[0]},{wide}", *command[3:]]) == 0

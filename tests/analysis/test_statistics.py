@@ -36,6 +36,16 @@ def test_95_of_100_intervals_hold_the_truth() -> None:
     assert np.mean(hold) == pytest.approx(0.95, abs=0.02)
 
 
+@pytest.mark.parametrize(("seeds", "recipes"), [(2, 1), (2, 4), (3, 1), (3, 4)])
+def test_about_95_of_100_pooled_intervals_hold_the_truth_though_gaps_share_a_base_run(seeds: int, recipes: int) -> None:
+    rng, hold = np.random.default_rng(0), []
+    for _ in range(2000):
+        gaps = rng.normal(0, 1, (recipes, seeds)) - rng.normal(0, 1, seeds)
+        shared = pooled(list(gaps))
+        hold += [abs(of.mean) < of.half_width for of in (estimate(list(gap), shared) for gap in gaps)]
+    assert 0.92 < np.mean(hold) < 0.96
+
+
 def test_neighbouring_steps_are_taken_in_blocks() -> None:
     """Noise that stays for eight steps: as independent numbers its mean would look eight times as sure as it is."""
     rng, hold = np.random.default_rng(0), []
