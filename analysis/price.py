@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class Curve:
     floor: float
     scale: float
     exponent: float
-    lengths: tuple[float, float] = (25, 800)
+    lengths: tuple[float, float] = field(default=(25, 800), kw_only=True)
 
     def loss(self, tokens: float) -> float:
         return self.floor + self.scale * tokens**-self.exponent
@@ -123,7 +123,7 @@ def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[
     floor, scale = solved(exponent)[0]
     if floor < 0 or scale <= 0 or not 0.03 < exponent < 1.9:
         raise ValueError(f"{name}: the losses do not fall as a power of tokens; name runs that differ in length alone")
-    return Curve(name, parameters, float(floor), float(scale), exponent, (min(tokens), max(tokens)))
+    return Curve(name, parameters, float(floor), float(scale), exponent, lengths=(min(tokens), max(tokens)))
 
 
 def nearest(parameters: float) -> Curve:
@@ -142,7 +142,7 @@ def planned_times(gpu: str, configs: Mapping[str, Config]) -> dict[str, float]:
         plans, backend = plans_of(config, models), config.precision.backend
         there = replace(
             config,
-            parallel=replace(config.parallel, gpu=gpu),
+            parallel=replace(config.parallel, gpu=gpu),  # type: ignore[arg-type]
             precision=replace(config.precision, backend="auto" if backend == "emulated" else backend),
         )
         native = as_planned(there, plans).precision.backend != "emulated"
