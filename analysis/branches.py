@@ -19,7 +19,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -256,12 +256,17 @@ def recipes_from(
     return recipes
 
 
-def caution(checkpoint: Path, configs: Path) -> str:
-    """A line if the weights of `checkpoint` have come to fit a quantized recipe; else empty."""
+def cautions(checkpoint: Path, configs: Path, steps: int) -> Iterator[str]:
+    """Lines: if the weights of `checkpoint` have come to fit a quantized recipe, and if it is not from about where
+    `GROWTH` was measured, a fifth of a run of `steps` steps."""
     precision = config_from_saved(read_trainer(checkpoint)["config"], [], configs, opens_data=False).precision
-    if not recipe_from_config(precision).quantized:
-        return ""
-    return f"{checkpoint}: its run trains in {precision.name}, which its weights fit; a BF16 run's say more\n"
+    if recipe_from_config(precision).quantized:
+        yield f"{checkpoint}: its run trains in {precision.name}, which its weights fit; a BF16 run's say more"
+    if not 0.1 <= (share := read_manifest(checkpoint).step / steps) <= 0.4:
+        yield (
+            f"{checkpoint}: after {share:.0%} of the run; prices suppose that gaps grow as they do after a fifth, and "
+            "later they grow less"
+        )
 
 
 def named_recipes(arguments: Sequence[str], configs: Path) -> tuple[list[str], dict[str, list[str]]]:

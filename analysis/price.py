@@ -26,13 +26,13 @@ from scipy.optimize import minimize_scalar
 
 from analysis.statistics import Estimate, gap_text
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging.console import markdown
+from megatron_fp4.logging.console import markdown, short_number
 from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
 from megatron_fp4.planning.needs import as_planned
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 
-# Gaps after 25 tokens a parameter over those of the first sixty steps, smallest and largest.
+# Gaps after 25 tokens a parameter over those of sixty steps after 5, smallest and largest.
 GROWTH = (1.8, 2.3)
 # Share of the steps at the end that are in BF16 -> share of the gap that is left.
 LEFT_BY_SWITCH = {0.0: 1.0, 0.08: 0.39, 0.2: 0.24, 0.3: 0.15}
@@ -86,7 +86,8 @@ class Curve:
         text = "the curve's own error is not in it"
         if 0.8 * shortest <= tokens <= 1.25 * longest:
             return text
-        return f"{text}, and {tokens:.3g} is far from the {shortest:.3g} to {longest:.3g} that it is fitted to"
+        ends = f"{short_number(shortest)} to {short_number(longest)}"
+        return f"{text}, and {short_number(tokens)} is far from the {ends} that it is fitted to"
 
 
 # Fitted by `price.py --public` to the BF16 runs of "Quartet II" (arXiv 2601.22813, for_plots/runs.json of its
@@ -192,8 +193,8 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
         "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval]; *: by the scatter "
         "of all recipes, pooled, as if they scattered alike.",
         f"tokens for BF16's loss: over BF16's own, at {tokens:.3g} tokens a parameter, by the curve of {curve}, "
-        f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end: so much "
-        f"larger hybrid_30m's were after 25 tokens a parameter; {curve.caution(tokens)}.",
+        f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end: hybrid_30m's "
+        f"grew so much from 5 to 25 tokens a parameter; {curve.caution(tokens)}.",
         f"time of a token: over BF16's, {times}; it has no interval. cost: tokens times time; below 1 a recipe pays.",
         "",
         verdict(recipes, curve, tokens),

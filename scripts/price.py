@@ -64,13 +64,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.model and not options.gpu:
         parser.error("--model plans a time and needs --gpu")
     if options.steps < 1:
-        parser.error(f"--steps {options.steps}: give 12 or more, which an interval needs")
+        parser.error(f"--steps {options.steps}: give 14 or more, which an interval needs")
     return options
 
 
 def price(options: argparse.Namespace) -> None:
     """Check everything, train what is missing, print. Collective."""
-    from analysis.branches import BASE, Kept, caution, recipes_from, recipes_of_branches, train_all
+    from analysis.branches import BASE, Kept, cautions, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
     from analysis.recipes import curve_of, read_held_out
     from analysis.runs import differences, settings_of
@@ -94,16 +94,15 @@ def price(options: argparse.Namespace) -> None:
     starts = [train_all(of, folder, mesh, options.steps, kept) for of, folder in zip(recipes, checkpoints, strict=True)]
     if mesh.rank:
         return
-    print("".join(caution(folder, CONFIGS) for folder in checkpoints), end="")
+    for folder in checkpoints:
+        for line in cautions(folder, CONFIGS, config.train.steps):
+            print(line)
     if not of_curve:
         print(f"no --curve: prices are by that of {curve.name}; this model has {short_number(parameters)} parameters")
     here = settings_of(as_saved(config))
-    for run in of_curve:
-        if other := [of for of in differences(run.settings, here) if of.startswith(_OF_A_CURVE)]:
-            print(
-                f"--curve {run.folder}: another model or text than the checkpoint's; prices are for those: "
-                f"{', '.join(other)}"
-            )
+    unlike = dict.fromkeys(of for run in of_curve for of in differences(run.settings, here))
+    if other := [of for of in unlike if of.startswith(_OF_A_CURVE)]:
+        print(f"--curve: another model or text than the checkpoint's; prices are for those: {', '.join(other)}")
     found = recipes_of_branches(starts)
     if planned is not None:
         found = [replace(recipe, time=planned[recipe.name]) for recipe in found]
@@ -111,7 +110,7 @@ def price(options: argparse.Namespace) -> None:
     else:
         emulated = [name for name, of in recipes[0].items() if backend_of(of, models).name == "emulated"]
         found = [replace(recipe, time=None) if recipe.name in emulated else recipe for recipe in found]
-        times = "measured here; a recipe that is emulated here has none"
+        times = "measured here if it is not emulated"
     print(f"\n{price_table(found, curve, tokens, times)}")
 
 

@@ -157,7 +157,10 @@ def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
         for config, said in ((trainer["config"], False), (shaped, True)):
             (checkpoint / "trainer.json").write_text(json.dumps({**trainer, "config": config}))
             assert price_main(checkpoint, "nvfp4", "--steps", 2) == 0
-            assert ("its run trains in mxfp8" in capsys.readouterr().out) == said
+            printed = capsys.readouterr().out
+            assert ("its run trains in mxfp8" in printed) == said and "after 50% of the run" in printed
+        assert price_main(checkpoint, "nvfp4", "train.steps=15", "--steps", 2) == 0
+        assert "of the run;" not in capsys.readouterr().out
 
 
 def test_wrong_input_is_one_line_before_anything_is_trained(
