@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,10 +37,8 @@ import numpy as np
 from data.order import Samples, Window
 from data.schedule import PhaseSchedule
 
-# Of a worker that reads side by side.
-_THREADS = 24
-# A sample that takes longer has waited for its disk or store; so many micro-batches after it are read side by side.
-_SLOW_SECONDS, _SIDE_BY_SIDE = 1e-3, 1024
+# Samples that a worker reads side by side: each waits for its disk or store once for each of its documents.
+_SIDE_BY_SIDE = 24
 _SECONDS_TO_DIE = 10.0
 # What launchers, schedulers and terminals send to every process of a job: the rank answers, its workers continue.
 _LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -261,40 +258,17 @@ def main(rank_pid: int, task: int, wanted: int, answers: int) -> NoReturn:
 
 
 def _work(reader: MicroBatchReader, wanted: Connection, answers: Connection) -> None:
-    """Read the micro-batches that are asked for, and answer in their order, until the rank is gone.
-
-    A sample waits for its disk or store once for each of its documents. After two slow micro-batches (one may have
-    waited for a core), the next are read side by side; quick ones, which would wait for Python's lock, are not.
-    """
-    pool = ThreadPoolExecutor(_THREADS)
+    """Read the micro-batches that are asked for, and answer in their order, until the rank is gone."""
+    pool = ThreadPoolExecutor(_SIDE_BY_SIDE)
     reading: deque[list[Future[Window]]] = deque()
-    left_side_by_side, was_slow = 0, False  # micro-batches; whether the last one that was read alone was slow
-
-    def answer(left: int) -> None:
-        """Wait until no more than `left` micro-batches are being read."""
-        while len(reading) > left:
-            answers.send(stacked([row.result() for row in reading.popleft()]))
-
     while True:
-        while reading and not wanted.poll():
-            answer(len(reading) - 1)
+        while reading and (sum(map(len, reading)) >= _SIDE_BY_SIDE or not wanted.poll()):
+            answers.send(stacked([row.result() for row in reading.popleft()]))
         try:
             first = wanted.recv()
         except EOFError:
             return
-        reads = reader.reads(first)
-        if left_side_by_side:
-            left_side_by_side -= 1
-            reading.append([pool.submit(read) for read in reads])
-            answer(_THREADS // len(reads))
-            continue
-        answer(0)
-        began = time.perf_counter()
-        rows = [read() for read in reads]
-        slow = time.perf_counter() - began > _SLOW_SECONDS * len(reads)
-        left_side_by_side = _SIDE_BY_SIDE if slow and was_slow else 0
-        was_slow = slow
-        answers.send(stacked(rows))
+        reading.append([pool.submit(read) for read in reader.reads(first)])
 
 
 def _as_sent(error: Exception) -> tuple[Exception, str]:

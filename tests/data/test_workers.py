@@ -94,7 +94,7 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
     held, pids = [], []
 
     def kill_the_first() -> None:
-        wait_until(lambda: stream.readings() == 2, "both workers read their first sample")
+        wait_until(lambda: stream.readings() == 4, "both workers read their first samples")
         pids.extend(loader.worker_pids)
         folder = f"/proc/{pids[0]}/fd"
         pipes = [f"{folder}/{fd}" for fd in os.listdir(folder) if os.readlink(f"{folder}/{fd}").startswith("pipe:")]
