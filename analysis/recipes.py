@@ -276,6 +276,13 @@ def curve_of(runs: Sequence[HeldOut], parameters: float, base: Sequence[HeldOut]
     return replace(curve, name=f"{curve.name}, all within {off:.4f} nats of it")
 
 
+def of_another_curve(runs: Sequence[HeldOut], settings: Mapping[str, Any], whose: str) -> str:
+    """A line if a curve's `runs` are of another model or text than `settings`, which are `whose`; else empty."""
+    unlike = dict.fromkeys(of for run in runs for of in differences(run.settings, settings))
+    other = [of for of in unlike if of.startswith(("model.", "data.kind", "data.sources"))]
+    return f"--curve: another model or text than {whose}; prices are for those: {', '.join(other)}\n" if other else ""
+
+
 def recipes_tables(
     groups: Groups, against: str | None = None, curve: Curve | None = None, times: Mapping[str, float] | None = None
 ) -> str:

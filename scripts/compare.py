@@ -69,7 +69,15 @@ def compare_runs(options: argparse.Namespace) -> None:
 def compare_recipes(options: argparse.Namespace) -> None:
     """The command `recipes`."""
     from analysis.price import planned_times
-    from analysis.recipes import configs_of, curve_of, draw_at_the_end, read_groups, read_held_out, recipes_tables
+    from analysis.recipes import (
+        configs_of,
+        curve_of,
+        draw_at_the_end,
+        of_another_curve,
+        read_groups,
+        read_held_out,
+        recipes_tables,
+    )
     from pretrain import CONFIGS
 
     groups = read_groups(options.groups, options.sources)
@@ -77,7 +85,10 @@ def compare_recipes(options: argparse.Namespace) -> None:
     curve = None
     if options.curve is not None:
         runs = [read_held_out(Path(run), options.sources) for run in options.curve]
-        curve = curve_of(runs, 1e6, next(iter(groups.values())))
+        name, base = next(iter(groups.items()))
+        curve = curve_of(runs, 1e6, base)
+        if line := of_another_curve(runs, base[0].settings, f"{name}'s"):
+            print(line)
     times = None if options.gpu is None else planned_times(options.gpu, configs_of(groups, CONFIGS))
     print(recipes_tables(groups, against, curve, times))
     if options.output:

@@ -41,9 +41,6 @@ from megatron_fp4.training.build import backend_of, device_type_of, set_determin
 from models import provider as models
 from pretrain import CONFIGS
 
-# Sections and keys of a run that its losses' curve is of.
-_OF_A_CURVE = ("model.", "data.kind", "data.sources")
-
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
@@ -72,8 +69,8 @@ def price(options: argparse.Namespace) -> None:
     """Check everything, train what is missing, print. Collective."""
     from analysis.branches import BASE, Kept, cautions, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
-    from analysis.recipes import curve_of, read_held_out
-    from analysis.runs import differences, settings_of
+    from analysis.recipes import curve_of, of_another_curve, read_held_out
+    from analysis.runs import settings_of
 
     if options.output is not None:
         check_place(options.output)
@@ -99,10 +96,7 @@ def price(options: argparse.Namespace) -> None:
             print(line)
     if not of_curve:
         print(f"no --curve: prices are by that of {curve.name}; this model has {short_number(parameters)} parameters")
-    here = settings_of(as_saved(config))
-    unlike = dict.fromkeys(of for run in of_curve for of in differences(run.settings, here))
-    if other := [of for of in unlike if of.startswith(_OF_A_CURVE)]:
-        print(f"--curve: another model or text than the checkpoint's; prices are for those: {', '.join(other)}")
+    print(of_another_curve(of_curve, settings_of(as_saved(config)), "the checkpoint's"), end="")
     found = recipes_of_branches(starts)
     if planned is not None:
         found = [replace(recipe, time=planned[recipe.name]) for recipe in found]

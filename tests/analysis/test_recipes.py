@@ -173,6 +173,14 @@ def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.Cap
         "by the curve of 4 runs of yours, all within 0.0000 nats of it (2.000 + 8.000 * D^-0.500), D in millions;"
         in out
     )
+    assert "--curve: another" not in out
+    with (tmp_path / "bf16_25" / "config.yaml").open("a") as config:
+        config.write("model: {hidden_dim: 64}\n")
+    with (tmp_path / "bf16_400" / "config.yaml").open("a") as config:
+        config.write("model: {hidden_dim: 32}\n")
+    assert compare.main(command) == 0
+    other = "--curve: another model or text than bf16's; prices are for those: model.hidden_dim (64, not 32)\n"
+    assert other in capsys.readouterr().out
     # Times that are planned: every interval of tokens times that of its recipe.
     planned = {"bf16": 1.0, "nvfp4": 0.75}
     composed = mock.patch("analysis.recipes.configs_of", return_value={})
