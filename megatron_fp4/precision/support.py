@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
@@ -36,7 +36,7 @@ from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.plan import Plan, recipe_of
+from megatron_fp4.precision.plan import Plan, recipe_of, recipes_in
 from megatron_fp4.precision.recipe import GEMMS, SLOTS, OperandSlot, Recipe, recipe_from_config, uses_amax, uses_signs
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization.formats import FORMATS
@@ -81,14 +81,6 @@ def recipes_by_key(precision: PrecisionConfig, key: str) -> dict[str, Recipe]:
     return {where: recipe_from_config(part) for where, part in _parts(precision, key)}
 
 
-def _recipes_of_run(config: Config) -> dict[str, Recipe]:
-    """`recipes_by_key` of all of `precisions_by_key`."""
-    recipes: dict[str, Recipe] = {}
-    for key, precision in precisions_by_key(config).items():
-        recipes |= recipes_by_key(precision, key)
-    return recipes
-
-
 def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
     """`precision` itself, and for each exception what `precision` would be with its recipe, all with their keys."""
     found = [(key, precision)]
@@ -111,9 +103,10 @@ def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterato
         yield from _source(part, where)
     recipes = recipes_by_key(precision, key)
     if precision.backend not in ("auto", "emulated"):
-        if refusal := first_refusal(precision.backend, recipes, precision.compute_dtype):
-            problem, remedy = refusal
-            yield f"{problem} does not go with {key}.backend={precision.backend}; {remedy}"
+        for where, recipe in recipes.items():
+            if refusal := first_refusal(precision.backend, recipe, precision.compute_dtype, where):
+                problem, remedy = refusal
+                yield f"{problem} does not go with {key}.backend={precision.backend}; {remedy}"
         if device_type != "cuda":
             yield (
                 f"{key}.backend={precision.backend} needs a CUDA device and this run is on {device_type}; use "
@@ -276,16 +269,9 @@ TAKES: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
 _TORCH_CUDA = (12, 8)
 
 
-def first_refusal(backend: str, recipes: Mapping[str, Recipe], compute_dtype: str) -> tuple[str, str] | None:
-    """The first thing in `recipes` (by the keys of `recipes_by_key`) that a backend cannot compute on any chip, by its
+def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "precision") -> tuple[str, str] | None:
+    """The first thing in `recipe`, which messages name `key`, that a native backend cannot compute on any chip, by its
     key and value, and what to do about it."""
-    found = (refusal for key, recipe in recipes.items() for refusal in _untaken(backend, recipe, compute_dtype, key))
-    return next(found, None)
-
-
-def _untaken(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Iterator[tuple[str, str]]:
-    if backend == "emulated":
-        return
     formats, native = TAKES[backend], backend == "transformer_engine"
     # Whether it is refused, what is, and what to use.
     rows: list[tuple[bool, str, str]] = [
@@ -312,9 +298,8 @@ def _untaken(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Iter
         sizes = (0, 16) if name == "wgrad" and left == "nvfp4" else (0,)
         rows.append((left != right, f"{name} of {left} and {right}", "equal formats in one GEMM"))
         rows.append((native and gemm.rht not in sizes, f"{name}.rht={gemm.rht}", " or ".join(map(str, sizes))))
-    yield from (
-        (f"{key}.{what}", f"use {use}, or precision.backend=emulated") for refused, what, use in rows if refused
-    )
+    found = ((f"{key}.{what}", f"use {use}, or precision.backend=emulated") for refused, what, use in rows if refused)
+    return next(found, None)
 
 
 def unsupported(backend: str, recipe: Recipe, capability: tuple[int, int]) -> str | None:
@@ -394,7 +379,7 @@ class BackendChoice:
         return BACKENDS[self.name]()
 
 
-def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None]) -> BackendChoice:
+def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None]) -> BackendChoice:
     """The backend for a checked `config`, before and after its switch, on this machine's `device_type`.
 
     plans: before and after the switch, None without one.
@@ -404,13 +389,13 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
     wanted = config.precision.backend
     if wanted == "emulated":
         return BackendChoice("emulated", "as precision.backend says")
-    recipes = _recipes_of_run(config)
-    if wanted == "auto" and not any(recipe.quantized for recipe in recipes.values()):
+    recipes = [recipe for recipe in recipes_in(plans) if recipe.quantized]
+    if wanted == "auto" and not recipes:
         return BackendChoice("emulated", "nothing is quantized")
     native = "transformer_engine" if wanted == "auto" else wanted
     reason: str | None = f"the run is on {device_type}"
     if device_type == "cuda":
-        reason = why_not_native(native, config, plans) or _unsupported_here(native, recipes.values())
+        reason = why_not_native(native, config, plans) or _unsupported_here(native, recipes)
     if reason is not None:
         if wanted == "auto":
             return BackendChoice("emulated", f"not {native}: {reason}")
@@ -428,10 +413,13 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
 def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
     """Why the backend `native` cannot compute the linears of a checked `config` on any chip; None: some chips may.
     plans: as `choose_backend` has them."""
-    if refusal := first_refusal(native, _recipes_of_run(config), config.precision.compute_dtype):
-        return f"it cannot do {refusal[0]}"
-    of_plans = [plan for plan in plans if plan is not None and native == "transformer_engine"]
-    return next(filter(None, (_misfit(plan, config.parallel.tensor, te.alignment) for plan in of_plans)), None)
+    for plan in (plan for plan in plans if plan is not None):
+        for row in plan.rows:
+            if refusal := first_refusal(native, row.recipe, config.precision.compute_dtype, row.key):
+                return f"it cannot do {refusal[0]}"
+        if native == "transformer_engine" and (problem := _misfit(plan, config.parallel.tensor, te.alignment)):
+            return problem
+    return None
 
 
 def agreed_backend(choice: BackendChoice) -> BackendChoice:

@@ -110,7 +110,7 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(tensor: int) -> None:
 
 
 def taken_by(backend: str) -> dict[str, Recipe]:
-    return {name: of for name, of in recipes().items() if first_refusal(backend, {name: of}, "bfloat16") is None}
+    return {name: of for name, of in recipes().items() if first_refusal(backend, of, "bfloat16") is None}
 
 
 @pytest.mark.slow
