@@ -325,22 +325,20 @@ class PrecisionSwitch:
     switched_at: int | None = None
     num_below: int = 0
 
-    def try_switch(self, step: int) -> bool:
-        """Switch before `step` is computed if it is time, once; returns whether it did."""
-        by_noise = self.config.when == "gradient_noise" and self.num_below >= PATIENCE
-        if self.switched_at is not None or not (by_noise or (self.at_step is not None and step >= self.at_step)):
+    def before_step(self, step: int, measure_ratio: Callable[[], float]) -> bool:
+        """Switch before `step` is computed if it is time; returns whether it did.
+
+        measure_ratio: measures the gradient's norm over that of its quantization noise in this very step; called only
+        in the steps in which `gradient_noise` looks at it.
+        """
+        if self.switched_at is not None:
             return False
-        self.switched_at = step
-        return True
-
-    def measures(self, step: int) -> bool:
-        """Whether the gradient's quantization noise is to be measured in `step`."""
-        waiting = self.config.when == "gradient_noise" and self.switched_at is None
-        return waiting and step % self.config.interval == 0
-
-    def record(self, ratio: float) -> None:
-        """Take in a measured ratio of gradient norm over noise norm."""
-        self.num_below = self.num_below + 1 if ratio < self.config.threshold else 0
+        by_noise = self.config.when == "gradient_noise"
+        if by_noise and step % self.config.interval == 0:
+            self.num_below = self.num_below + 1 if measure_ratio() < self.config.threshold else 0
+        if (by_noise and self.num_below >= PATIENCE) or (self.at_step is not None and step >= self.at_step):
+            self.switched_at = step
+        return self.switched_at is not None
 
 
 class PrecisionController:
@@ -373,17 +371,11 @@ class PrecisionController:
         return self.plans[0 if self.switch.switched_at is None else -1]
 
     def before_step(self, step: int, measure_ratio: Callable[[], float]) -> bool:
-        """Switch before `step` (from 0) is computed if it is time; returns whether it did.
-
-        measure_ratio: measures the gradient's norm over that of its quantization noise in this very step, the same on
-        all ranks; called only in the steps that the switch looks at.
-        """
-        if self.switch.measures(step):
-            self.switch.record(measure_ratio())
-        if not self.switch.try_switch(step):
-            return False
-        self._apply(self.plan)
-        return True
+        """As `PrecisionSwitch.before_step`, for `step` from 0; what is measured is the same on all ranks."""
+        switches = self.switch.before_step(step, measure_ratio)
+        if switches:
+            self._apply(self.plan)
+        return switches
 
     @contextmanager
     def other_recipes(self, change: Callable[[Recipe], Recipe]) -> Iterator[None]:

@@ -14,12 +14,16 @@ def test_the_step_of_a_switch():
             switch_step(when, 1000, 850)
 
 
+def unasked() -> float:
+    raise AssertionError("nothing is to be measured")
+
+
 def test_a_switch_comes_once_at_its_step_or_at_once_where_it_is_past():
     switch = PrecisionSwitch(SwitchConfig(when="3"), 3)
-    assert [switch.try_switch(step) for step in range(6)] == [False, False, False, True, False, False]
-    assert switch.switched_at == 3 and not switch.measures(0)
+    assert [switch.before_step(step, unasked) for step in range(6)] == [False, False, False, True, False, False]
+    assert switch.switched_at == 3
     late = PrecisionSwitch(SwitchConfig(when="3"), 3)
-    assert late.try_switch(10) and late.switched_at == 10
+    assert late.before_step(10, unasked) and late.switched_at == 10
 
 
 def test_gradient_noise_is_measured_at_the_interval_and_needs_patience_in_a_row():
@@ -30,16 +34,13 @@ def test_gradient_noise_is_measured_at_the_interval_and_needs_patience_in_a_row(
         return PrecisionController({}, Plan(()), StepState(seed=0), switch=switch, plan_after_switch=Plan(()))
 
     first, resumed = controller(), controller()
-    switch = first.switch
-    assert [step for step in range(12) if switch.measures(step)] == [0, 5, 10]
-    for ratio in (1.0, 1.9, 2.0, 1.0, float("nan"), 1.0, 1.0):  # neither the threshold itself nor NaN is below
-        switch.record(ratio)
-        assert not switch.try_switch(7)
+    # Neither the threshold itself nor NaN is below.
+    for step, ratio in enumerate((1.0, 1.9, 2.0, 1.0, float("nan"), 1.0, 1.0)):
+        assert not first.before_step(5 * step, lambda ratio=ratio: ratio)
+        assert not any(first.before_step(5 * step + between, unasked) for between in range(1, 5))
     resumed.load_state_dict(first.state_dict())
-    switch = resumed.switch
-    switch.record(1.0)
-    assert switch.try_switch(8) and switch.switched_at == 8 and not switch.try_switch(9)
-    assert not any(switch.measures(step) for step in range(12, 30))
+    assert resumed.before_step(35, lambda: 1.0) and resumed.switch.switched_at == 35
     after = controller()
     after.load_state_dict(resumed.state_dict())
-    assert after.switch.switched_at == 8 and not after.switch.try_switch(10)
+    for one in (resumed, after):
+        assert one.switch.switched_at == 35 and not any(one.before_step(step, unasked) for step in range(36, 50))
