@@ -87,13 +87,12 @@ class PackedOperand:
     quantized: bool = True
 
     @staticmethod
-    def of(codes: Tensor, scales: Tensor, scale: Tensor | None, operand: Operand) -> PackedOperand:
-        """From the bytes of codes, uint8 [rows, k / 2] or [rows, k], and block scales [rows, k / block] in their plain
-        order."""
-        per_byte = FORMATS[operand.format].per_byte
+    def of(made: QuantizedTensor, scale: Tensor | None, operand: Operand) -> PackedOperand:
+        """From codes, and block scales of each row in their plain order."""
+        codes, per_byte = made.codes.view(torch.uint8), FORMATS[operand.format].per_byte
         size = codes.shape[1] * per_byte
         codes = torch.nn.functional.pad(codes, (0, -size % _DOT_MULTIPLE // per_byte))
-        scales = swizzle_scales(scales).view(format_of(operand.format).scales)
+        scales = swizzle_scales(made.scales).view(format_of(operand.format).scales)
         return PackedOperand(codes.contiguous(), scales, scale, (operand, size))
 
     @property
@@ -115,17 +114,11 @@ class PackedOperand:
 
     def transposed(self) -> PackedOperand:
         """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
-        turned = self.decoded().transposed()
-        return PackedOperand.of(turned.codes.view(torch.uint8), turned.scales, self.scale, self.layout[0])
+        return PackedOperand.of(self.decoded().transposed(), self.scale, self.layout[0])
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], PackedOperand]:
-        joined, operand = gather_slices(self.decoded(), gather, transposed), self.layout[0]
-
-        def made() -> PackedOperand:
-            whole = joined()
-            return PackedOperand.of(whole.codes.view(torch.uint8), whole.scales, self.scale, operand)
-
-        return made
+        joined, scale, operand = gather_slices(self.decoded(), gather, transposed), self.scale, self.layout[0]
+        return lambda: PackedOperand.of(joined(), scale, operand)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.codes, self.scales, self.scale
@@ -147,8 +140,7 @@ class TorchBackend(Backend):
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
         """Copies of the codes in cuBLAS's layout, of both directions, which a step keeps."""
-        whole = gathered.padded()
-        fprop = PackedOperand.of(whole.codes, whole.scales, gathered.scale, operand)
+        fprop = PackedOperand.of(gathered.padded(), gathered.scale, operand)
         return fprop, fprop.transposed()
 
     def operands(
@@ -193,13 +185,14 @@ def _makers(
     """As `TorchBackend.operands`, each operand quantized by itself."""
 
     def made(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | GemmOperand:
-        if fused is not None:
-            return PackedOperand.of(*fused.code_bytes(along), fused.scales.get(along), request.operand)
         operand, transposed = request.operand, along == "rows"
+        if fused is not None:
+            encoded = QuantizedTensor(*fused.code_bytes(along), operand.block)
+            return PackedOperand.of(encoded, fused.scales.get(along), operand)
         if not operand.quantized:
             return quantize_operand(x, request, transposed)
         encoded = encode_operand(x, request, transposed)
-        return PackedOperand.of(encoded.codes.view(torch.uint8), encoded.scales, encoded.decode_scale(), operand)
+        return PackedOperand.of(encoded, encoded.decode_scale(), operand)
 
     of_columns, of_rows = fused_kernels(x, columns, rows)
     return (
