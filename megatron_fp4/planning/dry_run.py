@@ -40,10 +40,9 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
-from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, PackedWeight, codes_of, packed_weight
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.gemm_cuda import computed_alone
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.messages import Pending
 from megatron_fp4.precision.plan import PrecisionController
@@ -231,10 +230,16 @@ def _micro_batches(config: Config, count: int) -> list[MicroBatch]:
 
 
 class AllocatingGPU(cuda.NvidiaGPU):
-    """An H100 or H200 whose quantization kernels do nothing."""
+    """An H100 or H200 whose quantization kernels and cuBLAS do nothing."""
 
     def available(self, device: torch.device) -> bool:
         return True
+
+    def multiplies(self, x: Tensor) -> bool:
+        return True
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        pass
 
     def aligned(self, x: Tensor) -> bool:
         return True
@@ -252,25 +257,6 @@ class AllocatingGPU(cuda.NvidiaGPU):
         pass
 
 
-def _allocated(
-    left: Tensor,
-    right: Tensor,
-    alpha: Tensor | None,
-    out_dtype: torch.dtype,
-    total: Tensor | None,
-    rows: RowGroups | None,
-) -> Tensor:
-    """As `gemm_cuda.scaled_matmul`: cuBLAS, which reads rows or columns that are in one piece."""
-    left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
-    if rows is not None and not computed_alone(rows):
-        product = left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
-        return rows.of(product) if total is None else total
-    if total is not None:
-        return total
-    size = left.shape[0] if rows is None else left.shape[0] // rows.padded * rows.kept
-    return left.new_empty(size, right.shape[1], dtype=out_dtype)
-
-
 def _packed_mxfp8(x: Tensor) -> GemmOperand:
     rows, columns = x.shape
     codes, scales = (x.new_empty(size, columns, dtype=torch.uint8) for size in (rows, rows // 32))
@@ -278,10 +264,7 @@ def _packed_mxfp8(x: Tensor) -> GemmOperand:
 
 
 class PlanningBackend(EmulatedBackend):
-    """Products that are allocated as on a GPU: codes become values, as for cuBLAS. native: fprop and dgrad have their
-    own copies of a weight's codes."""
-
-    scaled_matmul = staticmethod(_allocated)
+    """The emulation with its products counted. native: fprop and dgrad have their own copies of a weight's codes."""
 
     def __init__(self, native: bool) -> None:
         self.native, self.transposes, self.num_products = native, not native, 0

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
 # Starts a message to other ranks; `wait()` of what it returns gives what came back.
 Gather = Callable[[Tensor], Any]
 
@@ -222,8 +221,6 @@ class EmulatedBackend(Backend):
 
     name = "emulated"
     accumulates = transposes = True
-    # Computes `(left right) * alpha` of BF16 values; None: on a GPU cuBLAS, elsewhere FP32.
-    scaled_matmul: ScaledMatmul | None = None
 
     def packs(self, request: OperandRequest) -> bool:
         """4-bit square blocks."""
@@ -278,10 +275,9 @@ class EmulatedBackend(Backend):
             return added(left @ right, total, rows)
         # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
         alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
-        matmul = self.scaled_matmul or (gemm_cuda.scaled_matmul if left.is_cuda else None)
-        if matmul is not None and left.dtype == right.dtype == torch.bfloat16:
+        if cuda.gpu.multiplies(left) and left.dtype == right.dtype == torch.bfloat16:
             if alpha is not None or (a.quantized and b.quantized) or total is not None or rows is not None:
-                return matmul(left, right, alpha, out_dtype, total, rows)
+                return gemm_cuda.scaled_matmul(left, right, alpha, out_dtype, total, rows)
             return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
         product = left.to(torch.float32) @ right.to(torch.float32)
         return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)

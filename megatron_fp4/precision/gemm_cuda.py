@@ -20,13 +20,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.precision.backend import RowGroups, added
+from megatron_fp4.quantization import cuda
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ _POINTER_MODE_HOST, _POINTER_MODE_DEVICE = 0, 1
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _R_32F, _R_16BF = 0, 14
 _COMPUTE_32F, _GEMM_DEFAULT = 68, -1
+
+Matrix = tuple[Tensor, int, int]  # with its operation and its leading dimension
 
 
 def computed_alone(rows: RowGroups) -> bool:
@@ -58,59 +60,56 @@ def scaled_matmul(
     """
     if rows is not None and not computed_alone(rows):
         return added(scaled_matmul(a, b, alpha, out_dtype), total, rows)
-    library = _cublas()
-    if library is not None and a.numel() and b.numel():
-        return _gemm_ex(library, a, b, alpha, out_dtype, total, rows)
-    product = torch.mm(a, b, out_dtype=torch.float32)
-    return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)
-
-
-def _gemm_ex(
-    library: ctypes.CDLL,
-    a: Tensor,
-    b: Tensor,
-    alpha: Tensor | None,
-    out_dtype: torch.dtype,
-    total: Tensor | None,
-    groups: RowGroups | None,
-) -> Tensor:
-    # cuBLAS is column-major: it computes out^T = b^T a^T, and a row-major matrix is its own transpose there.
-    (a, op_a, stride_a), (b, op_b, stride_b) = _layout(a), _layout(b)
-    (rows, inner), columns = a.shape, b.shape[1]
-    batch = 1 if groups is None else rows // groups.padded
-    rows = rows if groups is None else groups.kept
-    device = a.device
-    with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
-        out = torch.empty(batch * rows, columns, dtype=out_dtype, device=device) if total is None else total
-        assert out.shape == (batch * rows, columns) and out.is_contiguous() and out.dtype == out_dtype
-        one, zero = _constants(device)
-        kind = _R_16BF if out_dtype == torch.bfloat16 else _R_32F
-        factors = (one if alpha is None else alpha).data_ptr(), (zero if total is None else one).data_ptr()
-        handle = torch.cuda.current_blas_handle()
-        _check(library.cublasSetPointerMode_v2(handle, _POINTER_MODE_DEVICE), "cublasSetPointerMode")
-        try:
-            # PyTorch sets the math mode itself each time that it takes the handle.
-            _check(library.cublasSetMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
-            if groups is None:
-                status = library.cublasGemmEx(
-                    handle, op_b, op_a, columns, rows, inner, factors[0],
-                    b.data_ptr(), _R_16BF, stride_b, a.data_ptr(), _R_16BF, stride_a,
-                    factors[1], out.data_ptr(), kind, columns, _COMPUTE_32F, _GEMM_DEFAULT,
-                )  # fmt: skip
-            else:
-                of_group = groups.padded * (stride_a if op_a == _OP_N else 1)
-                status = library.cublasGemmStridedBatchedEx(
-                    handle, op_b, op_a, columns, rows, inner, factors[0],
-                    b.data_ptr(), _R_16BF, stride_b, 0, a.data_ptr(), _R_16BF, stride_a, of_group,
-                    factors[1], out.data_ptr(), kind, columns, rows * columns, batch, _COMPUTE_32F, _GEMM_DEFAULT,
-                )  # fmt: skip
-            _check(status, "cublasGemmEx" if groups is None else "cublasGemmStridedBatchedEx")
-        finally:
-            library.cublasSetPointerMode_v2(handle, _POINTER_MODE_HOST)
+    left, right = _layout(a), _layout(b)
+    shape = a.shape[0] if rows is None else a.shape[0] // rows.padded * rows.kept, b.shape[1]
+    out = a.new_empty(shape, dtype=out_dtype) if total is None else total
+    assert out.shape == shape and out.is_contiguous() and out.dtype == out_dtype
+    cuda.gpu.call(_multiply, out, left, right, alpha, total is not None, rows)
     return out
 
 
-def _layout(x: Tensor) -> tuple[Tensor, int, int]:
+def _multiply(
+    out: Tensor, left: Matrix, right: Matrix, alpha: Tensor | None, accumulate: bool, rows: RowGroups | None
+) -> None:
+    """Write the product into `out`, or add it."""
+    (a, op_a, stride_a), (b, op_b, stride_b), library = left, right, _cublas()
+    if library is None or not a.numel() or not b.numel():
+        product = torch.mm(a, b, out_dtype=torch.float32)
+        product = (product if alpha is None else product.mul_(alpha)).to(out.dtype)
+        result = added(product, out if accumulate else None, rows)
+        if not accumulate:
+            out.copy_(result)
+        return
+    # cuBLAS is column-major: it computes out^T = b^T a^T, and a row-major matrix is its own transpose there.
+    (num_rows, inner), columns = a.shape, b.shape[1]
+    one, zero = _constants(a.device)
+    kind = _R_16BF if out.dtype == torch.bfloat16 else _R_32F
+    factors = (one if alpha is None else alpha).data_ptr(), (one if accumulate else zero).data_ptr()
+    handle = torch.cuda.current_blas_handle()
+    _check(library.cublasSetPointerMode_v2(handle, _POINTER_MODE_DEVICE), "cublasSetPointerMode")
+    try:
+        # PyTorch sets the math mode itself each time that it takes the handle.
+        _check(library.cublasSetMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
+        if rows is None:
+            status = library.cublasGemmEx(
+                handle, op_b, op_a, columns, num_rows, inner, factors[0],
+                b.data_ptr(), _R_16BF, stride_b, a.data_ptr(), _R_16BF, stride_a,
+                factors[1], out.data_ptr(), kind, columns, _COMPUTE_32F, _GEMM_DEFAULT,
+            )  # fmt: skip
+        else:
+            of_group = rows.padded * (stride_a if op_a == _OP_N else 1)
+            status = library.cublasGemmStridedBatchedEx(
+                handle, op_b, op_a, columns, rows.kept, inner, factors[0],
+                b.data_ptr(), _R_16BF, stride_b, 0, a.data_ptr(), _R_16BF, stride_a, of_group,
+                factors[1], out.data_ptr(), kind, columns, rows.kept * columns, num_rows // rows.padded,
+                _COMPUTE_32F, _GEMM_DEFAULT,
+            )  # fmt: skip
+        _check(status, "cublasGemmEx" if rows is None else "cublasGemmStridedBatchedEx")
+    finally:
+        library.cublasSetPointerMode_v2(handle, _POINTER_MODE_HOST)
+
+
+def _layout(x: Tensor) -> Matrix:
     """The matrix, its operation and its leading dimension as cuBLAS wants them for a row-major reader."""
     rows, columns = x.shape
     if x.stride(1) == 1 and x.stride(0) >= columns:

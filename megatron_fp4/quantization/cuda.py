@@ -14,8 +14,8 @@ import importlib.util
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -162,6 +162,16 @@ class NvidiaGPU:
         if not left:
             left.extend(torch.zeros(_ZEROS, 4, dtype=torch.int32, device=device)[:, :2].unbind())
         return left.pop()
+
+    def multiplies(self, x: Tensor) -> bool:
+        """Whether cuBLAS multiplies `x`."""
+        return x.is_cuda
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call what computes on the device of the first argument."""
+        device = arguments[0].device
+        with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+            function(*arguments)
 
     def start(
         self, kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]

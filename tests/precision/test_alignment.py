@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
-from megatron_fp4.planning.dry_run import fake_ranks
+from megatron_fp4.planning.dry_run import fake_ranks, planned_gpu
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
@@ -31,7 +31,6 @@ from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, swit
 from megatron_fp4.precision.support import check_sizes, first_refusal
 from models.hybrid import build_model
 from tests.composing import CONFIGS, composed, validate
-from tests.planning.gpu_path import without_launches
 from tests.precision import reference as ref
 from tests.recipes import changed
 
@@ -80,7 +79,7 @@ def compute(backend: Backend, taken: Mapping[str, Recipe], tensor: int) -> None:
     turns."""
     with fake_ranks(tensor):
         layers = linears(tensor)
-        with FakeTensorMode(), without_launches():
+        with FakeTensorMode(), planned_gpu():
             for (i, name), (j, ((outputs, inputs), context)) in itertools.product(enumerate(taken), enumerate(layers)):
                 recipe, tokens = taken[name], TOKENS[(i + j) % 2]
                 if inputs % backend.alignment(recipe).inputs:

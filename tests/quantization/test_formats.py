@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_fp4.planning.dry_run import AllocatingGPU
+from megatron_fp4.planning.dry_run import AllocatingGPU, planned_gpu
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED, packed_weight, quantize_operand, side_of
 from megatron_fp4.precision.recipe import Operand
@@ -24,7 +24,6 @@ from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.rounding import rounding_key
-from tests.planning.gpu_path import without_launches
 
 ROOM = Path(cuda.__file__).parent
 ALONG = ("columns", "rows")
@@ -80,7 +79,7 @@ def signatures() -> dict[str, tuple[list[str], list[str]]]:
 def launches() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
     """The way of a GPU on fake tensors; kernels that would have started, with their arguments and constants."""
     started: list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]] = []
-    with FakeTensorMode(), without_launches(), mock.patch.object(AllocatingGPU, "start") as start:
+    with FakeTensorMode(), planned_gpu(), mock.patch.object(AllocatingGPU, "start") as start:
         start.side_effect = lambda kernel, _, arguments, constants: started.append((kernel, arguments, constants))
         yield started
 
