@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from data.storage import LocalFile, RemoteFile, is_url, side_by_side
+from data.storage import LocalFile, RemoteFile, is_url
 
 if TYPE_CHECKING:  # loader workers do without
     from data.tokenizer import TextTokenizer
@@ -60,7 +60,6 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 _CHECKED_BLOCKS, _CHECKED_BLOCKS_REMOTE = 16, 2
 _CHECKED_ENTRIES = 1024  # of each array, in a block
 _READ_AT_ONCE = 1 << 11  # documents among which one is looked for
-_READ_WHOLE = 1 << 16  # bytes of an index that is read in one piece, and checked whole
 INDEX_BLOCK = 1 << 20
 """Entries of an index that are computed, written or fully checked at once."""
 _IDENTITY_BLOCKS, _IDENTITY_BYTES = 16, 4096
@@ -221,8 +220,6 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, remote_cache: Path | None = None) -> None:
         self.prefix = str(prefix)
         self._index, self._tokens = (self._open(ending, remote_cache) for ending in (".idx", ".bin"))
-        # Thousands of small files: one read for all of the checks.
-        self._whole = self._index.read(0, self._index.size, alone=True) if self._index.size <= _READ_WHOLE else None
         self._opening = True
         self.dtype, self.num_sequences, self.num_documents = self._read_header()
         self._pointers_at = HEADER.size + 4 * self.num_sequences
@@ -240,10 +237,10 @@ class IndexedDataset:
         if ends != [0, self.num_sequences]:
             raise self._damaged(f"has a document index from {ends[0]} to {ends[1]} over {self.num_sequences} sequences")
         blocks = _CHECKED_BLOCKS_REMOTE if is_url(self.prefix) else _CHECKED_BLOCKS
-        self.check_index(_CHECKED_ENTRIES, blocks if self._whole is None else None)
+        self.check_index(_CHECKED_ENTRIES, blocks)
         if self._num_bytes == 0:
             raise ValueError(f"{self}.idx holds no tokens, only empty sequences; prepare the dataset again")
-        self._whole, self._opening = None, False
+        self._opening = False
         self.num_tokens = self._num_bytes // self.dtype.itemsize
         if self._tokens.size != self._num_bytes:
             raise ValueError(
@@ -373,8 +370,6 @@ class IndexedDataset:
         return np.frombuffer(self._bytes(self._entries_at + 8 * first, 8 * (last - first)), "<i8")
 
     def _bytes(self, offset: int, length: int) -> bytes:
-        if self._whole is not None:
-            return self._whole[offset : offset + length]
         return self._index.read(offset, length, alone=self._opening)
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
@@ -448,11 +443,9 @@ class Concatenation:
 
     def identity(self) -> str:
         """`parts-1:` and a sha256 of the parts' sizes and identities in order."""
-        different = {id(part): part for part in self.parts}
-        found = dict(zip(different, side_by_side(lambda part: part.identity(), different.values()), strict=True))
         digest = hashlib.sha256()
         for part in self.parts:
-            digest.update(f"{part.num_tokens} {found[id(part)]}\n".encode())
+            digest.update(f"{part.num_tokens} {part.identity()}\n".encode())
         return f"parts-1:{digest.hexdigest()}"
 
 

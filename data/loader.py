@@ -26,7 +26,6 @@ import torch
 from data.megatron_order import MegatronSchedule
 from data.order import Growth, Samples, Window
 from data.schedule import PhaseSchedule
-from data.storage import side_by_side
 from data.workers import LoaderError, MicroBatchReader, Prefetcher, stacked
 
 _STEPS_AHEAD = 2
@@ -190,8 +189,6 @@ class MicroBatchLoader:
         """What identifies the data of this run: JSON types, and nothing of where files lie."""
         # Where other data was allowed, one of the past may be gone.
         used = [self.sources[name] for name in self.schedule.source_names if name in self.sources]
-        # An object of a store takes a while to name itself, and then knows.
-        side_by_side(lambda part: part.identity(), {id(part): part for s in used for part in s.stream.parts}.values())
         found = {
             "format": _FORMAT,
             "seed": used[0].seed,

@@ -174,6 +174,7 @@ def open_indexed(
                 raise type(error)(f"{key}.{name}: {error}") from error
             if opened is not None:
                 _check_tokenizer(f"{key}.{name}", dataset, opened, tokenizer)
+            dataset.identity()  # which takes a while in a store, and is kept
             return dataset
 
         datasets = dict(zip(files, side_by_side(open_one, files), strict=True))

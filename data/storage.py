@@ -186,10 +186,10 @@ class RemoteFile:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, offset: int, length: int, alone: bool = False) -> bytes:
-        """Bytes [offset, offset + length). alone: fetched and kept without the rest of their block; checks and
-        identities look at the same few ranges at each start."""
+        """Bytes [offset, offset + length). alone: of an object of several blocks fetched and kept without the rest of
+        theirs; checks and identities look at the same few ranges at each start."""
         end = offset + length
-        if alone:
+        if alone and self.size > BLOCK_BYTES:
             return self._piece(self._folder / f"{offset}-{length}", offset, end, offset, end)
 
         def part(block: int) -> bytes:

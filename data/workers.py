@@ -3,8 +3,7 @@
 A worker is a child of the rank in a fresh interpreter, not a fork of it: a rank has threads, locks and a GPU context,
 none of which survives a fork well, and handlers that save checkpoints on signals, which a worker must not have. It
 imports no torch. It gets a file with the pickled MicroBatchReader, and by a pipe the first samples of the micro-batches
-to read, every W-th of W workers; by another it answers each with a Window, or with an exception and its traceback as
-text.
+to read, every W-th of W workers; by another it answers each with a Window, or with the exception that it met.
 
 Workers keep nothing: they are ended by SIGKILL, by the rank or, if that is killed, by the kernel. A worker alone holds
 its end of the pipe, so when it dies, whenever that is, the rank reads the pipe's end.
@@ -73,13 +72,6 @@ def stacked(rows: Sequence[Window]) -> Window:
 
 class LoaderError(RuntimeError):
     """A loader worker died, or none delivers any more."""
-
-
-class WorkerTracebackError(Exception):
-    """The cause of an error that a worker met: where it was there, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 T = TypeVar("T")
@@ -200,10 +192,10 @@ class _Worker:
             found = self.answers.recv()
         except (EOFError, OSError):  # the latter in the middle of an answer
             raise self._lost() from None
-        if isinstance(found, Window):
-            return found
-        error, text = found
-        raise error from WorkerTracebackError(f"in {self}:\n{text}")
+        if isinstance(found, Exception):
+            found.add_note(f"It met this in {self}.")
+            raise found
+        return found
 
     def _lost(self) -> LoaderError:
         return LoaderError(f"{self} {self.end(0.0 if self.given_up else _SECONDS_TO_DIE)}")
@@ -271,14 +263,15 @@ def _work(reader: MicroBatchReader, wanted: Connection, answers: Connection) -> 
         reading.append([pool.submit(read) for read in reader.reads(first)])
 
 
-def _as_sent(error: Exception) -> tuple[Exception, str]:
-    """The error and its traceback as text; a RuntimeError of its words if it does not pickle."""
-    text = "".join(traceback.format_exception(error))
+def _as_sent(error: Exception) -> Exception:
+    """The error, its traceback as a note; a RuntimeError of its words if it does not pickle."""
+    where = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))  # some exceptions pickle and do not unpickle
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    return error, text
+    error.add_note(where)
+    return error
 
 
 if __name__ == "__main__":

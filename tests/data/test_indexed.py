@@ -150,7 +150,6 @@ def test_a_fault_that_opening_does_not_look_at(
 ) -> None:
     """The full check finds it, and so does who reads there."""
     monkeypatch.setattr(data.indexed, "_CHECKED_ENTRIES", 2)
-    monkeypatch.setattr(data.indexed, "_READ_WHOLE", 0)
     put(offset, content)(prefix)
     dataset = IndexedDataset(prefix)
     with pytest.raises(ValueError, match=message):

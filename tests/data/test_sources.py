@@ -126,7 +126,6 @@ def test_files_are_opened_side_by_side_and_the_first_wrong_one_is_named(
 def test_opening_looks_at_a_large_index_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At few places: a start from thousands of files shall not take minutes."""
     last, seen = write_random(tmp_path / "web", 5000).num_documents - 1, Counter[int]()
-    monkeypatch.setattr("data.indexed._READ_WHOLE", 0)
     monkeypatch.setattr("data.indexed._CHECKED_ENTRIES", 1)
     monkeypatch.setattr(IndexedDataset, "_checked_entries", lambda _, first, end: seen.update([first]))
     open_indexed(1000, {"web": "web"})

@@ -123,7 +123,8 @@ def test_what_a_worker_meets_is_raised_in_its_rank(error: Exception, raised: str
     with pytest.raises(Exception) as at:
         list(a_loader(SteeredStream(fails_at=40, error=error)).steps(0, 50))
     assert f"{type(at.value).__name__}: {at.value}".startswith(raised)
-    assert "in worker 0 (process" in str(at.value.__cause__) and "raise self.error" in str(at.value.__cause__)
+    where, worker = at.value.__notes__
+    assert "raise self.error" in where and worker.startswith("It met this in worker 0 (process")
 
 
 def test_workers_are_whole_steps_ahead_and_no_further(tmp_path: Path) -> None:
