@@ -12,6 +12,8 @@
     i64[D+1]  document index: document d is the sequences [index[d], index[d + 1])
     i8[S]     modes; only in multimodal data, accepted and not used
 
+`<prefix>.json`, which others need not have, says what is known of the pair.
+
 Sequences lie in `.bin` back to back, so a dataset is also one stream of tokens, from which samples are cut (order.py).
 Nothing here is proportional to the index in memory: a billion documents are 20 GB of it. Opening checks the header, the
 size, both ends and evenly spaced blocks; `prepare_data.py check` looks at every byte. Files written here open in
@@ -190,21 +192,6 @@ def dtype_for_vocabulary(vocab_size: int) -> np.dtype[Any]:
     """Megatron's rule: uint16 for a vocabulary below 65500 tokens, else int32."""
     assert vocab_size >= 1, vocab_size
     return DTYPE_CODES[8] if vocab_size < 65500 else DTYPE_CODES[4]
-
-
-def index_path(prefix: str | Path) -> Path:
-    """`<prefix>.idx`; the prefix may itself contain dots."""
-    return Path(f"{prefix}.idx")
-
-
-def tokens_path(prefix: str | Path) -> Path:
-    """`<prefix>.bin`."""
-    return Path(f"{prefix}.bin")
-
-
-def facts_path(prefix: str | Path) -> Path:
-    """Of what is known of a pair; optional for those who read it."""
-    return Path(f"{prefix}.json")
 
 
 class IndexedDataset:
@@ -528,8 +515,9 @@ def write_dataset(
     kept = np.dtype(dtype).newbyteorder("<")
     limits = np.iinfo(kept)
     lengths = array("i")  # 4 bytes a document
-    index_path(prefix).unlink(missing_ok=True)
-    with open(tokens_path(prefix), "wb") as file:
+    index = Path(f"{prefix}.idx")
+    index.unlink(missing_ok=True)
+    with open(f"{prefix}.bin", "wb") as file:
         for document in documents:
             values = np.asarray(document)
             assert values.ndim == 1 and values.size and values.dtype.kind in "iu", (prefix, values.shape)
@@ -539,4 +527,4 @@ def write_dataset(
         file.flush()
         os.fsync(file.fileno())
     assert lengths, f"{prefix}: an empty dataset cannot be read back"
-    write_index(index_path(prefix), kept, [(np.frombuffer(lengths, dtype=np.int32), None)])
+    write_index(index, kept, [(np.frombuffer(lengths, dtype=np.int32), None)])

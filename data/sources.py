@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from data.indexed import Concatenation, DataBundle, IndexedDataset, TokenSource, facts_path
+from data.indexed import Concatenation, DataBundle, IndexedDataset, TokenSource
 from data.storage import is_url, list_objects, side_by_side, url_problem
 from data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -187,7 +187,7 @@ def open_indexed(
 def _check_tokenizer(key: str, dataset: IndexedDataset, opened: TextTokenizer, path: str | Path | None) -> None:
     """Raise ValueError if a file's facts name another tokenizer than `opened`; Megatron's files have no facts."""
     try:
-        made_with = json.loads(facts_path(str(dataset)).read_bytes())["tokenizer"]["fingerprint"]
+        made_with = json.loads(Path(f"{dataset}.json").read_bytes())["tokenizer"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if made_with != opened.fingerprint():

@@ -13,11 +13,12 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from data.indexed import IndexedDataset, TokenRange, TokenSource, check_ids, document_numbers, facts_path
+from data.indexed import IndexedDataset, TokenRange, TokenSource, check_ids, document_numbers
 from data.loader import MicroBatch
 from data.order import num_windows
 
@@ -134,7 +135,7 @@ def bytes_per_token(stream: TokenSource) -> float | None:
         if not isinstance(part, IndexedDataset):
             return None
         try:
-            facts = json.loads(facts_path(part.prefix).read_bytes())
+            facts = json.loads(Path(f"{part.prefix}.json").read_bytes())
             if facts["tokens"] != part.num_tokens or facts["text_bytes"] <= 0:
                 return None
             text_bytes += facts["text_bytes"]

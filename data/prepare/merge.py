@@ -15,16 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from data.indexed import (
-    HEADER,
-    INDEX_BLOCK,
-    IndexedDataset,
-    document_at,
-    facts_path,
-    index_path,
-    tokens_path,
-    write_index,
-)
+from data.indexed import HEADER, INDEX_BLOCK, IndexedDataset, document_at, write_index
 from data.prepare.prepare import WorkFolder, refuse_existing, write_facts
 from data.prepare.tokenize import SplitCount
 from data.storage import is_url
@@ -47,7 +38,7 @@ def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) 
     for pair in pairs:
         if pair.has_modes:
             raise ValueError(f"{pair}.idx has modes of sequences (multimodal data), which cannot be merged here")
-    facts = [_facts(prefix) for prefix in prefixes if facts_path(prefix).is_file()]
+    facts = [_facts(prefix) for prefix in prefixes if Path(f"{prefix}.json").is_file()]
     if len({pair.dtype for pair in pairs}) > 1:
         types = ", ".join(f"{pair} {pair.dtype.name}" for pair in pairs)
         raise ValueError(f"the pairs hold different types of tokens ({types}); prepare them with one tokenizer")
@@ -64,18 +55,18 @@ def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) 
     work = WorkFolder(output, {"merge of": [str(Path(prefix).resolve()) for prefix in prefixes]})
     with work.kept_if_saved():
         if not work.state.published:
-            refuse_existing([index_path(output), tokens_path(output), facts_path(output)])
+            refuse_existing([Path(f"{output}.{ending}") for ending in ("idx", "bin", "json")])
             if not facts:
                 report(f"not every pair has a .json: tokenizers were not compared, and {output}.json is not written")
             _write(pairs, work.path, count, facts)
-        of_facts = {"train.json": facts_path(output)} if facts else {}
-        work.publish({**of_facts, "train.bin": tokens_path(output), "train.idx": index_path(output)})
+        endings = ("json", "bin", "idx") if facts else ("bin", "idx")
+        work.publish({f"train.{ending}": Path(f"{output}.{ending}") for ending in endings})
     return count
 
 
 def _facts(prefix: str) -> dict[str, Any]:
     try:
-        facts = json.loads(facts_path(prefix).read_bytes())
+        facts = json.loads(Path(f"{prefix}.json").read_bytes())
         facts["tokenizer"]["fingerprint"], facts["text_bytes"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{prefix}.json is damaged; remove it to merge without its facts") from error
@@ -86,13 +77,13 @@ def _write(pairs: Sequence[IndexedDataset], folder: Path, count: SplitCount, fac
     files = {"bin": folder / "train.bin", "idx": folder / "train.idx"}
     with open(files["bin"], "wb") as target:
         for pair in pairs:
-            with open(tokens_path(pair.prefix), "rb") as source:
+            with open(f"{pair}.bin", "rb") as source:
                 shutil.copyfileobj(source, target, _COPY_BYTES)
     if files["bin"].stat().st_size != count.tokens * pairs[0].dtype.itemsize:
         raise ValueError("one of the pairs changed while it was read; merge again")
 
     def index_of(pair: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
-        path, sequences = index_path(pair.prefix), pair.num_sequences
+        path, sequences = f"{pair}.idx", pair.num_sequences
         lengths = np.memmap(path, "<i4", "r", HEADER.size, (sequences,))
         # After lengths, pointers, and the first entry, 0.
         return lengths, np.memmap(path, "<i8", "r", HEADER.size + 12 * sequences + 8, (pair.num_documents,))
@@ -136,7 +127,7 @@ def check_whole(prefix: str | Path, vocab_size: int | None = None) -> str:
             )
         smallest, largest = min(smallest, low), max(largest, high)
     found = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, ids {smallest} to {largest}"
-    if is_url(str(prefix)) or not facts_path(prefix).exists():
+    if is_url(str(prefix)) or not Path(f"{prefix}.json").exists():
         return found
     _compare_facts(dataset, digest.hexdigest())
     return f"{found}, as its .json says"
@@ -145,11 +136,11 @@ def check_whole(prefix: str | Path, vocab_size: int | None = None) -> str:
 def _compare_facts(dataset: IndexedDataset, digest: str) -> None:
     """Raise ValueError where the dataset, whose `.bin` has this sha256, is not what its facts say."""
     try:
-        facts = dict(json.loads(facts_path(dataset.prefix).read_text(encoding="utf-8")))
+        facts = dict(json.loads(Path(f"{dataset}.json").read_bytes()))
         facts |= dict(facts.get("sha256", {}))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{dataset}.json does not hold facts by name ({error}); restore or delete it") from error
-    with open(index_path(dataset.prefix), "rb") as file:
+    with open(f"{dataset}.idx", "rb") as file:
         of_index = hashlib.file_digest(file, "sha256").hexdigest()
     found = {"documents": dataset.num_documents, "tokens": dataset.num_tokens, "bin": digest, "idx": of_index}
     for name, actual in found.items():

@@ -37,7 +37,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.indexed import dtype_for_vocabulary, facts_path, index_path, tokens_path, write_index
+from data.indexed import dtype_for_vocabulary, write_index
 from data.prepare.readers import Part, Task
 from data.prepare.tokenize import (
     REPORTED_RECORDS,
@@ -175,8 +175,8 @@ def prepare(
     # end, without which there is no dataset.
     renamings = {"tokenizer.json": new.path} if new else {}
     for split in reversed(splits):
-        for ending, path in (("json", facts_path), ("bin", tokens_path), ("idx", index_path)):
-            renamings[f"{split}.{ending}"] = path(prefix_of(output, split))
+        for ending in ("json", "bin", "idx"):
+            renamings[f"{split}.{ending}"] = Path(f"{prefix_of(output, split)}.{ending}")
     with work.kept_if_saved():
         if not work.state.published:
             refuse_existing([*renamings.values()])

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data.indexed import HEADER, MAGIC, VERSION, index_path, tokens_path
+from data.indexed import HEADER, MAGIC, VERSION
 
 GOLDEN = Path(__file__).with_name("megatron_golden.json")
 VOCAB_SIZE = 60000
@@ -70,12 +70,12 @@ def lengths_of(case: Case, dataset: int) -> np.ndarray:
 def write_pair(prefix: Path, lengths: np.ndarray, first_token: int) -> None:
     """A `.bin`/`.idx` pair whose documents are up to three sequences; its tokens count up from first_token."""
     total = int(lengths.sum())
-    tokens_path(prefix).write_bytes(((np.arange(total) * 7 + first_token) % VOCAB_SIZE).astype("<u2").tobytes())
+    Path(f"{prefix}.bin").write_bytes(((np.arange(total) * 7 + first_token) % VOCAB_SIZE).astype("<u2").tobytes())
     pointers = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))[:-1]]) * 2
     documents = np.append(np.arange(0, len(lengths), 3), len(lengths)).astype("<i8")
     header = HEADER.pack(MAGIC, VERSION, 8, len(lengths), len(documents))
     parts = [lengths.astype("<i4"), pointers.astype("<i8"), documents]
-    index_path(prefix).write_bytes(header + b"".join(part.tobytes() for part in parts))
+    Path(f"{prefix}.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
 
 
 def write_datasets(case: Case, folder: Path) -> list[Path]:
