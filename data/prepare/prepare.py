@@ -60,7 +60,7 @@ SAVE_SECONDS = 30.0
 CLEAR_AFTER_RECORDS = 1000
 _FACTS_FORMAT = 1
 # Of the work folder: raise it when the tasks of an input are cut otherwise, or a file there means something else.
-_WORK_FORMAT = 3
+_WORK_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,13 @@ class NewTokenizer:
 @dataclass
 class State:
     """What of a work folder counts: `tasks` tasks of part number `part`, and all of those before it. settings: what
-    shapes the output. stamps: of each part. sizes: bytes by name of a file."""
+    shapes the output. stamps: of each part."""
 
     settings: dict[str, Any]
     stamps: list[list[Any]] = field(default_factory=list)
     part: int = 0
     tasks: int = 0
     counts: dict[str, SplitCount] = field(default_factory=lambda: {split: SplitCount() for split in SPLITS})
-    sizes: dict[str, int] = field(default_factory=dict)
     malformed: dict[str, int] = field(default_factory=dict)
     reported: int = 0
     empty: int = 0
@@ -236,8 +235,9 @@ def _encode(
             name = parts[number].files[0] if number < len(parts) and parts[number].files else "the list of inputs"
             raise ValueError(f"{name} has changed since it was prepared; remove {work.path} to begin again")
     state.stamps = stamps
-    work.open(splits)
-    encoder = Encoder(tokenizer, dtype_for_vocabulary(tokenizer.vocab_size), options)
+    dtype = dtype_for_vocabulary(tokenizer.vocab_size)
+    work.open(splits, dtype.itemsize)
+    encoder = Encoder(tokenizer, dtype, options)
     starts = list(accumulate((size for size, _ in stamps), initial=0))
 
     def tasks() -> Iterator[tuple[tuple[int, int, int], Task]]:
@@ -332,23 +332,20 @@ class WorkFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._state_file = self.path / "state.json"
         self._files: dict[str, BinaryIO] = {}
-        self._lock = open(self.path / "lock", "w")  # noqa: SIM115 - held until close
-        try:
+        with contextlib.ExitStack() as opened:
+            lock = opened.enter_context(open(self.path / "lock", "w"))
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError) as error:  # the latter on network file systems
                 raise ValueError(f"another command is preparing {output} right now; wait for it, or stop it") from error
-            self.saved = self._state_file.is_file()
             self.state = State(json.loads(json.dumps(settings)))
-            if self.saved:
+            if self._state_file.is_file():
                 self._resume()
             else:  # new, or a kill came before anything was worth keeping
                 for file in self.path.iterdir():
                     if file.name != "lock":
                         file.unlink()
-        except BaseException:
-            self._lock.close()
-            raise
+            self._opened = opened.pop_all()
 
     def _resume(self) -> None:
         settings, again = self.state.settings, f"remove {self.path} to begin again"
@@ -374,14 +371,16 @@ class WorkFolder:
                 f"{again}"
             )
 
-    def open(self, splits: Sequence[str]) -> None:
+    def open(self, splits: Sequence[str], token_bytes: int) -> None:
         """Open the files of the splits, cut to what counts. Raises ValueError if they are shorter than that."""
-        for name in (f"{split}.{ending}" for split in splits for ending in ("bin", "lengths")):
-            file = self._files[name] = open(self.path / name, "ab")  # noqa: SIM115 - closed by close
-            counted = self.state.sizes.get(name, 0)
-            if file.tell() < counted:
-                raise ValueError(f"{file.name} was cut below {counted} bytes; remove {self.path} to begin again")
-            file.truncate(counted)
+        for split in splits:
+            count = self.state.counts[split]
+            for ending, counted in (("bin", count.tokens * token_bytes), ("lengths", count.documents * 4)):
+                path = self.path / f"{split}.{ending}"
+                file = self._files[path.name] = self._opened.enter_context(open(path, "ab"))  # noqa: SIM115
+                if file.tell() < counted:
+                    raise ValueError(f"{path} was cut below {counted} bytes; remove {self.path} to begin again")
+                file.truncate(counted)
 
     def add(self, part: int, tasks: int, encoded: Encoded) -> None:
         """Append the documents of a task, so that `tasks` tasks of this part are done."""
@@ -397,12 +396,10 @@ class WorkFolder:
 
     def save(self) -> None:
         """Make all of it count, whatever comes."""
-        for name, file in self._files.items():
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-            self.state.sizes[name] = os.fstat(file.fileno()).st_size
         _write_json(self._state_file, asdict(self.state))
-        self.saved = True
 
     @contextlib.contextmanager
     def kept_if_saved(self) -> Iterator[None]:
@@ -410,8 +407,8 @@ class WorkFolder:
         try:
             yield
         except BaseException:
-            self._close()
-            if not self.saved:
+            self._opened.close()
+            if not self._state_file.is_file():
                 shutil.rmtree(self.path)
             raise
 
@@ -426,12 +423,8 @@ class WorkFolder:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.rename(self.path / name, target)
                 _sync_folder(target.parent)
-        self._close()
+        self._opened.close()
         shutil.rmtree(self.path)
-
-    def _close(self) -> None:
-        for file in (*self._files.values(), self._lock):
-            file.close()
 
 
 def work_path(output: Path) -> Path:
