@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from megatron_fp4.precision.plan import LinearShape, Plan
 from megatron_fp4.precision.recipe import SLOTS_OF, Gemm, Operand, Recipe
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.rounding import E2M1_MAX
 
 # Of the peak that large GEMMs reach: BF16's is measured on an H200 (790 of 989 TFLOP/s); FP4's is from a linear of
 # NVIDIA's documentation of Transformer Engine (3.48 times BF16 on a B300, 4096 wide, its operands quantized before).
@@ -78,7 +77,7 @@ def _seconds_of_linear(gpu: Gpu, linear: LinearShape, recipe: Recipe, native: bo
 
 def _rate(gpu: Gpu, gemm: Gemm) -> float:
     """FLOP/s that a large GEMM reaches."""
-    kind = "fp4" if all(map(_in_4_bits, gemm.operands)) else "fp8"
+    kind = "fp4" if all(operand.in_4_bits for operand in gemm.operands) else "fp8"
     kind = kind if all(operand.quantized for operand in gemm.operands) else "bf16"
     return float(_REACHED[kind] * getattr(gpu, kind) * 1e12)
 
@@ -90,9 +89,5 @@ def _bytes_moved(uses: list[Operand]) -> float:
     if not quantized:
         return 0.0
     largest = 2.0 if any(format_of(use.format).tensor_scale for use in quantized) else 0.0
-    cast = 2.0 + sum((0.5 if _in_4_bits(use) else 1.0) + 1 / max(use.block) for use in quantized)
+    cast = 2.0 + sum((0.5 if use.in_4_bits else 1.0) + 1 / max(use.block) for use in quantized)
     return largest + cast * (_FOUR_OVER_SIX if any(use.four_over_six for use in quantized) else 1.0)
-
-
-def _in_4_bits(operand: Operand) -> bool:
-    return operand.quantized and format_of(operand.format).largest == E2M1_MAX

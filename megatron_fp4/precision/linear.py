@@ -64,8 +64,7 @@ from megatron_fp4.precision.recipe import (
     Recipe,
 )
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.rounding import E2M1_MAX, RoundingKey, rounding_key
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -352,8 +351,7 @@ class LinearCall:
             return self.recipe[WGRAD_ACTIVATION].source != "codes"
         operands = [self.recipe[slot] for slot in SLOTS_OF[tensor]]
         # Along its columns MS-EDEN's kernel makes values, not codes.
-        codes = all(operand.quantized and format_of(operand.format).largest == E2M1_MAX for operand in operands)
-        return codes and operands[0].rounding != "ms_eden"
+        return all(operand.in_4_bits for operand in operands) and operands[0].rounding != "ms_eden"
 
     def tokens_to_quantize(self, x: Tensor, tensor: str) -> Tensor:
         """The tokens of x (`activation`) or dy (`gradient`) that this rank quantizes: its slice, or all."""

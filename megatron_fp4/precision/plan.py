@@ -35,8 +35,6 @@ from megatron_fp4.config.precision_schema import (
     SwitchConfig,
 )
 from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT, Recipe, recipe_from_config, switched_recipe
-from megatron_fp4.quantization.formats import FORMATS
-from megatron_fp4.quantization.rounding import E2M1_MAX
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.backend import Backend
@@ -110,8 +108,7 @@ class Plan:
     @property
     def share_in_4_bits(self) -> float:
         """Weights of the plan's linears that fprop multiplies as E2M1 codes over all of them, 0..1."""
-        four_bits = {name for name, form in FORMATS.items() if form.largest == E2M1_MAX}
-        weights = [row.linear.parameters for row in self.rows if row.recipe[FPROP_WEIGHT].format in four_bits]
+        weights = [row.linear.parameters for row in self.rows if row.recipe[FPROP_WEIGHT].in_4_bits]
         return sum(weights) / max(1, sum(row.linear.parameters for row in self.rows))
 
     def warning(self, name: str) -> str:

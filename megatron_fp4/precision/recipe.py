@@ -23,13 +23,12 @@ from megatron_fp4.config.precision_schema import (
     DgradConfig,
     FpropConfig,
     OperandConfig,
-    PrecisionConfig,
     RecipeConfig,
     SecondOperandConfig,
     WgradConfig,
 )
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.rounding import E2M1_MAX, RoundingKey
 from megatron_fp4.quantization.tensor import QuantizedTensor
 
 # The tensors that each GEMM multiplies: left, right.
@@ -90,6 +89,11 @@ class Operand:
     def quantized(self) -> bool:
         """Whether the tensor is quantized; else it is multiplied in the compute dtype."""
         return self.format != "bf16"
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether its codes are E2M1."""
+        return self.quantized and format_of(self.format).largest == E2M1_MAX
 
     @property
     def drawn(self) -> bool:
@@ -201,7 +205,7 @@ class Recipe:
 BF16 = Recipe()
 
 
-def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
+def recipe_from_config(config: RecipeConfig) -> Recipe:
     """The recipe of a precision config or of an exception (which support.py has checked)."""
 
     def gemm(part: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str]) -> Gemm:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import attrgetter
 
 import torch
@@ -81,13 +81,11 @@ def recipes_by_key(precision: PrecisionConfig, key: str) -> dict[str, Recipe]:
     return {where: recipe_from_config(part) for where, part in _parts(precision, key)}
 
 
-def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
-    """`precision` itself, and for each exception what `precision` would be with its recipe, all with their keys."""
-    found = [(key, precision)]
+def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, RecipeConfig]]:
+    """`precision` itself and the recipes of its exceptions, with their keys."""
+    found: list[tuple[str, RecipeConfig]] = [(key, precision)]
     for i, exception in enumerate(precision.exceptions):
-        recipe = recipe_of(exception)
-        taken = {field.name: getattr(recipe, field.name) for field in fields(RecipeConfig)}
-        found.append((f"{key}.exceptions[{i}].precision={exception.precision}: precision", replace(precision, **taken)))
+        found.append((f"{key}.exceptions[{i}].precision={exception.precision}: precision", recipe_of(exception)))
     return found
 
 
@@ -127,7 +125,7 @@ def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterato
     yield from _without_effect(precision, list(recipes.values()), key)
 
 
-def _operand(operand: OperandConfig, config: PrecisionConfig, slot: OperandSlot, key: str) -> Iterator[str]:
+def _operand(operand: OperandConfig, config: RecipeConfig, slot: OperandSlot, key: str) -> Iterator[str]:
     """Refusals of options that the operand's format does not have.
 
     MS-EDEN keeps the mean right, which the backward pass needs; in the forward pass rounding to nearest errs less. It
@@ -162,7 +160,7 @@ def _operand(operand: OperandConfig, config: PrecisionConfig, slot: OperandSlot,
             yield f"{given}.rounding=ms_eden does not go with {key}.{option}={other}; set {key}.{option}={value}"
 
 
-def _source(config: PrecisionConfig, key: str) -> Iterator[str]:
+def _source(config: RecipeConfig, key: str) -> Iterator[str]:
     """Refusals of a `source` that fprop's operand cannot be: both `forward` and `codes` start from its codes, made
     without a transform. `forward` quantizes their values, which BF16 has to hold exactly; `codes` takes them as they
     are, so all options must equal fprop's."""
