@@ -10,7 +10,7 @@ a recipe that ends `gap` nats above BF16 has the loss that BF16 has after fewer 
 
 The cost of a recipe is its price times its time of a token, both over BF16's. The gaps of sixty steps from a BF16
 checkpoint are smaller than those of whole runs: with `GROWTH` they become a range. A switch to BF16 for the last part
-of a run leaves `LEFT_BY_SWITCH` of the gap. Both are measured on hybrid_30m (docs/research.md), and no other model.
+of a run leaves `LEFT_BY_SWITCH` of the gap. Both are measured on hybrid_30m (docs/results.md), and no other model.
 """
 
 from __future__ import annotations
