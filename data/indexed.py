@@ -259,11 +259,6 @@ class IndexedDataset:
         size = self.dtype.itemsize
         return np.frombuffer(self._tokens.read(start * size, length * size), self.dtype)
 
-    def document(self, document: int) -> np.ndarray:
-        """All tokens of one document."""
-        start, end = self.document_offsets(document, document + 1).tolist()
-        return self.tokens(start, end - start)
-
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         assert 0 <= first <= last <= self.num_documents, (self.prefix, first, last)
         entries = self._checked_entries(first, last)

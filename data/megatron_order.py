@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from data.indexed import DataBundle, TokenRange, TokenSource
-from data.order import Growth, Samples, Window
+from data.order import Samples, Window
 from data.schedule import Location, Phase, PhaseSchedule, SourceRange
 from data.storage import build_once, default_cache_dir
 
@@ -260,10 +260,6 @@ class MegatronSource(Samples):
         if (now := len(self.stream.parts)) > len(saved["files"]):  # another order
             return f"had {len(saved['files'])} files and now has {now}; with data.order=megatron none can be added"
         return super().replaces(saved)
-
-    def grown(self, growth: Sequence[Growth]) -> MegatronSource:
-        assert len(growth) == 1
-        return self
 
 
 @dataclass

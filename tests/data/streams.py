@@ -21,6 +21,12 @@ def write(
     return IndexedDataset(prefix)
 
 
+def document(dataset: IndexedDataset, number: int) -> list[int]:
+    """All tokens of one document."""
+    start, end = dataset.document_offsets(number, number + 1).tolist()
+    return dataset.tokens(start, end - start).tolist()
+
+
 def write_random(prefix: Path, num_tokens: int = 500) -> IndexedDataset:
     """Random documents of random lengths, others for another name."""
     rng = np.random.default_rng([num_tokens, *prefix.name.encode()])

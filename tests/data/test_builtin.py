@@ -23,6 +23,7 @@ from data.builtin import (
     paragraphs,
     split_documents,
 )
+from tests.data.streams import document
 
 
 def sentence(i: int) -> str:
@@ -72,7 +73,7 @@ def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> Non
             texts = [document.text for document in chosen if document.source == source]
             assert dataset.num_documents == len(texts)
             for i, text in enumerate(texts):
-                tokens = dataset.document(i).tolist()
+                tokens = document(dataset, i)
                 assert tokens[-1] == tokenizer.eod_id and tokenizer.eod_id not in tokens[:-1]
                 assert tokenizer.decode(tokens) == text
     Path(f"{corpus.train[CODE]}.idx").unlink()

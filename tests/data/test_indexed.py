@@ -17,7 +17,7 @@ import data.indexed
 from data.indexed import HEADER, MAGIC, Concatenation, IndexedDataset, TokenRange, dtype_for_vocabulary
 from data.prepare import merge
 from data.prepare.merge import check_whole
-from tests.data.streams import write
+from tests.data.streams import document, write
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
 
@@ -68,7 +68,7 @@ def test_documents_of_several_sequences_and_of_none(tmp_path: Path) -> None:
         for last in range(first, 6):
             assert dataset.document_offsets(first, last).tolist() == expected[first : last + 1]
     assert dataset.sequence_offsets(0, 3).tolist() == [0, 2, 2, 5]
-    assert [dataset.document(i).tolist() for i in range(5)] == [[0, 1], [], [2, 3, 4], [], []]
+    assert [document(dataset, i) for i in range(5)] == [[0, 1], [], [2, 3, 4], [], []]
 
 
 def put(offset: int, data: bytes, ending: str = ".idx") -> Callable[[Path], None]:
@@ -155,9 +155,9 @@ def test_a_fault_that_opening_does_not_look_at(
     with pytest.raises(ValueError, match=message):
         check_whole(prefix)
     if document is not None:
-        for read in (dataset.document, lambda d: dataset.document_offsets(d - 3, d + 3)):
+        for first, last in ((document, document + 1), (document - 3, document + 3)):
             with pytest.raises(ValueError, match=r"web\.idx .* damaged"):
-                read(document)
+                dataset.document_offsets(first, last)
 
 
 def test_every_token_and_fact_is_checked(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_a_concatenation_across_all_borders(tmp_path: Path) -> None:
     parts.append(parts[1])
     source = Concatenation(parts)
     stream = np.concatenate([part.tokens(0, part.num_tokens) for part in parts])
-    lengths = [len(part.document(i)) for part in parts for i in range(part.num_documents)]
+    lengths = [len(document(part, i)) for part in parts for i in range(part.num_documents)]
     offsets, count = [0, *np.cumsum(lengths).tolist()], len(lengths)
     assert (source.num_tokens, source.num_documents) == (205, count)
     for start in range(206):

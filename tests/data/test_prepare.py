@@ -35,7 +35,7 @@ from megatron_fp4.config.compose import compose_config
 from scripts import prepare_data
 from tests.data import killed
 from tests.data.megatron_cases import write_pair
-from tests.data.streams import write
+from tests.data.streams import document, write
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
@@ -58,7 +58,7 @@ def json_lines(path: Path, texts: Iterable[str]) -> Path:
 def documents(prefix: Path, tokenizer: TextTokenizer) -> list[str]:
     """The texts of a dataset; asserts that each document ends with the end of a document, and only there."""
     dataset = IndexedDataset(prefix)
-    ids = [dataset.document(d).tolist() for d in range(dataset.num_documents)]
+    ids = [document(dataset, d) for d in range(dataset.num_documents)]
     assert all(tokens.index(tokenizer.eod_id) == len(tokens) - 1 for tokens in ids)
     return [tokenizer.decode(tokens[:-1]) for tokens in ids]
 
@@ -390,7 +390,7 @@ def test_pairs_of_megatron_merge_too(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run("merge", "--inputs", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "all") == 0
     assert "not every pair has a .json" in capsys.readouterr().err
     pairs = [IndexedDataset(tmp_path / name) for name in ("a", "b", "all")]
-    each = [[pair.document(d).tolist() for d in range(pair.num_documents)] for pair in pairs]
+    each = [[document(pair, d) for d in range(pair.num_documents)] for pair in pairs]
     assert each[2] == each[0] + each[1] and list(map(len, each[2])) == [7, 0, 5, 3]
 
 
