@@ -10,7 +10,7 @@ as one that Megatron-LM loads on any mesh, and one of theirs as one of ours, wit
 
 An iteration is what torch.distributed.checkpoint writes: `.distcp` files, one torch.save after another, and
 `.metadata`, which says where which part of which tensor lies. Beside tensors Megatron keeps small objects, each a
-torch.save of a list. Parameters are read and written one at a time.
+torch.save of a list.
 
 An imported model's configuration is what shapes tell, and Megatron-LM's arguments in `common.pt` where they do not
 (heads, state groups, RoPE, the norm's eps). What neither tells, overrides have to say. Nothing that pickles name is
@@ -21,10 +21,8 @@ of which plain values are taken, and tensors with torch's `weights_only`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,16 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from data.tokenizer import TextTokenizer
 from exchange.architectures import ours_of, shape_of
@@ -63,11 +52,11 @@ from exchange.megatron_model import (
     settings_of,
 )
 from exchange.tokenizer import kept_tokenizer, tokenizer_files
-from exchange.weights_only import new_folder, write_weights_only
+from exchange.weights_only import new_folder, write_pieces, write_weights_only
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.checkpoint.shards import METADATA, StandIns, read_metadata
+from megatron_fp4.checkpoint.shards import METADATA, StandIns, Whole, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.runtime.revision import revision
@@ -75,7 +64,8 @@ from models.pattern import check_model
 
 COMMON, FORMAT, TRACKER = "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 TOKENIZER = "tokenizer"
-FILE_BYTES = 1 << 30
+OBJECT = "__1_0.distcp"
+"""The file of what all extra states are: nothing."""
 
 
 # Export
@@ -119,11 +109,9 @@ def export_megatron(
         "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": False},
     }
     described = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
     iteration = f"iter_{checkpoint.step:07d}"
     content: dict[str, str | bytes] = {
-        f"{iteration}/{COMMON}": buffer.getvalue(),
+        f"{iteration}/{COMMON}": _saved(common),
         f"{iteration}/{FORMAT}": json.dumps(described),
         TRACKER: str(checkpoint.step),
         "megatron_args.sh": as_shell(arguments),
@@ -132,59 +120,34 @@ def export_megatron(
     }
     with new_folder(output, checkpoint.folder) as staging:
         (staging / iteration).mkdir()
-        _write(staging / iteration, _pieces(checkpoint, dtype, progress))
+        size = files.write_file(staging / iteration / OBJECT, _saved([torch.empty(0, dtype=torch.uint8)])).size
+        objects = dict.fromkeys(extra_states(config), (OBJECT, 0, size))
+        write_pieces(staging / iteration, _pieces(checkpoint, dtype, progress), objects)
         for name, text in content.items():
             (staging / name).parent.mkdir(exist_ok=True)
             files.write_file(staging / name, text)
 
 
-def _pieces(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Everything in an iteration's `.distcp` files: key; a tensor, or a small object; of a tensor the shape of the
-    whole, and where it begins there."""
-    config = checkpoint.config.model
+def _saved(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _pieces(
+    checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
+) -> Iterator[tuple[Whole, Tensor, Sequence[int]]]:
+    """Of every tensor in an iteration's files, a layer at a time: the whole, values, and where in it they begin."""
     done, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
-    for parameter in parameters(config):
+    for parameter in parameters(checkpoint.config.model):
         values = checkpoint.tensor(parameter.name)
         for section in parameter.sections:
             piece = section.published(values).to(torch.float32 if section.fp32 else dtype)
             offsets = [0] * piece.dim()
             if parameter.layer is not None:
                 piece, offsets = piece[None], [parameter.layer[0], *offsets]
-            yield section.name, piece, parameter.stored_shape(section), offsets
+            yield Whole((section.name,), piece.dtype, parameter.stored_shape(section)), piece, offsets
         progress(done := done + values.numel(), total)
-    for key in extra_states(config):
-        yield key, [torch.empty(0, dtype=torch.uint8)], None, None
-
-
-def _write(folder: Path, pieces: Iterator[tuple[str, Any, Any, Any]]) -> None:
-    """The files of torch.distributed.checkpoint. Raises OSError."""
-    described: dict[str, STORAGE_TYPES] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    with contextlib.ExitStack() as stack:
-        number, file = 0, None
-        for key, value, shape, offsets in pieces:
-            if file is None or file.tell() >= FILE_BYTES:
-                name = f"__0_{number}.distcp"
-                number, file = number + 1, stack.enter_context(open(folder / name, "xb"))
-            index = MetadataIndex(key)
-            if shape is None:
-                described[key] = BytesStorageMetadata()
-            else:
-                index = MetadataIndex(key, torch.Size(offsets))
-                new = TensorStorageMetadata(TensorProperties(value.dtype), torch.Size(shape), [])
-                whole = described.setdefault(key, new)
-                assert isinstance(whole, TensorStorageMetadata)
-                whole.chunks.append(ChunkStorageMetadata(torch.Size(offsets), value.shape))
-                if value.untyped_storage().nbytes() != value.nbytes:  # torch.save writes storages whole
-                    value = value.clone()
-            start = file.tell()
-            try:
-                torch.save(value, file)
-            except RuntimeError as error:  # what torch makes of a full disk
-                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-            places[index] = _StorageInfo(name, start, file.tell() - start)
-    content = Metadata(described, {key: (key,) for key in described}, places, version="1.0.0")
-    files.write_file(folder / METADATA, pickle.dumps(content))
 
 
 def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -> str:

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.schema import Config
 from megatron_fp4.runtime.revision import revision
 
-_FILE_BYTES = 1 << 30
+FILE_BYTES = 1 << 30
 _LOCK = ".being_written"
 
 
@@ -88,39 +88,21 @@ def write_weights_only(
     tokenizer: str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write `folder`, which must not exist, whole or not at all; a GiB of tensors and the next of them are in memory at
-    a time.
+    """Write `folder`, which must not exist, whole or not at all.
 
     config: of a run of this model. tensors: parameters by our names, FP32 on the CPU, in our row order. imported: where
     the weights come from, of JSON types, for the trainer state. tokenizer: its fingerprint if it is known. extra_files:
     name -> content, kept beside.
     Raises ValueError if it exists, OSError, and what `tensors` raises.
     """
-    records: dict[str, files.FileRecord] = {}
-    pieces: dict[str, list[Piece]] = {}
-    wholes: list[Whole] = []
-    waiting: list[OwnPiece] = []
+    parameters = (
+        (Whole(("model", name), torch.float32, tuple(values.shape)), values, (0,) * values.dim())
+        for name, values in tensors
+    )
     with new_folder(folder) as staging:
-
-        def flush() -> None:
-            name = f"__0_{len(records)}.distcp"
-            written = write_shard(staging / name, waiting, lambda: False)
-            records[name], pieces[name] = written.record, written.layout
-            waiting.clear()
-
-        for name, values in tensors:
-            assert values.dtype == torch.float32, name
-            if waiting and sum(p.values.nbytes for p in waiting) + values.nbytes > _FILE_BYTES:
-                flush()
-            waiting.append(OwnPiece(len(wholes), (0,) * values.dim(), tuple(values.shape), values))
-            wholes.append(Whole(("model", name), torch.float32, tuple(values.shape)))
-        flush()
+        records = write_pieces(staging, parameters)
         trainer = {"version": __version__, "commit": revision(), "config": as_saved(config), "imported": dict(imported)}
-        content: dict[str, str | bytes] = {
-            **(extra_files or {}),
-            files.TRAINER: json.dumps(trainer, indent=1),
-            METADATA: metadata_of(wholes, pieces),
-        }
+        content: dict[str, str | bytes] = {**(extra_files or {}), files.TRAINER: json.dumps(trainer, indent=1)}
         for name, text in content.items():
             records[name] = files.write_file(staging / name, text)
         manifest = files.Manifest(
@@ -135,3 +117,36 @@ def write_weights_only(
             weights_only=True,
         )
         files.write_manifest(staging, manifest)
+
+
+def write_pieces(
+    folder: Path,
+    pieces: Iterable[tuple[Whole, Tensor, Sequence[int]]],
+    objects: Mapping[str, tuple[str, int, int]] | None = None,
+) -> dict[str, files.FileRecord]:
+    """Write tensors into `folder` as torch.distributed.checkpoint has them; returns the records of the files. A GiB of
+    tensors and the next of them are in memory at a time.
+
+    pieces: the whole, part of its values, and where in it they begin. objects: as `metadata_of` takes them.
+    Raises OSError.
+    """
+    records: dict[str, files.FileRecord] = {}
+    layout: dict[str, list[Piece]] = {}
+    numbers: dict[Whole, int] = {}
+    waiting: list[OwnPiece] = []
+
+    def flush() -> None:
+        name = f"__0_{len(records)}.distcp"
+        written = write_shard(folder / name, waiting, lambda: False)
+        records[name], layout[name] = written.record, written.layout
+        waiting.clear()
+
+    for whole, values, offsets in pieces:
+        assert values.dtype == whole.dtype, whole.name
+        if waiting and sum(piece.values.nbytes for piece in waiting) + values.nbytes > FILE_BYTES:
+            flush()
+        number = numbers.setdefault(whole, len(numbers))
+        waiting.append(OwnPiece(number, tuple(offsets), tuple(values.shape), values))
+    flush()
+    records[METADATA] = files.write_file(folder / METADATA, metadata_of([*numbers], layout, objects))
+    return records

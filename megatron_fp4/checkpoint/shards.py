@@ -410,8 +410,13 @@ def load_checkpoint(
 # What lies where
 
 
-def metadata_of(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]]) -> bytes:
-    """The content of `.metadata`. pieces: of each file, by its name.
+def metadata_of(
+    tensors: Sequence[Whole],
+    pieces: Mapping[str, Sequence[Piece]],
+    objects: Mapping[str, tuple[str, int, int]] | None = None,
+) -> bytes:
+    """The content of `.metadata`. pieces: of each file, by its name. objects: what else others look for by a name: in
+    which file, where and how long.
 
     Raises ValueError unless the pieces make up every tensor.
     """
@@ -427,12 +432,16 @@ def metadata_of(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]])
     for tensor, count in zip(tensors, written, strict=True):
         if count != math.prod(tensor.shape):
             raise ValueError(f"{count} of {math.prod(tensor.shape)} elements of {tensor.name} were written")
+    described: dict[str, metadata.STORAGE_TYPES] = {
+        tensor.name: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), of_tensor)
+        for tensor, of_tensor in zip(tensors, chunks, strict=True)
+    }
+    for name, place in (objects or {}).items():
+        described[name] = metadata.BytesStorageMetadata()
+        storage[MetadataIndex(name)] = filesystem._StorageInfo(*place)
     content = Metadata(
-        state_dict_metadata={
-            tensor.name: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), of_tensor)
-            for tensor, of_tensor in zip(tensors, chunks, strict=True)
-        },
-        planner_data={tensor.name: tensor.path for tensor in tensors},
+        state_dict_metadata=described,
+        planner_data={name: (name,) for name in objects or ()} | {tensor.name: tensor.path for tensor in tensors},
         storage_data=storage,
         version="1.0.0",  # torch's, of the format
     )

@@ -53,7 +53,7 @@ def test_transformers_computes_and_writes_the_same_and_what_comes_back_is_what_w
     name: str, tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("exchange.hf_export.SHARD_BYTES", 30_000)
-    monkeypatch.setattr("exchange.weights_only._FILE_BYTES", 4096)
+    monkeypatch.setattr("exchange.weights_only.FILE_BYTES", 4096)
     tokenizer = train_tokenizer(TEXTS, 280) if name == "hybrid" else None
     model, folder = exported(tmp_path, name, mesh, tokenizer=tokenizer)
     tokens, _ = tokens_and_targets(CASES[name], batch=2, length=45)

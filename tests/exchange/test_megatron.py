@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from data.tokenizer import train_tokenizer
-from exchange import megatron
+from exchange import weights_only
 from exchange.architectures import shape_of
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf_export import sequence_length
@@ -109,7 +109,7 @@ def test_there_and_back(
     case: str, dtype: torch.dtype, checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The same masters from FP32, the same BF16 weights from BF16; and the same settings, without a word."""
-    monkeypatch.setattr(megatron, "FILE_BYTES", 50_000)
+    monkeypatch.setattr(weights_only, "FILE_BYTES", 50_000)
     checkpoint = checkpoints[case]
     export_megatron(checkpoint, tmp_path / "theirs", dtype=dtype)
     assert len(list((tmp_path / "theirs" / ITERATION).glob("*.distcp"))) > 2
