@@ -28,7 +28,6 @@ import tokenize
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -62,8 +61,6 @@ MIN_SHARED_CHARACTERS = 120
 # Of a dozen salts the one whose validation has the most even mix of files and help topics; some give no topics.
 _SALT = 8
 _BLANK_LINES = re.compile(r"\n\s*\n")
-# `tokenizers` spreads a batch over the cores, and keeps all of its results in memory.
-_BATCH_DOCUMENTS = 256
 
 Item = TypeVar("Item")
 
@@ -236,10 +233,8 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
         (folder / split).mkdir()
         for source in SOURCES:
             texts = [document.text for document in chosen if document.source == source]
-            batches = [texts[start : start + _BATCH_DOCUMENTS] for start in range(0, len(texts), _BATCH_DOCUMENTS)]
-            watched = _watched(f"tokenizing {split}/{source}", batches)
-            encoded = chain.from_iterable(map(tokenizer.encode_batch, watched))
-            tokens = ([*ids, tokenizer.eod_id] for ids in encoded)
+            watched = _watched(f"tokenizing {split}/{source}", texts)
+            tokens = ([*tokenizer.encode_batch([text])[0], tokenizer.eod_id] for text in watched)
             write_dataset(folder / split / source, tokens, dtype_for_vocabulary(tokenizer.vocab_size))
 
 

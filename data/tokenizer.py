@@ -80,10 +80,6 @@ class TextTokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without begin or end of a document, even where the text spells such a token out."""
 
-    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """What `encode_batch` gives, as int32 [its number of ids] each."""
-        return [np.array(ids, dtype=np.int32) for ids in self.encode_batch(texts)]
-
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens left out."""
@@ -143,14 +139,11 @@ class HuggingFaceTokenizer(TextTokenizer):
         self.vocab_size = max(reserved, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         words = self._words
         found = [None if words is None else words.encode(text) for text in texts]
         others = [text for text, ids in zip(texts, found, strict=True) if ids is None]
-        rest = iter(super().encode_arrays(others) if others else ())
-        return [next(rest) if ids is None else ids for ids in found]
+        rest = iter(self._tokenizer.encode_batch_fast(others, add_special_tokens=False))
+        return [next(rest).ids if ids is None else ids for ids in found]
 
     @cached_property
     def _words(self) -> WordMemo | None:
@@ -231,19 +224,19 @@ class WordMemo(dict[str, list[int]]):
             self[word] = ids
         return ids
 
-    def encode(self, text: str) -> np.ndarray | None:
-        """The ids of a text, int32 [their number]; None if it spells a token that is looked for before words."""
+    def encode(self, text: str) -> list[int] | None:
+        """The ids of a text; None if it spells a token that is looked for before words."""
         if any(token in text for token in self._looked_for):
             return None
         if len(self) > _MEMO_WORDS:
             self.clear()
-        ids: list[Iterable[int]] = []
+        ids: list[int] = []
         for part in _parts_of(text):
             if part.isascii() or not (self._ascii_only or self._unclassified(part)):
-                ids.extend(map(self.__getitem__, self._find(part)))
+                ids.extend(chain.from_iterable(map(self.__getitem__, self._find(part))))
             else:
-                ids.append(self._encode_word(part))
-        return np.fromiter(chain.from_iterable(ids), dtype=np.int32)
+                ids.extend(self._encode_word(part))
+        return ids
 
 
 def _parts_of(text: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
@@ -111,15 +112,13 @@ class Encoder:
                 done.huge += pieces != [record.text]
                 texts[SPLITS[is_held_out(record.text, self.options.validation)]] += pieces
         bos = self.options.bos_token
-        before = np.array([] if bos is None else [self.tokenizer.id_of(bos)], dtype=np.int32)
-        after = np.array([self.tokenizer.eod_id], dtype=np.int32)
+        before, after = [] if bos is None else [self.tokenizer.id_of(bos)], [self.tokenizer.eod_id]
         for split, documents in texts.items():
             if not documents:
                 continue
-            encoded = self.tokenizer.encode_arrays(documents)
-            lengths = np.array([len(before) + len(ids) + 1 for ids in encoded], dtype=np.int32)
-            done.lengths[split] = lengths
-            done.tokens[split] = np.concatenate([p for ids in encoded for p in (before, ids, after)]).astype(self.dtype)
+            encoded = [before + ids + after for ids in self.tokenizer.encode_batch(documents)]
+            done.lengths[split] = lengths = np.array([len(ids) for ids in encoded], dtype=np.int32)
+            done.tokens[split] = np.fromiter(chain.from_iterable(encoded), self.dtype)
             size = sum(len(text.encode("utf-8")) for text in documents)
             done.counts[split] = SplitCount(len(documents), int(lengths.sum(dtype=np.int64)), size)
         return done
