@@ -184,8 +184,6 @@ class PhaseSchedule:
                     span = replace(span, start=start, blend_start=start)
             self.spans.append(span)
             start = span.end
-        self._starts = [span.start for span in self.spans]
-        self._first_steps = [span.first_step for span in self.spans]
         # Each source's samples before a blend began, by the sample where it did, as far as they are known.
         self._offsets: dict[int, Mapping[str, int]] = {0: {}}
 
@@ -230,11 +228,11 @@ class PhaseSchedule:
     def span(self, step: int) -> PhaseSpan:
         """The phase of `step`, from 0; the run's last after its end."""
         # Of phases that start together all but the last are empty, and bisect_right finds the last.
-        return self.spans[bisect_right(self._first_steps, step) - 1]
+        return self.spans[bisect_right(self.spans, step, key=lambda span: span.first_step) - 1]
 
     def span_at(self, global_sample: int) -> PhaseSpan:
         """The phase that serves a global sample; the run's last after its end."""
-        return self.spans[bisect_right(self._starts, global_sample) - 1]
+        return self.spans[bisect_right(self.spans, global_sample, key=lambda span: span.start) - 1]
 
     def samples_before(self, step: int) -> int:
         """Global samples of the steps [0, step)."""
