@@ -40,11 +40,6 @@ _COMPUTE_32F, _GEMM_DEFAULT = 68, -1
 Matrix = tuple[Tensor, int, int]  # with its operation and its leading dimension
 
 
-def computed_alone(rows: RowGroups) -> bool:
-    """Whether the rows of groups that count are multiplied without the padding after them."""
-    return rows.kept % 8 == 0
-
-
 def scaled_matmul(
     a: Tensor,
     b: Tensor,
@@ -58,7 +53,7 @@ def scaled_matmul(
     a, b: contiguous along either dimension. alpha: FP32 0-dim on the device; None is 1. total: contiguous [m, n] in
     `out_dtype` to add to and to return. rows: those of a that count; m is their number.
     """
-    if rows is not None and not computed_alone(rows):
+    if rows is not None and rows.kept % 8:  # with the padding
         return added(scaled_matmul(a, b, alpha, out_dtype), total, rows)
     left, right = _layout(a), _layout(b)
     shape = a.shape[0] if rows is None else a.shape[0] // rows.padded * rows.kept, b.shape[1]
