@@ -327,7 +327,6 @@ def side_of(request: OperandRequest) -> Side:
         request.key,
         four_over_six=operand.four_over_six,
         power_of_two_scales=operand.power_of_two_scales,
-        four_over_six_error=operand.four_over_six_error,
         signs_key=request.signs_key if request.rht else None,
         ms_eden=operand.rounding == "ms_eden",
     )

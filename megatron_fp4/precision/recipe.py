@@ -75,15 +75,15 @@ SLOTS_OF = {
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of one GEMM; the block is (rows, columns). source: as `SecondOperandConfig` has it."""
+    """One operand of one GEMM; the block is (rows, columns). four_over_six: which errors decide, `absolute` or
+    `squared`; empty: never. source: as `SecondOperandConfig` has it."""
 
     format: str = "bf16"
     block: tuple[int, int] = (1, 1)
     rounding: str = "nearest"
-    four_over_six: bool = False
+    four_over_six: str = ""
     power_of_two_scales: bool = False
     source: str = "tensor"
-    four_over_six_error: str = "absolute"
 
     @property
     def quantized(self) -> bool:
@@ -121,8 +121,8 @@ class Operand:
         marks = {
             "SR": self.rounding == "stochastic",
             "MS-EDEN": self.rounding == "ms_eden",
-            "4/6": self.four_over_six,
-            "squared": self.four_over_six and self.four_over_six_error == "squared",
+            "4/6": self.four_over_six != "",
+            "squared": self.four_over_six == "squared",
             "2^k": self.power_of_two_scales,
             "as fprop": self.source == "codes",
             "of fprop's codes": self.source == "forward",
@@ -225,10 +225,9 @@ def _operand(config: OperandConfig, powers_of_two: bool) -> Operand:
         format=config.format,
         block=(int(rows), int(columns)),
         rounding=config.rounding,
-        four_over_six=config.four_over_six != "none",
+        four_over_six="" if config.four_over_six == "none" else config.four_over_six,
         power_of_two_scales=powers_of_two and config.format == "fp8",
         source=config.source if isinstance(config, SecondOperandConfig) else "tensor",
-        four_over_six_error="squared" if config.four_over_six == "squared" else "absolute",
     )
 
 

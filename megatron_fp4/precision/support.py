@@ -277,7 +277,7 @@ def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "
         (native and recipe.rht_signs == "fresh", "rht_signs=fresh", "fixed"),
     ]
     for slot, operand in recipe.operands.items():
-        rht, drawn = recipe.gemms[slot.gemm].rht, operand.rounding == "stochastic"
+        rht, drawn, six = recipe.gemms[slot.gemm].rht, operand.rounding == "stochastic", operand.four_over_six
         draws = operand.format == "nvfp4" and slot.tensor == "gradient"
         square = operand.block[0] > 1 and (slot.tensor != "weight" or operand.format == "mxfp8")
         row = f"1x{operand.block[1]}"
@@ -288,7 +288,7 @@ def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "
             (native and operand.source == "forward", "source=forward", "tensor"),
             (native and drawn and not draws, "rounding=stochastic", "nearest: it draws for nvfp4 gradients alone"),
             (native and square, "block={}x{}".format(*operand.block), f"{row}: squares are for nvfp4 and fp8 weights"),
-            (native and operand.four_over_six and (rht > 0 or drawn), "four_over_six=true", "false"),
+            (native and bool(six) and (rht > 0 or drawn), f"four_over_six={six}", "none"),
         ]
         rows += [(refused, f"{slot.key}.{what}", use) for refused, what, use in of_slot if operand.quantized]
     for name, gemm in recipe.gemms.items():

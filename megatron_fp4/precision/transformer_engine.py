@@ -363,7 +363,7 @@ def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, gr
         quantizer = library.MXFP8Quantizer(library.e4m3, rowwise=True, columnwise=rows)
     else:
         if operand.four_over_six:
-            mode = "MSE" if operand.four_over_six_error == "squared" else "MAE"
+            mode = {"absolute": "MAE", "squared": "MSE"}[operand.four_over_six]
             largest = int(FOUR_OVER_SIX_SCALE_MAX)
             flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": largest, "nvfp4_4over6_err_mode": mode}
         quantizer = library.NVFP4Quantizer(

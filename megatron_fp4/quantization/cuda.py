@@ -75,9 +75,8 @@ class Side:
     hadamard: int = 0
     signs: str = "fixed"
     key: RoundingKey | None = None
-    four_over_six: bool = False
+    four_over_six: str = ""
     power_of_two_scales: bool = False
-    four_over_six_error: str = "absolute"
     signs_key: RoundingKey | None = None
     ms_eden: bool = False
 

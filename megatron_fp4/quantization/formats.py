@@ -68,7 +68,7 @@ FORMATS = {
         E4M3,
         (FusedFP4, FusedMSEden, FusedFourOverSix),
         tensor_scale=True,
-        options=("four_over_six", "four_over_six_error"),
+        options=("four_over_six",),
         encode_ms_eden=encode_ms_eden,
     ),
     "mxfp4": Format(encode_mxfp4, MX_BLOCKS, E2M1_MAX, UE8M0, (FusedFP4,)),
@@ -137,6 +137,6 @@ def quantize_nvfp4(
     """`quantize` to NVFP4.
 
     options: `key`; `amax`, FP32 0-dim largest magnitude to scale by, where it is that of a larger tensor of which `x`
-    is a shard; `four_over_six` and `four_over_six_error`, as `encode_nvfp4` has them.
+    is a shard; `four_over_six`, as `encode_nvfp4` has it.
     """
     return cast(NVFP4Tensor, quantize(x, "nvfp4", block, rounding, **options))

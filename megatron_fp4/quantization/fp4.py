@@ -280,8 +280,8 @@ class FusedFourOverSix(FusedFP4):
     @staticmethod
     def makes(side: Side, along: str) -> bool:
         """Untransformed blocks of one row, rounded to nearest, along the columns."""
-        plain = side.four_over_six and not side.hadamard and side.key is None
-        return plain and side.block[0] == 1 and along == "columns"
+        plain = not side.hadamard and side.key is None and side.block[0] == 1
+        return plain and side.four_over_six != "" and along == "columns"
 
     def _along_columns(self, side: Side, keep: bool) -> Tensor | PackedRows:
         rows, columns = self.x.shape
@@ -292,7 +292,7 @@ class FusedFourOverSix(FusedFP4):
             _FOUR_OVER_SIX,
             (-(-blocks // _FOUR_OVER_SIX_BLOCKS),),
             (pairs, codes.view(torch.int64), scales, self._amax.view(torch.float32), self.scales["columns"], blocks),
-            {"SQUARED": side.four_over_six_error == "squared", "BLOCKS": _FOUR_OVER_SIX_BLOCKS},
+            {"SQUARED": side.four_over_six == "squared", "BLOCKS": _FOUR_OVER_SIX_BLOCKS},
         )
         packed = PackedRows(codes, scales)
         return packed if keep else packed.values()

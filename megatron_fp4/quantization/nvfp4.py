@@ -43,21 +43,20 @@ def encode_nvfp4(
     key: RoundingKey | None,
     *,
     amax: Tensor | None = None,
-    four_over_six: bool = False,
-    four_over_six_error: str = "absolute",
+    four_over_six: str = "",
     maxima: Tensor | None = None,
 ) -> NVFP4Tensor:
     """FP32 [rows, cols] in NVFP4. key: of the draws, None rounds to nearest.
 
     amax: 0-dim, or [rows, 1] where rows are of several tensors (not with four_over_six); None: of `rows`.
     four_over_six: per block also try to map the largest value to 4 (scale x 1.5) and keep the choice with the smaller
-        error, ties keeping 6 (arXiv 2512.02010); the largest block scale is then mapped to 256.
-    four_over_six_error: what is summed over a block: `absolute` errors or `squared` ones.
+        sum of `absolute` errors or of `squared` ones, ties keeping 6 (arXiv 2512.02010); the largest block scale is
+        then mapped to 256. Empty: only 6.
     maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, where `rows` are not all rows of the
         blocks (not with four_over_six); None: of `rows`.
     """
-    if four_over_six_error not in ("absolute", "squared"):
-        raise ValueError(f"nvfp4: four_over_six_error {four_over_six_error!r} is not 'absolute' or 'squared'")
+    if four_over_six not in ("", "absolute", "squared"):
+        raise ValueError(f"nvfp4: four_over_six {four_over_six!r} is not 'absolute', 'squared' or ''")
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)
@@ -70,7 +69,7 @@ def encode_nvfp4(
         base = maxima / torch.full_like(maxima, E2M1_MAX) * tensor_scale
         scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
         scaled_6, scaled_4 = (_scaled_to_grid(rows, scales, tensor_scale) for scales in (scales_6, scales_4))
-        squared = four_over_six_error == "squared"
+        squared = four_over_six == "squared"
         error_6 = _block_error(rows, scaled_6, scales_6, amax, block, squared)
         error_4 = _block_error(rows, scaled_4, scales_4, amax, block, squared)
         take_4 = error_4 < error_6

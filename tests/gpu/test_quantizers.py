@@ -63,7 +63,7 @@ def reference(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor | N
     else:
         if side.hadamard:
             x = random_hadamard_transform(x, side.hadamard)
-        six = {"four_over_six": True, "four_over_six_error": side.four_over_six_error} if side.four_over_six else {}
+        six = {"four_over_six": side.four_over_six} if side.four_over_six else {}
         encoded = FORMATS[side.format].encode(x.float(), side.block, side.key, **six)
     codes, scales = unpack_codes(encoded.codes), encoded.scales.view(torch.uint8)
     return encoded.block_values().bfloat16(), codes, scales, encoded.decode_scale()
@@ -137,7 +137,7 @@ def test_fp4_with_keys_in_memory(form: str) -> None:
 @pytest.mark.parametrize("error", ["absolute", "squared"])
 @pytest.mark.parametrize("case", CASES)
 def test_four_over_six(case: str, error: str) -> None:
-    side = Side("nvfp4", (1, 16), four_over_six=True, four_over_six_error=error)
+    side = Side("nvfp4", (1, 16), four_over_six=error)
     check(FusedFourOverSix, case_of(case), "columns", side, side)
 
 

@@ -37,7 +37,7 @@ RECIPES = {
     "mxfp4": Recipe("mxfp4", Gemm(MX, MX), Gemm(MX_SR, MX), Gemm(MX_SR, MX, 32)),
     "fp8": Recipe("fp8", Gemm(FP8, FP8_SQUARE), Gemm(FP8, FP8_SQUARE), Gemm(FP8, FP8)),
     "4/6, signs afresh": changed(
-        NVFP4, fprop_activation=replace(ROW, four_over_six=True), dgrad_rht=16, rht_signs="fresh"
+        NVFP4, fprop_activation=replace(ROW, four_over_six="absolute"), dgrad_rht=16, rht_signs="fresh"
     ),
     "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, source="codes"), wgrad_rht=0),
     "by Quartet II": QUARTET2,

@@ -20,7 +20,7 @@ X, W, W2 = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16)), Operand("nvfp4"
 DY = Operand("nvfp4", (1, 16), SR)
 # Section 4 of the paper, written out here once more.
 NVFP4 = Recipe("nvfp4", Gemm(X, W2), Gemm(DY, W2), Gemm(DY, X, 16))
-SIX = Operand("nvfp4", (1, 16), four_over_six=True, four_over_six_error="squared")
+SIX = Operand("nvfp4", (1, 16), four_over_six="squared")
 EDEN = Operand("nvfp4", (1, 16), "ms_eden")
 EDEN_AGAIN = replace(EDEN, source="forward")
 # Quartet II, section 1 of its recipe.
@@ -34,7 +34,7 @@ MX8 = Operand("mxfp8", (1, 32))
 MXFP8 = Recipe("mxfp8", Gemm(MX8, MX8), Gemm(MX8, MX8), Gemm(MX8, MX8))
 ALL_THE_WAY = Recipe("all_the_way", Gemm(X, W), Gemm(DY, W), Gemm(DY, DY))
 QAF = Recipe("qaf", Gemm(X, W))
-W8, X_46, W_46 = Operand("mxfp8", (32, 32)), replace(X, four_over_six=True), replace(W2, four_over_six=True)
+W8, (X_46, W_46) = Operand("mxfp8", (32, 32)), (replace(operand, four_over_six="absolute") for operand in (X, W2))
 F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (F8, F8_W))
 # Every format, transform, source of operands and way to leave some in BF16.
 RECIPES = {
@@ -97,8 +97,8 @@ def decoded(x: np.ndarray, operand: Operand, rht: int = 0) -> np.ndarray:
     if rht:
         x = oracle.bfloat16(oracle.rht(oracle.bfloat16(x), fixed_signs(rht).double().numpy()))
     if operand.format == "nvfp4":
-        squared = operand.four_over_six_error == "squared"
-        return oracle.nvfp4(x, operand.block[0], operand.four_over_six, squared=squared).values
+        six = operand.four_over_six
+        return oracle.nvfp4(x, operand.block[0], six != "", squared=six == "squared").values
     if operand.format == "mxfp4":
         return oracle.mxfp4(x, operand.block[0]).values
     if operand.format == "mxfp8":

@@ -108,8 +108,7 @@ class NVFP4Quantizer:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.amax_reduction_group)
         block = (16, 16) if self.with_2d_quantization else (1, 16)
         error = {"MAE": "absolute", "MSE": "squared"}[self.nvfp4_4over6_err_mode]
-        six = {"four_over_six": self.nvfp4_use_4over6, "four_over_six_error": error}
-        made = quantize_nvfp4(known, block, amax=amax, **six)
+        made = quantize_nvfp4(known, block, amax=amax, four_over_six=error if self.nvfp4_use_4over6 else "")
         scaled = nvfp4._scaled_to_grid(known, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
         values = round_e2m1_nearest(scaled)
         if self.stochastic_rounding:

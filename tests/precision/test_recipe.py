@@ -67,7 +67,7 @@ def test_every_field_of_a_config_arrives():
             wgrad=WgradConfig(six[4], six[5], 8),
         )
         recipe = recipe_from_config(config)
-        operand = Operand("fp8", (128, 128), "stochastic", True, True, source, "squared")
+        operand = Operand("fp8", (128, 128), "stochastic", "squared", True, source)
         assert recipe.operands == {key: operand if key == slot else ref.X for key in SLOTS}
         assert (recipe.name, recipe.rht_signs) == ("x", "none")
         assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (2, 4, 8)

@@ -28,7 +28,7 @@ from megatron_fp4.quantization.rounding import rounding_key
 ROOM = Path(cuda.__file__).parent
 ALONG = ("columns", "rows")
 KEY = rounding_key("draws")
-SET = {"four_over_six_error": {"four_over_six": True, "four_over_six_error": "squared"}}
+SET = {"four_over_six": ("absolute", "squared"), "power_of_two_scales": (True,)}
 
 
 def operands() -> Iterator[Operand]:
@@ -38,7 +38,7 @@ def operands() -> Iterator[Operand]:
             for rounding in ("nearest", "stochastic") if form.stochastic else ("nearest",):
                 yield Operand(name, block, rounding)
                 for option in form.options:
-                    yield Operand(name, block, rounding, **SET.get(option, {option: True}))
+                    yield from (Operand(name, block, rounding, **{option: value}) for value in SET[option])
         if form.encode_ms_eden is not None:
             yield Operand(name, (1, form.tile), "ms_eden")
 

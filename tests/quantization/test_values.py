@@ -15,11 +15,11 @@ from tests.quantization import oracle
 from tests.quantization.cases import NAMES, close_in_single, codes_of, scales_of, tensors
 
 INF, NAN = float("inf"), float("nan")
-SQUARED = {"four_over_six": True, "four_over_six_error": "squared"}
+SQUARED = {"four_over_six": "squared"}
 # Name -> format, oracle, width of a block, keywords of the quantizer and of the oracle.
 FORMATS: dict[str, tuple[str, Callable[..., oracle.Quantized], int, dict[str, Any], dict[str, Any]]] = {
     "nvfp4": ("nvfp4", oracle.nvfp4, 16, {}, {}),
-    "four over six": ("nvfp4", oracle.nvfp4, 16, {"four_over_six": True}, {"four_over_six": True}),
+    "four over six": ("nvfp4", oracle.nvfp4, 16, {"four_over_six": "absolute"}, {"four_over_six": True}),
     "four over six, squares": ("nvfp4", oracle.nvfp4, 16, SQUARED, {"four_over_six": True, "squared": True}),
     "mxfp4": ("mxfp4", oracle.mxfp4, 32, {}, {}),
     "mxfp8": ("mxfp8", oracle.mxfp8, 32, {}, {}),
@@ -191,8 +191,8 @@ def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
             quantize_nvfp4(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fp8: rounding 'stochastic' is not 'nearest'"):
         quantize(torch.randn(16, 128), "fp8", rounding="stochastic")
-    with pytest.raises(ValueError, match="four_over_six_error 'mean' is not 'absolute' or 'squared'"):
-        quantize_nvfp4(x, four_over_six=True, four_over_six_error="mean")
+    with pytest.raises(ValueError, match="four_over_six 'mean' is not 'absolute', 'squared' or ''"):
+        quantize_nvfp4(x, four_over_six="mean")
 
 
 def test_what_is_returned_is_as_small_as_its_codes() -> None:

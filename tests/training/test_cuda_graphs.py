@@ -331,7 +331,7 @@ def test_where_graphs_cannot_be(config: Config, ranks: int, device: str, backend
 
 
 # Of square blocks; those of one row have a kernel.
-FOUR_OVER_SIX = replace(NVFP4, fprop=replace(NVFP4.fprop, right=replace(NVFP4.fprop.right, four_over_six=True)))
+FOUR_OVER_SIX = replace(NVFP4, fprop=replace(NVFP4.fprop, right=replace(NVFP4.fprop.right, four_over_six="absolute")))
 
 
 @pytest.mark.parametrize(

@@ -356,7 +356,7 @@ def four_over_six_kernel(
     SQUARED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Blocks of one row along the columns, bit for bit `encode_nvfp4(..., four_over_six=True)`.
+    """Blocks of one row along the columns, bit for bit `encode_nvfp4(..., four_over_six=...)`.
 
     A block, 16 elements of one row, lies within one thread, so that its errors are summed in the reference's order;
     lanes next to each other have blocks next to each other, whose 32 bytes share cache lines. Codes of a block are one
