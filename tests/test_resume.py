@@ -213,7 +213,7 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
     (copy / "summary.json").write_text("")  # a power cut while it was written
     rewrite_metrics(copy, lambda record: record["step"] < STEPS or record["kind"] == "step")
     output = start(copy)
-    assert "lacks its last validation, its last checkpoint's event, loss.png, summary.json; writing that now" in output
+    assert "lacks its last checkpoint's event, its last validation, loss.png, summary.json; writing that now" in output
     assert summary(copy) == summary(finished)
     assert (copy / "loss.png").stat().st_size > 10_000
     assert records(copy, "validation") == records(finished, "validation")

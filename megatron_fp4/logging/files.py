@@ -126,6 +126,12 @@ def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[
         logger.warning("%s: %d lines are no records and are skipped, the first is line %d", path, len(wrong), wrong[0])
 
 
+def records_of(run_dir: str | Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """`iterate_records` of the run in `run_dir`; none if it has no metrics.jsonl."""
+    path = Path(run_dir) / METRICS_FILE
+    return iterate_records(path, kind) if path.is_file() else iter(())
+
+
 def cut_after(path: Path, step: int) -> None:
     """Remove the records of steps after `step`, and an unfinished last line, from a file of records.
 

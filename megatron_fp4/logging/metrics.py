@@ -51,8 +51,8 @@ from megatron_fp4.logging.files import (
     RecordFile,
     attempt,
     cut_after,
-    iterate_records,
     move_aside,
+    records_of,
     replace_text,
 )
 
@@ -243,9 +243,7 @@ class MetricsWriter:
 
 def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
     """The last record `validation` of the run in `run_dir` up to `step` steps; None if it has none, or no records."""
-    path = Path(run_dir) / METRICS_FILE
-    records = iterate_records(path, "validation") if path.is_file() else ()
-    return next(reversed([record for record in records if record["step"] <= step]), None)
+    return next(reversed([record for record in records_of(run_dir, "validation") if record["step"] <= step]), None)
 
 
 def finite(value: Any) -> Any:

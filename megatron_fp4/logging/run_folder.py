@@ -21,7 +21,7 @@ import yaml
 
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.files import METRICS_FILE, PICTURE_FILE, SUMMARY_FILE, iterate_records
+from megatron_fp4.logging.files import METRICS_FILE, SUMMARY_FILE, iterate_records, records_of
 
 logger = logging.getLogger(__name__)
 
@@ -167,42 +167,6 @@ def read_records(run_dir: str | Path) -> list[dict[str, Any]]:
     return list(iterate_records(path))
 
 
-@dataclass(frozen=True)
-class Missing:
-    """Which of its last records and files a run lacks that has done all its steps.
-
-    losses: the validation losses after its last step by source, if metrics.jsonl has them. others: what else it lacks,
-    such as exports.
-    """
-
-    checkpoint: bool
-    validation: bool
-    files: tuple[str, ...]
-    losses: dict[str, float]
-    others: tuple[str, ...]
-
-    @property
-    def names(self) -> list[str]:
-        """For a line that says what is missing."""
-        records = {"its last validation": self.validation, "its last checkpoint's event": self.checkpoint}
-        return [*(name for name, missing in records.items() if missing), *self.others, *self.files]
-
-
-def missing_of(run_dir: Path, steps: int, validates: bool, others: Sequence[str]) -> Missing:
-    """What the folder of a run that has done all its `steps` lacks. validates: it has held-out data. Raises OSError."""
-    path, trained, saved = run_dir / METRICS_FILE, False, False
-    losses: dict[str, float] = {}
-    for record in iterate_records(path) if path.is_file() else ():
-        trained |= record["kind"] == "step"
-        if record["step"] == steps:
-            saved |= record.get("event") == "checkpoint"
-            if record["kind"] == "validation" and record.get("losses"):
-                losses = {name: math.nan if loss is None else loss for name, loss in record["losses"].items()}
-    files = [PICTURE_FILE] if trained and not (run_dir / PICTURE_FILE).is_file() else []
-    files += [] if summarized_steps(run_dir) == steps else [SUMMARY_FILE]
-    return Missing(not saved, validates and not losses, tuple(files), losses, tuple(others))
-
-
 def summarized_steps(run_dir: Path) -> int | None:
     """How many steps the summary of a run is of; None if there is none, or no whole one."""
     steps = _mapping(run_dir / SUMMARY_FILE, json.loads).get("steps")
@@ -225,9 +189,8 @@ def check_baseline(config: Config) -> None:
         raise ConfigError(f"logging.baseline={given} is this run's own run.dir; name another run, or drop it")
     if name == here.resolve().name:
         raise ConfigError(f"logging.baseline={given} has the name of this run, {name}; give it another: NAME={path}")
-    records = path / METRICS_FILE
-    if not (records.is_file() and any(iterate_records(records, "step"))):
-        why = f"logging.baseline={given} is no run to compare with: {records} has no training steps"
+    if not any(records_of(path, "step")):
+        why = f"logging.baseline={given} is no run to compare with: {path / METRICS_FILE} has no training steps"
         if not (here / METRICS_FILE).exists():
             raise ConfigError(f"{why}; name the run.dir of a run that has trained, or drop it")
         if not place_in_run().rank:

@@ -23,13 +23,12 @@ from megatron_fp4.config.compose import as_saved, to_yaml
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import RunConsole, short_time
 from megatron_fp4.logging.files import (
-    METRICS_FILE,
     PICTURE_FILE,
     REPORT_FILE,
     SUMMARY_FILE,
     attempt,
-    iterate_records,
     move_aside,
+    records_of,
     replace_text,
 )
 from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
@@ -60,8 +59,6 @@ class RunLog:
         self.console = RunConsole(
             config.train.steps, interval=config.logging.interval, active=active, memory_size=memory_size
         )
-        self.losses: dict[str, float] = {}
-        """Of the last validation of this start."""
         self.opened = self._told_to_stop = False
         self._steps_done = 0
         self._found: list[tuple[str, dict[str, Any]]] = []
@@ -81,7 +78,7 @@ class RunLog:
             for name in (SUMMARY_FILE, *((PICTURE_FILE, REPORT_FILE) if start == 0 else ())):
                 attempt(f"{run_dir}: another name for {name}", partial(move_aside, run_dir / name))
         if self.active and start:
-            attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir / METRICS_FILE, start))
+            attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir, start))
         self.metrics = MetricsWriter(
             run_dir,
             resume_step=start,
@@ -139,7 +136,6 @@ class RunLog:
     def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float]) -> None:
         """Held-out losses by source, in nats per token, and as far as known in bits per byte of text, after `step`
         steps and `tokens` training tokens."""
-        self.losses = losses
         self.metrics.validation(step, tokens, losses, bits_per_byte)
         self.console.validation(step, losses, bits_per_byte)
 
@@ -212,11 +208,11 @@ class TimeLedger:
         parts = [f"{phase} {seconds:.1f}" for phase, seconds in self.phases.items() if seconds >= 0.01 * whole]
         return f"this start took {whole:.1f} s to the end of its first step: {', '.join(parts)}"
 
-    def resume(self, path: Path, start: int) -> None:
-        """Continue the times in the records at `path`, before those of steps after `start` are cut."""
+    def resume(self, run_dir: Path, start: int) -> None:
+        """Continue the times in the records of `run_dir`, before those of steps after `start` are cut."""
         kept: Mapping[str, float] = {}
         last: Mapping[str, float] = {}
-        for record in iterate_records(path, "time") if path.exists() else ():
+        for record in records_of(run_dir, "time"):
             last = record["seconds"]
             kept = last if record["step"] <= start else kept
         lost = sum(last.values()) - sum(kept.values())

@@ -31,7 +31,8 @@ from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.run_folder import Missing, check_baseline, missing_of
+from megatron_fp4.logging.files import records_of
+from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.logging.run_log import RunLog, TimeLedger
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
@@ -58,6 +59,8 @@ from megatron_fp4.training.step import StepRequests, StepResult, accumulate, upd
 
 # So many failed saves in a row end the run.
 _MAX_FAILED_SAVES = 3
+# What a finished run may lack: the record of its last save.
+_LAST_SAVE = "its last checkpoint's event"
 
 
 class Ending(NamedTuple):
@@ -151,8 +154,8 @@ class Trainer:
     models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does. quiet:
     record and print nothing, for a caller that repeats some steps of a run. times: how long the start took until now.
 
-    precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: what
-    a run that has done all its steps did not write; else None.
+    precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: names
+    of what a run that has done all its steps did not write.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class Trainer:
         times: TimeLedger | None = None,
     ) -> None:
         self.config, self.models, self.mesh, self.progress = config, models, mesh, progress or Progress()
-        self.missing: Missing | None = None
+        self.missing: list[str] = []
         random.seed(config.run.seed)
         np.random.seed(config.run.seed)
         torch.manual_seed(config.run.seed)
@@ -205,8 +208,8 @@ class Trainer:
     def train(self, stops: StopConditions) -> Ending:
         """Resume, train to the last step or to a request to stop, and finish what is on its way."""
         start, steps = self.resume(), self.config.train.steps
-        self.missing = self._find_missing() if start == steps else None
-        if start == steps and self.missing is None:
+        self.missing = self._find_missing() if start == steps else []
+        if start == steps and not self.missing:
             self.log.console.text(
                 f"{self.config.run.dir} is finished: the checkpoint it starts from is of step {start} of {steps}. "
                 "Raise train.steps to continue, or choose another run.dir."
@@ -396,16 +399,18 @@ class Trainer:
         switch, name = self.precision.switch, self.config.precision.name
         return name if switch.switched_at is None else f"after the switch to {switch.config.target}"
 
-    def _find_missing(self) -> Missing | None:
-        """What a run that has done all its steps was killed before it wrote; None: nothing. A collective."""
+    def _find_missing(self) -> list[str]:
+        """Names of what a run that has done all its steps was killed before it wrote. A collective."""
         steps = self.config.train.steps
 
-        def look() -> Missing:
-            others = [what for callback in self.callbacks for what in callback.lacking(steps)]
-            return missing_of(Path(self.config.run.dir), steps, bool(self.data.validation), others)
+        def look() -> list[str]:
+            events = records_of(self.config.run.dir, "event")
+            saved = any(event["step"] == steps and event.get("event") == "checkpoint" for event in events)
+            lacking = [what for callback in self.callbacks for what in callback.lacking(steps)]
+            return lacking if saved else [_LAST_SAVE, *lacking]
 
         missing = self.checkpointer.sync.on_rank0("look for what the run lacks", look)
-        return missing if missing.names and self.checkpointer.has(steps) else None
+        return missing if self.checkpointer.has(steps) else []
 
     @contextmanager
     def _opened(self, start: int) -> Iterator[None]:
@@ -427,8 +432,8 @@ class Trainer:
             origin=origin_state(self.checkpointer.origin),
             initialized_from=origin_state(self.checkpointer.initialized_from),
         )
-        if self.missing is not None:
-            what = ", ".join(self.missing.names)
+        if self.missing:
+            what = ", ".join(self.missing)
             log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing that now")
         self.checkpointer.before_publish = log.sync
         self.checkpointer.alive = self.progress.alive
@@ -441,7 +446,7 @@ class Trainer:
                 self.checkpointer.prepare(self.model, self.optimizer)
                 for callback in self.callbacks:
                     callback.start(start)
-                if self.missing is not None and self.missing.checkpoint:
+                if _LAST_SAVE in self.missing:
                     log.metrics.event(start, "checkpoint", path=str(self.checkpointer.folder(start)))
                 yield
 

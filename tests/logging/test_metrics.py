@@ -249,7 +249,7 @@ def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
 
 def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a second each, with half a second of data wait; the first takes ten."""
-    path, clock = tmp_path / "records", types.SimpleNamespace(now=100.0)
+    path, clock = tmp_path / "metrics.jsonl", types.SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(run_log, "time", clock)
 
@@ -282,7 +282,7 @@ def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, m
 
     clock.now += 1000
     again = TimeLedger(began=clock.now)
-    again.resume(path, 4)
+    again.resume(tmp_path, 4)
     cut_after(path, 4)
     record(again, 4)
     assert again.seconds["lost work"] == pytest.approx(4 * 1.5 + 9)
@@ -297,6 +297,6 @@ def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, m
     assert str(found).startswith("6.8% of 59s in 2 starts; first step 33.9%")
     # A second fall back to the same checkpoint still knows the loss of the first.
     third = TimeLedger(began=clock.now)
-    third.resume(path, 4)
+    third.resume(tmp_path, 4)
     assert third.seconds["lost work"] == pytest.approx(15 + 12)
     assert goodput_of([{"kind": "run", "step": 0}]) is None

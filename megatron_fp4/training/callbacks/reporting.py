@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -26,10 +27,10 @@ from megatron_fp4.logging.files import (
     REPORT_FILE,
     SUMMARY_FILE,
     attempt,
-    iterate_records,
+    records_of,
     replace_text,
 )
-from megatron_fp4.logging.metrics import StepMetrics, finite
+from megatron_fp4.logging.metrics import StepMetrics, finite, last_validation
 from megatron_fp4.logging.run_folder import summarized_steps
 from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.precision.plan import Plan
@@ -62,7 +63,7 @@ class Banner(Callback):
 
     def start(self, done: int) -> None:
         trainer, config, models = self.trainer, self.trainer.config, self.trainer.models
-        if trainer.missing is not None:
+        if trainer.missing:
             return
         console, plan, steps = trainer.log.console, trainer.precision.plans[0], config.train.steps
         decay_start, eager = WSDSchedule.of(config).decay_start_step, why_eager(config, models)
@@ -131,6 +132,11 @@ class Summary(Callback):
     """Writes the table of a finished run, summary.json and loss.png, if the disk takes them, when the records are
     closed."""
 
+    def lacking(self, done: int) -> list[str]:
+        run_dir = Path(self.trainer.config.run.dir)
+        drawn = (run_dir / PICTURE_FILE).is_file() or not any(records_of(run_dir, "step"))
+        return [*([] if drawn else [PICTURE_FILE]), *([] if summarized_steps(run_dir) == done else [SUMMARY_FILE])]
+
     def conclude(self) -> None:
         trainer, config, console = self.trainer, self.trainer.config, self.trainer.log.console
         if trainer.mesh.rank != 0:
@@ -141,7 +147,9 @@ class Summary(Callback):
             "tokens": trainer.tokens(steps),
             "precision switched before step": None if switched_at is None else switched_at + 1,
         }
-        losses = trainer.log.losses or (trainer.missing.losses if trainer.missing is not None else {})
+        last = attempt("the last validation", lambda: last_validation(run_dir, steps))
+        measured = last["losses"] if last is not None and last["step"] == steps else {}
+        losses = {name: math.nan if loss is None else loss for name, loss in measured.items()}
         bits_per_byte = trainer.data.bits_per_byte(losses)
         for name, loss in losses.items():
             entropy = trainer.data.unigram_entropy[name]
@@ -152,7 +160,7 @@ class Summary(Callback):
             facts[f"below unigram entropy, {name} (nats)"] = round(entropy - loss, 4)
         if (run_dir / "exports" / folder_name(steps)).is_dir():
             facts["exported as"] = f"exports/{folder_name(steps)}"
-        goodput = attempt("the goodput", lambda: goodput_of(iterate_records(run_dir / METRICS_FILE)))
+        goodput = attempt("the goodput", lambda: goodput_of(records_of(run_dir)))
         if goodput is not None:
             facts["goodput"] = str(goodput)
         text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"

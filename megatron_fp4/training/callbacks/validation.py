@@ -10,12 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import inputs_of
 from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
+
+_LAST = "its last validation"
 
 
 class AtValidation(Callback):
@@ -27,8 +30,7 @@ class AtValidation(Callback):
 
     def start(self, done: int) -> None:
         """A run that was killed after its last step lacks its last record."""
-        missing = self.trainer.missing
-        if missing is not None and missing.validation:
+        if _LAST in self.trainer.missing:
             self.record(done)
 
     def after_step(self, step: Step) -> None:
@@ -54,6 +56,11 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 class Validation(AtValidation):
     """Measures and records the loss of each held-out set."""
+
+    def lacking(self, done: int) -> list[str]:
+        record = last_validation(self.trainer.config.run.dir, done)
+        measured = record is not None and record["step"] == done
+        return [_LAST] if self.trainer.data.validation and not measured else []
 
     def record(self, done: int) -> None:
         trainer = self.trainer
