@@ -53,9 +53,10 @@ class Started:
 
         def pin(rehearse: Callable[[], None], saved: Any, machine_folder: Path) -> Any:
             self.calls.append((rehearse, saved, machine_folder))
-            return SimpleNamespace(lines=("first line", "second line"), record=lambda: LATE)
+            return ["first line", "second line"]
 
         monkeypatch.setattr(autotuning, "pin_kernels", pin)
+        monkeypatch.setattr(autotuning, "record_here", lambda: LATE)
 
     def start(self, step: int = 0, saved: Any = None) -> list[str]:
         self.said.clear()

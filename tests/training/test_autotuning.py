@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_fp4.training.callbacks import kernels as autotuning
-from megatron_fp4.training.callbacks.kernels import (
-    PinnedKernels,
-    choices_in,
-    pin_kernels,
-)
+from megatron_fp4.training.callbacks.kernels import choices_in, pin_kernels, record_here
 from tests.training.harness import RankFailedError, alone, launch
 from tests.training.kernels import call, install
 
@@ -41,26 +37,26 @@ def sizes(record: dict[str, Any]) -> dict[tuple[str, tuple[Any, ...]], int]:
     return {tuning: config["BLOCK_SIZE_M"] for tuning, config in choices_in(record).items()}
 
 
-def start(folder: Path, fastest: int, saved: dict[str, Any] | None = None) -> tuple[PinnedKernels, int]:
-    """A new process, as far as tuning is concerned; and how much it measured."""
+def start(folder: Path, fastest: int, saved: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[str], int]:
+    """A new process, as far as tuning is concerned: its record, what it said and how much it measured."""
     kernels = install(fastest)
     with alone():
-        pinned = pin_kernels(lambda: call(128), saved, folder)
-    return pinned, sum(kernel.benchmarks for kernel in kernels.values())
+        lines = pin_kernels(lambda: call(128), saved, folder)
+    return record_here(), lines, sum(kernel.benchmarks for kernel in kernels.values())
 
 
 def test_a_second_run_in_one_process_tunes_like_the_first(tmp_path: Path) -> None:
     """Also sizes that came late in the first, and so had the smallest configuration, which nothing measured."""
     kernels = install(fastest=128)
     with alone():
-        first = pin_kernels(lambda: call(128), None, tmp_path / "first")
+        pin_kernels(lambda: call(128), None, tmp_path / "first")
         call(256)
-        assert {key[0]: size for (_, key), size in sizes(first.record()).items()} == {128: 128, 256: 32}
-        second = pin_kernels(lambda: (call(256), call(512)), None, tmp_path / "second")
-    assert second.lines == ["kernels: 0 configurations known, 4 tuned, 0 s"]
+        assert {key[0]: size for (_, key), size in sizes(record_here()).items()} == {128: 128, 256: 32}
+        lines = pin_kernels(lambda: (call(256), call(512)), None, tmp_path / "second")
+    assert lines == ["kernels: 0 configurations known, 4 tuned, 0 s"]
     (written,) = (tmp_path / "second").iterdir()
     expected = {(name, (n,)): 128 for name in (SCAN, NORM) for n in (256, 512)}
-    assert sizes(second.record()) == sizes(json.loads(written.read_text())) == expected
+    assert sizes(record_here()) == sizes(json.loads(written.read_text())) == expected
     call(1024)
     assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "late sizes are again not compared"
 
@@ -93,14 +89,13 @@ def test_what_is_timed_is_compiled_side_by_side_before(tmp_path: Path, monkeypat
 
 def test_the_checkpoint_comes_before_the_machine_unless_it_is_of_another_chip(tmp_path: Path) -> None:
     start(tmp_path / "here", fastest=32)
-    saved = start(tmp_path / "elsewhere", fastest=64)[0].record()
-    resumed, benchmarks = start(tmp_path / "here", fastest=128, saved=saved)
-    assert resumed.record() == saved and benchmarks == 0
+    saved, _, _ = start(tmp_path / "elsewhere", fastest=64)
+    resumed, _, benchmarks = start(tmp_path / "here", fastest=128, saved=saved)
+    assert resumed == saved and benchmarks == 0
     other = {**saved, "environment": {"gpu": "H100", "triton": "3.5.0"}}
-    resumed, _ = start(tmp_path / "new", fastest=128, saved=other)
-    assert set(sizes(resumed.record()).values()) == {128} and resumed.record()["environment"] == HERE
-    assert "the checkpoint" in resumed.lines[0]
-    assert "gpu H200 instead of H100; triton 3.6.0 instead of 3.5.0" in resumed.lines[0]
+    resumed, lines, _ = start(tmp_path / "new", fastest=128, saved=other)
+    assert set(sizes(resumed).values()) == {128} and resumed["environment"] == HERE
+    assert "the checkpoint" in lines[0] and "gpu H200 instead of H100; triton 3.6.0 instead of 3.5.0" in lines[0]
 
 
 def _ranks(
@@ -109,11 +104,11 @@ def _ranks(
     """A start on several ranks that time differently. saved: what the checkpoint has that they resume from."""
     autotuning.environment_here = lambda: HERE  # type: ignore[assignment]
     kernels = install(fastest[rank], sizes_there[rank])
-    pinned = pin_kernels(lambda: call(128), saved, Path(folder))
+    pin_kernels(lambda: call(128), saved, Path(folder))
     call(128)
     call(256)
     return {
-        "record": pinned.record(),
+        "record": record_here(),
         "launches": {name: kernel.launches[-2:] for name, kernel in kernels.items()},
         "hooked": kernels["scan"].hooked[-2:],  # a configuration is put back with its hook
         "benchmarks": sum(kernel.benchmarks for kernel in kernels.values()),

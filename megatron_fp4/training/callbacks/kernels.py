@@ -34,12 +34,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging.files import attempt
 from megatron_fp4.training.trainer import Callback
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Kernels(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._saved: Mapping[str, Any] | None = None
-        self._pinned: PinnedKernels | None = None
+        self._pinned = False
 
     def start(self, done: int) -> None:
         trainer = self.trainer
@@ -73,39 +74,24 @@ class Kernels(Callback):
         whole = trainer.config.train.sequence_length
         lengths = (span.sequence_length or whole for span in trainer.data.phases.spans)
         rehearse = rehearsal(mixers, trainer.config, lengths, trainer.mesh.device)
-        self._pinned = pin_kernels(rehearse, self._saved, self._folder)
+        lines, self._pinned = pin_kernels(rehearse, self._saved, self._folder), True
         if done and self._saved is None:
-            trainer.log.console.text("kernels: the checkpoint does not say which configurations it was made with")
-        for line in self._pinned.lines:
+            lines = ["kernels: the checkpoint does not say which configurations it was made with", *lines]
+        for line in lines:
             trainer.log.console.text(line)
         self.on_checkpoint(done)
 
     def on_checkpoint(self, done: int) -> None:
-        """Replace run.dir/autotuning.json. Checkpoints have it too, so a disk that refuses it only gets a warning."""
-        if self._pinned is not None and self.trainer.log.active:
+        """Replace run.dir/autotuning.json. Checkpoints have it too, so a disk may refuse it."""
+        if self._pinned and self.trainer.log.active:
             path = Path(self.trainer.config.run.dir) / RECORD_FILE
-            try:
-                write_record(path, self._pinned.record())
-            except OSError as error:
-                log.warning("%s could not be written (%s)", path, error)
+            attempt(str(path), lambda: write_record(path, record_here()))
 
     def state_dict(self) -> Any:
-        return None if self._pinned is None else self._pinned.record()
+        return record_here() if self._pinned else None
 
     def load_state_dict(self, state: Any) -> None:
         self._saved = state
-
-
-class PinnedKernels(NamedTuple):
-    """What the kernels of a run use. environment: what the choices are for. lines: where they came from, for the log of
-    the first rank."""
-
-    environment: Mapping[str, str]
-    lines: list[str]
-
-    def record(self) -> dict[str, Any]:
-        """This rank's choices so far, as JSON."""
-        return record_of(self.environment, choices_of(live_autotuners()))
 
 
 def rehearsal(
@@ -124,8 +110,9 @@ def rehearsal(
     return rehearse
 
 
-def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None, machine_folder: Path) -> PinnedKernels:
-    """Fix the configurations of mamba-ssm's kernels on all ranks; a collective, before the first kernel runs.
+def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None, machine_folder: Path) -> list[str]:
+    """Fix the configurations of mamba-ssm's kernels on all ranks; a collective, before the first kernel runs. Returns
+    lines that say where they came from.
 
     rehearse: runs every kernel of the model once, and so tunes it if its choice is not known; called on the first
     rank. saved: a record from a checkpoint, if there is one. machine_folder: for the files of earlier runs.
@@ -138,30 +125,24 @@ def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None,
         # What an earlier run of this process left; this one shall find what a new process finds.
         autotuner.__dict__.pop("prune_configs", None)
         autotuner.cache.clear()
-    environment = environment_here()
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        lines = _choose(rehearse, autotuners, environment, saved, machine_folder)
-        chosen = [record_of(environment, choices_of(autotuners)), lines]
+        lines = _choose(rehearse, autotuners, saved, machine_folder)
+        chosen = [choices_of(autotuners), lines]
     dist.broadcast_object_list(chosen)
-    record, lines = chosen
-    refused = put_back(choices_in(record), autotuners)
-    if refused:
+    choices, lines = chosen
+    if refused := put_back(choices, autotuners):
         raise RuntimeError(f"rank {dist.get_rank()} has other kernels than the first rank: {'; '.join(refused)}")
     for name, autotuner in autotuners.items():
         autotuner.prune_configs = functools.partial(_smallest_instead, name, autotuner)
-    return PinnedKernels(environment, lines)
+    return list(lines)
 
 
 def _choose(
-    rehearse: Callable[[], object],
-    autotuners: Mapping[str, Any],
-    environment: dict[str, str],
-    saved: Mapping[str, Any] | None,
-    machine_folder: Path,
+    rehearse: Callable[[], object], autotuners: Mapping[str, Any], saved: Mapping[str, Any] | None, machine_folder: Path
 ) -> list[str]:
     """Put known choices into this process's `autotuners` and tune the others; lines that say what was done."""
-    lines = []
+    lines, environment = list[str](), environment_here()
     name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
     machine_file = machine_folder / f"{name}.json"
     # The checkpoint's last: they win.
@@ -275,6 +256,11 @@ def _smallest_instead(name: str, autotuner: Any, arguments: Mapping[str, Any]) -
     config = min(autotuner.configs, key=cost)
     log.warning("%s was not tuned in advance for these sizes; it uses its smallest configuration, %s", name, config)
     return [config]
+
+
+def record_here() -> dict[str, Any]:
+    """This rank's choices so far, as JSON."""
+    return record_of(environment_here(), choices_of(live_autotuners()))
 
 
 def record_of(environment: Mapping[str, str], choices: Choices) -> dict[str, Any]:
