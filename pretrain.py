@@ -41,11 +41,10 @@ from exchange.exports import Exports, last_exportable
 from inference.prompts import Prompts
 from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
-from megatron_fp4.precision.verify import SelfTestError
-from megatron_fp4.runtime.errors import DivergedError, ExitCode, StoppedError, WrongNumbersError, run_program
+from megatron_fp4.runtime.errors import ExitCode, exit_code_of, run_program
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, explain, sole_run
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
@@ -92,7 +91,9 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
             if code is ExitCode.FINISHED:
                 report(trainer, CONFIGS)
         return code
-    except (ConfigError, DivergedError, WrongNumbersError, SelfTestError, StoppedError) as error:
+    except Exception as error:
+        if exit_code_of(error) is ExitCode.CRASHED:
+            raise
         signals.over()
         return explain(error, None if checks else run_dir, lambda: signals.requested)
 

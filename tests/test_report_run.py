@@ -38,9 +38,8 @@ def test_a_lengthened_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFix
     assert saved["commit"] == facts["commit"] == revision()
     assert facts["parameters"] > 0 and facts["quantized_flops"] == 0
     found = goodput_of(read_records(run_dir))
-    assert found is not None and found.starts == 2 and 0 < found.share < 1
-    assert found.seconds["start-up"] > 0 and found.seconds["saves"] > 0
-    assert json.loads((run_dir / "summary.json").read_text())["goodput"] == str(found)
+    assert found is not None and " in 2 starts; " in found and "start-up" in found
+    assert json.loads((run_dir / "summary.json").read_text())["goodput"] == found
     page = (run_dir / REPORT_FILE).read_text()
     assert "loss above BF16 in percent" in page and "2 starts" in page
 

@@ -166,15 +166,19 @@ class MetricsWriter:
             run_id = known_run_id(directory) if resume_step else None
             self._views.append(WandbView(directory, wandb_mode, run_id, config))
 
-    def run(self, step: int, **facts: Any) -> None:
-        """Record a start from `step` steps done, with facts about the run (JSON values)."""
-        self._write({"kind": "run", "step": step, **facts})
+    def record(
+        self, step: int, kind: str, values: Mapping[str, Any], curves: Mapping[str, float] | None = None
+    ) -> None:
+        """Record `values` (JSON) of a `kind` after `step` steps, and show those of them that make curves."""
+        self._write({"kind": kind, "step": step, **values})
+        for view in self._views if curves else ():
+            view.show(curves or {}, step)
+        self._record_news(step)
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one training step."""
-        record = {name: value for name, value in asdict(metrics).items() if value not in (None, {})}
-        self._write({"kind": "step", **record})
-        self._show(metrics.curves(), metrics.step)
+        values = {name: value for name, value in asdict(metrics).items() if value not in (None, {})}
+        self.record(metrics.step, "step", values, metrics.curves())
 
     def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: Mapping[str, float]) -> None:
         """Record validation losses by source, in nats per token, after `step` steps and `tokens` training tokens.
@@ -182,15 +186,10 @@ class MetricsWriter:
         bits_per_byte: the same per byte of text, of sources whose bytes are known.
         """
         mean, bits = sum(losses.values()) / len(losses) if losses else math.nan, dict(bits_per_byte)
-        record = {"kind": "validation", "step": step, "tokens": tokens, "loss": mean, "losses": losses}
-        self._write(record | ({"bits_per_byte": bits} if bits else {}))
+        values = {"tokens": tokens, "loss": mean, "losses": losses, **({"bits_per_byte": bits} if bits else {})}
         curves = {f"loss/validation_{source}": loss for source, loss in losses.items()} | {"loss/validation": mean}
-        self._show(curves | {f"bits_per_byte/{source}": value for source, value in bits.items()}, step)
-
-    def record(self, step: int, kind: str, values: Mapping[str, Any], scalars: dict[str, float]) -> None:
-        """Record a measurement of another kind after `step` steps: `values` (JSON), and those that make curves."""
-        self._write({"kind": kind, "step": step, **values})
-        self._show(scalars, step)
+        curves |= {f"bits_per_byte/{source}": value for source, value in bits.items()}
+        self.record(step, "validation", values, curves)
 
     def event(self, step: int, event: str, **details: Any) -> None:
         """Record that `event` happened after `step` steps, with details (JSON values)."""
@@ -228,12 +227,6 @@ class MetricsWriter:
         if self.active:
             self._last_step = record["step"]
             self._file.write(_json(record))
-
-    def _show(self, values: dict[str, float], step: int) -> None:
-        if values:
-            for view in self._views:
-                view.show(values, step)
-        self._record_news(step)
 
     def _record_news(self, step: int) -> None:
         for view in self._views:
@@ -356,7 +349,7 @@ class TensorBoardView(View):
         self._purge_step = resume_step + 1 if resume_step else None
         super().__init__()
 
-    def show(self, values: dict[str, float], step: int) -> None:
+    def show(self, values: Mapping[str, float], step: int) -> None:
         def add(writer: Any) -> None:
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
@@ -405,7 +398,7 @@ class WandbView(View):
         self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
         super().__init__()
 
-    def show(self, values: dict[str, float], step: int) -> None:
+    def show(self, values: Mapping[str, float], step: int) -> None:
         self._queue(lambda run: run.log(values, step=step))
 
     def texts(self, samples: Sequence[dict[str, Any]], step: int) -> None:

@@ -192,7 +192,7 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "seed", str(run.setting("run", "seed"))
     for fact, key in {"optimizer": "optimizer", "commit": "commit", "ranks": "world_size"}.items():
         yield fact, str(facts.get(key, "unknown"))
-    yield "goodput", str(goodput_of(run.records) or "unknown")
+    yield "goodput", goodput_of(run.records) or "unknown"
     for field, form in {
         "tokens_per_second": short_number,
         "model_tflops": short_number,

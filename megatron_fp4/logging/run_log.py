@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -87,14 +86,10 @@ class RunLog:
             config=as_saved(self.config),
             active=self.active,
         )
-        self.metrics.run(start, commit=revision(), **facts)
+        self.metrics.record(start, "run", {"commit": revision(), **facts})
         self._record_times()
         for event, details in self._found:
             self.metrics.event(start, event, **details)
-
-    def sync(self) -> None:
-        """Bring every record so far to the disk: before a checkpoint is published. Any thread may call it."""
-        self.metrics.sync()
 
     def settings(self, plan: Mapping[str, Any]) -> None:
         """Write config.yaml and plan.yaml. plan: `Plan.as_dict` of the first plan."""
@@ -115,7 +110,7 @@ class RunLog:
         self.metrics.close(hurry=self._told_to_stop or error is not None)
 
     def _record_times(self) -> None:
-        self.metrics.record(self._steps_done, "time", self.times.record(), {})
+        self.metrics.record(self._steps_done, "time", self.times.record())
 
     def step(self, metrics: StepMetrics) -> None:
         """A training step is done."""
@@ -231,31 +226,18 @@ class TimeLedger:
         self._since = now
 
 
-@dataclass(frozen=True)
-class Goodput:
-    """seconds: of all starts by kind."""
-
-    seconds: Mapping[str, float]
-    starts: int
-
-    @property
-    def share(self) -> float:
-        """Of the wall time in steps that count, 0..1."""
-        return self.seconds.get(_STEPS, 0.0) / sum(self.seconds.values())
-
-    def __str__(self) -> str:
-        wall = sum(self.seconds.values())
-        starts = f" in {self.starts} starts" if self.starts > 1 else ""
-        longest_first = sorted(self.seconds.items(), key=lambda item: -item[1])
-        others = [f"{of} {time / wall:.1%}" for of, time in longest_first if of != _STEPS and time >= 0.005 * wall]
-        return f"{self.share:.1%} of {short_time(wall)}{starts}" + (f"; {', '.join(others)}" if others else "")
-
-
-def goodput_of(records: Iterable[Mapping[str, Any]]) -> Goodput | None:
-    """Of a run with these records; None if they have no times, as those of older versions."""
+def goodput_of(records: Iterable[Mapping[str, Any]]) -> str | None:
+    """The share of steps that count in the wall time of all starts of a run with these records, and what took the rest;
+    None if they have no times, as those of older versions."""
     seconds: Mapping[str, float] = {}
     starts = 0
     for record in records:
         starts += record["kind"] == "run"
         seconds = record["seconds"] if record["kind"] == "time" else seconds
-    return Goodput(seconds, starts) if sum(seconds.values()) else None
+    if not (wall := sum(seconds.values())):
+        return None
+    longest_first = sorted(seconds.items(), key=lambda item: -item[1])
+    others = [f"{kind} {time / wall:.1%}" for kind, time in longest_first if kind != _STEPS and time >= 0.005 * wall]
+    in_starts = f" in {starts} starts" if starts > 1 else ""
+    rest = f"; {', '.join(others)}" if others else ""
+    return f"{seconds.get(_STEPS, 0.0) / wall:.1%} of {short_time(wall)}{in_starts}{rest}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
-import hashlib
 import json
 import os
 import signal
@@ -35,8 +34,8 @@ from megatron_fp4.runtime.closed_pipe import ReaderLeftError
 
 # For a process group to end.
 GROUP_SECONDS = 10.0
-# Seconds to wait for the others of this machine to arrive, and for torchrun to end this process.
-_ARRIVE, _END = 10.0, 20.0
+# Seconds to wait for torchrun to end this process.
+_END = 20.0
 
 
 class ExitCode(IntEnum):
@@ -172,49 +171,29 @@ def _print_traceback(error: BaseException) -> None:
         error._printed = True  # type: ignore[attr-defined] # once
 
 
-# torchrun ends all workers of a machine as soon as one has left with a failure, so a line that only rank 0 prints is
-# lost when another one leaves before it. What ranks have in common before they have met is the folder that torchrun
-# keeps for a start (that of TORCHELASTIC_ERROR_FILE): the first to make a file there prints the line.
-
-
 def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
-    """Print on stderr, by one rank of this machine, what all ranks found; returns whether it was this one.
+    """Print on stderr what ranks found, once on each machine; returns whether this rank did. ended: whether torchrun
+    has asked this process to end.
 
-    ended: whether torchrun has asked this process to end. The rank that prints waits some seconds for the others to
-    come here too: a rank that torchrun asks to end before would say so. The others wait for that, and leave with exit
-    code 0, so that torchrun's report names the one that printed.
+    The first rank of a machine prints. torchrun ends the others as soon as that has left; they wait for it and leave
+    with exit code 0, so that torchrun's report names the one that printed. Whoever is not ended found it alone, and
+    prints it.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or not (folder := Path(path).parent.parent).is_dir():
-        # One process, or one of Slurm's, which do not end each other. Of a wrong place in the run each rank says so.
-        with contextlib.suppress(ConfigError):
-            place = place_in_run()
-            if place.rank if place.local_rank is None else place.local_rank:
-                return False
-        print(line, file=sys.stderr, flush=True)
-        return True
-    said = folder / f"said_{hashlib.sha256(line.encode()).hexdigest()[:16]}"
-    with contextlib.suppress(OSError):  # a full disk: each prints it
-        said.with_suffix(f".{os.environ.get('LOCAL_RANK', 0)}").touch()
-        try:
-            said.touch(exist_ok=False)
-        except FileExistsError:
-            if _wait(ended, _END):
-                os._exit(0)
+    local_rank, path = None, os.environ.get("TORCHELASTIC_ERROR_FILE")
+    with contextlib.suppress(ConfigError):  # of a wrong place in the run each rank says so
+        place = place_in_run()
+        local_rank = place.rank if place.local_rank is None else place.local_rank
+    if local_rank:
+        if path is None:  # one of Slurm's, which do not end each other
             return False
+        deadline = time.monotonic() + _END
+        while time.monotonic() < deadline:
+            if ended():
+                os._exit(0)
+            time.sleep(0.02)
     print(line, file=sys.stderr, flush=True)
-    everyone = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    _wait(lambda: len(list(folder.glob(f"{said.name}.[0-9]*"))) >= everyone, _ARRIVE)
-    # torchrun's report of failed workers then ends with the line instead of a traceback.
-    details = {"py_callstack": line, "timestamp": str(int(time.time()))}
-    with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+    if path is not None:  # torchrun's report of failed workers then ends with the line instead of a traceback
+        details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
     return True
-
-
-def _wait(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for it; returns whether it came true."""
-    deadline = time.monotonic() + seconds
-    while not (done := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return done

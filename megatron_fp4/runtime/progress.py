@@ -21,6 +21,7 @@ schedulers start again and the system call in stderr, where
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import os
 import re
@@ -88,15 +89,12 @@ class Progress:
 
     def loading(self, batches: Iterable[T], first_step: int) -> Iterator[T]:
         """`batches`, one a step from `first_step` on, with the phase `data` while each is waited for."""
-        iterator, step = iter(batches), first_step
-        while True:
+        iterator = iter(batches)
+        for step in itertools.count(first_step):
             self.at(step, "data")
-            try:
-                batch = next(iterator)
-            except StopIteration:
+            if (batch := next(iterator, None)) is None:
                 return
             yield batch
-            step += 1
 
     def watched(self, run_dir: Path, timeout_seconds: float) -> _Watch:
         """A context in which this rank's place is written to `run_dir`. A collective when entered."""

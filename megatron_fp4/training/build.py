@@ -35,7 +35,7 @@ from megatron_fp4.precision.support import (
 from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.runtime.errors import is_users_to_mend
+from megatron_fp4.runtime.errors import error_line, is_users_to_mend
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
@@ -241,10 +241,7 @@ def configuration_errors(prefix: str = "") -> Iterator[None]:
     except (ValueError, OSError) as error:
         if isinstance(error, ConfigError) or not is_refusal(error):
             raise
-        text = str(error)
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            text = f"{error.filename}: {error.strerror}"  # without its number
-        raise ConfigError(f"{prefix}{text}") from error
+        raise ConfigError(f"{prefix}{error_line(error)}") from error
 
 
 def check_samples(phases: Any, start: int, consumed: int) -> None:

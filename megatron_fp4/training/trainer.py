@@ -435,7 +435,7 @@ class Trainer:
         if self.missing:
             what = ", ".join(self.missing)
             log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing that now")
-        self.checkpointer.before_publish = log.sync
+        self.checkpointer.before_publish = log.metrics.sync
         self.checkpointer.alive = self.progress.alive
         log.settings(plan)
         with log, ExitStack() as stack:

@@ -29,7 +29,7 @@ def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
 def write(run_dir: Path, start: int, end: int, **options: Any) -> MetricsWriter:
     """The records of the steps after `start` up to `end`; the writer is closed."""
     with closing(MetricsWriter(run_dir, resume_step=start, **{"tensorboard": False, **options})) as writer:
-        writer.run(start, total_steps=10)
+        writer.record(start, "run", {"total_steps": 10})
         for step in range(start + 1, end + 1):
             writer.step(metrics(step, loss=10.0 - step))
     return writer

@@ -92,11 +92,12 @@ def test_a_signal_while_starting_is_remembered(small: list[str], tmp_path: Path)
 _PROGRAM = """
 import sys, time
 import pretrain
+from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime import errors
 from megatron_fp4.runtime.signals import StopRequest
 
 def wrong(*_):
-    raise pretrain.SelfTestError("fprop is off by one")
+    raise SelfTestError("fprop is off by one")
 
 errors.GROUP_SECONDS = 0.2
 errors.leave_distributed = lambda: time.sleep(3600)

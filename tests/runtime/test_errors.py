@@ -13,6 +13,7 @@ import pytest
 
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.precision.verify import RecheckError
+from megatron_fp4.runtime import errors
 from megatron_fp4.runtime.errors import ExitCode, WrongNumbersError, code_for_launcher, exit_code_of
 from megatron_fp4.runtime.run_state import explain
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
@@ -37,41 +38,44 @@ def test_torchrun_does_not_restart_what_was_asked_to_stop(monkeypatch: pytest.Mo
     assert code_for_launcher(ExitCode.STOPPED) == 75
 
 
-def refused_rank(folder: Path, rank: int, ranks: int, delay: float) -> None:
+def refused_rank(folder: Path, rank: int, delay: float, patience: float) -> None:
     """A worker of torchrun that refuses, after `delay` seconds; leaves with its exit code."""
     os.environ |= {
-        "TORCHELASTIC_ERROR_FILE": str(folder / "attempt_0" / str(rank) / "error.json"),
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"error_{rank}.json"),
+        "WORLD_SIZE": "3",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
     }
+    errors._END = patience
     time.sleep(delay)
-    (folder / f"came_{rank}").touch()
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
         code = explain(REFUSAL, None, lambda: any(folder.glob("left_*")))  # as torchrun ends them
-    came = len(list(folder.glob("came_*")))
-    (folder / f"left_{rank}").write_text(json.dumps([stderr.getvalue(), came]))
+    (folder / f"left_{rank}").write_text(stderr.getvalue())
     os._exit(code)
 
 
-@pytest.mark.parametrize("delays", [(0.0, 0.5, 0.6), (0.5, 0.0, 0.0)])
-def test_the_first_rank_says_it_once_the_others_have_come(delays: tuple[float, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("delays", "patience", "who"),
+    [({0: 0.0, 1: 0.5, 2: 0.6}, 60.0, 0), ({0: 0.5, 1: 0.0, 2: 0.0}, 60.0, 0), ({1: 0.0}, 0.1, 1)],
+)
+def test_the_first_rank_says_it_or_who_found_it_alone(
+    delays: dict[int, float], patience: float, who: int, tmp_path: Path
+) -> None:
     """The others leave without a failure, so that torchrun's report names the one that said it."""
-    ranks = range(len(delays))
-    for rank in ranks:
-        (tmp_path / "attempt_0" / str(rank)).mkdir(parents=True)
     context = fork_server()  # not by fork: a process of pytest has threads, whose locks a fork may find taken
-    processes = [context.Process(target=refused_rank, args=(tmp_path, rank, 3, delays[rank])) for rank in ranks]
-    for process in processes:
+    processes = {
+        rank: context.Process(target=refused_rank, args=(tmp_path, rank, delay, patience))
+        for rank, delay in delays.items()
+    }
+    for process in processes.values():
         process.start()
-    for process in processes:
+    for process in processes.values():
         process.join(60)
-    assert sorted(process.exitcode or 0 for process in processes) == [0, 0, 2]
-    (who,) = [rank for rank in ranks if processes[rank].exitcode == 2]
-    assert delays[who] == 0 and [json.loads(path.read_text()) for path in tmp_path.glob("left_*")] == [[LINE + "\n", 3]]
-    report = json.loads((tmp_path / "attempt_0" / str(who) / "error.json").read_text())
-    assert report["message"]["extraInfo"]["py_callstack"] == LINE
+    assert {rank: process.exitcode for rank, process in processes.items()} == {**dict.fromkeys(delays, 0), who: 2}
+    assert [(path.name, path.read_text()) for path in tmp_path.glob("left_*")] == [(f"left_{who}", LINE + "\n")]
+    (path,) = tmp_path.glob("error_*")
+    assert json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] == LINE and path.stem == f"error_{who}"
 
 
 @pytest.mark.parametrize(

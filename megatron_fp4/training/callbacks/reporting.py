@@ -160,9 +160,8 @@ class Summary(Callback):
             facts[f"below unigram entropy, {name} (nats)"] = round(entropy - loss, 4)
         if (run_dir / "exports" / folder_name(steps)).is_dir():
             facts["exported as"] = f"exports/{folder_name(steps)}"
-        goodput = attempt("the goodput", lambda: goodput_of(records_of(run_dir)))
-        if goodput is not None:
-            facts["goodput"] = str(goodput)
+        if goodput := attempt("the goodput", lambda: goodput_of(records_of(run_dir))):
+            facts["goodput"] = goodput
         text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"
         attempt(str(run_dir / PICTURE_FILE), lambda: _draw(run_dir, config.logging.baseline))
         # Last: a summary that is there says that the run is finished.
