@@ -219,9 +219,7 @@ class Attention(Mixer):
         self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=qkv.groups)
         self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
 
-    def forward(
-        self, x_td: Tensor, sequence_length: int, fetched: None = None, documents: Documents | None = None
-    ) -> Tensor:
+    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
         qkv_td = self.qkv_proj(x_td)
         tables: tuple[Tensor, ...] = ()
         if self.rope_base is not None and documents is not None:

@@ -56,20 +56,18 @@ class Block(nn.Module):
         texts in the mixer's `cache`."""
         if new is not None:
             return h_td + self.mixer.decode(self.norm(h_td), cache, new)
-        # FSDP2 gathers these by themselves, which must not happen again in the middle of the backward pass.
-        fetched = self.mixer.fetch()
         recompute = self.execution.recompute
         if recompute == "block" and torch.is_grad_enabled():
             # Nothing is drawn from a generator here: what is random depends on the run's StepState alone.
             return checkpoint(
-                self._forward, h_td, sequence_length, fetched, documents, use_reentrant=False, preserve_rng_state=False
+                self._forward, h_td, sequence_length, documents, use_reentrant=False, preserve_rng_state=False
             )
         with recompute_saved() if recompute == "selective" else nullcontext():
-            return self._forward(h_td, sequence_length, fetched, documents)
+            return self._forward(h_td, sequence_length, documents)
 
-    def _forward(self, h_td: Tensor, sequence_length: int, fetched: Any, documents: Documents | None) -> Tensor:
+    def _forward(self, h_td: Tensor, sequence_length: int, documents: Documents | None) -> Tensor:
         norm = self.execution.recomputed(self.norm.function)
-        return h_td + self.mixer(norm(h_td, self.norm.local_weight()), sequence_length, fetched, documents)
+        return h_td + self.mixer(norm(h_td, self.norm.local_weight()), sequence_length, documents)
 
 
 class InferenceCache:

@@ -147,7 +147,7 @@ class CausalConv(nn.Module):
 
     def local_parameters(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of this rank's channels, FP32."""
-        return local_parameter(self.weight, torch.float32), local_parameter(self.bias, torch.float32)
+        return local_parameter(self.weight), local_parameter(self.bias)
 
 
 def gated_rms_norm(y_bshp: Tensor, z_bsgc: Tensor, weight_d: Tensor, eps: float) -> Tensor:
@@ -163,11 +163,7 @@ def gated_rms_norm(y_bshp: Tensor, z_bsgc: Tensor, weight_d: Tensor, eps: float)
 
 
 class SSMParameters(nn.Module):
-    """A_log, D and dt_bias, one number per head, which must never be rounded.
-
-    A module of its own because FSDP2's precision is a module's: this one is wrapped with an FP32 policy. It has to be
-    called, not read, for FSDP2 to gather its parameters.
-    """
+    """A_log, D and dt_bias, one number per head, which must never be rounded."""
 
     def __init__(self, num_heads: int, mesh: ParallelMesh) -> None:
         super().__init__()
@@ -175,10 +171,9 @@ class SSMParameters(nn.Module):
         self.D = new_parameter((num_heads,), mesh, shard_dim=0)
         self.dt_bias = new_parameter((num_heads,), mesh, shard_dim=0)
 
-    def forward(self) -> tuple[Tensor, ...]:
+    def local_parameters(self) -> tuple[Tensor, ...]:
         """A_log, D and dt_bias of this rank's heads, FP32 [heads / tp] each."""
-        # Copies: FSDP2 may free the gathered parameters as soon as this module is left.
-        return tuple(local_parameter(parameter, copy=True) for parameter in (self.A_log, self.D, self.dt_bias))
+        return tuple(local_parameter(parameter) for parameter in (self.A_log, self.D, self.dt_bias))
 
     def initial_values(self) -> dict[str, Rule]:
         """mamba-ssm's: A in U(1, 16), dt log-uniform."""
@@ -276,16 +271,9 @@ class Mamba2(Mixer):
         self._scan = execution.kernel("scan", plain_scan)
         self._sections = execution.pure(sections) if self.num_local_groups > 1 else sections
 
-    def forward(
-        self,
-        x_td: Tensor,
-        sequence_length: int,
-        fetched: tuple[Tensor, ...] | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
         projected_td = self.in_proj(x_td)
-        ssm = self.fetch() if fetched is None else fetched
-        parameters = (*self.conv.local_parameters(), self.norm.local_weight(), *ssm)
+        parameters = (*self.conv.local_parameters(), self.norm.local_weight(), *self.ssm.local_parameters())
         between = self.execution.recomputed(self._between_projections)
         numbers = None if documents is None else documents.numbers
         return self.out_proj(between(projected_td, sequence_length, numbers, *parameters))
@@ -332,13 +320,9 @@ class Mamba2(Mixer):
             self.in_proj(x_td), *self.conv.local_parameters(), new.length, self.num_local_groups, self._widths
         )
         xbc, cache.before = continued_conv_silu(xbc, weight_ck, bias_c, cache.before, new.counts)
-        inputs = self._scan_inputs(xbc, dt, *self.fetch())
+        inputs = self._scan_inputs(xbc, dt, *self.ssm.local_parameters())
         y_bshp, cache.state = continued_scan(inputs, self.chunk_size, cache.state, new.valid)
         return self.out_proj(self.norm(y_bshp, z))
-
-    def fetch(self) -> tuple[Tensor, ...]:
-        ssm: tuple[Tensor, ...] = self.ssm()
-        return ssm
 
     def fp32_units(self) -> list[nn.Module]:
         return [self.ssm]

@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
 
     def local_weight(self) -> Tensor:
         """FP32 [dim] of this rank, for `function`."""
-        return local_parameter(self.weight, torch.float32)
+        return local_parameter(self.weight)
 
     def function(self, *tensors: Tensor) -> Tensor:
         """`forward` as a function of tensors alone: its own, then the weight."""
@@ -81,13 +81,11 @@ class Mixer(nn.Module, ABC):
         self.execution = execution
 
     @abstractmethod
-    def forward(
-        self, x_td: Tensor, sequence_length: int, fetched: Any = None, documents: Documents | None = None
-    ) -> Tensor:
+    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], each sequence of `sequence_length` tokens on its own.
 
-        fetched: what `fetch` returned, if it was called already. documents: where no token is to see another document
-        than its own, which these are; None: a sequence is one document.
+        documents: where no token is to see another document than its own, which these are; None: a sequence is one
+        document.
         """
 
     @abstractmethod
@@ -136,12 +134,8 @@ class Mixer(nn.Module, ABC):
         return [f"{k.title}: {k.package if k.part in execution.kernels else 'torch'}" for k in cls.fused]
 
     def fp32_units(self) -> list[nn.Module]:
-        """Modules whose parameters must stay FP32 in the forward pass. FSDP2 gathers each by itself, when called."""
+        """Modules whose parameters must stay FP32 in the forward pass."""
         return []
-
-    def fetch(self) -> Any:
-        """What `fp32_units` return, for `forward`: they must not be called again where a block runs a second time."""
-        return None
 
     @property
     def autotuned(self) -> bool:

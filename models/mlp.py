@@ -35,9 +35,7 @@ class MLP(Mixer):
         self.up_proj = ColumnParallelLinear(up.in_features, up.out_features, mesh)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
 
-    def forward(
-        self, x_td: Tensor, sequence_length: int, fetched: None = None, documents: Documents | None = None
-    ) -> Tensor:
+    def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
         return self.down_proj(self._activation(self.up_proj(x_td)))
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:

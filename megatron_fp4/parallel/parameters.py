@@ -45,16 +45,10 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
     return nn.Parameter(DTensor.from_local(data, mesh.tp, [placement], run_check=False))
 
 
-def local_parameter(parameter: Tensor, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
-    """The local part of a parameter for use in the forward pass, cast to `dtype`, with an FP32 gradient.
-
-    dtype: None: the one that the forward pass sees. copy: in memory of its own even where nothing is cast.
-    """
+def local_parameter(parameter: Tensor) -> Tensor:
+    """The local part of a parameter as the forward pass sees it, in FP32, with an FP32 gradient."""
     accept_fp32_gradient(parameter)
-    if dtype is None:
-        rounding = rounding_of(parameter)
-        dtype = parameter.dtype if rounding is None else rounding.dtype
-    return _LocalParameter.apply(parameter, dtype, copy)  # type: ignore[return-value]
+    return _LocalParameter.apply(parameter)  # type: ignore[return-value]
 
 
 def lookup(parameter: Tensor, index: Tensor) -> Tensor:
@@ -69,14 +63,13 @@ def lookup(parameter: Tensor, index: Tensor) -> Tensor:
 
 class _LocalParameter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype, copy: bool) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
         ctx.spec, local, rounding = gradient_spec(parameter), local_part(parameter), rounding_of(parameter)
-        rounded = local if rounding is None else local.to(rounding.dtype)
-        return rounded.to(dtype, copy=copy)
+        return (local if rounding is None else local.to(rounding.dtype)).to(torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return gradient_of(grad_outputs[0].to(torch.float32).contiguous(), ctx.spec), None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return gradient_of(grad_outputs[0].contiguous(), ctx.spec)
 
 
 class _Lookup(torch.autograd.Function):
@@ -106,21 +99,8 @@ def is_replicated(parameter: Tensor) -> bool:
 
 
 def global_offsets(parameter: Tensor) -> tuple[int, ...]:
-    """Where the local part of a (possibly FSDP-sharded) parameter starts in the global tensor, per dimension.
-
-    `tp` shards evenly; FSDP2 then cuts dimension 0 of the tensor-parallel part into ceil-sized chunks.
-    """
+    """Where the local part of a (possibly FSDP-sharded) parameter starts in the global tensor, per dimension."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
-    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
-    offsets, extent = [0] * parameter.dim(), list(parameter.shape)
-    for axis in sorted(range(mesh.ndim), key=lambda i: names[i] != "tp"):
-        placement = parameter.placements[axis]
-        if placement.is_replicate():
-            continue
-        dim = placement.dim  # type: ignore[attr-defined]
-        size, rank = mesh.size(axis), mesh.get_local_rank(axis)
-        chunk = -(-extent[dim] // size)
-        offsets[dim] += min(chunk * rank, extent[dim])
-        extent[dim] = max(0, min(chunk, extent[dim] - chunk * rank))
-    return tuple(offsets)
+    (chunk,) = parameter.__create_chunk_list__()  # as checkpoints have it
+    return tuple(chunk.offsets)
