@@ -18,6 +18,7 @@ the last layers stand out (appendix E.2).
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -28,17 +29,17 @@ from typing import Any
 
 import torch
 import yaml
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from data import provider as data
 from megatron_fp4.checkpoint.files import (
+    TRAINER,
     DamagedCheckpointError,
-    check_file,
+    Manifest,
     checkpoint_in,
+    read_checked,
     read_manifest,
-    read_trainer,
 )
-from megatron_fp4.checkpoint.shards import CheckedReader
+from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
@@ -61,7 +62,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
         return analyze(options)
-    except (ValueError, OSError, DamagedCheckpointError) as error:  # ConfigError is a ValueError
+    except (ValueError, OSError, DamagedCheckpointError, CheckpointError) as error:  # ConfigError is a ValueError
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"analyze_precision.py: {error_line(error, options.output)}", file=sys.stderr, flush=True)
         return 2
@@ -89,10 +90,7 @@ def analyze(options: argparse.Namespace) -> int:
     check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
     manifest = read_manifest(checkpoint)
-    for name, record in manifest.files.items():
-        if problem := check_file(checkpoint, name, record):
-            raise ConfigError(f"checkpoint {checkpoint} is damaged: {problem}")
-    config = analysis_config(checkpoint, options.overrides, options.trust_config)
+    config = analysis_config(checkpoint, manifest, options.overrides, options.trust_config)
     shapes = [row.linear for row in plans_of(config, models)[0].rows]
     kept = number_in_bf16(len(shapes), options.budget)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,9 +99,9 @@ def analyze(options: argparse.Namespace) -> int:
     device = init_distributed(device_type, config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     run = Trainer(config, models, data, [], build_mesh(config.parallel, device), quiet=True)
-    with torch.no_grad():
-        load({"model": run.model.state_dict()}, storage_reader=CheckedReader(checkpoint))
-
+    run.checkpointer.initialize(
+        str(checkpoint), run.model, run.precision.step_state, resumed=False, allow_mismatch=True
+    )
     found, measured = measure(run, manifest.step, options.micro_batches)
     errors = {name: one.errors for name, one in found.items()}
     ranked = rank_linears(shapes, errors, options.gemm)
@@ -122,9 +120,9 @@ def analyze(options: argparse.Namespace) -> int:
     return 0
 
 
-def analysis_config(checkpoint: Path, overrides: list[str], trusted: bool = False) -> Config:
+def analysis_config(checkpoint: Path, manifest: Manifest, overrides: list[str], trusted: bool) -> Config:
     """The run's configuration with every linear quantized, and no switch. ConfigError if the recipe quantizes none."""
-    saved = read_trainer(checkpoint)["config"]
+    saved = json.loads(read_checked(checkpoint, TRAINER, manifest.files))["config"]
     config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS, trusted=trusted)
     if not recipe_from_config(config.precision).quantized:
         raise ConfigError(

@@ -21,7 +21,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from data.indexed import write_dataset
-from megatron_fp4.checkpoint.shards import CheckedReader
+from megatron_fp4.checkpoint.files import read_checked, read_manifest
+from megatron_fp4.checkpoint.shards import METADATA, read_metadata, read_shards
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 COMMON = (
@@ -195,15 +194,14 @@ def digest(value: Any) -> str:
 
 def state_digest(checkpoint: Path) -> str:
     """Of names, dtypes, shapes and bytes of all tensors of a checkpoint."""
-    reader = CheckedReader(checkpoint)
-    stored = reader.read_metadata().state_dict_metadata
+    records = read_manifest(checkpoint).files
+    metadata = read_metadata(read_checked(checkpoint, METADATA, records))
     tensors: dict[str, torch.Tensor] = {
         name: torch.empty(meta.size, dtype=meta.properties.dtype)
-        for name, meta in stored.items()
+        for name, meta in metadata.state_dict_metadata.items()
         if isinstance(meta, TensorStorageMetadata)
     }
-    with warnings.catch_warnings(action="ignore"):  # that this is one process, which it is
-        load(tensors, storage_reader=reader, no_dist=True)
+    read_shards(checkpoint, metadata, records, tensors)
     return tensors_digest(tensors)
 
 

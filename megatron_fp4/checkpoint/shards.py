@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -37,9 +37,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord, Manifest
@@ -236,18 +235,77 @@ class _HashingFile:
 # Reading
 
 
-def read_shards(folder: Path, metadata: Metadata, records: dict[str, FileRecord], state: dict[str, Any]) -> set[str]:
+def read_shards(folder: Path, metadata: Metadata, records: Mapping[str, FileRecord], state: dict[str, Any]) -> set[str]:
     """Copy the tensors of a checkpoint into `state_of`, those parts that this rank holds.
 
     metadata, state: of the same tensors (`check_tensors`). records: what the files must be. Returns the names of the
     files that were read and are as they must be. Raises DamagedCheckpointError if one is not, after which `state` holds
     nothing that can be used.
     """
-    reader, planner = CheckedReader(folder, records, metadata), DefaultLoadPlanner()
+    planner = DefaultLoadPlanner()
     planner.set_up_planner(state, metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
-    return reader.read
+    wanted: dict[str, dict[int, list[tuple[int, ReadItem]]]] = {}
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        place = metadata.storage_data.get(item.storage_index)
+        if item.type == LoadItemType.BYTE_IO or place is None:
+            raise DamagedCheckpointError(f"{METADATA}: {item.storage_index.fqn} is not a plain tensor")
+        of_file = wanted.setdefault(place.relative_path, {})
+        of_file.setdefault(place.offset, []).append((place.length, item))
+    with ThreadPoolExecutor(_MAX_FILES, thread_name_prefix="checkpoint") as pool:
+        reads = [pool.submit(_read_file, folder, name, records, of_file, planner) for name, of_file in wanted.items()]
+    for one in reads:
+        one.result()
+    return set(wanted)
+
+
+@torch.no_grad()  # which holds for one thread
+def _read_file(
+    folder: Path,
+    name: str,
+    records: Mapping[str, FileRecord],
+    wanted: dict[int, list[tuple[int, ReadItem]]],
+    planner: DefaultLoadPlanner,
+) -> None:
+    """Read the whole file, hand over what is `wanted` (by its beginning: its length, and what takes it), and compare
+    the file with its record."""
+    if (record := records.get(name)) is None:
+        raise DamagedCheckpointError(f"{METADATA} names the file {name!r}, which the checkpoint does not have")
+    digest, position = hashlib.sha256(), 0
+    with files.opened(folder, name, record) as raw, io.BufferedReader(raw) as file:
+        for start in sorted(wanted):
+            length = wanted[start][0][0]
+            if start < position or start + length > record.size:
+                raise DamagedCheckpointError(f"{METADATA} does not describe {name}")
+            _digest_to(start, position, file, digest)
+            content = file.read(length)
+            digest.update(content)
+            for _, item in wanted[start]:
+                _put(content, item, planner, name)
+            position = start + length
+        _digest_to(record.size, position, file, digest)
+    if digest.hexdigest() != record.sha256:
+        raise files.changed(name)
+
+
+def _digest_to(end: int, position: int, file: IO[bytes], digest: Any) -> None:
+    for start in range(position, end, _CHUNK):
+        digest.update(file.read(min(_CHUNK, end - start)))
+
+
+def _put(content: bytes, item: ReadItem, planner: DefaultLoadPlanner, name: str) -> None:
+    try:
+        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        part = saved[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+    except Exception as error:  # whatever torch makes of damaged bytes
+        raise DamagedCheckpointError(f"{name}: {item.storage_index.fqn} is not readable: {error}", name) from error
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != part.shape or target.dtype != part.dtype:
+        raise DamagedCheckpointError(
+            f"{name}: {item.storage_index.fqn} is {part.dtype} {list(part.shape)}, expected {target.dtype} "
+            f"{list(target.shape)}"
+        )
+    target.copy_(part)
+    planner.commit_tensor(item, target)
 
 
 def check_tensors(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
@@ -271,85 +329,6 @@ def _differences(saved: Mapping[str, Any], wholes: Sequence[Whole]) -> Iterator[
     for name in sorted(saved):
         if name.startswith("model.") and name not in known:
             yield f"the checkpoint has a tensor {name}, which this model does not have"
-
-
-class CheckedReader(FileSystemReader):
-    """Reads a checkpoint for torch.distributed.checkpoint's `load`, without unpickling what it does not know.
-
-    A file in which anything is wanted is read whole and compared with its record. records, metadata: None: those in the
-    folder. read: names of the files that were compared. Raises OSError and DamagedCheckpointError.
-    """
-
-    def __init__(
-        self, folder: Path, records: dict[str, FileRecord] | None = None, metadata: Metadata | None = None
-    ) -> None:
-        super().__init__(folder)
-        self.read: set[str] = set()
-        self._folder, self._metadata = folder, metadata
-        self._records = files.read_manifest(folder).files if records is None else records
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = read_metadata(files.read_checked(self._folder, METADATA, self._records))
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[str, dict[int, list[tuple[int, ReadItem]]]] = {}
-        for item in plan.items:
-            place = self.storage_data.get(item.storage_index)
-            if item.type == LoadItemType.BYTE_IO or place is None:
-                raise DamagedCheckpointError(f"{METADATA}: {item.storage_index.fqn} is not a plain tensor")
-            of_file = wanted.setdefault(place.relative_path, {})
-            of_file.setdefault(place.offset, []).append((place.length, item))
-        with ThreadPoolExecutor(_MAX_FILES, thread_name_prefix="checkpoint") as pool:
-            reads = [pool.submit(self._read_file, name, of_file, planner) for name, of_file in wanted.items()]
-        for one in reads:
-            one.result()
-        self.read |= wanted.keys()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @torch.no_grad()  # which holds for one thread
-    def _read_file(self, name: str, wanted: dict[int, list[tuple[int, ReadItem]]], planner: LoadPlanner) -> None:
-        if (record := self._records.get(name)) is None:
-            raise DamagedCheckpointError(f"{METADATA} names the file {name!r}, which the checkpoint does not have")
-        digest, position = hashlib.sha256(), 0
-        with files.opened(self._folder, name, record) as raw, io.BufferedReader(raw) as file:
-            for start in sorted(wanted):
-                length = wanted[start][0][0]
-                if start < position or start + length > record.size:
-                    raise DamagedCheckpointError(f"{METADATA} does not describe {name}")
-                _digest_to(start, position, file, digest)
-                content = file.read(length)
-                digest.update(content)
-                for _, item in wanted[start]:
-                    _put(content, item, planner, name)
-                position = start + length
-            _digest_to(record.size, position, file, digest)
-        if digest.hexdigest() != record.sha256:
-            raise files.changed(name)
-
-
-def _digest_to(end: int, position: int, file: IO[bytes], digest: Any) -> None:
-    for start in range(position, end, _CHUNK):
-        digest.update(file.read(min(_CHUNK, end - start)))
-
-
-def _put(content: bytes, item: ReadItem, planner: LoadPlanner, name: str) -> None:
-    try:
-        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        part = saved[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
-    except Exception as error:  # whatever torch makes of damaged bytes
-        raise DamagedCheckpointError(f"{name}: {item.storage_index.fqn} is not readable: {error}", name) from error
-    target = planner.resolve_tensor(item).detach()
-    if target.shape != part.shape or target.dtype != part.dtype:
-        raise DamagedCheckpointError(
-            f"{name}: {item.storage_index.fqn} is {part.dtype} {list(part.shape)}, expected {target.dtype} "
-            f"{list(target.shape)}"
-        )
-    target.copy_(part)
-    planner.commit_tensor(item, target)
 
 
 def check_files(folder: Path, manifest: Manifest, sync: RankSync, names: Collection[str] | None = None) -> None:
