@@ -74,7 +74,7 @@ def test_what_a_user_can_get_wrong(checkpoint: Path, tmp_path: Path, capsys: pyt
             (checkpoint, ["--budget", "0.01"], "of 6 linears keeps none in BF16; the smallest is 0.1667"),
             (checkpoint, ["--output", "none/plan.yaml"], "none/plan.yaml cannot be written: there is no folder none"),
             (tmp_path / "none", [], "is not a folder"),
-            (damaged, [], "is damaged"),
+            (damaged, ["--budget", "0.5"], "is damaged"),
         ):
             assert analyze(given, *arguments) == 2
             error = capsys.readouterr().err

@@ -109,7 +109,7 @@ TOGETHER = [
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
     # --- machine
     ("run.device=cuda", "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"),
-    ("checkpoint.resume=/no/such", "checkpoint.resume: /no/such is not a folder; give a checkpoint"),
+    ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is not a folder; give a checkpoint"),
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     # --- data
@@ -283,7 +283,7 @@ FILES = [
     ("plan.yaml", b"bf16: x\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "has no list of linears under `bf16`"),
     ("plan.yaml", b"bf16: [x]\n", "precision.bf16_blocks.file=FOLDER/plan.yaml", "lists 'x', which is no linear of"),
     ("empty/x", b"", "checkpoint.resume=FOLDER/empty", "is neither a checkpoint nor a run with checkpoints"),
-    ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "no whole checkpoint (manifest.json is not readable"),
+    ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "is damaged: manifest.json is not readable"),
     ("a/checkpoints/step_00000002/x", b"", "checkpoint.resume=FOLDER/a", "step_00000002: manifest.json is missing"),
     ("empty/x", b"", "checkpoint.initialize_from=FOLDER/empty", "empty is neither a checkpoint nor a run with"),
     ("a/x", b"", "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a", "takes weights alone"),

@@ -37,9 +37,15 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
 from megatron_fp4.checkpoint.files import FileRecord, Manifest, Origin
-from megatron_fp4.checkpoint.find import Finder, Resumed, check_begun_from, initialize_weights, refuse_weights_only
+from megatron_fp4.checkpoint.find import (
+    INITIALIZE,
+    Finder,
+    Resumed,
+    check_begun_from,
+    check_identity,
+    initialize_weights,
+)
 from megatron_fp4.checkpoint.shards import (
     METADATA,
     OwnPiece,
@@ -57,7 +63,6 @@ from megatron_fp4.checkpoint.shards import (
 )
 from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.sync import CheckpointError, RankSync, RefusedError
-from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 
@@ -175,7 +180,7 @@ class Checkpointer:
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take the host memory that saves in the background need: this rank's share of weights and moments.
 
-        Raises ConfigError on all ranks if a machine does not have it.
+        Raises RefusedError on all ranks if a machine does not have it.
         """
         if not self._asynchronous:
             return
@@ -186,10 +191,7 @@ class Checkpointer:
             if problem := host_memory_error(needed):
                 raise RefusedError(problem)
 
-        try:
-            self.sync.on_all("look for memory", look)
-        except RefusedError as error:
-            raise ConfigError(str(error)) from error
+        self.sync.on_all("look for memory", look)
         staging = self._staging = Staging(pieces, self._mesh.device)
         # The device waits for a save's copies before it changes what they copy.
         optimizer.register_step_pre_hook(lambda *_: staging.before_update())
@@ -411,7 +413,7 @@ class Checkpointer:
         `never`, or the folder of a checkpoint; find.py has what each means. allow_mismatch: load although the run's
         identity differs from the checkpoint's.
 
-        Raises ValueError for what the user has to decide: the identity differs, nothing is intact or left of an
+        Raises RefusedError for what the user has to decide: the identity differs, nothing is intact or left of an
         earlier run, the given folder is not a checkpoint; and CheckpointError if reading fails otherwise.
         """
         for line in self.sync.on_rank0("clean up", lambda: files.clean_stale(self.root)):
@@ -441,10 +443,10 @@ class Checkpointer:
         returns which that was. Call it after `resume`.
 
         resumed: the run resumed from a checkpoint of its own; then this only looks whether it began from `given`, and
-        returns None. Raises ValueError for what the user has to decide, CheckpointError if reading fails otherwise.
+        returns None. Raises RefusedError for what the user has to decide, CheckpointError if reading fails otherwise.
         """
         if resumed:
-            check_begun_from(self.initialized_from, given, self.root, self.sync)
+            check_begun_from(self.initialized_from, INITIALIZE, given, self.root, self.sync)
             return None
         self.initialized_from = initialize_weights(
             given, model, self._identity, self.sync, allow_mismatch=allow_mismatch
@@ -466,7 +468,7 @@ class Checkpointer:
 
         What of the trainer's state is to be taken up is the caller's to decide. Raises CheckpointGoneError on all ranks
         if the checkpoint is not there or not whole; then nothing has changed, for which it is read twice. Raises
-        ValueError if the run's identity differs, unless `allow_mismatch`.
+        RefusedError if the run's identity differs, unless `allow_mismatch`.
         """
         if folder is None:
             self._end()
@@ -490,14 +492,10 @@ class Checkpointer:
         return [other for folder in folders if (other := files.step_of(folder)) > step]
 
     def _check_identity(self, folder: Path, manifest: Manifest, allow_mismatch: bool) -> None:
-        refuse_weights_only(folder, manifest)
-        differences = identity_differences(manifest.identity, self._identity)
-
-        def compare() -> None:
-            if differences and not allow_mismatch:
-                raise RefusedError(other_run(folder, differences))
-
-        self.sync.on_all("compare", compare)  # data may differ from node to node
+        # On all ranks: data may differ from node to node.
+        differences = self.sync.on_all(
+            "compare", lambda: check_identity(folder, manifest, self._identity, allow_mismatch)
+        )
         if differences:
             self._warn(f"resuming from {folder} although it differs: {'; '.join(differences)}")
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron_fp4.config.compose import as_saved
@@ -48,14 +47,6 @@ def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -
     """One line for each field that differs, with both values; empty if it is the same run."""
     pairs = {name: (saved.get(name, _ABSENT), current.get(name, _ABSENT)) for name in sorted({*saved, *current})}
     return [f"{name}: {one!r} in the checkpoint, {now!r} now" for name, (one, now) in pairs.items() if one != now]
-
-
-def other_run(folder: Path, differences: Sequence[str]) -> str:
-    """The refusal of a checkpoint that another run made."""
-    return (
-        f"{folder} belongs to another run: {'; '.join(differences)}. Set these back, choose another run.dir, or resume "
-        "anyway with checkpoint.allow_mismatch=true"
-    )
 
 
 class Change(NamedTuple):

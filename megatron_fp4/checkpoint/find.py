@@ -36,18 +36,18 @@ from typing import Any, NoReturn
 from torch import nn
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.config_diff import identity_differences, other_run, run_identity
+from megatron_fp4.checkpoint.config_diff import identity_differences, run_identity
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin, OtherFormatError
 from megatron_fp4.checkpoint.shards import METADATA, check_tensors, read_metadata, read_shards
 from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync, RefusedError
-from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.config.schema import Config
 from megatron_fp4.runtime.run_state import STATE_FILE, checkpoint_in_state
 
 logger = logging.getLogger(__name__)
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"  # as logging/ writes them
 KEYWORDS = ("auto", "required", "never")
-INITIALIZE = "checkpoint.initialize_from"
+RESUME, INITIALIZE = "checkpoint.resume", "checkpoint.initialize_from"
 # What weights that are there do not depend on: how others would be drawn, and in what pieces the scan is computed.
 _FREE = {"model.init_std", "model.mamba_chunk_size"}
 
@@ -104,12 +104,12 @@ class Finder:
         """
         if resume == "never":
             return None
-        given = None if resume in KEYWORDS else Path(os.path.realpath(resume))
+        given = None if resume in KEYWORDS else resume
         if given is not None and is_own(self.root, given):
             return self._settle(self._given(given))
         if (newest := self._newest_intact()) is not None:
             if given is not None:
-                self._check_origin(newest, given)
+                check_begun_from(newest.origin, RESUME, given, self.root, self.sync)
             return self._settle(newest)
         steps, found = self.sync.on_rank0("look for an earlier run", lambda: earlier_run(self.root))
         if found:
@@ -176,41 +176,14 @@ class Finder:
             "unasked: restore one, or begin anew in another run.dir"
         )
 
-    def _given(self, folder: Path) -> Resumed:
-        """Load the checkpoint in `folder`, of this run or another. Raises as `choose`."""
-        key = f"checkpoint.resume={folder}"
-
-        def look() -> tuple[Manifest, Origin]:
-            if not folder.is_dir():
-                raise RefusedError(
-                    f"{key} is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200"
-                )
-            try:
-                manifest = files.read_manifest(folder)
-            except OtherFormatError as error:
-                raise RefusedError(f"{key} is of another version: {error}") from error
-            return manifest, Origin.at(folder, manifest)
-
+    def _given(self, given: str) -> Resumed:
+        """Load a checkpoint of this run or another. Raises as `choose`."""
+        folder, manifest, origin = self.sync.on_rank0("read a manifest", lambda: named(RESUME, given))
         try:
-            manifest, origin = self.sync.on_rank0("read a manifest", look)
             trainer = self.load(folder, manifest)
         except DamageError as error:
-            refuse_damaged(key, folder, error, self.sync)
+            refuse_damaged(f"{RESUME}={folder}", folder, error, self.sync)
         return Resumed(folder, manifest, trainer, origin=Origin.of(trainer) if is_own(self.root, folder) else origin)
-
-    def _check_origin(self, chosen: Resumed, given: Path) -> None:
-        """Refuse to resume from checkpoints of a run that did not begin from `given`."""
-        origin = chosen.origin  # which may be gone by now, moved, or made again in the same bits
-        if origin is not None and (
-            str(given) == origin.path or self.sync.on_rank0("compare origins", lambda: origin.is_in(given))
-        ):
-            return
-        began = "at step 0" if origin is None else f"from {origin.path}"
-        raise RefusedError(
-            f"checkpoint.resume={given}, but {self.root} has checkpoints of a run that began {began} (the newest is "
-            f"{chosen.folder.name}); choose another run.dir to begin from {given.name} there, or resume from them with "
-            "checkpoint.resume=auto"
-        )
 
     def _settle(self, chosen: Resumed) -> Resumed:
         """Rename damaged checkpoints, and let the pointer name what was loaded: a run that was killed before it could
@@ -267,15 +240,49 @@ def refuse_damaged(key: str, folder: Path, error: DamageError, sync: RankSync) -
 
 
 def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
-    """Raise ValueError for a checkpoint without optimizer state, from which no run can resume."""
+    """Raise RefusedError for a checkpoint without optimizer state, from which no run can resume."""
     if manifest.weights_only:
-        raise ValueError(
+        raise RefusedError(
             f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it "
             f"with {INITIALIZE}={folder}, in a run.dir of its own"
         )
 
 
-def is_own(root: Path, given: Path) -> bool:
+def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any], allow_mismatch: bool) -> list[str]:
+    """Raise RefusedError unless a run of this `identity` may resume from the checkpoint; returns in what that differs,
+    where `allow_mismatch` lets it."""
+    refuse_weights_only(folder, manifest)
+    differences = identity_differences(manifest.identity, identity)
+    if differences and not allow_mismatch:
+        raise RefusedError(
+            f"{folder} belongs to another run: {'; '.join(differences)}. Set these back, choose another run.dir, or "
+            "resume anyway with checkpoint.allow_mismatch=true"
+        )
+    return differences
+
+
+def named(key: str, given: str) -> tuple[Path, Manifest, Origin]:
+    """The checkpoint that `given` means, by manifests alone. key: RESUME or INITIALIZE, which takes a run, too.
+
+    Raises RefusedError, and OSError.
+    """
+    whole = Path(os.path.realpath(given))
+    try:
+        folder = files.checkpoint_in(whole)
+        manifest = files.read_manifest(folder)
+    except DamagedCheckpointError as error:
+        how = "of another version" if isinstance(error, OtherFormatError) else "damaged"
+        raise RefusedError(f"{key}={given} is {how}: {error}; give another checkpoint") from error
+    except ValueError as error:
+        raise RefusedError(f"{key}={error}") from error
+    if key == RESUME:
+        if folder != whole:
+            raise RefusedError(f"{key}={given} is no checkpoint, but has some inside: give {folder}")
+        refuse_weights_only(folder, manifest)
+    return folder, manifest, Origin.at(folder, manifest)
+
+
+def is_own(root: Path, given: str | Path) -> bool:
     """Whether `given` is one of the checkpoints under `root`, there or not."""
     return Path(os.path.realpath(given)).parent == Path(os.path.realpath(root))
 
@@ -322,16 +329,14 @@ def earlier_run(root: Path) -> tuple[int, list[str]]:
 def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
     """What a start of `config` would resume from; None if it begins at step 0. Changes nothing on disk.
 
-    identity: the run's. Raises ConfigError for what a start would refuse, as far as it can be seen so; OSError.
+    identity: the run's. Raises RefusedError for what a start would refuse, as far as it can be seen so; ValueError,
+    OSError.
     """
     resume, root = config.checkpoint.resume, Path(config.run.dir) / "checkpoints"
     sync = OneProcess(root)
 
     def load(folder: Path, manifest: Manifest) -> dict[str, Any]:
-        refuse_weights_only(folder, manifest)
-        differences = identity_differences(manifest.identity, identity)
-        if differences and not config.checkpoint.allow_mismatch:
-            raise ConfigError(other_run(folder, differences))
+        check_identity(folder, manifest, identity, config.checkpoint.allow_mismatch)
 
         def look() -> dict[str, Any]:
             for name, record in manifest.files.items():
@@ -342,14 +347,11 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
 
         return sync.on_rank0("read it", look)
 
-    try:
-        found = Finder(root, sync, load, only_look=True).choose(resume)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    found = Finder(root, sync, load, only_look=True).choose(resume)
     start, broken = (0, ()) if found is None else (found.step, [damage.name for damage in found.damaged])
     last = max((files.step_of(each) for each in files.list_checkpoints(root) if each.name not in broken), default=0)
     if last > start:
-        raise ConfigError(would_overwrite(resume, start, root, last))
+        raise RefusedError(would_overwrite(resume, start, root, last))
     return found
 
 
@@ -361,7 +363,7 @@ def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> No
     if found is not None:
         folder, manifest = found.folder, found.manifest
     elif given is not None:
-        folder, manifest = _source(given)
+        folder, manifest, _ = named(INITIALIZE, given)
     else:
         return
     try:
@@ -372,8 +374,8 @@ def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> No
 
 
 def check_resume(config: Config) -> None:
-    """Raise ConfigError if no start could begin from what `checkpoint.resume` or `checkpoint.initialize_from` names: no
-    checkpoint, or weights of another model.
+    """Raise RefusedError if no start could begin from what `checkpoint.resume` or `checkpoint.initialize_from` names:
+    no checkpoint, or weights of another model; OSError.
 
     A run that has checkpoints of its own resumes from these, also when what it began from is gone; the start sees
     whether they are its own.
@@ -381,42 +383,23 @@ def check_resume(config: Config) -> None:
     settings, root = config.checkpoint, Path(config.run.dir) / "checkpoints"
     resume, given = settings.resume, settings.initialize_from
     if given is not None and resume not in KEYWORDS:
-        raise ConfigError(
+        raise RefusedError(
             f"{INITIALIZE}={given} takes weights alone and checkpoint.resume={resume} all of a checkpoint; give one of "
             "them"
         )
     if given is None and resume in KEYWORDS:
         return
-    if files.list_checkpoints(root) and not is_own(root, Path(resume)):
+    if files.list_checkpoints(root) and not is_own(root, resume):
         return
     try:
-        if given is not None:
-            folder, manifest = _source(given)
-            if not settings.allow_mismatch:
-                _check_model(folder, manifest, run_identity(config, {}), ("model.",))
-        else:
-            if (found := files.checkpoint_in(Path(resume))) != Path(resume):
-                raise ValueError(f"{resume} is no checkpoint, but has some inside: give {found}")
-            refuse_weights_only(found, files.read_manifest(found))
-    except DamagedCheckpointError as error:
-        raise ConfigError(f"checkpoint.resume={resume} is no whole checkpoint ({error}); give another one") from error
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"checkpoint.resume: {error}" if given is None else str(error)) from error
+        folder, manifest, _ = named(RESUME, resume) if given is None else named(INITIALIZE, given)
+    except OSError as error:
+        raise RefusedError(str(error)) from error
+    if given is not None and not settings.allow_mismatch:
+        _check_model(folder, manifest, run_identity(config, {}), ("model.",))
 
 
 # Beginning from weights alone
-
-
-def _source(given: str) -> tuple[Path, Manifest]:
-    """The checkpoint that is meant, by manifests alone. Raises RefusedError, and OSError."""
-    try:
-        folder = files.checkpoint_in(Path(os.path.realpath(given)))
-        return folder, files.read_manifest(folder)
-    except DamagedCheckpointError as error:
-        how = "of another version" if isinstance(error, OtherFormatError) else "damaged"
-        raise RefusedError(f"{INITIALIZE}={given} is {how}: {error}; give another checkpoint") from error
-    except ValueError as error:
-        raise RefusedError(f"{INITIALIZE}={error}") from error
 
 
 def _check_model(folder: Path, manifest: Manifest, identity: Mapping[str, Any], keys: tuple[str, ...]) -> None:
@@ -443,11 +426,7 @@ def initialize_weights(
     or tokenizer, damage; CheckpointError if reading fails otherwise.
     """
 
-    def look() -> tuple[Path, Manifest, Origin]:
-        folder, manifest = _source(given)
-        return folder, manifest, Origin.at(folder, manifest)
-
-    folder, manifest, origin = sync.on_rank0("find it", look)
+    folder, manifest, origin = sync.on_rank0("find it", lambda: named(INITIALIZE, given))
     if not allow_mismatch:  # on all ranks: the tokenizer's file may be another on another node
         sync.on_all("compare", lambda: _check_model(folder, manifest, identity, ("model.", "data.tokenizer")))
     try:
@@ -461,10 +440,12 @@ def initialize_weights(
     return origin
 
 
-def check_begun_from(begun: Origin | None, given: str, root: Path, sync: RankSync) -> None:
-    """Refuse to resume from checkpoints under `root` of a run that did not begin from the weights that `given` names.
+def check_begun_from(begun: Origin | None, key: str, given: str, root: Path, sync: RankSync) -> None:
+    """Refuse to resume from checkpoints under `root` of a run that did not begin from what `key`, RESUME or INITIALIZE,
+    names.
 
-    begun: what it began from. That may be gone by now, moved, or have newer checkpoints beside it.
+    begun: what it began from. That may be gone by now, moved, made again in the same bits, or have newer checkpoints
+    beside it.
     """
     path = Path(os.path.realpath(given))
 
@@ -477,8 +458,13 @@ def check_begun_from(begun: Origin | None, given: str, root: Path, sync: RankSyn
 
     if sync.on_rank0("compare origins", known):
         return
-    began = "with weights of its own" if begun is None else f"from the weights of {begun.path}"
-    raise ValueError(
-        f"{INITIALIZE}={given}, but {root} has checkpoints of a run that began {began}; choose another run.dir to "
-        f"begin from {path.name} there, or resume from them with {INITIALIZE}={'null' if begun is None else begun.path}"
+    if key == RESUME:
+        began, instead = "at step 0" if begun is None else f"from {begun.path}", "auto"
+    elif begun is None:
+        began, instead = "with weights of its own", "null"
+    else:
+        began, instead = f"from the weights of {begun.path}", begun.path
+    raise RefusedError(
+        f"{key}={given}, but {root} has checkpoints of a run that began {began}; choose another run.dir to begin from "
+        f"{path.name} there, or resume from them with {key}={instead}"
     )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import connect_ahead
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; raised on all ranks."""
 
 
-class RefusedError(CheckpointError, ValueError):
+class RefusedError(CheckpointError, ConfigError):
     """What is for the user to decide; the message has the remedies. An action that raises it on one rank raises it on
     all."""
 
