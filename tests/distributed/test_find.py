@@ -39,7 +39,7 @@ def test_the_newest_or_a_given_one(root: Path, tmp_path: Path, mesh: ParallelMes
     flip_a_bit(root / SECOND / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"is damaged: .*__0_0\.distcp has changed"):
         Job(root, mesh).resume(str(root / SECOND))
-    with pytest.raises(ValueError, match="is no checkpoint, but has some inside: give .*step_00000003"):
+    with pytest.raises(ValueError, match=r"is no checkpoint, but has some inside: give .*step_00000003"):
         Job(root.parent / "another", mesh).resume(str(root.parent))
 
 
