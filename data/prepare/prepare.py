@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,9 +44,9 @@ from data.prepare.tokenize import (
     REPORTED_RECORDS,
     SPLITS,
     Encoded,
-    Encoder,
     Options,
     SplitCount,
+    encode,
     encoded_by_processes,
     is_held_out,
     pieces_of,
@@ -237,7 +238,7 @@ def _encode(
     state.stamps = stamps
     dtype = dtype_for_vocabulary(tokenizer.vocab_size)
     work.open(splits, dtype.itemsize)
-    encoder = Encoder(tokenizer, dtype, options)
+    encoder = partial(encode, tokenizer, dtype, options)
     starts = list(accumulate((size for size, _ in stamps), initial=0))
 
     def tasks() -> Iterator[tuple[tuple[int, int, int], Task]]:

@@ -9,7 +9,7 @@ import pickle
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -88,40 +88,32 @@ class Encoded:
     huge: int = 0
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Turns tasks into tokens of `dtype`; the options' bos_token and the tokenizer's eod_token enclose documents."""
-
-    tokenizer: TextTokenizer
-    dtype: np.dtype[Any]
-    options: Options
-
-    def __call__(self, task: Task) -> Encoded:
-        """The tokens of a task's documents."""
-        done = Encoded()
-        texts: dict[str, list[str]] = {split: [] for split in SPLITS}
-        for record in task():
-            if record.problem == EMPTY:
-                done.empty += 1
-            elif record.problem is not None:
-                done.malformed[record.problem] += 1
-                if len(done.reports) < REPORTED_RECORDS:
-                    done.reports.append((record.where, record.problem))
-            else:
-                pieces = pieces_of(record.text, self.options.max_document_bytes)
-                done.huge += pieces != [record.text]
-                texts[SPLITS[is_held_out(record.text, self.options.validation)]] += pieces
-        bos = self.options.bos_token
-        before, after = [] if bos is None else [self.tokenizer.id_of(bos)], [self.tokenizer.eod_id]
-        for split, documents in texts.items():
-            if not documents:
-                continue
-            encoded = [before + ids + after for ids in self.tokenizer.encode_batch(documents)]
-            done.lengths[split] = lengths = np.array([len(ids) for ids in encoded], dtype=np.int32)
-            done.tokens[split] = np.fromiter(chain.from_iterable(encoded), self.dtype)
-            size = sum(len(text.encode("utf-8")) for text in documents)
-            done.counts[split] = SplitCount(len(documents), int(lengths.sum(dtype=np.int64)), size)
-        return done
+def encode(tokenizer: TextTokenizer, dtype: np.dtype[Any], options: Options, task: Task) -> Encoded:
+    """A task's documents as tokens of `dtype`, between the options' bos_token and the tokenizer's eod_token."""
+    done = Encoded()
+    texts: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for record in task():
+        if record.problem == EMPTY:
+            done.empty += 1
+        elif record.problem is not None:
+            done.malformed[record.problem] += 1
+            if len(done.reports) < REPORTED_RECORDS:
+                done.reports.append((record.where, record.problem))
+        else:
+            pieces = pieces_of(record.text, options.max_document_bytes)
+            done.huge += pieces != [record.text]
+            texts[SPLITS[is_held_out(record.text, options.validation)]] += pieces
+    bos = options.bos_token
+    before, after = [] if bos is None else [tokenizer.id_of(bos)], [tokenizer.eod_id]
+    for split, documents in texts.items():
+        if not documents:
+            continue
+        encoded = [before + ids + after for ids in tokenizer.encode_batch(documents)]
+        done.lengths[split] = lengths = np.array([len(ids) for ids in encoded], dtype=np.int32)
+        done.tokens[split] = np.fromiter(chain.from_iterable(encoded), dtype)
+        size = sum(len(text.encode("utf-8")) for text in documents)
+        done.counts[split] = SplitCount(len(documents), int(lengths.sum(dtype=np.int64)), size)
+    return done
 
 
 def is_held_out(text: str, share: float) -> bool:
@@ -151,7 +143,7 @@ def pieces_of(text: str, limit: int) -> list[str]:
 
 
 def encoded_by_processes(
-    encoder: Encoder, tasks: Iterable[tuple[Place, Task]], number: int
+    encoder: Callable[[Task], Encoded], tasks: Iterable[tuple[Place, Task]], number: int
 ) -> Iterator[tuple[Place, Encoded]]:
     """The result of each task, in their order, by so many processes, 0: in this one; each after what came with it.
 
@@ -181,7 +173,7 @@ def encoded_by_processes(
             pool.shutdown(cancel_futures=True)
 
 
-_encoder: Encoder
+_encoder: Callable[[Task], Encoded]
 
 
 def _start(content: bytes) -> None:
