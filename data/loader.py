@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch
 from data.megatron_order import MegatronSchedule
 from data.order import Growth, Samples, Window
 from data.schedule import PhaseSchedule
-from data.workers import LoaderError, MicroBatchReader, Prefetcher, stacked
+from data.workers import LoaderError, Prefetcher, row_reads, stacked
 
 _STEPS_AHEAD = 2
 _FORMAT = 2  # of fingerprints
@@ -160,14 +161,14 @@ class MicroBatchLoader:
 
     def _batches(self, start_step: int, end_step: int) -> Generator[MicroBatch, None, None]:
         """All micro-batches in order: read when they are asked for, or ahead by workers."""
-        reader = MicroBatchReader(self.schedule, self.sources, self.micro_batch_size, self.masked)
+        reads = partial(row_reads, self.schedule, self.sources, self.micro_batch_size, self.masked)
         firsts = self._first_samples(start_step, end_step)
         if self.num_workers == 0:
             for first in firsts:
-                yield self._make(first, stacked([read() for read in reader.reads(first)]))
+                yield self._make(first, stacked([read() for read in reads(first)]))
             return
         ahead = _STEPS_AHEAD * max(self.num_micro_batches(span.first_step) for span in self.schedule.spans)
-        with contextlib.closing(Prefetcher(reader, firsts, self._make, self.num_workers, ahead)) as prefetcher:
+        with contextlib.closing(Prefetcher(reads, firsts, self._make, self.num_workers, ahead)) as prefetcher:
             self.worker_pids = prefetcher.pids
             while True:
                 yield prefetcher.next(self.timeout_seconds)

@@ -2,8 +2,8 @@
 
 A worker is a child of the rank in a fresh interpreter, not a fork of it: a rank has threads, locks and a GPU context,
 none of which survives a fork well, and handlers that save checkpoints on signals, which a worker must not have. It
-imports no torch. It gets a file with the pickled MicroBatchReader, and by a pipe the first samples of the micro-batches
-to read, every W-th of W workers; by another it answers each with a Window, or with the exception that it met.
+imports no torch. It gets the rank's `row_reads` pickled in a file, and by a pipe the first samples of the micro-batches
+to read, each of W workers every W-th; by another it answers each with a Window, or with the exception that it met.
 
 Workers keep nothing: they are ended by SIGKILL, by the rank or, if that is killed, by the kernel. A worker alone holds
 its end of the pipe, so when it dies, whenever that is, the rank reads the pipe's end.
@@ -24,7 +24,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from multiprocessing.connection import Connection, Pipe
@@ -43,21 +42,16 @@ _SECONDS_TO_DIE = 10.0
 _LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+RowReads = list[Callable[[], Window]]
 
-@dataclass(frozen=True)
-class MicroBatchReader:
-    """Reads micro-batches of micro_batch_size consecutive global samples. masked: with the numbers of documents."""
 
-    schedule: PhaseSchedule
-    sources: Mapping[str, Samples]
-    micro_batch_size: int
-    masked: bool
-
-    def reads(self, first: int) -> list[Callable[[], Window]]:
-        """Calls that read the rows of the micro-batch from global sample `first` on, in any order and by any thread.
-        They raise what the sources raise."""
-        places = [self.schedule.locate(first + row) for row in range(self.micro_batch_size)]
-        return [partial(self.sources[at.source].sample, at.ordinal, self.masked) for at in places]
+def row_reads(
+    schedule: PhaseSchedule, sources: Mapping[str, Samples], micro_batch_size: int, masked: bool, first: int
+) -> RowReads:
+    """Calls that read the rows of the micro-batch from global sample `first` on, in any order and by any thread. They
+    raise what the sources raise. masked: with the numbers of documents."""
+    places = [schedule.locate(first + row) for row in range(micro_batch_size)]
+    return [partial(sources[at.source].sample, at.ordinal, masked) for at in places]
 
 
 def stacked(rows: Sequence[Window]) -> Window:
@@ -87,7 +81,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(
         self,
-        reader: MicroBatchReader,
+        reads: Callable[[int], RowReads],
         firsts: Iterator[int],
         make: Callable[[int, Window], T],
         num_workers: int,
@@ -99,7 +93,7 @@ class Prefetcher(Generic[T]):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
         try:
             for worker in range(num_workers):
-                self._workers.append(_Worker(worker, reader))
+                self._workers.append(_Worker(worker, reads))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pids = [worker.process.pid for worker in self._workers]
@@ -160,13 +154,13 @@ class Prefetcher(Generic[T]):
 class _Worker:
     """The rank's side of one worker."""
 
-    def __init__(self, number: int, reader: MicroBatchReader) -> None:
+    def __init__(self, number: int, reads: Callable[[int], RowReads]) -> None:
         self._number = number
         self.given_up = False
         theirs_wanted, self.wanted = Pipe(duplex=False)
         self.answers, theirs_answers = Pipe(duplex=False)
         with theirs_wanted, theirs_answers, open(os.memfd_create("loader"), "w+b") as task:
-            pickle.dump(reader, task)
+            pickle.dump(reads, task)
             task.seek(0)
             files = task.fileno(), theirs_wanted.fileno(), theirs_answers.fileno()
             self.process = subprocess.Popen(
@@ -240,8 +234,8 @@ def main(rank_pid: int, task: int, wanted: int, answers: int) -> NoReturn:
     to_rank = Connection(answers, readable=False)
     try:
         with open(task, "rb") as file:
-            reader = pickle.load(file)
-        _work(reader, Connection(wanted, writable=False), to_rank)
+            reads = pickle.load(file)
+        _work(reads, Connection(wanted, writable=False), to_rank)
     except BrokenPipeError:  # the rank has closed it
         os._exit(1)
     except Exception as error:
@@ -249,7 +243,7 @@ def main(rank_pid: int, task: int, wanted: int, answers: int) -> NoReturn:
     os._exit(0)
 
 
-def _work(reader: MicroBatchReader, wanted: Connection, answers: Connection) -> None:
+def _work(reads: Callable[[int], RowReads], wanted: Connection, answers: Connection) -> None:
     """Read the micro-batches that are asked for, and answer in their order, until the rank is gone."""
     pool = ThreadPoolExecutor(_SIDE_BY_SIDE)
     reading: deque[list[Future[Window]]] = deque()
@@ -260,7 +254,7 @@ def _work(reader: MicroBatchReader, wanted: Connection, answers: Connection) -> 
             first = wanted.recv()
         except EOFError:
             return
-        reading.append([pool.submit(read) for read in reader.reads(first)])
+        reading.append([pool.submit(read) for read in reads(first)])
 
 
 def _as_sent(error: Exception) -> Exception:
