@@ -115,20 +115,7 @@ class WindowOrder:
         return Window(self._stream.tokens(start, length), numbers)
 
 
-class _Group(NamedTuple):
-    """Documents in the order of an epoch, int64 [documents]: where each begins in the files, and ends in the group."""
-
-    starts: np.ndarray
-    ends: np.ndarray
-
-
 _ONE_SHUFFLES = threading.Lock()
-
-
-# Of all sources of a process, 300 kB each: every source of a blend has a group under way.
-@lru_cache(maxsize=512)
-def _shuffled_group(order: DocumentOrder, epoch: int, group: int) -> _Group:
-    return order.shuffle_group(epoch, group)
 
 
 class DocumentOrder:
@@ -187,8 +174,9 @@ class DocumentOrder:
             group, offset = group + 1, 0
         return np.concatenate(pieces), list(map(len, pieces))
 
-    def shuffle_group(self, epoch: int, group: int) -> _Group:
-        """The documents of a group in the order of an epoch."""
+    def shuffle_group(self, epoch: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+        """The documents of a group in the order of an epoch: where each begins in the files, and where it ends in the
+        group, int64 [documents] each."""
         begin, last = group * _RUNS_IN_GROUP, group + 1 == self._num_groups
         end = self._num_runs if last else begin + _RUNS_IN_GROUP
         runs = [_permutation(self._num_runs, f"{self._key}/{epoch}/runs")(place) for place in range(begin, end)]
@@ -200,7 +188,11 @@ class DocumentOrder:
         starts = np.concatenate([of[:-1] for of in offsets])
         lengths = np.concatenate([np.diff(of) for of in offsets])
         order = shuffled(len(starts), f"{self._key}/{epoch}/documents {group}")
-        return _Group(starts[order], np.cumsum(lengths[order]))
+        return starts[order], np.cumsum(lengths[order])
+
+
+# Of all sources of a process, 300 kB each: every source of a blend has a group under way.
+_shuffled_group = lru_cache(maxsize=512)(DocumentOrder.shuffle_group)
 
 
 def _documents_within(stream: TokenSource, first: int, end: int) -> np.ndarray:
