@@ -61,7 +61,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
     checked = [_check_override(override, groups) for override in overrides]
     chosen = [override for override, parsed in zip(overrides, checked, strict=True) if parsed.key_or_group in groups]
     values = [parsed for parsed in checked if parsed.key_or_group not in groups]
-    return _whole(_changed(_compose("config", chosen, folders), values, folders), values, folders)
+    return _whole(_compose("config", chosen, folders), values, folders)
 
 
 def config_from_saved(
@@ -100,14 +100,10 @@ def config_from_saved(
     if not trusted:
         given = {key for change in changes for key, _ in leaves({change.key_or_group: change.value()})}
         saved = _of_a_stranger(saved, given, opens_data)
-    keys = _written(saved)
+    keys: Any = _written(saved)
     if recipe is not None:
-        config = _whole(_changed(keys, changes, folders), changes, folders)
-        own = [change for change in changes if change.key_or_group.startswith("precision.")]
-        precision, texts = _precision("precision", recipe, config, folders, "precision", own)
-        others = {key: text for key, text in config.from_environment.items() if not key.startswith("precision.")}
-        keys = _written(as_saved(replace(config, precision=precision, from_environment={**others, **texts})))
-    return _whole(_changed(keys, changes, folders), changes, folders)
+        keys = _with_precision("precision", recipe, keys, folders)
+    return _whole(OmegaConf.create(keys), changes, folders)
 
 
 def _refuse_resolvers(saved: Mapping[str, Any]) -> None:
@@ -278,9 +274,12 @@ def _resolved(composed: Any, folders: Sequence[Path]) -> dict[str, Any]:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
-def _whole(composed: Any, changes: Sequence[Override], folders: Sequence[Path]) -> Config:
-    """`composed` resolved, checked and completed: recipes of exceptions, the precision after a switch, and the texts of
-    what came from the environment."""
+def _whole(composed: DictConfig, changes: Sequence[Override], folders: Sequence[Path]) -> Config:
+    """`composed` with `changes`, resolved, checked and completed: recipes of exceptions, the precision after a switch,
+    and the texts of what came from the environment."""
+    with _one_line(folders):
+        for change in changes:
+            OmegaConf.update(composed, change.key_or_group, change.value(), merge=True)
     keys = _resolved(composed, folders)
     for added in ADDED:
         if added in keys:
@@ -321,18 +320,21 @@ def _named(config: Config, changes: Sequence[Override], folders: Sequence[Path])
     return replace(precision, name=WITH.join([name, " ".join(texts)]) if texts else name)
 
 
-def _precision(
-    key: str, name: str, config: Config, folders: Sequence[Path], path: str, changes: Sequence[Override] = ()
-) -> tuple[PrecisionConfig, dict[str, str]]:
-    """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config` with `changes`
-    of its keys; other overrides of the run's own precision do not carry over to it. Also its texts of the environment,
-    for its place at `path`."""
+def _with_precision(key: str, name: str, keys: Mapping[str, Any], folders: Sequence[Path]) -> DictConfig:
+    """`keys` with the file `name` under precision/, which `key` asks for, as their precision."""
     if name not in (names := group_options(*folders)["precision"]):
         raise ConfigError(f"{key}={name} is not a precision config; {suggest(name, names)}")
     own = _compose(f"precision/{name}", [], folders)
+    return OmegaConf.merge({**keys, "precision": asdict(PrecisionConfig())}, own)  # type: ignore[return-value]
+
+
+def _precision(
+    key: str, name: str, config: Config, folders: Sequence[Path], path: str
+) -> tuple[PrecisionConfig, dict[str, str]]:
+    """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config`; overrides of
+    the run's own precision do not carry over to it. Also its texts of the environment, for its place at `path`."""
     texts = {other: text for other, text in config.from_environment.items() if not other.startswith("precision")}
-    merged = OmegaConf.merge(as_saved(replace(config, precision=PrecisionConfig(), from_environment=texts)), own)
-    merged = _changed(merged, changes, folders)
+    merged = _with_precision(key, name, as_saved(replace(config, from_environment=texts)), folders)
     keys = _resolved(merged.precision, folders)
     return _checked(PrecisionConfig, keys, "precision"), _environment_texts(merged.precision, path)
 
@@ -352,15 +354,6 @@ def _with_recipes(
         exceptions.append(ComposedException(exception.names, exception.blocks, name, recipe))
         texts |= its_texts
     return replace(precision, exceptions=exceptions), texts
-
-
-def _changed(keys: Any, changes: Sequence[Override], folders: Sequence[Path]) -> DictConfig:
-    """A copy of `keys` with `changes` set in it."""
-    changed = copy.deepcopy(keys) if isinstance(keys, DictConfig) else OmegaConf.create(keys)
-    with _one_line(folders):
-        for change in changes:
-            OmegaConf.update(changed, change.key_or_group, change.value(), merge=True)
-    return changed
 
 
 def _checked(cls: type[_T], keys: Mapping[str, Any], *path: str) -> _T:
