@@ -52,7 +52,7 @@ from megatron_fp4.training.build import device_type_of, plans_of, set_determinis
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
-from megatron_fp4.training.callbacks.profiling import MemoryHistory, Profile
+from megatron_fp4.training.callbacks.profiling import Profile
 from megatron_fp4.training.callbacks.replicas import Replicas
 from megatron_fp4.training.callbacks.reporting import Banner, Records, Summary, report
 from megatron_fp4.training.callbacks.validation import Validation
@@ -146,7 +146,6 @@ def callbacks_of(config: Config) -> list[Callback]:
         Prompts() if config.validation.prompts else None,
         Exports(last_exportable(config, plans_of(config, models))) if config.checkpoint.export_interval else None,
         Summary(),
-        MemoryHistory() if config.logging.profile_steps else None,
         Profile() if config.logging.profile_steps else None,  # innermost: it sees the step alone
     ]
     return [callback for callback in callbacks if callback is not None]

@@ -100,7 +100,7 @@ PLACES: dict[str, Place] = {
     "record": Place(_RECORDS, "write", 12),
     "step": Place(_TRAINER, "accumulate", 6, first=False),
     "update": Place(_TRAINER, "update", 6, first=False),
-    "validation": Place(f"{_CALLBACKS}.validation", "held_out_losses", 2, first=False),
+    "validation": Place(f"{_CALLBACKS}.validation:Validation", "record", 2, first=False),
     "end: summary": Place(f"{_CALLBACKS}.reporting:Summary", "conclude", 0),
     "end: picture": Place("megatron_fp4.logging.pictures", "plot_loss", 0),
     "end": Place("megatron_fp4.runtime.errors", "leave_distributed", 0, first=False),

@@ -147,7 +147,7 @@ class MetricsWriter:
         directory = Path(run_dir)
         self.active = active
         self._views: list[TensorBoardView | WandbView] = []
-        self._closed, self._last_step = not active, resume_step
+        self._last_step = resume_step
         if not active:
             return
 
@@ -213,10 +213,9 @@ class MetricsWriter:
             self._file.sync()
 
     def close(self, hurry: bool = False) -> None:
-        """Sync and close everything; a second call does nothing. hurry: do not wait long for views."""
-        if self._closed:
+        """Sync and close everything, once. hurry: do not wait long for views."""
+        if not self.active:
             return
-        self._closed = True
         self._file.sync()  # before the wait for views, during which a scheduler may kill the run
         for view in reversed(self._views):  # wandb's last news is an event for TensorBoard
             view.close(HURRY_SECONDS if hurry else FINISH_SECONDS)

@@ -6,21 +6,20 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_fp4.training.callbacks.profiling import MemoryHistory, Profile
+from megatron_fp4.training.callbacks.profiling import Profile
 from megatron_fp4.training.trainer import Step
 
 
 def run(folder, steps, window, rank=0):
     config = SimpleNamespace(run=SimpleNamespace(dir=str(folder)), logging=SimpleNamespace(profile_steps=window))
     trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=rank, device=torch.device("cpu")))
-    profile, history = Profile(), MemoryHistory()
-    profile.trainer = history.trainer = trainer
-    history.start(0)
+    profile = Profile()
+    profile.trainer = trainer
+    profile.start(0)
     for step in steps:
         with profile.around_step(Step(step, [], 0.0)):
             torch.ones(step + 2, 3) @ torch.ones(3, 4)
-    for callback in (profile, history):
-        callback.close()
+    profile.close()
     return sorted(path.name for path in folder.iterdir())
 
 

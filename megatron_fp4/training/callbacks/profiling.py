@@ -24,10 +24,17 @@ _TABLE_ROWS = 60
 
 
 class Profile(Callback):
-    """Profiles the steps from `logging.profile_steps[0]` to `[1]`, counted from 1. The innermost callback."""
+    """Profiles the steps from `logging.profile_steps[0]` to `[1]`, counted from 1, and records every CUDA allocation of
+    the run with its stack. The innermost callback."""
 
     _profile: torch.profiler.profile | None = None
     _profiled = (0, 0)
+    _recording = False
+
+    def start(self, done: int) -> None:
+        if self.trainer.mesh.rank == 0 and self.trainer.mesh.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            self._recording = True
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
@@ -41,10 +48,16 @@ class Profile(Callback):
         if self._profile is not None:
             self._profiled = (self._profiled[0], step.done)
             if step.done == last:
-                self.close()
+                self._write()
 
     def close(self) -> None:
-        """Write what was profiled; the run's end cuts a window."""
+        """Write the last allocations, and what was profiled: the run's end cuts a window."""
+        if self._recording:
+            torch.cuda.memory._dump_snapshot(str(Path(self.trainer.config.run.dir) / "memory_snapshot.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._write()
+
+    def _write(self) -> None:
         if self._profile is None:
             return
         device, profile = self.trainer.mesh.device, self._profile
@@ -57,20 +70,3 @@ class Profile(Callback):
         key = f"self_{device.type}_time_total"
         table = profile.key_averages().table(sort_by=key, row_limit=_TABLE_ROWS, max_name_column_width=80)
         Path(f"{stem}.txt").write_text(table + "\n")
-
-
-class MemoryHistory(Callback):
-    """Records every CUDA allocation with its stack; the last ones are written at the end, however it comes."""
-
-    _recording = False
-
-    def start(self, done: int) -> None:
-        if self.trainer.mesh.rank == 0 and self.trainer.mesh.device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-            self._recording = True
-
-    def close(self) -> None:
-        if self._recording:
-            path = Path(self.trainer.config.run.dir) / "memory_snapshot.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
-            torch.cuda.memory._record_memory_history(enabled=None)

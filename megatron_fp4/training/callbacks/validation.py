@@ -16,7 +16,7 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import inputs_of
-from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
+from megatron_fp4.training.trainer import Callback, Step, is_due
 
 _LAST = "its last validation"
 
@@ -63,21 +63,15 @@ class Validation(AtValidation):
         return [_LAST] if self.trainer.data.validation and not measured else []
 
     def record(self, done: int) -> None:
-        trainer = self.trainer
-        if losses := held_out_losses(trainer):
-            trainer.log.validation(done, trainer.tokens(done), losses, trainer.data.bits_per_byte(losses))
-
-
-def held_out_losses(trainer: Trainer) -> dict[str, float]:
-    """By held-out set, in nats per token that counts; the same on all ranks. A collective."""
-    data, mesh, step_state = trainer.data, trainer.mesh, trainer.precision.step_state
-    if not data.validation:
-        return {}
-    trainer.make_room()
-    trainer.progress.at(step_state.step + 1, "validation")
-    size = trainer.config.train.micro_batch_size
-    batches = {held_out.name: held_out.batches(size, mesh.dp_rank, mesh.dp_size) for held_out in data.validation}
-    return evaluate(trainer.model, batches, mesh, step_state, trainer.progress)
+        trainer, data, mesh = self.trainer, self.trainer.data, self.trainer.mesh
+        if not data.validation:
+            return
+        trainer.make_room()
+        trainer.progress.at(done, "validation")
+        size = trainer.config.train.micro_batch_size
+        batches = {held_out.name: held_out.batches(size, mesh.dp_rank, mesh.dp_size) for held_out in data.validation}
+        losses = evaluate(trainer.model, batches, mesh, trainer.precision.step_state, trainer.progress)
+        trainer.log.validation(done, trainer.tokens(done), losses, data.bits_per_byte(losses))
 
 
 @torch.no_grad()
