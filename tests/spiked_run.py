@@ -84,7 +84,7 @@ def spiked_run(
         mock.patch.object(trainer, "accumulate", spiking(rank, spikes, factor)),
     ):
         try:
-            with pretrain.only_run(config, TimeLedger()) as (run, state):
+            with pretrain.only_run(config, TimeLedger(), StopRequest()) as (run, state):
                 stops = StopConditions(Path(config.run.dir), 0.0, StopRequest(), active=False)
                 assert state.ended(*run.train(stops)) == 0
         except DivergedError as error:

@@ -124,7 +124,7 @@ def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
         config = pretrain.configure([*overrides, f"run.dir={run_dir}"])
         for _ in range(2):
             try:
-                with pretrain.only_run(config, TimeLedger()) as (trainer, _):
+                with pretrain.only_run(config, TimeLedger(), StopRequest()) as (trainer, _):
                     trainer.train(StopConditions(run_dir, 0.0, StopRequest(), active=rank == 0))
             except ReplicasError as error:
                 message = str(error)
