@@ -324,8 +324,8 @@ def _with_precision(key: str, name: str, keys: Mapping[str, Any], folders: Seque
     """`keys` with the file `name` under precision/, which `key` asks for, as their precision."""
     if name not in (names := group_options(*folders)["precision"]):
         raise ConfigError(f"{key}={name} is not a precision config; {suggest(name, names)}")
-    own = _compose(f"precision/{name}", [], folders)
-    return OmegaConf.merge({**keys, "precision": asdict(PrecisionConfig())}, own)  # type: ignore[return-value]
+    plain = OmegaConf.create({**keys, "precision": asdict(PrecisionConfig())})
+    return OmegaConf.merge(plain, _compose(f"precision/{name}", [], folders))  # type: ignore[return-value]
 
 
 def _precision(
