@@ -304,10 +304,7 @@ class Mamba2(Mixer):
         return ScanInputs(x_bshp, dt_bsh, -a_log_h.exp(), b_bsgn, c_bsgn, d_h, bias_h)
 
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> SimpleNamespace:
-        """before: the last width - 1 inputs of the convolution. state: the scan's, FP32.
-
-        (No dataclass: FSDP looks into those, and would round the state.)
-        """
+        """before: the last width - 1 inputs of the convolution. state: the scan's, FP32."""
         groups, (inner, state, heads) = self.num_local_groups, self._widths
         shape = batch, self.conv.weight.shape[1] - 1, groups * (inner + 2 * state)
         return SimpleNamespace(

@@ -167,11 +167,9 @@ class _LossKernels(CudaLossKernels):
     """Triton's softmax as the allocation of its statistics; sums of products in place (torch copies fake tensors)."""
 
     def add_product(self, total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-        """As on CUDA."""
         return super().add_product(None, a, b) if total is None else total
 
     def losses(self, logits_tv: Tensor, index_t: Tensor, mesh: ParallelMesh) -> Tensor:
-        """As on CUDA."""
         if not self.fused:
             return super().losses(logits_tv, index_t, mesh)
         maximum, total, target = logits_tv.new_empty(3, *index_t.shape, dtype=torch.float32)

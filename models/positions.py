@@ -31,10 +31,7 @@ _CONV_CHUNK = 64  # tokens of a chunk of causal-conv1d's kernel with the channel
 
 
 class _Positions:
-    """Tokens whose place in their text is known; RoPE's tables of these places are made once for all blocks.
-
-    No tuple and no dataclass on purpose: FSDP looks into those, and would round the tables to the compute dtype.
-    """
+    """Tokens whose place in their text is known; RoPE's tables of these places are made once for all blocks."""
 
     positions: Tensor  # int64 [b, s]
 

@@ -31,25 +31,18 @@ import torch
 import yaml
 
 from data import provider as data
-from megatron_fp4.checkpoint.files import (
-    TRAINER,
-    DamagedCheckpointError,
-    Manifest,
-    checkpoint_in,
-    read_checked,
-    read_manifest,
-)
+from megatron_fp4.checkpoint.files import TRAINER, Manifest, checkpoint_in, read_checked, read_manifest
 from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.plan import LinearShape
 from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.runtime.errors import error_line
+from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import check, plans_of, set_determinism
 from megatron_fp4.training.step import ALONE, accumulate
 from megatron_fp4.training.trainer import Trainer
@@ -60,14 +53,7 @@ from pretrain import CONFIGS
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
     options = parse(arguments)
-    try:
-        return analyze(options)
-    except (ValueError, OSError, DamagedCheckpointError, CheckpointError) as error:  # ConfigError is a ValueError
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"analyze_precision.py: {error_line(error, options.output)}", file=sys.stderr, flush=True)
-        return 2
-    finally:
-        leave_distributed()
+    return run_command("analyze_precision.py", lambda: analyze(options), options.output, (CheckpointError,))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import platform
 import statistics
 import sys
@@ -37,11 +36,12 @@ from torch.profiler import ProfilerActivity, profile
 from data.storage import default_cache_dir
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
-from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, init_distributed, leave_distributed
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, init_distributed
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import device_type_of, graphs_for, initialized_model, set_determinism
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
@@ -56,14 +56,7 @@ GIB = 2**30
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code, see the top of this file."""
     options = parse(arguments)
-    try:
-        return COMMANDS[options.command](options)
-    except (ConfigError, OSError, json.JSONDecodeError) as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"benchmark.py {options.command}: {error}", file=sys.stderr, flush=True)
-        return 2
-    finally:
-        leave_distributed()
+    return run_command(f"benchmark.py {options.command}", lambda: COMMANDS[options.command](options), options.output)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

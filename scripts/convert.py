@@ -52,10 +52,9 @@ from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, trained_plan
 from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
 from inference.models import ProgressLine
-from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.runtime.errors import error_line
+from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 from pretrain import CONFIGS
@@ -67,12 +66,8 @@ _DTYPES, _PLANS = ("bfloat16", "float32"), ("now", "before")
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
-    try:
-        return options.run(options)
-    except (ValueError, OSError, DamagedCheckpointError) as error:
-        output = getattr(options, "output", options.checkpoint)
-        print(f"convert.py {options.command}: {error_line(error, output)}", file=sys.stderr, flush=True)
-        return 2
+    output = getattr(options, "output", options.checkpoint)
+    return run_command(f"convert.py {options.command}", lambda: options.run(options), output)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

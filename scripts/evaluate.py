@@ -53,14 +53,12 @@ from inference.models import (
     tokenizers_of,
 )
 from inference.tasks import load_tasks, prepare_environment, task_names
-from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_file
 from megatron_fp4.logging.metrics import finite
-from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.runtime.errors import error_line
+from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import plans_of
 from models import provider as model_provider
 from pretrain import CONFIGS
@@ -73,22 +71,18 @@ _OF_VALIDATION = ("as_trained", "set", "trust_config")
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
+    command = tasks if options.validation is None else validation
     try:
-        return (tasks if options.validation is None else validation)(options, arguments)
+        return run_command("evaluate.py", lambda: command(options, arguments), options.json)
     except RuntimeError as error:
         # A CPU that has too little has no type of its own.
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         print(f"evaluate.py: {in_one_line(error, 120)}; give --batch-size, or another --device", file=sys.stderr)
         return 2
-    except (ValueError, OSError, DamagedCheckpointError) as error:  # ConfigError is a ValueError
-        print(f"evaluate.py: {error_line(error, options.json)}", file=sys.stderr, flush=True)
-        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr, flush=True)
         return 130
-    finally:
-        leave_distributed()
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -49,11 +49,9 @@ from inference.generation import (
     weights_as_trained,
 )
 from inference.models import device_named
-from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.runtime.errors import error_line
+from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 from models.hybrid import HybridModel
@@ -62,19 +60,14 @@ from pretrain import CONFIGS
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
+    options = parse(arguments)
     try:
-        run(parse(arguments))
-        return 0
-    except (ValueError, OSError, DamagedCheckpointError, NotFiniteError, torch.OutOfMemoryError) as error:
-        say(f"generate.py: {error_line(error)}")
-        return 2
+        return run_command("generate.py", lambda: run(options), also=(NotFiniteError, torch.OutOfMemoryError))
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # a CPU that has too little has no type of its own
             raise
         say("generate.py: not enough memory; give less --max-tokens, --batch or prompt")
         return 2
-    finally:
-        leave_distributed()
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -97,7 +90,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
     """Open, load, write."""
     for name in ("samples", "batch"):
         if getattr(options, name) < 1:
@@ -128,6 +121,7 @@ def run(options: argparse.Namespace) -> None:
         count = write_all(model, tokenizer, settings, requests, options)
     seconds = time.monotonic() - began
     say(f"{count} new tokens in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second)")
+    return 0
 
 
 def given_prompts(options: argparse.Namespace) -> list[str]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ import torch.distributed as dist
 from data import provider as data
 from megatron_fp4.checkpoint.files import (
     TRAINER,
-    DamagedCheckpointError,
     Origin,
     folder_name,
     list_checkpoints,
@@ -45,8 +43,9 @@ from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.logging.files import METRICS_FILE, iterate_records
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import check, device_type_of, set_determinism
 from megatron_fp4.training.callbacks.bad_steps import Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
@@ -59,14 +58,8 @@ from pretrain import CONFIGS
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
-    try:
-        return replay(parse(arguments))
-    except (ValueError, OSError, DamagedCheckpointError, CheckpointError) as error:  # ConfigError is a ValueError
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"replay.py: {error}", file=sys.stderr, flush=True)
-        return 2
-    finally:
-        leave_distributed()
+    options = parse(arguments)
+    return run_command("replay.py", lambda: replay(options), also=(CheckpointError,))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from megatron_fp4.logging.page import write_report
 from megatron_fp4.logging.pictures import plot_loss
 from megatron_fp4.logging.run_folder import named_run
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.runtime.errors import error_line
+from megatron_fp4.runtime.errors import run_command
 from pretrain import CONFIGS
 
 
@@ -32,14 +32,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", help="where to write it (default: report.html in the folder of a single run)")
     parser.add_argument("--pictures", action="store_true", help="also draw the losses into their folders")
     options = parser.parse_args(arguments)
-    try:
-        defaults = yaml.safe_load(to_yaml(compose_config([], CONFIGS)))
-        print(write_report(options.run, defaults=defaults, baseline=options.baseline, target=options.output))
-        for run in options.run if options.pictures else ():
-            print(plot_loss(named_run(run)[1], options.baseline))
-    except (OSError, ValueError) as error:
-        print(f"report.py: {error_line(error, options.output)}", file=sys.stderr)
-        return 2
+    return run_command("report.py", lambda: write(options), options.output)
+
+
+def write(options: argparse.Namespace) -> int:
+    """The page and, if asked for, the pictures."""
+    defaults = yaml.safe_load(to_yaml(compose_config([], CONFIGS)))
+    print(write_report(options.run, defaults=defaults, baseline=options.baseline, target=options.output))
+    for run in options.run if options.pictures else ():
+        print(plot_loss(named_run(run)[1], options.baseline))
     return 0
 
 

@@ -40,7 +40,7 @@ MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng
 _FOLDER = re.compile(r"step_\d{8,}")
 
 
-class DamagedCheckpointError(Exception):
+class DamagedCheckpointError(ValueError):
     """A checkpoint is not whole; the message says in what way.
 
     file: whose content is not as it was written; "" where what the files hold is no checkpoint. unreadable: the disk
@@ -250,9 +250,10 @@ def read_trainer(folder: Path) -> Any:
 
 def read_manifest(folder: Path) -> Manifest:
     """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here; OSError."""
+    with opened(folder, MANIFEST) as file:
+        text = file.readall()
     try:
-        with opened(folder, MANIFEST) as file:
-            content = json.loads(file.readall())
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise DamagedCheckpointError(f"{MANIFEST} is not readable: {error}") from error
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):

@@ -65,7 +65,7 @@ class Staging:
         if self._stream is not None:
             self._waits.clear()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # nothing, without one
             for target, piece in zip(staged, pieces, strict=True):
                 target.values.copy_(piece.values, non_blocking=True)
             if self._stream is not None:

@@ -111,9 +111,7 @@ def gradient_noise(
         reference = gradients()
     sums = torch.zeros(len(parameters), 2, dtype=torch.float64, device=mesh.device)  # reference, noise
     for row, parameter, g_q, g_ref in zip(sums, parameters, quantized, reference, strict=True):
-        if g_q is None or g_ref is None or not holds_first_copy(parameter, mesh):
-            continue
-        if g_ref.numel() > 0:  # an FSDP shard may be empty
+        if g_q is not None and g_ref is not None and holds_first_copy(parameter, mesh):
             row[0] = torch.linalg.vector_norm(g_ref, dtype=torch.float64).square()
             row[1] = torch.linalg.vector_norm(g_q - g_ref, dtype=torch.float64).square()
     dist.all_reduce(sums)

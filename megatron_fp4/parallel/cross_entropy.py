@@ -107,21 +107,18 @@ class LossKernels:
 
 
 class CudaLossKernels(LossKernels):
-    """On an NVIDIA GPU. fused: Triton for the softmax."""
+    """On an NVIDIA GPU: products of BF16 matrices are never rounded to BF16. fused: Triton for the softmax."""
 
     def __init__(self, fused: bool) -> None:
         self.fused = fused
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Products come in FP32."""
         return torch.float32
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Never rounded to BF16."""
         return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
 
     def add_product(self, total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-        """By one GEMM."""
         if total is None:
             return self.product(a, b)
         if a.dtype == torch.float32:
@@ -129,7 +126,6 @@ class CudaLossKernels(LossKernels):
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
     def losses(self, logits_tv: Tensor, index_t: Tensor, mesh: ParallelMesh) -> Tensor:
-        """By Triton in place if `fused`."""
         if not self.fused:
             return super().losses(logits_tv, index_t, mesh)
         from megatron_fp4.parallel import cross_entropy_triton as triton_kernels

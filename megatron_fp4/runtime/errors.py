@@ -114,6 +114,24 @@ def error_line(error: BaseException, output: str | os.PathLike[str] | None = Non
     return f"{os.fsdecode(path)}: {error.strerror}; {remedy}"
 
 
+def run_command(
+    name: str,
+    body: Callable[[], int],
+    output: str | os.PathLike[str] | None = None,
+    also: tuple[type[Exception], ...] = (),
+) -> int:
+    """The exit code of a command: that of `body`, or 2 for an error that its user can mend (ValueError, OSError and
+    `also`), of which the first rank prints the `error_line`. Leaves the process group, if there is one."""
+    try:
+        return body()
+    except (ValueError, OSError, *also) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"{name}: {error_line(error, output)}", file=sys.stderr, flush=True)
+        return ExitCode.REFUSED
+    finally:
+        leave_distributed()
+
+
 def run_program(body: Callable[[], int]) -> NoReturn:
     """Run `body`, the whole of a program, and end the process with its exit code, 1 if it raises."""
     faulthandler.enable()  # where a crash in C was
