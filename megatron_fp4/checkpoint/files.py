@@ -35,7 +35,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of manifests. Format 1 had a rng_00000.pt for each rank instead of rng.pt."""
+"""Of manifests. Format 1 is of version 0.2 and before; of these checkpoints the weights are read."""
 MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng.pt", "latest"
 _FOLDER = re.compile(r"step_\d{8,}")
 

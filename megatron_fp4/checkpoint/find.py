@@ -240,12 +240,14 @@ def refuse_damaged(key: str, folder: Path, error: DamageError, sync: RankSync) -
 
 
 def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
-    """Raise RefusedError for a checkpoint without optimizer state, from which no run can resume."""
+    """Raise RefusedError for a checkpoint of which only the weights are of use, from which no run can resume."""
     if manifest.weights_only:
-        raise RefusedError(
-            f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it "
-            f"with {INITIALIZE}={folder}, in a run.dir of its own"
-        )
+        problem = "is an imported checkpoint, which holds weights alone: nothing to resume"
+    elif manifest.format == 1:
+        problem = "was written by version 0.2, whose order of samples is no more"
+    else:
+        return
+    raise RefusedError(f"{folder} {problem}; begin a run from it with {INITIALIZE}={folder}, in a run.dir of its own")
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any], allow_mismatch: bool) -> list[str]:

@@ -357,15 +357,11 @@ def load_checkpoint(
     be read into again), RefusedError if it is of another model, CheckpointError if it cannot be read.
     """
     records = manifest.files
-    # Format 1 had a file for the generators of each rank.
-    of_generators = sorted(name for name in records if name == files.RANDOM_STATE or name.startswith("rng_"))
     generators: list[bytes] = []  # rank 0's
 
     def read_small() -> dict[str, Any]:
         trainer: dict[str, Any] = json.loads(files.read_checked(folder, files.TRAINER, records))
-        for name in of_generators:
-            content = files.read_checked(folder, name, records)
-            generators.extend(unpack(content) if name == files.RANDOM_STATE else [content])
+        generators.extend(unpack(files.read_checked(folder, files.RANDOM_STATE, records)))
         if len(generators) != manifest.world_size:
             raise DamagedCheckpointError(f"{len(generators)} ranks' generators of {manifest.world_size}")
         return trainer
@@ -377,7 +373,7 @@ def load_checkpoint(
     read = sync.on_all("load it", lambda: read_shards(folder, metadata, records, state))
     trainer = sync.on_rank0("read it", read_small)
     of_ranks = sync.gather("check it", lambda: read)
-    done = {METADATA, files.TRAINER, *of_generators}
+    done = {METADATA, files.TRAINER, files.RANDOM_STATE}
     left = sync.on_rank0("check it", lambda: sorted(records.keys() - done.union(*of_ranks)))
     check_files(folder, manifest, sync, left)
     if manifest.world_size == sync.world_size:

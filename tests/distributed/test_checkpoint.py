@@ -16,12 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megatron_fp4.checkpoint import checkpointer as checkpointer_module
 from megatron_fp4.checkpoint import files as checkpoint_files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
-from megatron_fp4.checkpoint.shards import _HashingFile, capture_random_state, state_of
+from megatron_fp4.checkpoint.shards import _HashingFile
 from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.signals import StopRequest
@@ -213,39 +212,3 @@ def test_sigterm_to_one_rank_saves_and_resumes(root: Path, straight: list[dict[s
     assert "step_00000006" in names(root)
     assert equal(stopped[0]["final"], straight[0]["final"])
     assert launch(run, 2, str(root), 6)[1]["start"] == 6
-
-
-def _save_as_format_1(rank: int, root: str) -> dict[str, Any]:
-    """As the first version of this project saved: weights and moments, and what is drawn next."""
-    mesh = toy_mesh()
-    model, optimizer = toy(mesh, seed=3)
-    for step in range(3):
-        train_step(model, optimizer, toy_batches(step, mesh), mesh, StepState(seed=0), step=step)
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(rank + 50)
-    folder = Path(root) / "step_00000003"
-    folder.mkdir(exist_ok=True)
-    save(state_of(model, optimizer), storage_writer=FileSystemWriter(folder))
-    checkpoint_files.write_file(folder / f"rng_{rank:05d}.pt", capture_random_state(mesh.device))
-    dist.barrier()
-    if rank == 0:
-        checkpoint_files.write_file(folder / "trainer.json", '{"note": [1, 0.1]}')
-        records = {path.name: checkpoint_files.write_file(path, path.read_bytes()) for path in folder.iterdir()}
-        manifest = checkpoint_files.Manifest(1, 3, 24, 192, 2, {"run": 1}, records, "2.7.0", format=1)
-        checkpoint_files.write_manifest(folder, manifest)
-    return {"state": snapshot(model, optimizer), "draws": _draws()}
-
-
-@pytest.mark.parametrize("world_size", [2, 1])
-def test_a_checkpoint_of_format_1_loads_on_any_number_of_ranks(tmp_path: Path, world_size: int) -> None:
-    """The next save is of today's format, and does not touch the old one."""
-    saved = launch(_save_as_format_1, 2, str(tmp_path))
-    folder = tmp_path / "step_00000003"
-    shards, generators = {"__0_0.distcp", "__1_0.distcp"}, {"rng_00000.pt", "rng_00001.pt"}
-    assert names(folder) == sorted(["manifest.json", "trainer.json", ".metadata", *shards, *generators])
-    for before, after in zip(saved, launch(run, world_size, str(tmp_path), 4), strict=False):
-        assert (after["start"], after["trainer"], after["consumed"]) == (3, {"note": [1, 0.1]}, (24, 192))
-        assert equal(after["loaded"], before["state"])
-        assert (after["draws"] == before["draws"]) == (world_size == 2)
-    readable, _ = checkpoint_files.scan(tmp_path)
-    assert [(manifest.save_index, manifest.format) for _, manifest in readable] == [(2, 2), (1, 1)]

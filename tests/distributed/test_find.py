@@ -82,6 +82,10 @@ def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: Parall
     job = Job(root, mesh)
     assert job.resume(str(root / "step_00000001")) == 1 and job.checkpointer.steps_after(1) == [2, 3]
     assert NEWEST in names(root)
+    files.write_manifest(root / NEWEST, dataclasses.replace(manifest, format=1))
+    with pytest.raises(ValueError, match=r"written by version 0\.2, .*; begin a run from it with checkpoint\.init"):
+        Job(root, mesh).resume()
+    assert NEWEST in names(root)
 
 
 @pytest.mark.parametrize("content", ["step_00000001\n", "step_99999999\n", "a folder"])
