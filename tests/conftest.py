@@ -11,12 +11,11 @@ from typing import Any
 import matplotlib
 import pytest
 import torch
-import torch.distributed as dist
 
 from data import builtin
 from megatron_fp4.config import compose
 from megatron_fp4.config.schema import ParallelConfig
-from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from tests.composing import CONFIGS
 
 
@@ -93,7 +92,7 @@ def _shared_folder(factory: pytest.TempPathFactory) -> Path:
 def mesh() -> Iterator[ParallelMesh]:
     """The mesh of this process alone, on the CPU; one a module, because other modules run whole programs in here."""
     yield build_mesh(ParallelConfig(), init_distributed("cpu", 60))
-    dist.destroy_process_group()
+    leave_distributed()
 
 
 @pytest.fixture(scope="module")

@@ -68,8 +68,7 @@ class ColumnParallelLinear(QuantizedLinear):
         group = mesh.tp_group if tp > 1 else None
         if num_groups == 1:
             num_groups = tp  # each rank's slice is one group; whole blocks, so padding never differs from one rank's
-        if num_groups % tp != 0:
-            raise ValueError(f"{num_groups} groups of output features do not divide by parallel.tensor={tp}")
+        assert num_groups % tp == 0, (num_groups, tp)
         local_groups = num_groups // tp
         self.context = LinearContext(
             num_groups=local_groups,

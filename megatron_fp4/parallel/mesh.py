@@ -186,14 +186,9 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
-    """The mesh of the initialized process group.
-
-    Raises ValueError if the world size is not a multiple of the sizes of the other axes.
-    """
+    """The mesh of the initialized process group."""
     world, shard = dist.get_world_size(), config.shards(dist.get_world_size())
-    if world % math.prod(config.sizes.values()) != 0:
-        sizes = " times ".join(f"parallel.{key}={size}" for key, size in config.sizes.items())
-        raise ValueError(f"world size {world} is not a multiple of {sizes}")
+    assert world == shard * math.prod(config.sizes.values()), "config/checks.py lets no other through"
     axes = {"replicate": config.replicate} if config.replicate > 1 else {}
     axes |= {"dp": shard, "tp": config.tensor}
     sequence = config.tensor > 1 and config.sequence is not False

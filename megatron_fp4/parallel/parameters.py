@@ -29,16 +29,11 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
     """An uninitialized FP32 parameter of global `shape`, sharded over `tp` along `shard_dim` (None: replicated).
 
     Created on the current default device (the meta device under `torch.device("meta")`).
-    Raises ValueError if the dimension does not divide.
     """
     local = list(shape)
     placement: Placement = Replicate()
     if shard_dim is not None:
-        if shape[shard_dim] % mesh.tp_size != 0:
-            raise ValueError(
-                f"dimension {shard_dim} of a parameter of shape {shape} does not divide by the tensor-parallel size "
-                f"{mesh.tp_size}"
-            )
+        assert shape[shard_dim] % mesh.tp_size == 0, (shape, mesh.tp_size)
         local[shard_dim] //= mesh.tp_size
         placement = Shard(shard_dim)
     data = torch.empty(local, dtype=torch.float32)
