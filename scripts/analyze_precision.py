@@ -53,7 +53,8 @@ from pretrain import CONFIGS
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
     options = parse(arguments)
-    return run_command("analyze_precision.py", lambda: analyze(options), options.output, (CheckpointError,))
+    refusals = (ValueError, OSError, CheckpointError)
+    return run_command("analyze_precision.py", lambda: analyze(options), options.output, refusals)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -61,8 +61,9 @@ from pretrain import CONFIGS
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
+    refusals = (ValueError, OSError, NotFiniteError, torch.OutOfMemoryError)
     try:
-        return run_command("generate.py", lambda: run(options), also=(NotFiniteError, torch.OutOfMemoryError))
+        return run_command("generate.py", lambda: run(options), refusals=refusals)
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # a CPU that has too little has no type of its own
             raise

@@ -59,7 +59,7 @@ from pretrain import CONFIGS
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
-    return run_command("replay.py", lambda: replay(options), also=(CheckpointError,))
+    return run_command("replay.py", lambda: replay(options), refusals=(ValueError, OSError, CheckpointError))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -118,13 +118,13 @@ def run_command(
     name: str,
     body: Callable[[], int],
     output: str | os.PathLike[str] | None = None,
-    also: tuple[type[Exception], ...] = (),
+    refusals: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> int:
-    """The exit code of a command: that of `body`, or 2 for an error that its user can mend (ValueError, OSError and
-    `also`), of which the first rank prints the `error_line`. Leaves the process group, if there is one."""
+    """The exit code of a command: that of `body`, or 2 for one of `refusals`, errors that its user can mend, of which
+    the first rank prints the `error_line`. Leaves the process group, if there is one."""
     try:
         return body()
-    except (ValueError, OSError, *also) as error:
+    except refusals as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"{name}: {error_line(error, output)}", file=sys.stderr, flush=True)
         return ExitCode.REFUSED
