@@ -120,8 +120,8 @@ def _seen(m, n, begin, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def _ranges_of_keys(begins_ptr, first, length, M: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """For the tile of queries that begins at `first`: where its keys begin, where every query sees them all, and from
-    where on some do not again. The last are those of the tile itself."""
+    """For the tile of queries that begins at `first`: where its keys begin, where every query sees them all, from where
+    on some do not again, which are those of the tile itself, and where they end."""
     diagonal = first // N * N
     start = 0
     whole = 0
@@ -129,7 +129,7 @@ def _ranges_of_keys(begins_ptr, first, length, M: tl.constexpr, N: tl.constexpr,
         start = tl.load(begins_ptr + first) // N * N
         last = tl.load(begins_ptr + tl.minimum(first + M, length) - 1)
         whole = tl.minimum(tl.cdiv(last, N) * N, diagonal)
-    return start, whole, diagonal
+    return start, whole, diagonal, tl.minimum(first + M, length)
 
 
 @triton.jit
@@ -153,22 +153,14 @@ def _attention_forward_kernel(
     y = tl.zeros((M, DIM), tl.float32)
     highest = tl.full((M,), -float("inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    start, whole, diagonal = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
+    ranges = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
     k_ptr += k_start
     v_ptr += k_start
-    if DOCUMENTS:
+    for part in tl.static_range(0 if DOCUMENTS else 1, 3):  # the one in the middle needs no mask
         y, highest, total = _forward_tiles(
-            y, highest, total, q, k_ptr, v_ptr, m, begin, start, whole, length, scale,
-            GROUPS * DIM, DIM, N, DOCUMENTS, True,
+            y, highest, total, q, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
+            GROUPS * DIM, DIM, N, DOCUMENTS, part != 1,
         )  # fmt: skip
-    y, highest, total = _forward_tiles(
-        y, highest, total, q, k_ptr, v_ptr, m, begin, whole, diagonal, length, scale,
-        GROUPS * DIM, DIM, N, DOCUMENTS, False,
-    )  # fmt: skip
-    y, highest, total = _forward_tiles(
-        y, highest, total, q, k_ptr, v_ptr, m, begin, diagonal, tl.minimum(first + M, length), length, scale,
-        GROUPS * DIM, DIM, N, DOCUMENTS, True,
-    )  # fmt: skip
     places = y_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
     tl.store(places, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(m < length)[:, None])
     sums_ptr += (row * HEADS + head) * length
@@ -224,22 +216,14 @@ def _attention_dq_kernel(
     tl.store(delta_ptr + of_head + m, delta, mask=m < length)
     sums = tl.load(sums_ptr + of_head + m, mask=m < length, other=0.0) * LOG2_E
     dq = tl.zeros((M, DIM), tl.float32)
-    start, whole, diagonal = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
+    ranges = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
     k_ptr += k_start
     v_ptr += k_start
-    if DOCUMENTS:
+    for part in tl.static_range(0 if DOCUMENTS else 1, 3):
         dq = _dq_tiles(
-            dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, start, whole, length, scale,
-            GROUPS * DIM, DIM, N, DOCUMENTS, True,
+            dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
+            GROUPS * DIM, DIM, N, DOCUMENTS, part != 1,
         )  # fmt: skip
-    dq = _dq_tiles(
-        dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, whole, diagonal, length, scale,
-        GROUPS * DIM, DIM, N, DOCUMENTS, False,
-    )  # fmt: skip
-    dq = _dq_tiles(
-        dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, diagonal, tl.minimum(first + M, length), length, scale,
-        GROUPS * DIM, DIM, N, DOCUMENTS, True,
-    )  # fmt: skip
     places = dq_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
     tl.store(places, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(m < length)[:, None])
 
@@ -284,24 +268,18 @@ def _attention_dkdv_kernel(
         whole = tl.load(ends_ptr + row * length + first)
         end = tl.load(ends_ptr + row * length + tl.minimum(after, length) - 1)
     whole = tl.maximum(whole // M * M, after)
+    begins, ends = (first, after, whole), (tl.minimum(after, end), whole, end)
     dk = tl.zeros((N, DIM), tl.float32)
     dv = tl.zeros((N, DIM), tl.float32)
     for shared in range(HEADS // GROUPS):
         head = group * (HEADS // GROUPS) + shared
         q_start = (row * length * HEADS + head) * DIM
         of_head = (row * HEADS + head) * length
-        dk, dv = _dkdv_tiles(
-            dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
-            first, tl.minimum(after, end), length, scale, HEADS * DIM, DIM, M, DOCUMENTS, True,
-        )  # fmt: skip
-        dk, dv = _dkdv_tiles(
-            dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
-            after, whole, length, scale, HEADS * DIM, DIM, M, DOCUMENTS, False,
-        )  # fmt: skip
-        dk, dv = _dkdv_tiles(
-            dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
-            whole, end, length, scale, HEADS * DIM, DIM, M, DOCUMENTS, True,
-        )  # fmt: skip
+        for part in tl.static_range(3):
+            dk, dv = _dkdv_tiles(
+                dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
+                begins[part], ends[part], length, scale, HEADS * DIM, DIM, M, DOCUMENTS, part != 1,
+            )  # fmt: skip
     places = k_start + n.to(tl.int64)[:, None] * (GROUPS * DIM) + tl.arange(0, DIM)[None, :]
     tl.store(dk_ptr + places, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(n < length)[:, None])
     tl.store(dv_ptr + places, dv.to(dv_ptr.dtype.element_ty), mask=(n < length)[:, None])
