@@ -45,6 +45,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_fp4.config.compose import as_saved
+from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.files import (
     METRICS_FILE,
     Outage,
@@ -125,46 +127,36 @@ class StepMetrics:
 class MetricsWriter:
     """Writes a run's metrics on one rank; on the others (`active=False`) every method does nothing.
 
-    run_dir: created if missing. resume_step: steps done by the checkpoint that the run resumes from; records of later
-    steps are cut, so that the file has each step once, and the run is the same one at wandb. 0 is a fresh start, which
-    moves records of an earlier run in the same folder aside (`metrics.jsonl.1`). wandb_mode: `online`, `offline` or
-    `disabled`. config: the configuration as it is saved, for wandb.
+    start: steps done by the checkpoint that the run resumes from; records of later steps are cut, so that the file has
+    each step once, and the run is the same one at wandb. 0 is a fresh start, which moves records of an earlier run in
+    the same folder aside (`metrics.jsonl.1`).
 
     A failure to write is logged and tried again, never raised. `sync` may be called from any thread, the others belong
     to one.
     """
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        *,
-        resume_step: int = 0,
-        tensorboard: bool = True,
-        wandb_mode: str = "disabled",
-        config: dict[str, Any] | None = None,
-        active: bool = True,
-    ) -> None:
-        directory = Path(run_dir)
+    def __init__(self, config: Config, start: int, active: bool) -> None:
+        run_dir, settings = Path(config.run.dir), config.logging
         self.active = active
         self._views: list[TensorBoardView | WandbView] = []
-        self._last_step = resume_step
+        self._last_step = start
         if not active:
             return
 
         def prepare() -> None:
-            directory.mkdir(parents=True, exist_ok=True)
-            if resume_step > 0:
-                cut_after(directory / METRICS_FILE, resume_step)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            if start > 0:
+                cut_after(run_dir / METRICS_FILE, start)
             else:
                 for name in (METRICS_FILE, ID_FILE, "tensorboard"):
-                    move_aside(directory / name)
+                    move_aside(run_dir / name)
 
-        self._file = RecordFile(directory / METRICS_FILE, prepare)
-        if tensorboard:
-            self._views.append(TensorBoardView(directory / "tensorboard", resume_step))
-        if wandb_mode != "disabled":
-            run_id = known_run_id(directory) if resume_step else None
-            self._views.append(WandbView(directory, wandb_mode, run_id, config))
+        self._file = RecordFile(run_dir / METRICS_FILE, prepare)
+        if settings.tensorboard:
+            self._views.append(TensorBoardView(run_dir / "tensorboard", start))
+        if settings.wandb != "disabled":
+            run_id = known_run_id(run_dir) if start else None
+            self._views.append(WandbView(run_dir, settings.wandb, run_id, as_saved(config)))
 
     def record(
         self, step: int, kind: str, values: Mapping[str, Any], curves: Mapping[str, float] | None = None
@@ -386,7 +378,7 @@ class WandbView(View):
 
     name = "wandb"
 
-    def __init__(self, directory: Path, mode: str, run_id: str | None, config: dict[str, Any] | None) -> None:
+    def __init__(self, directory: Path, mode: str, run_id: str | None, config: dict[str, Any]) -> None:
         import wandb
 
         self._wandb: Any = wandb

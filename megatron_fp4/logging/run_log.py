@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_fp4.checkpoint.checkpointer import SaveReport
-from megatron_fp4.config.compose import as_saved, to_yaml
+from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import RunConsole, short_time
 from megatron_fp4.logging.files import (
@@ -70,7 +70,7 @@ class RunLog:
 
     def open(self, start: int, **facts: Any) -> None:
         """Begin to record, from `start` steps done, with facts about the run (JSON values)."""
-        settings, run_dir = self.config.logging, Path(self.config.run.dir)
+        run_dir = Path(self.config.run.dir)
         self.console.start_step = self._steps_done = start
         self.opened = True
         if self.active and start < self.config.train.steps:  # so it is not finished, whatever an earlier end wrote
@@ -78,14 +78,7 @@ class RunLog:
                 attempt(f"{run_dir}: another name for {name}", partial(move_aside, run_dir / name))
         if self.active and start:
             attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir, start))
-        self.metrics = MetricsWriter(
-            run_dir,
-            resume_step=start,
-            tensorboard=settings.tensorboard,
-            wandb_mode=settings.wandb,
-            config=as_saved(self.config),
-            active=self.active,
-        )
+        self.metrics = MetricsWriter(self.config, start, self.active)
         self.metrics.record(start, "run", {"commit": revision(), **facts})
         self._record_times()
         for event, details in self._found:

@@ -10,7 +10,6 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from megatron_fp4.config.compose import compose_config
 from megatron_fp4.logging import metrics as module
 from megatron_fp4.logging import run_log
 from megatron_fp4.logging.files import cut_after, iterate_records
-from megatron_fp4.logging.metrics import ID_FILE, MetricsWriter, known_run_id, last_validation
+from megatron_fp4.logging.metrics import ID_FILE, known_run_id, last_validation
 from megatron_fp4.logging.run_folder import read_records
 from megatron_fp4.logging.run_log import RunLog, TimeLedger, goodput_of
 from pretrain import CONFIGS
-from tests.logging.written import metrics, write
+from tests.logging.written import metrics, write, writing
 
 SAMPLES = [{"prompt": "def", "text": " f(x):\n    é", "ended": False}, {"prompt": "", "text": None, "ended": False}]
 
@@ -38,7 +37,7 @@ def board(folder: Path) -> EventAccumulator:
 
 
 def test_records_of_every_kind(tmp_path: Path) -> None:
-    with closing(MetricsWriter(tmp_path / "run", tensorboard=False)) as writer:
+    with writing(tmp_path / "run") as writer:
         writer.record(0, "run", {"steps": 10})
         writer.step(metrics(1, loss=math.nan, skipped=True))
         writer.validation(1, 4096, {"code": 2.0, "prose": 4.0}, {"prose": 1.25})
@@ -62,7 +61,7 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:  # measured again after the same step
         file.write('{"kind": "validation", "step": 1, "loss": 7.0}\n')
     assert (last_validation(tmp_path / "run", 1) or {})["loss"] == 7.0
-    with closing(MetricsWriter(tmp_path / "other", active=False)) as writer:
+    with writing(tmp_path / "other", active=False) as writer:
         writer.texts(1, SAMPLES)
     assert not (tmp_path / "other").exists()
 
@@ -130,14 +129,14 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeWandb]:
 
 @pytest.mark.slow
 def test_the_real_wandb_offline(tmp_path: Path) -> None:
-    write(tmp_path, 0, 2, wandb_mode="offline")
+    write(tmp_path, 0, 2, wandb="offline")
     run_id = (tmp_path / ID_FILE).read_text().strip()
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))) == 1
 
 
 def test_texts_are_shown(tmp_path: Path, use: Callable[..., FakeWandb]) -> None:
     fake = use()
-    with closing(MetricsWriter(tmp_path, wandb_mode="online")) as writer:
+    with writing(tmp_path, tensorboard=True, wandb="online") as writer:
         writer.texts(1, SAMPLES)
     (shown,) = board(tmp_path).Tensors("text/1/text_summary")
     # A code block of Markdown: the text as it is.
@@ -151,7 +150,7 @@ def test_a_tensorboard_whose_disk_fails_gets_it_all_later(
 ) -> None:
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
     (tmp_path / "tensorboard").touch()  # no folder can be made there
-    with closing(MetricsWriter(tmp_path, resume_step=1)) as writer:
+    with writing(tmp_path, 1, tensorboard=True) as writer:
         writer.step(metrics(2))
         while "LOGGING FAILED" not in caplog.text:
             time.sleep(0.01)
@@ -165,7 +164,7 @@ def test_a_tensorboard_whose_disk_fails_gets_it_all_later(
 @pytest.mark.parametrize(("settings", "why"), [({"refuses": True}, "no route"), ({"key": False}, "no API key")])
 def test_a_wandb_that_does_not_answer_is_offline(tmp_path: Path, use: Any, settings: Any, why: str) -> None:
     fake = use(**settings)
-    write(tmp_path, 0, 1, wandb_mode="online")
+    write(tmp_path, 0, 1, wandb="online")
     run_id = known_run_id(tmp_path)
     assert len(fake.logged) == 1 and fake.starts[-1] == ("offline", run_id)
     (event,) = [record for record in read_records(tmp_path) if record["kind"] == "event"]
@@ -178,7 +177,7 @@ def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(
 ) -> None:
     fake = use(dies_at=3, tries=3)
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
-    with closing(MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online")) as writer:
+    with writing(tmp_path, wandb="online") as writer:
         for step in range(1, 7):
             writer.step(metrics(step))
         while fake.tries:  # a run that ends meanwhile would not try again
@@ -197,7 +196,7 @@ def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(
     use(**settings)
     monkeypatch.setattr(module, "FINISH_SECONDS", 0.2)
     began = time.monotonic()
-    write(tmp_path, 0, 3, wandb_mode="online")
+    write(tmp_path, 0, 3, wandb="online")
     assert time.monotonic() - began < 30
     assert [record["step"] for record in read_records(tmp_path)] == [0, 1, 2, 3]
     assert f"wandb: {said}" in caplog.text
@@ -208,11 +207,11 @@ def test_the_id_at_wandb_is_the_runs(
 ) -> None:
     """A run that begins anew gets a new one, and odd bytes in its place end no start."""
     fake = use()
-    write(tmp_path, 0, 2, wandb_mode="online")
+    write(tmp_path, 0, 2, wandb="online")
     first = known_run_id(tmp_path)
-    write(tmp_path, 2, 3, wandb_mode="online")
+    write(tmp_path, 2, 3, wandb="online")
     assert first is not None and [run_id for _, run_id in fake.starts] == [first, first]
-    write(tmp_path, 0, 1, wandb_mode="online")
+    write(tmp_path, 0, 1, wandb="online")
     assert known_run_id(tmp_path) != first and (tmp_path / f"{ID_FILE}.1").read_text() == f"{first}\n"
     (tmp_path / ID_FILE).write_bytes(b"\xff\xfe\x00bad")
     assert known_run_id(tmp_path) is None

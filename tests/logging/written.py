@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_fp4.config.schema import Config, LoggingConfig, RunConfig
 from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
 
 
@@ -26,10 +28,17 @@ def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
     )
 
 
-def write(run_dir: Path, start: int, end: int, **options: Any) -> MetricsWriter:
-    """The records of the steps after `start` up to `end`; the writer is closed."""
-    with closing(MetricsWriter(run_dir, resume_step=start, **{"tensorboard": False, **options})) as writer:
+@contextmanager
+def writing(run_dir: Path, start: int = 0, active: bool = True, **settings: Any) -> Iterator[MetricsWriter]:
+    """A writer of a run with these `logging` settings, without TensorBoard unless they say so."""
+    logging = LoggingConfig(**{"tensorboard": False, **settings})
+    with closing(MetricsWriter(Config(run=RunConfig(dir=str(run_dir)), logging=logging), start, active)) as writer:
+        yield writer
+
+
+def write(run_dir: Path, start: int, end: int, **settings: Any) -> None:
+    """The records of the steps after `start` up to `end`."""
+    with writing(run_dir, start, **settings) as writer:
         writer.record(start, "run", {"total_steps": 10})
         for step in range(start + 1, end + 1):
             writer.step(metrics(step, loss=10.0 - step))
-    return writer
