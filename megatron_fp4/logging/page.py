@@ -173,8 +173,7 @@ def _summary(runs: Sequence[RunFolder]) -> list[Row]:
 def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
     """Names and texts of a summary; without what an older run does not have."""
     last, facts = run.steps[-1], run.facts
-    state = run.state.get("state", "finished" if run.summary.get("finished") else "unknown")
-    reason = run.state.get("reason")
+    state, reason = run.state.get("state", "unknown"), run.state.get("reason")
     yield "state", f"{state}: {reason}" if reason else "running, or killed" if state == "running" else state
     yield "steps", f"{last['step']:,} of {facts.get('steps') or run.setting('train', 'steps') or 'unknown'}"
     yield "tokens", short_number(last.get("tokens", math.nan))
@@ -185,7 +184,7 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
         yield "model", f"{name}{size}, {len(pattern or '')} blocks, width {width}"
     switches = run.happened("switch")
     yield "precision", run.plans + (f" from step {switches[-1]['step']:,}" if switches else "")
-    if (quantized := (run.plan or facts.get("plan") or {}).get("quantized_linears")) is not None:
+    if (quantized := facts.get("plan", {}).get("quantized_linears")) is not None:
         share = facts.get("quantized_flops")
         flops = f", {share:.1%} of the model's FLOPs" if isinstance(share, int | float) else ""
         yield "quantized", f"{quantized} linears{flops}"
@@ -231,10 +230,10 @@ def _phases(run: RunFolder) -> list[Row]:
 
 def _plan(run: RunFolder) -> list[Row]:
     """Of each recipe its name, how many linears have it, why these, what each GEMM multiplies."""
-    written = run.plan or run.facts.get("plan") or {}
-    linears = list((written.get("linears") or {}).values())
+    plan = run.facts.get("plan", {})
+    linears = list(plan.get("linears", {}).values())
     rows: list[Row] = []
-    for name, gemms in (written.get("recipes") or {}).items():
+    for name, gemms in plan.get("recipes", {}).items():
         why = [str(of.get("why", "")) for of in linears if of.get("recipe") == name]
         reasons = ", ".join(f"{reason} ({why.count(reason)})" for reason in dict.fromkeys(why))
         rows.append([str(name), f"{len(why)} of {len(linears)}", reasons, "; ".join(map(str, gemms))])

@@ -28,15 +28,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """name: what pictures call the run. records: of metrics.jsonl. config, plan, summary, state: of config.yaml,
-    plan.yaml, summary.json and state.json, empty if they are not there."""
+    """name: what pictures call the run. records: of metrics.jsonl. config, state: of config.yaml and state.json, empty
+    if they are not there."""
 
     name: str
     path: Path
     records: list[dict[str, Any]]
     config: dict[str, Any]
-    plan: dict[str, Any]
-    summary: dict[str, Any]
     state: dict[str, Any]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -142,8 +140,6 @@ def open_run(text: str | Path) -> RunFolder:
         path=path,
         records=records,
         config=_mapping(path / "config.yaml", yaml.safe_load),
-        plan=_mapping(path / "plan.yaml", yaml.safe_load),
-        summary=_mapping(path / SUMMARY_FILE, json.loads),
         state=_mapping(path / "state.json", json.loads),
     )
 

@@ -30,7 +30,10 @@ MARKUP = '"><script>alert(1)</script>$\\frac$'
 def write_run(folder: Path, gap: float = 0.0, source: str = "prose", records: Any = ()) -> Path:
     folder.mkdir(parents=True)
     facts = {"steps": 40, "unigram_entropy": {"code": 6.0}, "parameters": 4_766_000, "quantized_flops": 0.42}
-    lines: list[dict[str, Any]] = [{"kind": "run", "step": 0, **facts, "decay_start": 30}]
+    linears = {"a": {"recipe": "nvfp4", "why": "the run's recipe"}, "b": {"recipe": "bf16", "why": "last"}}
+    recipes = {"nvfp4": ["fprop x|W: nvfp4 1x16 | nvfp4 16x16"], "bf16": ["fprop x|W: bf16 | bf16"]}
+    plan = {"quantized_linears": "8 of 12", "linears": linears, "recipes": recipes}
+    lines: list[dict[str, Any]] = [{"kind": "run", "step": 0, **facts, "decay_start": 30, "plan": plan}]
     for step in range(1, 41):
         lines.append(
             {"kind": "step", "step": step, "tokens": 100 * step, "loss": None if step == 7 else 5 - step / 20 + gap,
@@ -53,11 +56,6 @@ def write_run(folder: Path, gap: float = 0.0, source: str = "prose", records: An
         "train: {steps: 40, lr: 0.1}\n"
         "data: {phases: [{name: broad, fraction: 0.5, blend: {code: 1}}, {name: <b>, fraction: 0.5}]}\n"
         "run: {seed: 7}\nmodel: {name: tiny, pattern: M*-, hidden_dim: 64}\n"
-    )
-    (folder / "plan.yaml").write_text(
-        "quantized_linears: 8 of 12\n"
-        "linears: {a: {recipe: nvfp4, why: the run's recipe}, b: {recipe: bf16, why: last}}\n"
-        "recipes: {nvfp4: ['fprop x|W: nvfp4 1x16 | nvfp4 16x16'], bf16: ['fprop x|W: bf16 | bf16']}\n"
     )
     (folder / "state.json").write_text(json.dumps({"state": "finished", "step": 40}))
     return folder
