@@ -102,7 +102,7 @@ class MicroBatchGraphs:
         self._sharded, self._failed = bool(units), False
         self._signature: Any = None
         self._eager_steps = 0
-        self._num_micro_batches = self._position = self._last = 0
+        self._num_micro_batches = self._last = 0
         self._keys = DeviceKeys({}, mesh.device)
         self._forget()
 
@@ -142,17 +142,17 @@ class MicroBatchGraphs:
             self._keys = DeviceKeys(recipes, self._mesh.device)
         is_eager = self._eager_steps < EAGER_STEPS
         self._eager_steps += 1
-        self._num_micro_batches, self._position, self._last = num_micro_batches, 0, len(micro_batches) - 1
+        self._num_micro_batches, self._last = num_micro_batches, len(micro_batches) - 1
         step_state.keys = self._keys
         try:
             yield None if is_eager else self
         finally:
             step_state.keys = None
 
-    def run(self, micro_batch: MicroBatch, step_state: StepState) -> Tensor | None:
+    def run(self, micro_batch: MicroBatch, step_state: StepState, position: int) -> Tensor | None:
         """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, which the next call overwrites.
-        None: the caller has to compute it eagerly, because FSDP has to see it, or because a capture failed."""
-        position, self._position = self._position, self._position + 1
+        None: the caller has to compute it eagerly, because FSDP has to see it, or because a capture failed. position:
+        how many this rank had before it, of the step or of a leaf of the tree of sums; the first writes gradients."""
         if self._failed:
             return None
         if self._sharded and position in (0, self._last):
@@ -193,10 +193,6 @@ class MicroBatchGraphs:
             self._drop_gradients_and_weights()
         self.release()  # at once: what follows needs the room
         return None
-
-    def write_gradients(self) -> None:
-        """Let the next micro-batch of the step write gradients, as its first did."""
-        self._position = 0
 
     def _trained(self) -> list[nn.Parameter]:
         """The trainable parameters that the model has now: with FSDP shards, or gathered ones."""

@@ -118,6 +118,7 @@ def accumulate(
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
     whole, progress = whole or global_batch_of(micro_batches, mesh), progress or Progress()
     num_global, num_own, tree = whole.num_micro_batches, len(micro_batches), gradient_tree(model)
+    num_leaf = num_own if tree is None else leaf_size(num_global)
     losses = torch.zeros(num_global if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
     if tree is not None:
         tree.begin()
@@ -125,13 +126,11 @@ def accumulate(
         for position, micro_batch in enumerate(micro_batches, start=1):
             progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {num_own}")
             with _prepare_fsdp(model, mesh, position == 1, position == num_own, reshard):
-                replayed = None if replays is None else replays.run(micro_batch, step_state)
+                replayed = None if replays is None else replays.run(micro_batch, step_state, (position - 1) % num_leaf)
                 loss = _computed(model, micro_batch, whole, mesh, step_state) if replayed is None else replayed
             losses[micro_batch.index % len(losses)].add_(loss)
-            if tree is not None and position % leaf_size(num_global) == 0 and position < num_own:
+            if tree is not None and position % num_leaf == 0 and position < num_own:
                 tree.keep(copied=replayed is not None)
-                if replays is not None and replayed is not None:
-                    replays.write_gradients()
     if tree is not None:
         tree.finish()
     if whole.num_targets is None:
