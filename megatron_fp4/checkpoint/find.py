@@ -38,7 +38,7 @@ from torch import nn
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import identity_differences, run_identity
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin, OtherFormatError
-from megatron_fp4.checkpoint.shards import METADATA, check_tensors, read_metadata, read_shards
+from megatron_fp4.checkpoint.shards import METADATA, check_tensors, load_tensors, read_metadata
 from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync, RefusedError
 from megatron_fp4.config.schema import Config
 from megatron_fp4.runtime.run_state import STATE_FILE, checkpoint_in_state
@@ -432,11 +432,7 @@ def initialize_weights(
     if not allow_mismatch:  # on all ranks: the tokenizer's file may be another on another node
         sync.on_all("compare", lambda: _check_model(folder, manifest, identity, ("model.", "data.tokenizer")))
     try:
-        content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, manifest.files))
-        metadata = sync.on_all("read it", lambda: read_metadata(content))
-        state = {"model": model.state_dict()}
-        sync.on_all("compare", lambda: check_tensors(folder, metadata, state))
-        sync.on_all("load it", lambda: read_shards(folder, metadata, manifest.files, state))
+        load_tensors(folder, manifest, {"model": model.state_dict()}, sync)
     except DamageError as error:
         refuse_damaged(f"{INITIALIZE}={folder}", folder, error, sync)
     return origin

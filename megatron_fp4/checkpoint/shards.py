@@ -343,6 +343,15 @@ def check_files(folder: Path, manifest: Manifest, sync: RankSync, names: Collect
     sync.on_all("check it", check)
 
 
+def load_tensors(folder: Path, manifest: Manifest, state: dict[str, Any], sync: RankSync) -> set[str]:
+    """Read tensors of a checkpoint into `state`, each rank the parts that it holds, as all ranks together; returns the
+    names of the files that this rank read. Raises as `load_checkpoint`."""
+    content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, manifest.files))
+    metadata = sync.on_all("read it", lambda: read_metadata(content))
+    sync.on_all("compare", lambda: check_tensors(folder, metadata, state))
+    return sync.on_all("load it", lambda: read_shards(folder, metadata, manifest.files, state))
+
+
 def load_checkpoint(
     folder: Path,
     manifest: Manifest,
@@ -366,11 +375,7 @@ def load_checkpoint(
             raise DamagedCheckpointError(f"{len(generators)} ranks' generators of {manifest.world_size}")
         return trainer
 
-    content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, records))
-    metadata = sync.on_all("read it", lambda: read_metadata(content))
-    state = state_of(model, optimizer)
-    sync.on_all("compare", lambda: check_tensors(folder, metadata, state))
-    read = sync.on_all("load it", lambda: read_shards(folder, metadata, records, state))
+    read = load_tensors(folder, manifest, state_of(model, optimizer), sync)
     trainer = sync.on_rank0("read it", read_small)
     of_ranks = sync.gather("check it", lambda: read)
     done = {METADATA, files.TRAINER, files.RANDOM_STATE}
