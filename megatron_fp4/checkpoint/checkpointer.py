@@ -485,12 +485,6 @@ class Checkpointer:
         step_state.weights_version += 1
         return Resumed(folder, manifest, trainer)
 
-    def steps_after(self, step: int) -> list[int]:
-        """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that resumes
-        from `step` would come to replace them."""
-        folders = self.sync.on_rank0("scan", lambda: files.list_checkpoints(self.root))
-        return [other for folder in folders if (other := files.step_of(folder)) > step]
-
     def _check_identity(self, folder: Path, manifest: Manifest, allow_mismatch: bool) -> None:
         # On all ranks: data may differ from node to node.
         differences = self.sync.on_all(

@@ -28,7 +28,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -289,12 +289,15 @@ def is_own(root: Path, given: str | Path) -> bool:
     return Path(os.path.realpath(given)).parent == Path(os.path.realpath(root))
 
 
-def would_overwrite(resume: str, start: int, root: Path, last: int) -> str:
-    """The refusal of a start from step `start` that would come to replace checkpoints up to step `last`."""
-    return (
-        f"checkpoint.resume={resume} starts from step {start}, but {root} already has checkpoints up to step {last}, "
-        "which the run would overwrite; choose another run.dir"
-    )
+def refuse_to_overwrite(resume: str, start: int, root: Path, aside: Collection[str] = ()) -> None:
+    """Raise RefusedError if a start from step `start` would come to replace checkpoints under `root`, whole or not.
+    aside: names of those that it moves away before."""
+    last = max((files.step_of(each) for each in files.list_checkpoints(root) if each.name not in aside), default=0)
+    if last > start:
+        raise RefusedError(
+            f"{RESUME}={resume} starts from step {start}, but {root} already has checkpoints up to step {last}, which "
+            "the run would overwrite; choose another run.dir"
+        )
 
 
 def earlier_run(root: Path) -> tuple[int, list[str]]:
@@ -351,9 +354,7 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
 
     found = Finder(root, sync, load, only_look=True).choose(resume)
     start, broken = (0, ()) if found is None else (found.step, [damage.name for damage in found.damaged])
-    last = max((files.step_of(each) for each in files.list_checkpoints(root) if each.name not in broken), default=0)
-    if last > start:
-        raise RefusedError(would_overwrite(resume, start, root, last))
+    refuse_to_overwrite(resume, start, root, broken)
     return found
 
 

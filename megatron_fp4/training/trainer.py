@@ -26,11 +26,11 @@ from megatron_fp4.checkpoint import config_diff
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.files import origin_state
-from megatron_fp4.checkpoint.find import Resumed, check_resume, would_overwrite
+from megatron_fp4.checkpoint.find import Resumed, check_resume, refuse_to_overwrite
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.removed_keys import refuse_removed
-from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.files import records_of
 from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.logging.run_log import RunLog, TimeLedger
@@ -288,8 +288,8 @@ class Trainer:
                 begun = checkpointer.initialize(given, self.model, state, resumed=again, allow_mismatch=allow)
                 if begun is not None:
                     self.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
-            if later := checkpointer.steps_after(start):
-                raise ConfigError(would_overwrite(settings.resume, start, checkpointer.root, max(later)))
+            root = checkpointer.root
+            checkpointer.sync.on_rank0("scan", lambda: refuse_to_overwrite(settings.resume, start, root))
         if resumed is not None:
             self.load_state_dict(resumed.trainer, start)
             self._report_changes(resumed)

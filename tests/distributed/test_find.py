@@ -19,6 +19,7 @@ import torch
 
 from megatron_fp4.checkpoint import files, shards
 from megatron_fp4.checkpoint.checkpointer import CheckpointError
+from megatron_fp4.checkpoint.find import refuse_to_overwrite
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime.run_state import write_state
 from tests.distributed.one_rank import Job, flip_a_bit, names
@@ -80,7 +81,9 @@ def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: Parall
     with pytest.raises(ValueError, match=r"has format \d, .* resume with the version that wrote it"):
         Job(root, mesh).resume()
     job = Job(root, mesh)
-    assert job.resume(str(root / "step_00000001")) == 1 and job.checkpointer.steps_after(1) == [2, 3]
+    assert job.resume(str(root / "step_00000001")) == 1
+    with pytest.raises(ValueError, match=r"starts from step 1, but .* up to step 3, .*; choose another run\.dir"):
+        refuse_to_overwrite("auto", 1, root)
     assert NEWEST in names(root)
     files.write_manifest(root / NEWEST, dataclasses.replace(manifest, format=1))
     with pytest.raises(ValueError, match=r"written by version 0\.2, .*; begin a run from it with checkpoint\.init"):
