@@ -19,7 +19,7 @@ from tests.programs import ROOT
 def test_a_line_has_the_path_and_what_to_do() -> None:
     for number, remedy in (
         (errno.ENOSPC, "make room, or name another place"),
-        (errno.EROFS, "name a place that may be written, or change its permissions"),
+        (errno.EROFS, "change its permissions, or name another place"),
         (errno.ENOTDIR, "a file is where a folder must be; name another place"),
         (errno.EISDIR, "name a file, not a folder"),
         (errno.ENOENT, "correct the path"),

@@ -97,7 +97,7 @@ def is_users_to_mend(error: OSError) -> bool:
 
 _REMEDIES = {
     "make room, or name another place": (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-    "name a place that may be written, or change its permissions": (errno.EACCES, errno.EPERM, errno.EROFS),
+    "change its permissions, or name another place": (errno.EACCES, errno.EPERM, errno.EROFS),
     "a file is where a folder must be; name another place, or move it": (errno.ENOTDIR, errno.EEXIST),
     "name a file, not a folder": (errno.EISDIR,),
     "correct the path": (errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP),
