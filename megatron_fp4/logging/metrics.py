@@ -172,17 +172,6 @@ class MetricsWriter:
         values = {name: value for name, value in asdict(metrics).items() if value not in (None, {})}
         self.record(metrics.step, "step", values, metrics.curves())
 
-    def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: Mapping[str, float]) -> None:
-        """Record validation losses by source, in nats per token, after `step` steps and `tokens` training tokens.
-
-        bits_per_byte: the same per byte of text, of sources whose bytes are known.
-        """
-        mean, bits = sum(losses.values()) / len(losses) if losses else math.nan, dict(bits_per_byte)
-        values = {"tokens": tokens, "loss": mean, "losses": losses, **({"bits_per_byte": bits} if bits else {})}
-        curves = {f"loss/validation_{source}": loss for source, loss in losses.items()} | {"loss/validation": mean}
-        curves |= {f"bits_per_byte/{source}": value for source, value in bits.items()}
-        self.record(step, "validation", values, curves)
-
     def event(self, step: int, event: str, **details: Any) -> None:
         """Record that `event` happened after `step` steps, with details (JSON values)."""
         self._write({"kind": "event", "step": step, "event": event, **details})

@@ -124,7 +124,10 @@ class RunLog:
     def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float]) -> None:
         """Held-out losses by source, in nats per token, and as far as known in bits per byte of text, after `step`
         steps and `tokens` training tokens."""
-        self.metrics.validation(step, tokens, losses, bits_per_byte)
+        mean, bits = sum(losses.values()) / len(losses), {"bits_per_byte": bits_per_byte} if bits_per_byte else {}
+        curves = {f"loss/validation_{source}": loss for source, loss in losses.items()} | {"loss/validation": mean}
+        curves |= {f"bits_per_byte/{source}": value for source, value in bits_per_byte.items()}
+        self.metrics.record(step, "validation", {"tokens": tokens, "loss": mean, "losses": losses, **bits}, curves)
         self.console.validation(step, losses, bits_per_byte)
 
     def texts(self, step: int, samples: Sequence[dict[str, Any]]) -> None:

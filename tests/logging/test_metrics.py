@@ -40,27 +40,18 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     with writing(tmp_path / "run") as writer:
         writer.record(0, "run", {"steps": 10})
         writer.step(metrics(1, loss=math.nan, skipped=True))
-        writer.validation(1, 4096, {"code": 2.0, "prose": 4.0}, {"prose": 1.25})
         writer.record(1, "gradient_noise", {"ratio": 2.0})
         writer.event(1, "switch", target="bf16")
         writer.texts(1, SAMPLES)
-    run, step, validation, noise, event, text = read_records(tmp_path / "run")
+    run, step, noise, event, text = read_records(tmp_path / "run")
     assert run == {"kind": "run", "step": 0, "steps": 10}
     assert step == {
         "kind": "step", "step": 1, "tokens": 4096, "loss": None, "lr": 1e-3, "grad_norm": 1.5, "tokens_per_second": 4e4,
         "model_tflops": 0.02, "step_time": 0.1, "skipped": True, "phase": "broad", "plan": "nvfp4", "data_wait": 0.01,
     }  # fmt: skip
-    assert validation == {
-        "kind": "validation", "step": 1, "tokens": 4096, "loss": 3.0, "losses": {"code": 2.0, "prose": 4.0},
-        "bits_per_byte": {"prose": 1.25},
-    }  # fmt: skip
     assert noise == {"kind": "gradient_noise", "step": 1, "ratio": 2.0}
     assert event == {"kind": "event", "step": 1, "event": "switch", "target": "bf16"}
     assert text == {"kind": "event", "step": 1, "event": "text", "samples": SAMPLES}
-    assert last_validation(tmp_path / "run", 1) == validation and last_validation(tmp_path / "run", 0) is None
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:  # measured again after the same step
-        file.write('{"kind": "validation", "step": 1, "loss": 7.0}\n')
-    assert (last_validation(tmp_path / "run", 1) or {})["loss"] == 7.0
     with writing(tmp_path / "other", active=False) as writer:
         writer.texts(1, SAMPLES)
     assert not (tmp_path / "other").exists()
@@ -238,12 +229,22 @@ def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
     with log:
         for step in (1, 2, 3):
             log.step(metrics(step))
+        log.validation(3, 4096, {"code": 2.0, "prose": 4.0}, {"prose": 1.25})
         log.stop(3, "SIGTERM")
     assert "not everything was sent within 0 s" in caplog.text and (tmp_path / "summary.json.1").exists()
     records = read_records(tmp_path)
     kinds = [record.get("event", record["kind"]) for record in records]
-    assert kinds == ["run", "time", "damaged", "step", "step", "time", "step", "stop", "time"]
+    assert kinds == ["run", "time", "damaged", "step", "step", "time", "step", "validation", "stop", "time"]
     assert records[-1]["step"] == 3 and records[-1]["seconds"]["start-up"] > 0
+    validation = records[-3]
+    assert validation == {
+        "kind": "validation", "step": 3, "tokens": 4096, "loss": 3.0, "losses": {"code": 2.0, "prose": 4.0},
+        "bits_per_byte": {"prose": 1.25},
+    }  # fmt: skip
+    assert last_validation(tmp_path, 3) == validation and last_validation(tmp_path, 2) is None
+    with (tmp_path / "metrics.jsonl").open("a") as file:  # measured again after the same step
+        file.write('{"kind": "validation", "step": 3, "loss": 7.0}\n')
+    assert (last_validation(tmp_path, 3) or {})["loss"] == 7.0
 
 
 def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
