@@ -34,7 +34,7 @@ from analysis.statistics import Estimate, block_estimate, estimates
 from data import provider as data
 from data.storage import default_cache_dir
 from megatron_fp4.checkpoint.files import MANIFEST, read_manifest, read_trainer
-from megatron_fp4.checkpoint.find import refuse_weights_only
+from megatron_fp4.checkpoint.find import check_resumable
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved, config_from_saved, group_options
 from megatron_fp4.config.removed_keys import leaves
@@ -230,7 +230,7 @@ def recipes_from(
     """
     shared, named = named_recipes(arguments, configs)
     manifest, trainer = read_manifest(checkpoint), read_trainer(checkpoint)
-    refuse_weights_only(checkpoint, manifest)
+    check_resumable(checkpoint, manifest)
     before = config_from_saved(trainer["config"], [], configs, opens_data=False).precision
     if (switched := trainer["switch"]["switched_at"]) is not None:
         raise ConfigError(

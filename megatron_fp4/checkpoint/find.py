@@ -239,7 +239,7 @@ def refuse_damaged(key: str, folder: Path, error: DamageError, sync: RankSync) -
     raise RefusedError(f"{key} is damaged: {error.reasons}; give another one") from error
 
 
-def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
+def check_resumable(folder: Path, manifest: Manifest) -> None:
     """Raise RefusedError for a checkpoint of which only the weights are of use, from which no run can resume."""
     if manifest.weights_only:
         problem = "is an imported checkpoint, which holds weights alone: nothing to resume"
@@ -253,7 +253,7 @@ def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any], allow_mismatch: bool) -> list[str]:
     """Raise RefusedError unless a run of this `identity` may resume from the checkpoint; returns in what that differs,
     where `allow_mismatch` lets it."""
-    refuse_weights_only(folder, manifest)
+    check_resumable(folder, manifest)
     differences = identity_differences(manifest.identity, identity)
     if differences and not allow_mismatch:
         raise RefusedError(
@@ -280,7 +280,7 @@ def named(key: str, given: str) -> tuple[Path, Manifest, Origin]:
     if key == RESUME:
         if folder != whole:
             raise RefusedError(f"{key}={given} is no checkpoint, but has some inside: give {folder}")
-        refuse_weights_only(folder, manifest)
+        check_resumable(folder, manifest)
     return folder, manifest, Origin.at(folder, manifest)
 
 
@@ -378,7 +378,7 @@ def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> No
 
 def check_resume(config: Config) -> None:
     """Raise RefusedError if no start could begin from what `checkpoint.resume` or `checkpoint.initialize_from` names:
-    no checkpoint, or weights of another model; OSError.
+    no checkpoint, or weights of another model.
 
     A run that has checkpoints of its own resumes from these, also when what it began from is gone; the start sees
     whether they are its own.
