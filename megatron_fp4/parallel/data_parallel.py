@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,29 +110,15 @@ def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
             hooks.update(copy)
 
 
-class AloneModule(nn.Module):
-    """Mixed into the class of a model that one data-parallel rank has alone, as FSDP2 mixes in its own: parameters know
-    how the forward pass rounds them, and so do those that take their place (`to_empty`)."""
-
-    _rounding: Rounding
-    _never_rounded: list[nn.Module]
-
-    def _apply(self, *args: Any, **options: Any) -> Self:
-        applied = super()._apply(*args, **options)
-        self.tell_parameters()
-        return applied
-
-    def tell_parameters(self) -> None:
-        """`set_rounding` of every parameter that may be rounded."""
-        exempt = {id(parameter) for unit in self._never_rounded for parameter in unit.parameters()}
-        for parameter in self.parameters():
-            if id(parameter) not in exempt:
-                set_rounding(parameter, self._rounding)
-
-
 def alone(model: nn.Module, rounding: Rounding, never_rounded: list[nn.Module]) -> None:
     """Let the forward pass of `model` see its parameters rounded, except those of `never_rounded`."""
-    model.__class__ = type(f"Alone{type(model).__name__}", (AloneModule, type(model)), {})
-    assert isinstance(model, AloneModule)
-    model._rounding, model._never_rounded = rounding, never_rounded
-    model.tell_parameters()
+
+    def tell_parameters(*_: Any) -> None:
+        first_forward.remove()
+        exempt = {id(parameter) for unit in never_rounded for parameter in unit.parameters()}
+        for parameter in model.parameters():
+            if id(parameter) not in exempt:
+                set_rounding(parameter, rounding)
+
+    # Not before: initialization puts others in their places.
+    first_forward = model.register_forward_pre_hook(tell_parameters)
