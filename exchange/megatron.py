@@ -213,7 +213,7 @@ def import_megatron(
         config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
         expected = list(parameters(config.model, layers))
-    except (ValueError, DamagedCheckpointError) as error:  # ConfigError is one, pydantic's another, of several lines
+    except ValueError as error:  # ConfigError is one, pydantic's another, of several lines
         raise ValueError(f"{folder}: {' '.join(str(error).split())}") from error
     stored = {section.name: each.stored_shape(section) for each in expected for section in each.sections}
     shapes = {key: opened.shape(key) for key in opened.tensors}

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data import provider as data
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, checkpoint_in
+from megatron_fp4.checkpoint.files import checkpoint_in
 from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import as_saved, compose_config
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
         else:
             price(options)
         return ExitCode.FINISHED
-    except (ValueError, OSError, ImportError, DamagedCheckpointError, CheckpointError, SelfTestError) as error:
+    except (ValueError, OSError, ImportError, CheckpointError, SelfTestError) as error:
         if not place_in_run().rank:
             print(f"price.py: {error_line(error, options.output)}", file=sys.stderr, flush=True)
         return ExitCode.WRONG_NUMBERS if isinstance(error, SelfTestError) else ExitCode.REFUSED

@@ -35,7 +35,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of manifests. Format 1 is of version 0.2 and before; of these checkpoints the weights are read."""
+"""Of manifests. Format 1 is of 0.2.0 and before; of these checkpoints the weights are read."""
 MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng.pt", "latest"
 _FOLDER = re.compile(r"step_\d{8,}")
 

@@ -244,7 +244,7 @@ def check_resumable(folder: Path, manifest: Manifest) -> None:
     if manifest.weights_only:
         problem = "is an imported checkpoint, which holds weights alone: nothing to resume"
     elif manifest.format == 1:
-        problem = "was written by version 0.2, whose order of samples is no more"
+        problem = "is of format 1, whose order of samples is no more: nothing to resume"
     else:
         return
     raise RefusedError(f"{folder} {problem}; begin a run from it with {INITIALIZE}={folder}, in a run.dir of its own")
