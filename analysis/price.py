@@ -9,8 +9,8 @@ a recipe that ends `gap` nats above BF16 has the loss that BF16 has after fewer 
     price = D / D' = (1 + gap / (scale * D^-exponent))^(1 / exponent)
 
 The cost of a recipe is its price times its time of a token, both over BF16's. The gaps of sixty steps from a BF16
-checkpoint are smaller than those of whole runs: with `GROWTH` they become a range. A switch to BF16 for the last part
-of a run leaves `LEFT_BY_SWITCH` of the gap. Both are measured on hybrid_30m (docs/results.md), and no other model.
+checkpoint are not those of whole runs: with `GROWTH` they become a range. A switch to BF16 for the last part of a run
+leaves `LEFT_BY_SWITCH` of the gap. Both are of hybrid_30m (docs/results.md, docs/research.md), and no other model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megatron_fp4.planning.needs import as_planned
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 
-# Gaps after 25 tokens a parameter over those of sixty steps after 5, smallest and largest.
-GROWTH = (1.8, 2.3)
+# Gaps in nats at the end over those of sixty steps after 4 or 5 tokens a parameter: the least (10) and the most (25).
+GROWTH = (0.8, 1.8)
 # Share of the steps at the end that are in BF16 -> share of the gap that is left.
 LEFT_BY_SWITCH = {0.0: 1.0, 0.08: 0.39, 0.2: 0.24, 0.3: 0.15}
 
@@ -193,8 +193,8 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
         "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval]; *: by the scatter "
         "of all recipes, pooled, as if they scattered alike.",
         f"tokens for BF16's loss: over BF16's own, at {tokens:.3g} tokens a parameter, by the curve of {curve}, "
-        f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end: hybrid_30m's "
-        f"grew so much from 5 to 25 tokens a parameter; {curve.caution(tokens)}.",
+        f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end, as hybrid_30m's "
+        f"were after 10 and after 25 tokens a parameter; {curve.caution(tokens)}.",
         f"time of a token: over BF16's, {times}; it has no interval. cost: tokens times time; below 1 a recipe pays.",
         "",
         verdict(recipes, curve, tokens),
