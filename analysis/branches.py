@@ -264,8 +264,8 @@ def cautions(checkpoint: Path, configs: Path, steps: int) -> Iterator[str]:
         yield f"{checkpoint}: its run trains in {precision.name}, which its weights fit; a BF16 run's say more"
     if not 0.1 <= (share := read_manifest(checkpoint).step / steps) <= 0.4:
         yield (
-            f"{checkpoint}: after {share:.0%} of the run; prices suppose that gaps change as they do after a fifth, "
-            "and later they grow less"
+            f"{checkpoint}: after {share:.0%} of the run; prices suppose that gaps change as after a fifth, "
+            "and later they do less"
         )
 
 
