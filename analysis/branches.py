@@ -265,7 +265,7 @@ def cautions(checkpoint: Path, configs: Path, steps: int) -> Iterator[str]:
     if not 0.1 <= (share := read_manifest(checkpoint).step / steps) <= 0.4:
         yield (
             f"{checkpoint}: after {share:.0%} of the run; prices suppose that gaps change as after a fifth, "
-            "and later they do less"
+            "and later they change less"
         )
 
 

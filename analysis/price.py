@@ -193,8 +193,8 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
         "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval]; *: by the scatter "
         "of all recipes, pooled, as if they scattered alike.",
         f"tokens for BF16's loss: over BF16's own, at {tokens:.3g} tokens a parameter, by the curve of {curve}, "
-        f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end, as hybrid_30m's "
-        f"were after 10 and after 25 tokens a parameter; {curve.caution(tokens)}.",
+        f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end, as "
+        f"hybrid_30m's were after 10 and after 25 tokens a parameter; {curve.caution(tokens)}.",
         f"time of a token: over BF16's, {times}; it has no interval. cost: tokens times time; below 1 a recipe pays.",
         "",
         verdict(recipes, curve, tokens),
