@@ -52,10 +52,12 @@ class Profile(Callback):
 
     def close(self) -> None:
         """Write the last allocations, and what was profiled: the run's end cuts a window."""
-        if self._recording:
-            torch.cuda.memory._dump_snapshot(str(Path(self.trainer.config.run.dir) / "memory_snapshot.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        self._write()
+        try:
+            if self._recording:
+                torch.cuda.memory._dump_snapshot(str(Path(self.trainer.config.run.dir) / "memory_snapshot.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+        finally:
+            self._write()
 
     def _write(self) -> None:
         if self._profile is None:
