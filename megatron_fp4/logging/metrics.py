@@ -163,8 +163,9 @@ class MetricsWriter:
     ) -> None:
         """Record `values` (JSON) of a `kind` after `step` steps, and show those of them that make curves."""
         self._write({"kind": kind, "step": step, **values})
-        for view in self._views if curves else ():
-            view.show(curves or {}, step)
+        if curves:
+            for view in self._views:
+                view.show(curves, step)
         self._record_news(step)
 
     def step(self, metrics: StepMetrics) -> None:
