@@ -20,7 +20,7 @@ import pandas as pd
 import yaml
 
 from analysis.price import Curve, fit
-from analysis.runs import check_sources, comparable, difference_line, differences, settings_of
+from analysis.runs import comparable, difference_line, differences, settings_of
 from analysis.statistics import draw_estimates, estimates, gap_text, pooled, share_text
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config
@@ -68,11 +68,11 @@ class HeldOut:
 Groups = Mapping[str, Sequence[HeldOut]]
 
 
-def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[str, list[HeldOut]]:
+def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:
     """Groups of runs from `NAME=RUN,RUN,...`, in their order; a RUN is a folder or a pattern of folders.
 
-    sources: the held-out sources that count (default: all). Raises ValueError for an argument of another form, a name
-    or a run that comes twice, or fewer than two groups, and what `read_held_out` raises.
+    Raises ValueError for an argument of another form, a name or a run that comes twice, or fewer than two groups, and
+    what `read_held_out` raises.
     """
     groups: dict[str, list[HeldOut]] = {}
     seen: dict[Path, str] = {}
@@ -89,7 +89,7 @@ def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[s
                 if (resolved := folder.resolve()) in seen:
                     raise ValueError(f"{argument}: {folder} is in {seen[resolved]} already; name each run once")
                 seen[resolved] = name
-                groups[name].append(read_held_out(folder, sources))
+                groups[name].append(read_held_out(folder))
     if len(groups) < 2:
         raise ValueError("name two groups at least, the base first")
     for runs in groups.values():
@@ -99,11 +99,11 @@ def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[s
     return groups
 
 
-def read_held_out(run_dir: Path, sources: Sequence[str] = ()) -> HeldOut:
-    """The run in `run_dir`, finished or not. sources: those that count (default: all).
+def read_held_out(run_dir: Path) -> HeldOut:
+    """The run in `run_dir`, finished or not.
 
     Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if the seed is not in
-    config.yaml, or the run was never validated on one of `sources`.
+    config.yaml.
     """
     config_file, records = run_dir / "config.yaml", read_records(run_dir)
     if not config_file.exists():
@@ -115,15 +115,14 @@ def read_held_out(run_dir: Path, sources: Sequence[str] = ()) -> HeldOut:
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
     validations = [record for record in records if record["kind"] == "validation" and record["losses"]]
-    check_sources(sources, list({name: 0 for record in validations for name in record["losses"]}), str(run_dir))
     losses: dict[int, dict[str, float]] = {}
     last, problem = 0, "not yet validated"
     for record in validations:
-        measured = {name: record["losses"].get(name) for name in sources or record["losses"]}
+        measured = record["losses"]
         if all(map(comparable, measured.values())):
             losses[record["tokens"]] = measured | {MEAN: float(np.mean(list(measured.values())))}
             last, problem = record["step"], ""
-        elif None not in measured.values() or set(sources) <= record["losses"].keys():
+        else:
             problem = f"its held-out loss after {short_tokens(record['tokens'])} tokens is no number to compare"
     starts = [record for record in records if record["kind"] == "run"]
     steps = starts[-1].get("steps") if starts else None
@@ -226,7 +225,7 @@ def gaps(groups: Groups, base: str) -> pd.DataFrame:
                 if other.losses[tokens].keys() != measured.keys():
                     raise ValueError(
                         f"after {short_tokens(tokens)} tokens {run.name} and {other.name} were validated on other "
-                        "sources; compare runs of the same data.validation, or --sources that both have"
+                        "sources; compare runs of the same data.validation"
                     )
             final = run.final == tokens and any(other.final == tokens for other in found)
             for source, loss in measured.items() if found else ():

@@ -31,20 +31,18 @@ _NO_MATTER = (
 )
 
 
-def compare_runs(runs: Sequence[RunFolder], sources: Sequence[str] = ()) -> str:
+def compare_runs(runs: Sequence[RunFolder]) -> str:
     """A Markdown table: of each run the last training loss, the last validation loss by source, and both gaps to the
     first run, with an interval or without one; tokens per second; below it in what runs differ besides the recipe.
 
-    sources: of the validation losses (default: all). Raises ValueError if the runs did not end at the same step, or one
-    was not validated on one of `sources`.
+    Raises ValueError if the runs did not end at the same step.
     """
     first = runs[0]
     for run in runs:
-        check_sources(sources, list(run.validation), run.name)
         if run.steps[-1]["step"] != first.steps[-1]["step"]:
             ends = f"{run.name} ended at step {run.steps[-1]['step']} and {first.name} at {first.steps[-1]['step']}"
             raise ValueError(f"{ends}; compare runs that end at the same step")
-    names = list(sources) or list(dict.fromkeys(name for run in runs for name in run.validation))
+    names = list(dict.fromkeys(name for run in runs for name in run.validation))
     heads = ["run", "training loss", "gap", *(head for name in names for head in (f"{name} loss", "gap")), "tokens/s"]
     rows = []
     for run in runs:
@@ -95,15 +93,6 @@ def draw_runs(runs: Sequence[RunFolder], target: Path) -> Path:
             step_axis(axes, max(run.steps[-1]["step"] for run in runs))
         legend_below(figure, (above, below))
     return target
-
-
-def check_sources(sources: Sequence[str], there: Sequence[str], run: str) -> None:
-    """Raise ValueError for one of `sources` that `run` was never validated on. there: those that it was."""
-    if there and (unknown := [name for name in sources if name not in there]):
-        raise ValueError(
-            f"--sources {','.join(sources)}: {run} was not validated on {', '.join(map(repr, unknown))}; name some of "
-            f"{', '.join(there)}"
-        )
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

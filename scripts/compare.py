@@ -37,10 +37,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     recipes.add_argument("groups", nargs="+", metavar="NAME=RUN,RUN,...", help="a recipe and its folders or patterns")
     for each in (runs, recipes):
         each.add_argument("--output", type=Path, help="where to draw the gaps, of recipes those at the end")
-        each.add_argument(
-            "--sources", type=lambda names: names.split(","), default=[], metavar="NAME,NAME,...",
-            help="the held-out sources that count, each alike (default: all)",
-        )  # fmt: skip
     recipes.add_argument("--against", metavar="NAME", help="another base for a second column (default: the second)")
     recipes.add_argument(
         "--curve", nargs="+", metavar="RUN",
@@ -61,7 +57,7 @@ def compare_runs(options: argparse.Namespace) -> None:
     if len(options.run) < 2:
         raise ValueError(f"{options.run[0]} has nothing to be compared with; name two runs or more")
     runs = open_runs(options.run)
-    print(compare_runs(runs, options.sources))
+    print(compare_runs(runs))
     if options.output:
         print(draw_runs(runs, options.output))
 
@@ -80,11 +76,11 @@ def compare_recipes(options: argparse.Namespace) -> None:
     )
     from pretrain import CONFIGS
 
-    groups = read_groups(options.groups, options.sources)
+    groups = read_groups(options.groups)
     against = options.against or (list(groups)[1] if len(groups) > 2 else None)
     curve = None
     if options.curve is not None:
-        runs = [read_held_out(Path(run), options.sources) for run in options.curve]
+        runs = [read_held_out(Path(run)) for run in options.curve]
         name, base = next(iter(groups.items()))
         curve = curve_of(runs, 1e6, base)
         if line := of_another_curve(runs, base[0].settings, f"{name}'s"):
