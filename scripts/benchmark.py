@@ -1,12 +1,12 @@
-"""How fast this machine trains, where the time of a step goes, and how much memory it takes.
+"""How fast this machine trains, and how much memory it takes.
 
     python scripts/benchmark.py linear     one linear, forward and backward, by recipe
-    torchrun --nproc-per-node 4 scripts/benchmark.py parallel [--against one.json] [--profile] model=... ...
-                                           whole steps on a mesh, how well it scales from another, and with --profile
-                                           a step's kernels
+    torchrun --nproc-per-node 4 scripts/benchmark.py parallel [--against one.json] model=... ...
+                                           whole steps on a mesh, and how well it scales from another
 
 `parallel` has the overrides of pretrain.py and takes steps as pretrain.py does, on random tokens. The peak of memory
-that it prints is what `pretrain.py run.dry=true` plans (train.cuda_graphs=false).
+that it prints is what `pretrain.py run.dry=true` plans (train.cuda_graphs=false). Where the time of a step goes, by
+kernel, is what `pretrain.py logging.profile_steps=[11,13]` writes.
 
 Times are medians after warming up. Ratios compare times of one run: single figures differ between machines, cards and
 days. A linear's time is that of the GPU with its queue full, as in the middle of a model.
@@ -31,10 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from data.storage import default_cache_dir
-from megatron_fp4.config.compose import ConfigError, compose_config
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, init_distributed
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
@@ -76,7 +75,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--warmup", type=int, default=5, help="steps before the timed ones")
     add("--steps", type=int, default=10, help="timed steps")
     add("--against", type=Path, help="the JSON of another mesh, to compare with")
-    add("--profile", action="store_true", help="the longest kernels of one more step (GPU)")
     return parser.parse_args(arguments)
 
 
@@ -193,8 +191,6 @@ def parallel(options: argparse.Namespace) -> int:
     config = configure(options.overrides)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     on_gpu = device.type == "cuda"
-    if options.profile and not on_gpu:
-        raise ConfigError("--profile needs a GPU, and this machine has none (or run.device=cpu)")
     set_determinism(config.run.deterministic)
     mesh, step_state = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
     model, controller = initialized_model(config, model_provider, mesh, step_state)
@@ -242,7 +238,7 @@ def parallel(options: argparse.Namespace) -> int:
         "median_seconds": median,
         "tokens_per_second": speed,
         "peak_gib": torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0,
-        "losses": losses.copy(),
+        "losses": losses,
     }
     memory = f"{found['peak_gib']:.1f} GiB, " if on_gpu else ""
     line = (
@@ -252,13 +248,7 @@ def parallel(options: argparse.Namespace) -> int:
     if baseline is not None:
         ratio, ideal = speed / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]
         line += f"; {ratio:.2f}x of {baseline['ranks']} ranks, {ratio / ideal:.1%} of ideal"
-    lines = [line]
-    if options.profile:
-        with profile(activities=[ProfilerActivity.CUDA]) as window:
-            step()
-        table = window.key_averages().table(sort_by="self_cuda_time_total", row_limit=20, max_name_column_width=80)
-        lines += [f"one step, profiled: {seconds[-1] * 1e3:.1f} ms", table]
-    return written(found, options.output, lines)
+    return written(found, options.output, [line])
 
 
 COMMANDS = {"linear": linear, "parallel": parallel}
