@@ -71,7 +71,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     which.add_argument("--steps", type=int, default=1, help="how many steps to repeat (default 1)")
     which.add_argument("--step", type=int, help="the last step to repeat, counted as in metrics.jsonl")
     parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
-    parser.add_argument("--metrics", type=Path, help="the record (default: metrics.jsonl of the checkpoint's run)")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -81,7 +80,7 @@ def replay(options: argparse.Namespace) -> int:
     last = start + options.steps if options.step is None else options.step
     if last <= start:
         raise ConfigError(f"step {last} does not lie after step {start} of the checkpoint; give --steps 1 or more")
-    metrics = options.metrics or run_dir / METRICS_FILE
+    metrics = run_dir / METRICS_FILE
     records = list(iterate_records(metrics))
     recorded = {record["step"]: record for record in records if record["kind"] == "step"}
     if missing := [step for step in range(start + 1, last + 1) if step not in recorded]:

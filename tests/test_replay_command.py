@@ -56,10 +56,10 @@ def test_the_last_bit_counts(run_dir: Path, tmp_path: Path, capsys: pytest.Captu
     for record in records:
         if record["kind"] == "step" and record["step"] == 4:
             record["grad_norm"] = float(np.nextafter(record["grad_norm"], 9.0))
+    checkpoint = tmp_path / "checkpoints" / "step_00000002"
+    shutil.copytree(run_dir / "checkpoints" / checkpoint.name, checkpoint)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    checkpoint = str(run_dir / "checkpoints" / "step_00000002")
-    arguments = [checkpoint, "--trust-config", "--steps", "2", "--metrics", str(tmp_path / "metrics.jsonl")]
-    assert replay.main(arguments) == 4
+    assert replay.main([str(checkpoint), "--trust-config", "--steps", "2"]) == 4
     printed = capsys.readouterr().out
     assert [line.split()[0] for line in printed.splitlines() if line.endswith("DIFFERS")] == ["4"]
     assert "1 of 2 steps are equal" in printed
