@@ -126,7 +126,7 @@ def only_state(run_dir: Path) -> bytes:
 
 
 def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: Start) -> None:
-    """Also where state.json alone is left: after another refusal, in version 0.2's words, and of a killed run."""
+    """Also where state.json alone is left: after another refusal, and of a killed run."""
     shutil.rmtree(copy / "checkpoints")
     metrics = (copy / "metrics.jsonl").read_bytes()
     output = start(copy, code=2)
@@ -135,10 +135,8 @@ def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: S
     assert (copy / "metrics.jsonl").read_bytes() == metrics
     start(copy, "train.stepz=3", code=2)
     before = only_state(copy)
-    record = json.loads(before)
-    killed = {**record, "state": "running", "step": 0}
-    old = {key: value for key, value in {**record, "state": "finished", "step": STEPS}.items() if key != "checkpoint"}
-    for content in (before, json.dumps(killed).encode(), json.dumps(old).encode()):
+    killed = {**json.loads(before), "state": "running", "step": 0}
+    for content in (before, json.dumps(killed).encode()):
         (copy / "state.json").write_bytes(content)
         for override in ("checkpoint.resume=auto", "checkpoint.resume=required", "train.stepz=3"):
             output = start(copy, override, code=2)

@@ -189,10 +189,7 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
 def checkpoint_in_state(run_dir: Path) -> int:
     """The step of the newest checkpoint that the run in `run_dir` has, by `state.json`; 0 if there is none."""
-    record = read_state(run_dir)
-    # Version 0.2 has no such key; these two ends save.
-    saves = record.get("state") in (ExitCode.FINISHED.state, ExitCode.STOPPED.state)
-    saved = record.get("checkpoint", record.get("step") if saves else 0)
+    saved = read_state(run_dir).get("checkpoint")
     return saved if isinstance(saved, int) else 0
 
 
