@@ -19,7 +19,7 @@ import math
 import os
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -310,25 +310,24 @@ def _put(content: bytes, item: ReadItem, planner: DefaultLoadPlanner, name: str)
 
 def check_tensors(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
     """Raise RefusedError if the tensors of the checkpoint in `folder` are not those of the run."""
-    if difference := next(_differences(metadata.state_dict_metadata, wholes_of(state)), None):
+    if difference := _difference(metadata.state_dict_metadata, wholes_of(state)):
         raise RefusedError(
             f"{folder} is of another model: {difference}; set the model back, or choose another checkpoint or run.dir"
         )
 
 
-def _differences(saved: Mapping[str, Any], wholes: Sequence[Whole]) -> Iterator[str]:
+def _difference(saved: Mapping[str, Any], wholes: Sequence[Whole]) -> str:
+    """The first one, in words; "" if there is none."""
     for whole in wholes:
         one = saved.get(whole.name)
         if not isinstance(one, TensorStorageMetadata):
-            yield f"the checkpoint has no tensor {whole.name}, which this model has"
-            continue
+            return f"the checkpoint has no tensor {whole.name}, which this model has"
         there, here = (one.properties.dtype, [*one.size]), (whole.dtype, [*whole.shape])
         if there != here:
-            yield "{} is {} {} in the checkpoint, {} {} in this model".format(whole.name, *there, *here)
+            return "{} is {} {} in the checkpoint, {} {} in this model".format(whole.name, *there, *here)
     known = {whole.name for whole in wholes}
-    for name in sorted(saved):
-        if name.startswith("model.") and name not in known:
-            yield f"the checkpoint has a tensor {name}, which this model does not have"
+    unknown = sorted(name for name in saved if name.startswith("model.") and name not in known)
+    return f"the checkpoint has a tensor {unknown[0]}, which this model does not have" if unknown else ""
 
 
 def check_files(folder: Path, manifest: Manifest, sync: RankSync, names: Collection[str] | None = None) -> None:

@@ -93,20 +93,18 @@ class Message:
 class RankMemory:
     """Bytes on one rank (the first, which never has less than another).
 
-    parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
-    update). gathered: whole parameters after a forward pass, in the compute dtype or as they are. quantized_weights:
-    kept from micro-batch to micro-batch, those that were gathered as codes among them; of one data-parallel rank,
-    those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
-    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with
-    one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are
-    `gradients`). kept_sums: with parallel.reproducible, those of subtrees. workspaces: of cuBLAS, which PyTorch
-    allocates for it.
-    peak: the most at any moment of a step, temporaries included.
+    parameters: the FP32 shards; those of the gradients take as much from the reduction to the update. optimizer: its
+    FP32 moments. gathered: whole parameters after a forward pass, in the compute dtype or as they are.
+    quantized_weights: kept from micro-batch to micro-batch, those that were gathered as codes among them; of one
+    data-parallel rank, those that are only rounded too. activations: what one micro-batch's forward pass leaves for its
+    backward pass. unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add
+    up (0 with one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are as
+    large as `parameters`). kept_sums: with parallel.reproducible, those of subtrees. workspaces: of cuBLAS, which
+    PyTorch allocates for it. peak: the most at any moment of a step, temporaries included.
     """
 
     num_parameters: int
     parameters: int
-    gradients: int
     optimizer: int
     gathered: int
     quantized_weights: int
@@ -194,7 +192,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
             memory = watch.memory(max(numbers) > 1 and not mesh.reduce_each and mesh.dp_size > 1)
             if mesh.reproducible:
                 leaves = max(number // leaf_size(number * mesh.dp_size) for number in numbers)
-                kept = (memory.unreduced_gradients or memory.gradients) * (leaves.bit_length() - 1)
+                kept = (memory.unreduced_gradients or memory.parameters) * (leaves.bit_length() - 1)
                 memory = replace(memory, kept_sums=kept, peak=memory.peak + kept)
         axes = mesh.device_mesh.mesh_dim_names or ()
         names: dict[str, str] = {mesh.device_mesh[axis].get_group().group_name: axis for axis in axes}
@@ -344,13 +342,11 @@ class _Watch:
 
     def memory(self, unreduced: bool) -> RankMemory:
         """What was seen. unreduced: gradients add up over several micro-batches before they are reduced."""
-        parameters = sum(t.nbytes for t in self.shards)
         # Every gradient is FP32 and whole on its tensor-parallel rank until it is reduced.
         whole = sum(4 * parameter.numel() // _tensor_parallel_parts(parameter) for parameter in self.parameters)
         return RankMemory(
             num_parameters=sum(t.numel() for t in self.shards),
-            parameters=parameters,
-            gradients=parameters,
+            parameters=sum(t.nbytes for t in self.shards),
             optimizer=sum(t.nbytes for t in self.state),
             gathered=self.gathered,
             quantized_weights=self.quantized,

@@ -265,7 +265,7 @@ def _memory_facts(
     sizes = {
         "parameters (FP32 shards)": memory.parameters,
         "optimizer state (FP32 moments)": memory.optimizer,
-        "gradients (FP32 shards)": memory.gradients,
+        "gradients (FP32 shards)": memory.parameters,
         unreduced: memory.unreduced_gradients,
         **({"sums of micro-batches (parallel.reproducible)": memory.kept_sums} if memory.kept_sums else {}),
         f"gathered parameters ({config.precision.compute_dtype})": memory.gathered,
