@@ -30,7 +30,6 @@ from data.schedule import PhaseSchedule
 from data.workers import LoaderError, Prefetcher, row_reads, stacked
 
 _STEPS_AHEAD = 2
-_FORMAT = 2  # of fingerprints
 UNCOUNTED = -1
 """A target that does not count: its token has no loss, and the mean is over the others."""
 
@@ -191,7 +190,6 @@ class MicroBatchLoader:
         # Where other data was allowed, one of the past may be gone.
         used = [self.sources[name] for name in self.schedule.source_names if name in self.sources]
         found = {
-            "format": _FORMAT,
             "seed": used[0].seed,
             "seq_length": used[0].seq_length,
             "order": used[0].order,
@@ -258,8 +256,6 @@ class MicroBatchLoader:
     def _other_past(self, saved: Mapping[str, Any], consumed: int, counts: Mapping[str, int]) -> list[str]:
         """What of the past this run would replace, one sentence each. saved: the fingerprint of the run that has
         consumed the samples, `counts` of them from each source."""
-        if "format" not in saved:
-            raise ValueError("the checkpoint was written by version 0.2, whose order of samples is no more; start anew")
         one = next(iter(self.sources.values()))
         now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
         keys = {"seed": "data.seed (by default run.seed)", "seq_length": "train.sequence_length", "order": "data.order"}
