@@ -18,13 +18,10 @@ from torch import Tensor
 from data.provider import open_held_out
 from data.validation import ValidationSet, Yardstick
 from exchange.checkpoint import Checkpoint, load_model
-from inference.generation import lower_weights
 from inference.models import OpenedFolder, ProgressLine, Row, Scorer
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import markdown
 from megatron_fp4.logging.metrics import last_validation
-from megatron_fp4.precision.plan import Plan, PrecisionController
-from megatron_fp4.precision.rng import StepState
 
 TOLERANCE = 1e-5
 # Windows whose pieces transformers scores together, in batches by length.
@@ -66,19 +63,9 @@ def open_windows(config: Config) -> Windows:
     return Windows(sets, yardsticks, config.train.micro_batch_size)
 
 
-def framework_losses(checkpoint: Checkpoint, windows: Windows, device: str, plan: Plan | None = None) -> Losses:
-    """By the framework, in micro-batches as the run has them.
-
-    plan: which recipe each linear has, computed in the run's dtype, with weights as the run has them in its forward
-    pass; None: FP32, and nothing quantized.
-    """
-    config = checkpoint.config
-    dtype = torch.float32 if plan is None else getattr(torch, config.precision.compute_dtype)
-    model = load_model(checkpoint, compute_dtype=dtype, device=device)
-    if plan is not None:
-        contexts = {name: module.context for name, module in model.linears()}
-        PrecisionController(contexts, plan, StepState(seed=config.run.seed))
-        lower_weights(model, dtype)
+def framework_losses(checkpoint: Checkpoint, windows: Windows, device: str) -> Losses:
+    """By the framework in FP32, nothing quantized, in micro-batches as the run has them."""
+    model = load_model(checkpoint, device=device)
 
     def score(batch: Any) -> tuple[float, int]:
         documents = None if batch.documents is None else batch.documents.to(device)

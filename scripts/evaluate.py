@@ -56,16 +56,13 @@ from inference.tasks import load_tasks, prepare_environment, task_names
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_file
 from megatron_fp4.logging.metrics import finite
-from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import run_command
-from megatron_fp4.training.build import plans_of
-from models import provider as model_provider
 from pretrain import CONFIGS
 
 # Options of one of the two ways to use the script.
 _OF_TASKS = ("tasks", "include_path", "num_fewshot", "limit", "batch_size", "max_length", "dtype", "tokenizer")
-_OF_VALIDATION = ("as_trained", "set", "trust_config")
+_OF_VALIDATION = ("set", "trust_config")
 
 
 def main(arguments: list[str]) -> int:
@@ -100,7 +97,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokenizer", help="of the checkpoints, where it is now, if not where their runs had it")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--validation", type=Path, metavar="CHECKPOINT", help="score the validation windows of its run")
-    add("--as-trained", action="store_true", help="with --validation: also under the plan in effect at that step")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="with --validation: changes of data.*")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--json", type=Path, metavar="FILE", help="write everything there")
@@ -178,14 +174,6 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     nats: dict[str, Losses] = {}
     if not options.set and (recorded := recorded_losses(checkpoint)):
         nats["recorded by the run"] = recorded
-    if options.as_trained:
-        if checkpoint.weights_only:
-            raise ValueError(f"--as-trained: {checkpoint.folder} has weights only, which no run of ours trained")
-        plan = plan_in_effect(plans_of(checkpoint.config, model_provider), checkpoint.trainer["switch"]["switched_at"])
-        quantized = f"{plan.num_quantized} of {len(plan.rows)} linears quantized"
-        title = f"framework as trained: {checkpoint.config.precision.compute_dtype}, {quantized}"
-        nats[title] = framework_losses(checkpoint, windows, device, plan)
-        _free()
     reference = "framework, FP32"
     nats[reference] = framework_losses(checkpoint, windows, device)
     _free()

@@ -67,17 +67,13 @@ def validated(arguments: list[str], tmp_path: Path, code: int = 0) -> dict[str, 
 def test_a_masked_hybrid_before_and_after_its_switch(
     step: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FP32 agrees with transformers; under the plan in effect the losses are those that the run wrote down."""
+    """FP32 agrees with transformers, and is not what the run measured with its plan and wrote down."""
     checkpoint = run / "checkpoints" / f"step_{step:08d}"
-    found = validated(["--validation", str(checkpoint), "--as-trained"], tmp_path)
-    quantized = next(title for title in found["nats"] if title.startswith("framework as trained"))
-    assert quantized.endswith(" 0 of 8 linears quantized") == (step == 2)
+    found = validated(["--validation", str(checkpoint)], tmp_path)
     ours, theirs = found["nats"]["framework, FP32"], found["nats"]["transformers, FP32: FP32 export"]
     assert ours.keys() == {"web", "other"} and theirs == pytest.approx(ours, abs=TOLERANCE)
     for name, loss in ours.items():
-        # Bit for bit the run's, and not those of FP32.
-        assert found["nats"][quantized][name] == found["nats"]["recorded by the run"][name]
-        assert abs(found["nats"][quantized][name] - loss) > 2 * TOLERANCE
+        assert abs(found["nats"]["recorded by the run"][name] - loss) > 2 * TOLERANCE
     assert found["agrees"] is True
     printed = capsys.readouterr().out
     assert "framework and transformers agree to 1e-05 nats" in printed
@@ -110,7 +106,6 @@ def test_folders_are_judged_if_they_have_the_same_weights(
     found = validated([*given, f"wrong={other}"], tmp_path, code=4)
     assert found["agrees"] is False and "DIFFERS: transformers, FP32: wrong is " in capsys.readouterr().out
     for arguments, message in (
-        (["--trust-config", "--as-trained"], "has weights only, which no run of ours trained"),
         (["--set", "train.sequence_length=32"], "--set train.sequence_length=32 is not about data"),
         (["--trust-config", "--set", "data.validation={web: /nowhere/web}"], "/nowhere/web"),
         ([], "which is not used unasked; give --trust-config if the run is yours"),
