@@ -110,16 +110,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def import_hf(path: Path, checkpoint: Path, config_dir: Path, *, name: str | None = None) -> dict[str, Any]:
+def import_hf(path: Path, checkpoint: Path, config_dir: Path) -> dict[str, Any]:
     """Write `checkpoint`, which must not exist, from the model in the folder `path`; returns its `model` settings.
 
-    name: what `model.name` becomes; None: the folder's. Weights become FP32 masters, exactly; NVFP4 codes, in
-    ModelOpt's layout or compressed-tensors', what they stand for.
+    `model.name` is the folder's. Weights become FP32 masters, exactly; NVFP4 codes, in ModelOpt's layout or
+    compressed-tensors', what they stand for.
     Raises ValueError, one line that names file, key or tensor, for what is not such a folder or not one of our models.
     """
     content, origin = read_json(path / CONFIG), path.resolve().name
     try:
-        settings = {"name": name or origin, **from_hf(content)}
+        settings = {"name": origin, **from_hf(content)}
         config = compose_config([], config_dir)
         config = replace(config, model=replace(config.model, **settings))
         check_model(config.model)

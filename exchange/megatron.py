@@ -187,16 +187,15 @@ def import_megatron(
     checkpoint: Path,
     config_dir: Path,
     *,
-    name: str | None = None,
     overrides: Sequence[str] = (),
     tokenizer: Path | None = None,
 ) -> dict[str, Any]:
     """Write `checkpoint`, which must not exist, whole or not at all, from what Megatron-LM saved to `folder`; returns
     its `model` settings. Weights become FP32 masters, exactly.
 
-    name: what `model.name` becomes; None: the folder's. overrides: `model.key=value`, for what neither shapes nor
-    arguments tell; `model.vocab_size` cuts rows that Megatron padded with. tokenizer: a folder or a file of it, to be
-    kept; None: what an export of ours has beside it.
+    overrides: `model.key=value`, for what neither shapes nor arguments tell; `model.vocab_size` cuts rows that Megatron
+    padded with. Without one, `model.name` is the folder's. tokenizer: a folder or a file of it, to be kept; None: what
+    an export of ours has beside it.
     Raises ValueError, in one line, for what is not such a folder or none of our models, and OSError.
     """
     try:
@@ -209,7 +208,7 @@ def import_megatron(
         if origin.name.startswith("iter_") or origin.name == "release":
             origin = origin.parent
         found, layers = _settings(opened, {**settings_of(opened.arguments), **given})
-        settings = {"name": name or origin.name, **found, **given}
+        settings = {"name": origin.name, **found, **given}
         config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
         expected = list(parameters(config.model, layers))

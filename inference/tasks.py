@@ -67,11 +67,6 @@ def prepare_environment(names: Sequence[str]) -> None:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
 
-def task_names(include: Path | None = None) -> list[str]:
-    """Shipped tasks, groups and tags and those of a folder; lm-eval's own are not among them."""
-    return sorted(_manager(include, own=False).all_tasks)
-
-
 def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: int | None = None) -> Mapping[str, Any]:
     """What lm-eval's `evaluate` takes: tasks and groups by name, their documents loaded.
 
@@ -92,7 +87,7 @@ def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: i
     for name in names:
         if not (names_of := matching(name)):
             close = difflib.get_close_matches(name, manager.all_tasks, 3)
-            hint = f"did you mean {', '.join(close)}?" if close else "--tasks list names those that are shipped"
+            hint = f"did you mean {', '.join(close)}?" if close else "--tasks builtin has all that are shipped"
             raise ValueError(f"there is no task {name!r}; {hint}")
         found += names_of
     loaded: Any = {"tasks": {}, "groups": {}, "group_map": {}}

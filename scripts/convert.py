@@ -106,7 +106,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         add = command(name, command_of)
         add("folder", type=Path, help="folder of the model")
         add("checkpoint", type=Path, help="the checkpoint to write, which must not exist")
-        add("--name", help="model.name of it (default: the folder's name)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="what neither shapes nor arguments tell of it")
     add("--tokenizer", type=Path, help="folder or file, to be kept (default: the one of an export of ours)")
 
@@ -195,7 +194,7 @@ def _import(options: argparse.Namespace, read: Callable[..., dict[str, Any]], **
     described = options.checkpoint.with_name(f"{options.checkpoint.name}.yaml")
     if described.exists():
         raise ValueError(f"{described} exists already; name another checkpoint, or remove it")
-    settings = read(options.folder, options.checkpoint, CONFIGS, name=options.name, **more)
+    settings = read(options.folder, options.checkpoint, CONFIGS, **more)
     text = yaml.safe_dump(settings, sort_keys=False)
     described.write_text(text)
     print(f"{options.checkpoint}: {settings['name']}; its settings are in {described}:\n{text}", end="")

@@ -3,7 +3,6 @@
     python scripts/evaluate.py runs/bf16 runs/nvfp4                  by tasks made from the builtin corpus, no network
     python scripts/evaluate.py BF16=exports/a NVFP4=exports/b --tasks hellaswag,arc_easy --json scores.json
     python scripts/evaluate.py exports/a --tasks my_task --include-path my_tasks
-    python scripts/evaluate.py --tasks list                          shipped tasks, and those of --include-path
     python scripts/evaluate.py --validation runs/nvfp4               the framework and transformers on the same windows
     python scripts/evaluate.py --validation runs/nvfp4 exports/b     the same with a folder that is already there
 
@@ -52,7 +51,7 @@ from inference.models import (
     open_folder,
     tokenizers_of,
 )
-from inference.tasks import load_tasks, prepare_environment, task_names
+from inference.tasks import load_tasks, prepare_environment
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_file
 from megatron_fp4.logging.metrics import finite
@@ -87,7 +86,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("models", nargs="*", metavar="MODEL", help="folder, checkpoint or run; NAME=MODEL names it")
-    add("--tasks", help="separated by commas (default: builtin, all that are shipped), or list")
+    add("--tasks", help="separated by commas (default: builtin, all that are shipped)")
     add("--include-path", type=Path, metavar="FOLDER", help="task files of your own")
     add("--num-fewshot", type=at_least(0), metavar="N", help="examples before each document")
     add("--limit", type=at_least(1), metavar="N", help="the first N documents of each task, for a try")
@@ -105,7 +104,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name in _OF_VALIDATION if without else _OF_TASKS:
         if getattr(options, name):
             parser.error(f"--{name.replace('_', '-')} does nothing {'without' if without else 'with'} --validation")
-    if not options.models and without and options.tasks != "list":
+    if not options.models and without:
         parser.error("name a MODEL: an exported folder, a checkpoint or a run")
     if (path := options.json) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         parser.error(f"--json {path} is no file in a folder that is there")
@@ -126,9 +125,6 @@ def at_least(minimum: int) -> Callable[[str], int]:
 def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
     """lm-eval's tasks on every model, one after the other; the table."""
     names = (options.tasks or "builtin").split(",")
-    if names == ["list"]:
-        print("\n".join(task_names(options.include_path)))
-        return 0
     models, device = models_of(options.models, CONFIGS), device_named(options.device)
     prepare_environment(names)
     tokenizers = tokenizers_of(models, options.tokenizer)

@@ -5,7 +5,7 @@
         --tokenizer /data/tokenizer.json --train-tokenizer 32768
     python scripts/prepare_data.py --dataset NAME --split 'train[:1%]' --output /data/web --tokenizer tokenizer.json
     python scripts/prepare_data.py merge --inputs /data/web_0 /data/web_1 '/data/more/*.idx' --output /data/web
-    python scripts/prepare_data.py check '/data/web_*' list.yaml s3://bucket/code --vocab-size 32768
+    python scripts/prepare_data.py check '/data/web_*' list.yaml s3://bucket/code
 
 Writes OUTPUT.bin, OUTPUT.idx, OUTPUT.json and the same of OUTPUT_validation, and prints what to tell pretrain.py.
 Nothing is overwritten, and nothing appears before all is done. Until then it is in OUTPUT.parts: the same command again
@@ -222,7 +222,6 @@ def _check(arguments: list[str]) -> int:
         "What names them is what data.sources takes. Exit code 2: something is wrong with one or more of them.",
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="a prefix, 'pattern', URL or .yaml list")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="refuse ids of N and above")
     options = parser.parse_args(arguments)
     try:
         found = prefixes("PREFIX", options.prefixes)
@@ -231,7 +230,7 @@ def _check(arguments: list[str]) -> int:
     code = 0
     for prefix in dict.fromkeys(found):
         try:
-            print(f"{prefix}: {check_whole(prefix, options.vocab_size)}", flush=True)
+            print(f"{prefix}: {check_whole(prefix)}", flush=True)
         except (ValueError, OSError) as error:
             code = _said(error_line(error), command=" check")
     return code

@@ -101,9 +101,9 @@ def _agreed(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in facts[0].items() if all(other.get(key) == value for other in facts)}
 
 
-def check_whole(prefix: str | Path, vocab_size: int | None = None) -> str:
-    """Check the whole index, that every token id is from 0 to below vocab_size (None: whatever is not negative), and
-    that `<prefix>.json`, if it is there, says the same; what was counted, in words.
+def check_whole(prefix: str | Path) -> str:
+    """Check the whole index, that no token id is negative, and that `<prefix>.json`, if it is there, says the same;
+    what was counted, in words.
 
     Raises ValueError with the place of the first fault, and what IndexedDataset raises.
     """
@@ -115,15 +115,13 @@ def check_whole(prefix: str | Path, vocab_size: int | None = None) -> str:
         tokens = dataset.tokens(start, min(block, dataset.num_tokens - start))
         digest.update(tokens.data)
         low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or (vocab_size is not None and high >= vocab_size):
-            wrong = (tokens < 0) | (tokens >= (high + 1 if vocab_size is None else vocab_size))
-            place = start + int(wrong.argmax())
+        if low < 0:
+            place = start + int((tokens < 0).argmax())
             document = document_at(dataset, place)
             begin = int(dataset.document_offsets(document, document)[0])
-            limit = "no id is negative" if vocab_size is None else f"ids are from 0 to {vocab_size - 1}"
             raise ValueError(
                 f"{dataset}.bin: token {place - begin} of document {document} (byte {place * dataset.dtype.itemsize}) "
-                f"is {dataset.tokens(place, 1)[0]}; {limit}: the file is damaged, or of another tokenizer"
+                f"is {dataset.tokens(place, 1)[0]}; no id is negative: the file is damaged"
             )
         smallest, largest = min(smallest, low), max(largest, high)
     found = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, ids {smallest} to {largest}"
