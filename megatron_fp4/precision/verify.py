@@ -604,11 +604,10 @@ class RecheckError(SelfTestError):
 
 @dataclass(frozen=True)
 class Rechecked:
-    """One linear in one step (from 0). comparisons: on this rank. faults: of all ranks, the same on all."""
+    """One linear in one step (from 0). faults: of all ranks, the same on all."""
 
     linear: str
     step: int
-    comparisons: int
     faults: list[str]
 
     def __str__(self) -> str:
@@ -657,7 +656,7 @@ class Recheck:
         of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         mine = [f"rank {dist.get_rank()}: {what}: {fault}" for what, fault in self._faults.items() if fault]
         dist.all_gather_object(of_ranks, mine)
-        return Rechecked(*watched, len(self._faults), [fault for faults in of_ranks for fault in faults])
+        return Rechecked(*watched, [fault for faults in of_ranks for fault in faults])
 
     def operand(self, make: MakeOperand, x: Tensor, request: OperandRequest) -> Any:
         """The operand that `make` makes of x [n, k], compared."""
