@@ -190,13 +190,15 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
         time = None if recipe.time is None else f"{recipe.time:.2f}"
         gaps = gap_text(recipe.percent), gap_text(recipe.nats, "", 4)
         rows.append([recipe.name, *gaps, *(str(of or "-") for of in (price, time, recipe.cost(price)))])
+    left = ", ".join(f"{left:.2f} (for the last {share:.0%})" for share, left in LEFT_BY_SWITCH.items() if share)
     notes = [
         "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval]; *: by the scatter "
         "of all recipes, pooled, as if they scattered alike.",
-        f"tokens for BF16's loss: over BF16's own, at {tokens:.3g} tokens a parameter, by the curve of {curve}, "
+        f"tokens for BF16's loss: over BF16's own, at D = {tokens:.3g} tokens per parameter, by the curve of {curve}, "
         f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end, as "
-        f"hybrid_30m's were after 10 and after 25 tokens a parameter; {curve.caution(tokens)}.",
+        f"hybrid_30m's were after 10 and after 25 tokens per parameter; {curve.caution(tokens)}.",
         f"time of a token: over BF16's, {times}; it has no interval. cost: tokens times time; below 1 a recipe pays.",
+        f"a switch to BF16 leaves of a gap: {left}; as it left of nvfp4's on hybrid_30m, one seed.",
         "",
         verdict(recipes, curve, tokens),
     ]
@@ -224,7 +226,7 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
     lines.append(
         f"Not established which costs least: {best} and {', '.join(rivals)} overlap."
         if rivals
-        else f"{best} costs least here."
+        else f"{best} costs least here, if these times hold."
     )
     if unknown:
         lines.append(f"Not compared, without an interval or a time: {', '.join(unknown)}.")
@@ -235,12 +237,17 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
         if (cost := recipe.cost(recipe.price(curve, tokens, left=left), share)) is not None
     }
     (name, share), cost = min(switched.items(), key=lambda item: sum(item[1]))
-    if share and sum(cost) < sum(costs[best]):
+    if not share or sum(cost) >= sum(costs[best]):
+        lines.append(f"With a switch to BF16 no recipe costs less than {best}.")
+    else:
+        # A recipe has one gap, with the switch and without: the lower ends belong together, and the upper ones.
+        own = costs.pop(name)
+        less = cost.low < own.low and cost.high < own.high and all(cost.high < other.low for other in costs.values())
         switch = f"{name} with the last {share:.0%} in BF16"
         lines.append(
             f"With a switch to BF16: {switch} costs less, {cost}."
-            if cost.high < costs[best].low
-            else f"Not established whether a switch to BF16 costs less: {switch}, {cost}, overlaps {best}."
+            if less
+            else f"Not established whether a switch to BF16 costs less: {switch}, {cost}."
         )
     return "\n".join(lines)
 
@@ -263,7 +270,7 @@ def public_prices(path: Path) -> str:
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not for_plots/runs.json of IST-DASLab/Quartet-II: {error!r}") from error
     fits = [f"{c.name}: {c.floor:.5f} + {c.scale:.5f} * D^-{c.exponent:.5f}" for c in curves.values()]
-    return markdown(["BF16 of", "tokens a parameter", "recipe, with four over six", "gap, nats", "price"], rows, fits)
+    return markdown(["BF16 of", "tokens per parameter", "recipe, with four over six", "gap, nats", "price"], rows, fits)
 
 
 def _public_curves(baseline: Sequence[Mapping[str, float]]) -> Iterator[Curve]:

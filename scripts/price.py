@@ -88,15 +88,17 @@ def price(options: argparse.Namespace) -> None:
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
+    if not mesh.rank:
+        for folder in checkpoints:
+            for line in cautions(folder, CONFIGS, config.train.steps):
+                print(line)
+        if not of_curve:
+            has = f"this model has {short_number(parameters)} parameters"
+            print(f"no --curve: prices are by that of {curve.name}; {has}")
+        print(of_another_curve(of_curve, settings_of(as_saved(config)), "the checkpoint's"), end="", flush=True)
     starts = [train_all(of, folder, mesh, options.steps, kept) for of, folder in zip(recipes, checkpoints, strict=True)]
     if mesh.rank:
         return
-    for folder in checkpoints:
-        for line in cautions(folder, CONFIGS, config.train.steps):
-            print(line)
-    if not of_curve:
-        print(f"no --curve: prices are by that of {curve.name}; this model has {short_number(parameters)} parameters")
-    print(of_another_curve(of_curve, settings_of(as_saved(config)), "the checkpoint's"), end="")
     found = recipes_of_branches(starts)
     if planned is not None:
         found = [replace(recipe, time=planned[recipe.name]) for recipe in found]

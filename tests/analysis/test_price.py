@@ -100,12 +100,18 @@ def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
     price = slow.price(TRUE, 98)
     assert price is not None and slow.nats is not None and slow.nats.half_width is not None
     assert price.high == pytest.approx(TRUE.price(GROWTH[1] * (0.02 + slow.nats.half_width), 98))
-    assert "mxfp8 costs least here." in verdict([slow, fast], TRUE, 98)
-    assert "bf16 costs least here." in verdict([slow], TRUE, 98)
+    assert "mxfp8 costs least here" in verdict([slow, fast], TRUE, 98)
+    assert "With a switch to BF16 no recipe costs less than mxfp8." in verdict([slow, fast], TRUE, 98)
+    assert "bf16 costs least here" in verdict([slow], TRUE, 98)
     assert "mxfp8 and other overlap" in verdict([fast, recipe("other", 0.0003, 0.8)], TRUE, 98)
     # Three quarters of the gap for a fifth of the steps in BF16: worth it where the gap is dear.
-    assert "With a switch to BF16: nvfp4" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
-    assert "With a switch" not in verdict([recipe("nvfp4", 0.05, 1.2)], TRUE, 98)  # BF16 alone costs less
+    assert "With a switch to BF16: nvfp4 with the last 30%" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
+    # The range overlaps that without the switch, but both are of one gap, and both ends are lower.
+    dear = recipe("nvfp4", 0.02, 0.7)
+    assert "nvfp4 with the last 8% in BF16 costs less, 0.78 to 0.85." in verdict([dear], TRUE, 98)
+    # Not less than another recipe, whose range it overlaps.
+    assert "Not established whether a switch" in verdict([dear, recipe("other", 0.018, 0.7, 0.005)], TRUE, 98)
+    assert "no recipe costs less than bf16" in verdict([recipe("nvfp4", 0.05, 1.2)], TRUE, 98)
     assert "no recipe's gap has an interval; train more" in verdict([RecipeCost("nvfp4", None, None, 0.8)], TRUE, 98)
     assert "give --gpu" in verdict([replace(fast, time=None)], TRUE, 98)
     # A gap that may be nothing: the switch may save nothing.
