@@ -26,6 +26,7 @@ from models.ssd import fused_scan
 from pretrain import configure
 from tests.distributed.hybrid import controlled_model, micro_batches
 from tests.models.builders import small_config
+from tests.spiked_run import small_corpus
 from tests.training.harness import launch, whole
 
 EVERYTHING = {"triton", "mamba_ssm", "causal_conv1d"}
@@ -67,9 +68,9 @@ def test_fused_says_what_it_needs(monkeypatch, changes, words):
         choose(monkeypatch, "fused", **changes)
 
 
-def _build(rank: int, executions: list[Execution]) -> str:
+def _build(rank: int, executions: list[Execution], corpus: list[str]) -> str:
     """What `build` says on a rank whose packages lead to executions[rank]."""
-    config = configure(["model=tiny"])
+    config = configure(["model=tiny", *corpus])
     mesh: Any = build_mesh(ParallelConfig(), torch.device("cpu"))
     chosen = mock.patch.object(models, "choose_execution", lambda *_: executions[rank])
     with chosen, pytest.raises(ConfigError) as refused:
@@ -77,9 +78,9 @@ def _build(rank: int, executions: list[Execution]) -> str:
     return str(refused.value)
 
 
-def test_a_rank_without_a_package_is_refused_on_all_ranks():
+def test_a_rank_without_a_package_is_refused_on_all_ranks(tmp_path):
     """Else ranks with mamba-ssm's scan would wait for the others in the collective that pins its kernels."""
-    first, second = launch(_build, 2, [PLAIN, Execution(SCAN)])
+    first, second = launch(_build, 2, [PLAIN, Execution(SCAN)], small_corpus(tmp_path))
     assert first == second
     assert "ranks 0 and 1 have not the same fused parts, as to scan" in first
 
