@@ -27,6 +27,8 @@ from models.mlp import _squared_relu, squared_relu
 from models.pattern import choose_execution
 from models.positions import Documents, rope_tables
 from models.ssd import ScanInputs, fused_scan, plain_scan
+from tests.models.builders import relative_error
+from tests.models.test_documents import spans
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -55,10 +57,6 @@ def seeded() -> Iterator[None]:
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device="cuda") * scale).to(dtype).requires_grad_()
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def compare(ours, reference, tensors: list[Tensor], tolerance: float = 1e-2) -> None:
@@ -203,10 +201,6 @@ def test_recomputation_changes_no_bit(mesh: ParallelMesh, recompute: str, reshar
         torch.use_deterministic_algorithms(False)
     for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
-
-
-def spans(lengths: list[list[int]]) -> list[tuple[int, slice]]:
-    return [(row, slice(sum(own[:i]), sum(own[: i + 1]))) for row, own in enumerate(lengths) for i in range(len(own))]
 
 
 def test_fused_logits_of_a_document_are_those_of_the_document_alone(mesh) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 from models import attention
 from models.attention import KERNELS, attend, attend_in_tiles
 from models.positions import Documents
-from tests.gpu.test_model_kernels import LENGTHS, ODD, numbers_of, randn, relative_error, spans
+from tests.gpu.test_model_kernels import LENGTHS, ODD, numbers_of, randn
+from tests.models.builders import relative_error
+from tests.models.test_documents import spans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
