@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,17 @@ def small_corpus(folder: Path) -> list[str]:
         write_dataset(folder / source, generator.integers(0, 512, (20, 300)), np.uint16)
     phases = "data.phases=[{name: main, fraction: 1.0, blend: {code: 0.5, prose: 0.5}}]"
     return ["data=indexed", f"data.sources={{code: {folder}/code, prose: {folder}/prose}}", phases]
+
+
+def printed_by(overrides: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
+    """What pretrain.py prints, started in this process, if it ends with `code`; a refusal in one line."""
+    capsys.readouterr()
+    ended = pretrain.main(overrides)
+    printed = capsys.readouterr()
+    assert ended == code, printed
+    if code == 2:
+        assert len(printed.err.splitlines()) == 1 and printed.err.startswith("pretrain.py: ")
+    return printed.out + printed.err
 
 
 def spiking(rank: int, spikes: list[int], factor: float) -> Callable[..., Any]:

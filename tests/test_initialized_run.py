@@ -21,7 +21,7 @@ from megatron_fp4.training.callbacks.numerics import SelfTest
 from pretrain import CONFIGS
 from scripts import replay
 from tests.distributed.one_rank import flip_a_bit
-from tests.spiked_run import FAST, small_corpus
+from tests.spiked_run import FAST, printed_by, small_corpus
 from tests.test_pretrain import SMALL, losses, records
 from tests.test_resume import checkpoint
 
@@ -59,13 +59,7 @@ def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
     """Start pretrain.py with run.dir and overrides; what it printed, if it ended with `code`."""
 
     def start(run_dir: Path, *overrides: str, code: int = 0) -> str:
-        capsys.readouterr()
-        ended = pretrain.main([*FEW, *data, f"run.dir={run_dir}", *overrides])
-        printed = capsys.readouterr()
-        assert ended == code, printed
-        if code == 2:
-            assert len(printed.err.splitlines()) == 1 and printed.err.startswith("pretrain.py: ")
-        return printed.out + printed.err
+        return printed_by([*FEW, *data, f"run.dir={run_dir}", *overrides], capsys, code)
 
     return start
 

@@ -16,7 +16,6 @@ from megatron_fp4.config.schema import ConfigError
 from tests.composing import CONFIGS, changed, composed, validate
 
 PHASE = "data.phases=[{{name: a, {}}}]"
-NEVER = "precision.switch.when=never"
 TE = "precision.backend=transformer_engine"
 EDEN = ["precision.wgrad.gradient.rounding=ms_eden", "precision.wgrad.rht=128", "precision.rht_signs=fresh"]
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]

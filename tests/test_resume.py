@@ -14,7 +14,7 @@ import pytest
 import pretrain
 from data.indexed import write_dataset
 from megatron_fp4.training import trainer
-from tests.spiked_run import records
+from tests.spiked_run import printed_by, records
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
@@ -71,13 +71,7 @@ def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
     """Start pretrain.py with run.dir and overrides; what it printed, if it ended with `code`."""
 
     def start(run_dir: Path, *overrides: str, code: int = 0) -> str:
-        capsys.readouterr()
-        ended = pretrain.main([*FEW, *data, f"run.dir={run_dir}", *overrides])
-        printed = capsys.readouterr()
-        assert ended == code, printed
-        if code == 2:
-            assert len(printed.err.splitlines()) == 1 and printed.err.startswith("pretrain.py: ")
-        return printed.out + printed.err
+        return printed_by([*FEW, *data, f"run.dir={run_dir}", *overrides], capsys, code)
 
     return start
 

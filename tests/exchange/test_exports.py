@@ -31,7 +31,7 @@ from megatron_fp4.runtime.progress import Progress
 from scripts import convert
 from tests.composing import composed, plans_of
 from tests.programs import Program, wait_until, wait_until_gone
-from tests.spiked_run import FAST, records, small_corpus
+from tests.spiked_run import FAST, printed_by, records, small_corpus
 from tests.test_pretrain import SMALL, losses
 from tests.training.harness import launch
 
@@ -272,11 +272,7 @@ def start(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_groups_left: No
     data = [*small_corpus(tmp_path), "precision.switch.when=never", f"run.dir={tmp_path / 'run'}"]
 
     def start(*overrides: str, code: int = 0) -> str:
-        capsys.readouterr()
-        ended = pretrain.main([*FEW, *data, *overrides])
-        printed = capsys.readouterr()
-        assert ended == code, printed
-        return printed.out + printed.err
+        return printed_by([*FEW, *data, *overrides], capsys, code)
 
     return start
 
