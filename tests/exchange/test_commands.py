@@ -17,16 +17,11 @@ import pytest
 from data.tokenizer import train_tokenizer
 from megatron_fp4.parallel.mesh import ParallelMesh
 from scripts import convert
+from tests.distributed.one_rank import flip_a_bit
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
 
 Change = Callable[[Path], Any]
 SHARD, INDEX, FIRST = "__0_0.distcp", "model.safetensors.index.json", "model-00001-of-*.safetensors"
-
-
-def flip(folder: Path) -> None:
-    content = bytearray((folder / SHARD).read_bytes())
-    content[len(content) // 2] ^= 4
-    (folder / SHARD).write_bytes(content)
 
 
 def cut(name: str) -> Change:
@@ -55,7 +50,7 @@ def shard_outside(folder: Path) -> None:
 # the test's own folder; words of the line.
 PLAIN, OTHER = "{it} {out}", "{it} {out} --tokenizer {tmp}/other/tokenizer.json"
 REFUSED: list[tuple[str, Change, str, str]] = [
-    ("export-hf", flip, PLAIN, f"{SHARD} has changed since it was written"),
+    ("export-hf", lambda folder: flip_a_bit(folder / SHARD), PLAIN, f"{SHARD} has changed since it was written"),
     ("export-hf", damaged_run, PLAIN, "no checkpoint that is whole (step_00000004: manifest.json is not"),
     ("export-hf", bool, OTHER, "not the tokenizer of the run"),
     ("export-hf", bool, "{it} {tmp}/other", "other exists already; name another folder"),
@@ -144,6 +139,6 @@ def test_megatron_there_and_back(tmp_path: Path, mesh: ParallelMesh, capsys: pyt
     for line in (f"num_kv_heads: {config.num_kv_heads}", "init_std: 0.5", "name: mine"):
         assert line in described
     assert convert.main(arguments) == 2 and "back.yaml exists already" in capsys.readouterr().err
-    flip(ours)
+    flip_a_bit(ours / SHARD)
     assert convert.main(["export-megatron", str(ours), str(tmp_path / "again")]) == 2
     assert "SHA-256" in capsys.readouterr().err and not (tmp_path / "again").exists()
