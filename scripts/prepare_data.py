@@ -34,7 +34,6 @@ from data.prepare.tokenize import Options, WorkerDied
 from data.sources import prefixes
 from data.tokenizer import END_OF_DOCUMENT, KINDS, TextTokenizer, load_tokenizer
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.runtime.errors import error_line
 
 # The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.
 _VOCABULARY_MULTIPLE = 128
@@ -54,7 +53,7 @@ def main(arguments: list[str]) -> int:
     except WorkerDied as error:
         reason, code = str(error), 1
     except (ValueError, OSError) as error:
-        reason = error_line(error, options.output)
+        reason = _error_line(error, options.output)
     except KeyboardInterrupt:
         reason, code = "interrupted", 130
     work = work_path(options.output)
@@ -195,6 +194,13 @@ def _quoted(value: object) -> str:
     return text if re.fullmatch(r"[A-Za-z0-9_./-]+", text) else "'" + text.replace("'", "\\'") + "'"
 
 
+def _error_line(error: Exception, output: Path | None = None) -> str:
+    # Imported here: each process that tokenizes imports this file, and PyTorch would cost it seconds and 300 MB.
+    from megatron_fp4.runtime.errors import error_line
+
+    return error_line(error, output)
+
+
 def _merge(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="prepare_data.py merge",
@@ -209,7 +215,7 @@ def _merge(arguments: list[str]) -> int:
         found = prefixes("--inputs", options.inputs)
         count = merge(found, options.output, lambda line: print(line, file=sys.stderr, flush=True))
     except (ValueError, OSError) as error:
-        return _said(error_line(error, options.output), command=" merge")
+        return _said(_error_line(error, options.output), command=" merge")
     size = f", {count.text_bytes:,} bytes of text" if count.text_bytes else ""
     print(f"{options.output}: {count.documents:,} documents, {count.tokens:,} tokens{size}, of {len(found)} pairs")
     return 0
@@ -226,13 +232,13 @@ def _check(arguments: list[str]) -> int:
     try:
         found = prefixes("PREFIX", options.prefixes)
     except (ValueError, OSError) as error:
-        return _said(error_line(error), command=" check")
+        return _said(_error_line(error), command=" check")
     code = 0
     for prefix in dict.fromkeys(found):
         try:
             print(f"{prefix}: {check_whole(prefix)}", flush=True)
         except (ValueError, OSError) as error:
-            code = _said(error_line(error), command=" check")
+            code = _said(_error_line(error), command=" check")
     return code
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import tempfile
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -155,7 +157,14 @@ def encoded_by_processes(
         return
     context = multiprocessing.get_context("spawn")
     waiting: deque[tuple[Place, Future[Encoded]]] = deque()
-    with ProcessPoolExecutor(number, context, _start, (pickle.dumps(encoder),)) as pool:
+    with (
+        tempfile.NamedTemporaryFile() as file,
+        ProcessPoolExecutor(number, context, _start, (file.name,)) as pool,
+    ):
+        # As an argument the encoder would not fit into the pipe of a new process: each start would wait until the
+        # process has imported everything.
+        pickle.dump(encoder, file)
+        file.flush()
         try:
             for place, task in tasks:
                 waiting.append((place, pool.submit(_encode, task)))
@@ -176,7 +185,7 @@ def encoded_by_processes(
 _encoder: Callable[[Task], Encoded]
 
 
-def _start(content: bytes) -> None:
+def _start(encoder_file: str) -> None:
     """What a process that tokenizes begins with."""
     global _encoder
     # A terminal sends these to all of its processes; the one that started this one ends it.
@@ -186,7 +195,7 @@ def _start(content: bytes) -> None:
     assert parent is not None
     threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have processes of their own
-    _encoder = pickle.loads(content)
+    _encoder = pickle.loads(Path(encoder_file).read_bytes())
 
 
 def _encode(task: Task) -> Encoded:

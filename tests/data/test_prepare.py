@@ -304,6 +304,12 @@ def test_an_interrupted_command_keeps_what_is_done(
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
+def test_processes_that_tokenize_do_not_import_pytorch() -> None:
+    """Each imports the command's file."""
+    check = "import sys; import scripts.prepare_data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.usefixtures("small_tasks")
 def test_a_killed_process_is_told(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS * 3)])
