@@ -30,7 +30,7 @@ def root() -> Path:
 
 def commands() -> list[str]:
     """What may come first instead of an override: the names of the scripts."""
-    return sorted(path.stem for path in (root() / "scripts").glob("*.py") if path.stem != "__init__")
+    return sorted(path.stem for path in (root() / "scripts").glob("[a-z]*.py"))
 
 
 def program(arguments: list[str]) -> tuple[Path, list[str]]:
@@ -72,6 +72,7 @@ def main() -> None:
         print(f"megatron-fp4: {error}", file=sys.stderr)
         sys.exit(2)
     sys.argv = ["megatron-fp4" if path.name == "pretrain.py" else f"megatron-fp4 {path.stem}", *arguments]
+    sys.path.insert(0, str(path.parent))  # as `python path` does
     runpy.run_path(str(path), run_name="__main__")
     sys.exit(0)
 

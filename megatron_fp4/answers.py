@@ -24,6 +24,17 @@ _NEEDED = {
 }
 
 
+def missing_packages(but: str | None = None) -> str | None:
+    """A line about the packages that this Python does not have, None if it has all. but: one that is not needed."""
+    missing = [name for module, name in _NEEDED.items() if name != but and importlib.util.find_spec(module) is None]
+    if not missing:
+        return None
+    return (
+        f"{sys.executable} has no {', '.join(missing)}; run `make setup` once and `source .venv/bin/activate` in every "
+        "shell, or pip install what is missing"
+    )
+
+
 def answer(arguments: list[str], config_dir: Path) -> int | None:
     """Do what the command line's `arguments` ask for besides a run, with the configuration in `config_dir`. Returns the
     exit code, None if they ask for a run."""
@@ -32,13 +43,8 @@ def answer(arguments: list[str], config_dir: Path) -> int | None:
         print(f"megatron_fp4 {__version__}")
         return 0
     wants_help = not {"--help", "-h"}.isdisjoint(arguments)
-    missing = [name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing and not (wants_help and missing == ["torch"]):
-        print(
-            f"pretrain.py: {sys.executable} has no {', '.join(missing)}; run `make setup` once and `source "
-            ".venv/bin/activate` in every shell, or pip install what is missing",
-            file=sys.stderr,
-        )
+    if line := missing_packages(but="torch" if wants_help else None):
+        print(f"pretrain.py: {line}", file=sys.stderr)
         return 2
     sweeps = not {"--multirun", "-m"}.isdisjoint(arguments)
     if not (wants_help or sweeps or "--cfg" in arguments):

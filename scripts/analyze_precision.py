@@ -17,6 +17,9 @@ the last layers stand out (appendix E.2).
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import json
 import math
@@ -41,7 +44,6 @@ from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.plan import LinearShape
 from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import check, plans_of, set_determinism
 from megatron_fp4.training.step import ALONE, accumulate
@@ -207,5 +209,4 @@ def table(ranked: Sequence[LinearShape], kept: int, errors: Errors) -> str:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

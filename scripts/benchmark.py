@@ -16,6 +16,9 @@ Exit code: 0; 2 with a line on stderr for what the user got wrong.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import itertools
 import json
@@ -39,7 +42,6 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, in
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import device_type_of, graphs_for, initialized_model, set_determinism
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
@@ -255,5 +257,4 @@ COMMANDS = {"linear": linear, "parallel": parallel}
 
 
 if __name__ == "__main__":
-    end_without_reader()
     end_process(main(sys.argv[1:]))

@@ -11,11 +11,12 @@ Exit code: 0; 2 for wrong arguments, or what cannot be compared.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import sys
 from pathlib import Path
-
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 RECIPES = """Groups of runs over several seeds or branches.
 
@@ -109,5 +110,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,9 @@ default.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import inspect
 import re
 import sys

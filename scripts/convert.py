@@ -13,6 +13,9 @@ Exit code: 0 done, 2 refused, with one line on stderr; of `check` 4 if something
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import os
 import sys
 
@@ -53,7 +56,6 @@ from exchange.tokenizer import tokenizer_of
 from exchange.weights_only import check_output
 from inference.models import ProgressLine
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import plans_of
 from models import provider as models
@@ -245,5 +247,4 @@ def _say_written(output: Path, checkpoint: Checkpoint, began: float) -> None:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

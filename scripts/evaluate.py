@@ -21,6 +21,9 @@ Needs pip install "megatron_fp4[eval]".
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import gc
 import json
@@ -55,7 +58,6 @@ from inference.tasks import load_tasks, prepare_environment
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_file
 from megatron_fp4.logging.metrics import finite
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import run_command
 from pretrain import CONFIGS
 
@@ -76,9 +78,6 @@ def main(arguments: list[str]) -> int:
             raise
         print(f"evaluate.py: {in_one_line(error, 120)}; give --batch-size, or another --device", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(file=sys.stderr, flush=True)
-        return 130
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -224,5 +223,4 @@ def _free() -> None:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,9 @@ case with more ranks than there are GPUs is left out. Exit code: 0, or 1 if a ru
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import hashlib
 import json
@@ -32,7 +35,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from data.indexed import write_dataset
 from megatron_fp4.checkpoint.files import read_checked, read_manifest
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata, read_shards
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 COMMON = (
     "train.steps=6 train.global_batch_size=4 train.micro_batch_size=1 train.sequence_length=64 "
@@ -202,5 +204,4 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

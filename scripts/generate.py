@@ -20,14 +20,11 @@ output was closed.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-
-if __name__ == "__main__":  # before torch is imported, which takes seconds: Ctrl-C ends that too without a traceback
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\n"), sys.exit(130)))
+if __name__ == "__main__":
+    import _command  # noqa: F401
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -50,7 +47,6 @@ from inference.generation import (
 )
 from inference.models import device_named
 from megatron_fp4.precision.plan import plan_in_effect
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import plans_of
 from models import provider as models
@@ -206,5 +202,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -17,6 +17,9 @@ but 0 is told in one line on stderr.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import os
 import re
@@ -33,7 +36,6 @@ from data.prepare.readers import FORMATS, find_files, open_dataset, open_files
 from data.prepare.tokenize import Options, WorkerDied
 from data.sources import prefixes
 from data.tokenizer import END_OF_DOCUMENT, KINDS, TextTokenizer, load_tokenizer
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 # The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.
 _VOCABULARY_MULTIPLE = 128
@@ -243,7 +245,6 @@ def _check(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     # As Ctrl-C: what is done is kept.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -19,6 +19,9 @@ else than they should.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import sys
 from collections.abc import Mapping
@@ -35,7 +38,6 @@ from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import ExitCode, error_line
 from megatron_fp4.training.build import backend_of, device_type_of, set_determinism
 from models import provider as models
@@ -141,5 +143,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

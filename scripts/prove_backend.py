@@ -20,6 +20,9 @@ judged), 2 the arguments are wrong.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import datetime
 import functools
@@ -62,7 +65,6 @@ from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.precision.support import BACKENDS, choose_backend, recipes_by_key
 from megatron_fp4.precision.verify import Case, Finding, check, fairness_of, makers_of, padded_tensors, sample_tensors
 from megatron_fp4.quantization.rounding import random_bits, rounding_key
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.build import check as check_config
 from megatron_fp4.training.build import plans_of
@@ -505,5 +507,4 @@ def surroundings() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -18,6 +18,9 @@ Exit code: 0 all equal, 4 something differs, 2 wrong arguments or nothing to com
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import math
 import sys
@@ -44,7 +47,6 @@ from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.logging.files import METRICS_FILE, iterate_records
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import run_command
 from megatron_fp4.training.build import check, device_type_of, set_determinism
 from megatron_fp4.training.callbacks.bad_steps import Spikes
@@ -232,5 +234,4 @@ def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> N
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

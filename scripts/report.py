@@ -10,6 +10,9 @@ Also of runs that are not finished, and of older versions; what these do not say
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import sys
 
@@ -19,7 +22,6 @@ from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.logging.page import write_report
 from megatron_fp4.logging.pictures import plot_loss
 from megatron_fp4.logging.run_folder import named_run
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import run_command
 from pretrain import CONFIGS
 
@@ -45,5 +47,4 @@ def write(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

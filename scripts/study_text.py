@@ -19,6 +19,9 @@ Exit codes: 0 done; 1 the result is not that of --check; 2 a source is missing o
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import hashlib
 import html
@@ -32,7 +35,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.errors import error_line
 
 SUFFIXES = {
@@ -269,5 +271,4 @@ def _new(text: str, kind: str, seen: set[bytes]) -> str | None:
 
 
 if __name__ == "__main__":
-    end_without_reader()
     sys.exit(main(sys.argv[1:]))

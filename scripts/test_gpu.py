@@ -12,6 +12,9 @@ Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the com
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import _command  # noqa: F401
+
 import argparse
 import importlib.util
 import os

@@ -51,11 +51,13 @@ def test_the_configuration_is_printed_and_nothing_else_is_answered(capsys: pytes
     assert answer(["--cfg", "all"], CONFIGS) == 2 and answer(["--cfg", "job", "train.stepz=3"], CONFIGS) == 2
 
 
-def test_missing_packages_are_one_line() -> None:
-    bare = [sys.executable, "-S", "-E", ROOT / "pretrain.py", "train.steps=3"]  # without site-packages
+@pytest.mark.parametrize("program", ["pretrain.py", "scripts/compare.py"])
+def test_missing_packages_are_one_line(program: str) -> None:
+    bare = [sys.executable, "-S", "-E", ROOT / program, "train.steps=3"]  # without site-packages
     done = subprocess.run(bare, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "has no torch, numpy, hydra-core" in done.stderr and "source .venv/bin/activate" in done.stderr
+    assert done.stderr.startswith(f"{Path(program).name}: {sys.executable} has no torch, numpy, hydra-core")
+    assert "source .venv/bin/activate" in done.stderr
 
 
 def test_combinations_run_one_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_a_share_is_of_gaps_above_zero() -> None:
 def test_without_the_extra_the_command_names_it() -> None:
     code = (
         "import sys, runpy; sys.modules['pandas'] = None; sys.argv = ['compare.py', 'runs', 'a', 'b']; "
-        "runpy.run_path('scripts/compare.py', run_name='__main__')"
+        "sys.path[0] = 'scripts'; runpy.run_path('scripts/compare.py', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (
