@@ -112,7 +112,7 @@ def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[
     if len(set(tokens)) < 4:
         raise ValueError(
             f"{name}: a curve of three parameters needs runs of four lengths at least, and these have "
-            f"{len(set(tokens))}; leave --curve out to use a shipped one"
+            f"{len(set(tokens))}; name more runs, or leave --curve out"
         )
     lengths, found = np.array(tokens, dtype=float), np.array(losses, dtype=float)
 

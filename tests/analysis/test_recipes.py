@@ -194,7 +194,7 @@ def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.Cap
     other = write_run(tmp_path / "other", 1, {900: {"b": 2.2}}, steps=900)
     unfinished = write_run(tmp_path / "unfinished", 1, {900: {"a": 2.2}}, steps=901)
     for runs, expected in (
-        ([], "runs of four lengths at least"),
+        ([], "runs of four lengths at least, and these have 3; name more runs, or leave --curve out"),
         ([other], "runs were validated on other sources (a or b)"),
         ([unfinished], "unfinished: not finished, last validated after 900M tokens; leave it out"),
     ):
