@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from megatron_fp4.training.callbacks.reporting import peak_of
+from megatron_fp4.training.callbacks.reporting import dtype_fact, peak_of
 
 
 @pytest.mark.parametrize(
@@ -18,3 +19,11 @@ from megatron_fp4.training.callbacks.reporting import peak_of
 )
 def test_peaks_by_name(name: str, peak: float | None) -> None:
     assert peak_of(name) == peak
+
+
+def test_a_cpu_that_is_slow_in_bf16_is_told_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    remedy = "precision.compute_dtype=float32 takes a tenth of the time"
+    for capability, slow in (("AVX2", True), ("AVX512", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert (remedy in dtype_fact("bfloat16", "cpu")) is slow
+        assert dtype_fact("float32", "cpu") == "float32 on cpu" and dtype_fact("bfloat16", "cuda") == "bfloat16 on cuda"
