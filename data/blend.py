@@ -1,21 +1,21 @@
-"""Mixing sources by weight: which source serves sample i of a blend, and how many samples of it came before.
+"""Mixing sources by weight: which source serves sample i of a blend, and how many of its samples came before.
 
-After i samples of a blend a source with the share w (weights sum to 1) has given floor(w i) or ceil(w i) of them, for
-every i, every number of sources and weights exactly as given. Serving the source with the largest lag, as Megatron
-does, does not keep that for many sources: several can be due at once.
+After i samples of a blend, a source with weight w (weights sum to 1) has served floor(w i) or ceil(w i) of them. This
+holds for every i, any number of sources, and the exact weights. Megatron's rule, which serves the source that is
+furthest behind, does not guarantee it for many sources, because several can be due at once.
 
-So unit k of a source (its k-th sample from 0) has a window: it may not come before slot floor(k / w) and has to come
-before slot ceil((k + 1) / w). Of the units that may come, the one with the earliest deadline does, of equal ones that
-of the source named first. Earliest deadline first keeps all deadlines whenever that is possible at all (Jackson 1955),
-and it is: in the slots [a, b) lie at most floor(w b) - ceil(w a) whole windows of a source, over all sources at most
-b - a. (The chairman assignment problem, Tijdeman 1980; P-fair scheduling, Baruah et al. 1996.)
+Instead, sample k of a source (from 0) has a window of slots: it may not come before slot floor(k / w) and must come
+before slot ceil((k + 1) / w). Each slot takes, of the samples that may come, the one with the earliest deadline; of
+equal deadlines, that of the source named first. "Earliest deadline first" meets all deadlines whenever this is possible
+(Jackson 1955). Here it is: the slots [a, b) contain at most floor(w b) - ceil(w a) full windows of a source, so at most
+b - a of all sources. (The chairman assignment problem, Tijdeman 1980; P-fair scheduling, Baruah et al. 1996.)
 
-Weights are whole numbers here: those of the decimals as they were written, over their greatest common divisor. Their
-sum is the period after which the sequence repeats. The sequence is walked slot by slot, from where the last call stood
-or from one period of the rarest source before (1 / w slots), from any counts within one of each share. That gives the
-same counts: of units with deadlines up to D, earliest deadline first has served before slot t as many as the least of
-released(s) + t - s over all s <= t, where released(s) is the number of them whose windows begin before slot s. For an s
-that lies 1 / w before D that is sum(ceil(w s)) >= s, which limits nothing; so what came before does not matter.
+The weights are converted to integers: the exact decimals, over their greatest common divisor. Their sum is the period
+of the sequence. The sequence is walked slot by slot, from the position of the last call or from one period of the
+rarest source earlier (1 / w slots). The walk may start with any counts within one of each source's share and still
+gives the same result: of the samples with deadlines up to D, earliest deadline first has served before slot t the
+minimum of released(s) + t - s over all s <= t, where released(s) is how many of them have windows that begin before
+slot s. For an s at least 1 / w before D this is sum(ceil(w s)) >= s, which is no limit, so earlier slots do not matter.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fractions import Fraction
 class Blend:
     """An endless sequence of source names in the proportion of `weights`, which need not sum to one.
 
-    weights: finite and not negative, one of them positive. A float stands for the decimal that Python prints for it:
-    0.1 is one tenth. A weight of zero leaves its source out.
+    weights: finite and not negative, at least one positive. A float means the decimal that Python prints for it: 0.1 is
+    one tenth. A source with weight zero is left out.
     """
 
     def __init__(self, weights: Mapping[str, float | int]) -> None:
@@ -39,21 +39,21 @@ class Blend:
         whole = [int(weight * scale) for weight in exact.values()]
         self.names = list(exact)
         self.shares = [share // math.gcd(*whole) for share in whole]
-        """Whole numbers in the proportion of the weights, by source; one slot in `period` each."""
+        """How many of the `period` slots each source gets, in the order of `names`."""
         self.period = sum(self.shares)
         self._walk = _Walk(self.shares, 0, [0] * len(self.shares))
         self._reach = -(-self.period // min(self.shares)) + 2
 
     def __eq__(self, other: object) -> bool:
-        """Whether both serve the same source at every index."""
+        """Whether both blends serve the same source at every index."""
         return isinstance(other, Blend) and (self.names, self.shares) == (other.names, other.shares)
 
     __hash__ = None  # type: ignore[assignment]
 
     def source(self, index: int) -> tuple[str, int]:
-        """(name, ordinal): the source of sample `index` and how many of its samples came before.
+        """(name, ordinal): the source of sample `index`, and how many of its samples came before.
 
-        O(log sources) for every slot since the last call, or for one period of the rarest source.
+        Takes O(log sources) for each slot since the last call, or for each slot of one period of the rarest source.
         """
         periods, slot = divmod(index, self.period)
         walk = self._walk_to(slot)
@@ -61,16 +61,17 @@ class Blend:
         return self.names[d], periods * self.shares[d] + walk.counts[d]
 
     def counts(self, end: int) -> list[int]:
-        """How many of the samples [0, end) come from each source, in the order of `names`. Cost as of `source`."""
+        """How many of the samples [0, end) come from each source, in the order of `names`. Takes as long as
+        `source`."""
         periods, slot = divmod(end, self.period)
         within = self._walk_to(slot).counts
         return [periods * share + count for share, count in zip(self.shares, within, strict=True)]
 
     def _walk_to(self, slot: int) -> _Walk:
-        """The walk, standing before `slot` of the period."""
+        """The walk at `slot` of the period."""
         if not self._walk.slot <= slot <= self._walk.slot + self._reach:
             start = max(0, slot - self._reach)
-            # Counts that could be: each is its share, rounded down or up.
+            # Possible counts: each source's share of the slots, rounded down or up.
             counts = [share * start // self.period for share in self.shares]
             rests = [share * start % self.period for share in self.shares]
             for d in sorted(range(len(counts)), key=lambda d: -rests[d])[: start - sum(counts)]:
@@ -82,26 +83,26 @@ class Blend:
 
 
 class _Walk:
-    """The sequence of one period, slot by slot; `counts` says how often each source came before `slot`."""
+    """A position in the sequence of one period. counts: how many slots before `slot` each source has."""
 
     def __init__(self, shares: Sequence[int], slot: int, counts: Sequence[int]) -> None:
         self.slot = slot
         self.counts = list(counts)
         self._shares = shares
         self._period = sum(shares)
-        self._ready: list[tuple[int, int]] = []  # (deadline, source) of units that may come now
-        self._waiting: list[tuple[int, int]] = []  # (first slot, source) of units that may not yet
+        self._ready: list[tuple[int, int]] = []  # (deadline, source) of samples that may come now
+        self._waiting: list[tuple[int, int]] = []  # (first slot, source) of samples that may come later
         for source in range(len(shares)):
             self._queue(source)
 
     def next_source(self) -> int:
-        """Which source comes at `slot`."""
+        """The source of `slot`."""
         while self._waiting and self._waiting[0][0] <= self.slot:
             self._make_ready(heapq.heappop(self._waiting)[1])
         return self._ready[0][1]
 
     def advance(self) -> None:
-        """Take the next slot."""
+        """Move to the next slot."""
         source = self.next_source()
         heapq.heappop(self._ready)
         self.counts[source] += 1

@@ -1,4 +1,4 @@
-"""The built-in corpus: the standard library that every Python carries, tokenized on first use and cached.
+"""The built-in corpus: Python's standard library, tokenized on first use and cached.
 
 Two sources, each split into training and validation, and a BPE tokenizer trained on the training splits:
 
@@ -8,9 +8,9 @@ Two sources, each split into training and validation, and a BPE tokenizer traine
 
 Some three million tokens: enough to train the tiny model without a network.
 
-The split goes by a hash of a document's origin (its file or help topic), so a file stays on its side when others come
-and go, and its code and docstrings stay together. Text is also repeated between origins (the help topic "compound"
-contains "while"), so an origin that shares a long paragraph with training goes to training.
+The split is by a hash of a document's origin (its file or help topic). So a file stays in its split when other files
+are added or removed, and its code and docstrings are in the same split. Origins also repeat each other's text (the help
+topic "compound" contains "while"), so an origin that shares a long paragraph with the training split moves there.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ PROSE = "prose"
 SOURCES = (CODE, PROSE)
 SPLITS = ("train", "validation")
 
-# Part of the cache's name: raise it with any change to what is collected, split or how it is tokenized.
+# Part of the cache's name: increase it with any change to the collected text, the split or the tokenizer.
 FORMAT_VERSION = 1
-# Tests and installed packages differ from one installation to the next; encodings is tables of characters,
-# and pydoc_data is prose in quotes.
+# Tests and installed packages differ between installations, encodings has tables of characters, and pydoc_data is
+# prose, which `_from_help_topics` reads.
 _EXCLUDED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data", "site-packages", "test", "tests"}
 )
 _MIN_DOCUMENT_CHARACTERS = 160
 # A full standard library has some 9 MB of code and 2 MB of prose.
 MIN_CHARACTERS = {CODE: 1_000_000, PROSE: 200_000}
-# Of files and topics; some go back for repeating training text, and about 5% of the text remains.
+# Share of files and help topics. Some move back because they repeat training text; about 5% of the text remains.
 HELD_OUT_FRACTION = 0.07
-# Shorter repeated paragraphs are idioms and copyright lines, which are no leak.
+# A shorter paragraph that is repeated is an idiom or a copyright line, not a leak.
 MIN_SHARED_CHARACTERS = 120
-# Of a dozen salts the one whose validation has the most even mix of files and help topics; some give no topics.
+# Chosen from a dozen salts: its validation split has the most even mix of files and help topics.
 _SALT = 8
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
@@ -67,7 +67,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Document:
-    """One text of a source (CODE or PROSE), and the origin it shares with other texts of the same file."""
+    """One text of a source (CODE or PROSE). origin: its file or help topic; several texts may have the same one."""
 
     source: str
     origin: str
@@ -75,7 +75,7 @@ class Document:
 
 
 def check_builtin(data: Any) -> None:
-    """Raise ValueError for settings of a configuration's `data` that are for data of one's own."""
+    """Raise ValueError for settings in a configuration's `data` that only the kind `indexed` has."""
     for key in ("sources", "validation", "tokenizer", "eod_token"):
         if value := getattr(data, key):
             raise ValueError(
@@ -84,10 +84,11 @@ def check_builtin(data: Any) -> None:
 
 
 def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBundle:
-    """Open the corpus at this vocab_size from the cache, or build it there in some ten seconds, once for all processes.
+    """Open the corpus with a tokenizer of at most vocab_size ids from the cache. The first process builds it, in about
+    ten seconds.
 
-    cache_dir: where it is kept, default_cache_dir() if None. The tokenizer has at most vocab_size ids. Raises
-    ValueError when this Python carries too little text, vocab_size is below 257, or the cache is damaged.
+    cache_dir: the cache folder; None: default_cache_dir(). Raises ValueError if this Python has too little text,
+    vocab_size is below 257, or the cache is damaged.
     """
     library = standard_library()
     identity = f"{FORMAT_VERSION}\n{sys.version}\n{library}\n{vocab_size}"
@@ -96,10 +97,10 @@ def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBu
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
     folder = cache / f"builtin-python{version}-vocab{vocab_size}-{key}"
     if not folder.is_dir() and not _is_first_rank():
-        time.sleep(1.0)  # rank 0, which shows how far it is, takes the lock first
+        time.sleep(1.0)  # let rank 0 take the lock: it shows the progress
 
     def build(folder: Path) -> None:
-        _say(f"building the built-in corpus, once, in some ten seconds: {folder.parent}")
+        _say(f"building the built-in corpus once, in about ten seconds: {folder.parent}")
         documents = collect_documents(library)
         check_enough(documents, library)
         build_corpus(folder, documents, vocab_size)
@@ -118,10 +119,10 @@ def standard_library() -> Path:
 
 
 def collect_documents(library: Path) -> list[Document]:
-    """Every document of a standard library folder and of this interpreter's built-in modules, in a fixed order. What is
-    no text in its declared encoding, no Python of this version, or too short is left out."""
+    """Every document of a standard library folder and of this interpreter's built-in modules, in a fixed order. Left
+    out is what is too short, cannot be decoded, or is not valid Python for this version."""
     documents: list[Document] = []
-    for path in _watched("reading the standard library", _files(library, ".py")):
+    for path in _with_progress_bar("reading the standard library", _files(library, ".py")):
         documents += _from_code(path, path.relative_to(library).as_posix())
     for path in _files(library, ".txt"):
         try:
@@ -136,12 +137,12 @@ def collect_documents(library: Path) -> list[Document]:
 
 
 def _files(library: Path, ending: str) -> list[Path]:
-    """Files of this ending outside the excluded folders, sorted by their path within the library."""
+    """Files with this ending outside the excluded folders, sorted by their path in the library."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(library):
-        # In place, so that os.walk stays out of them: site-packages can be larger than the rest by far.
+        # In place, so that os.walk skips these folders: site-packages can be far larger than the rest.
         subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS]
-        # _sysconfigdata holds the paths and flags of the machine that built this Python.
+        # _sysconfigdata has paths and flags of the machine that built this Python.
         found += [Path(folder, n) for n in names if n.endswith(ending) and not n.startswith("_sysconfigdata")]
     return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(library).as_posix())
 
@@ -164,7 +165,7 @@ def _from_code(path: Path, origin: str) -> Iterator[Document]:
 
 
 def _from_help_topics(path: Path) -> Iterator[Document]:
-    """The topics of help(), each with an origin of its own. Read, not imported: Python may differ."""
+    """The topics of help(), each with its own origin. The file is parsed, not imported: it may be of another Python."""
     if not path.is_file():
         return
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -176,7 +177,7 @@ def _from_help_topics(path: Path) -> Iterator[Document]:
 
 def _from_builtin_module(module: ModuleType) -> Iterator[Document]:
     """The docstrings of a module written in C, of its functions and classes, and of their methods."""
-    docstrings = {module.__doc__: None}  # a dict for its order; aliases share a docstring
+    docstrings = {module.__doc__: None}  # a dict as an ordered set; aliases have the same docstring
     for _, member in sorted(vars(module).items()):
         if inspect.isroutine(member):
             docstrings[member.__doc__] = None
@@ -190,7 +191,8 @@ def _from_builtin_module(module: ModuleType) -> Iterator[Document]:
 
 
 def check_enough(documents: Sequence[Document], library: Path) -> None:
-    """Raise ValueError when a stripped Python leaves too little text to train and to validate on."""
+    """Raise ValueError if this Python has too little text to train and validate on; some are installed without most of
+    the standard library."""
     for source, minimum in MIN_CHARACTERS.items():
         found = sum(len(document.text) for document in documents if document.source == source)
         if found < minimum:
@@ -201,20 +203,21 @@ def check_enough(documents: Sequence[Document], library: Path) -> None:
 
 
 def paragraphs(text: str) -> set[str]:
-    """The paragraphs of a text that are long enough to identify it, with their white space normalized."""
+    """The paragraphs of a text that are long enough to show repeated text, with normalized white space."""
     blocks = (" ".join(block.split()) for block in _BLANK_LINES.split(text))
     return {block for block in blocks if len(block) >= MIN_SHARED_CHARACTERS}
 
 
 def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, validation): validation gets about `fraction` of the origins, less those that repeat training."""
+    """(training, validation): validation gets about `fraction` of the origins, without those that repeat training
+    text."""
     by_origin: dict[str, set[str]] = {}
     for document in documents:
         by_origin.setdefault(document.origin, set()).update(paragraphs(document.text))
     hashes = {origin: hashlib.sha256(f"{_SALT}/{origin}".encode()).digest()[:8] for origin in by_origin}
     held_out = {origin for origin in by_origin if int.from_bytes(hashes[origin], "big") / 2**64 < fraction}
     seen: set[str] = set().union(*(by_origin[origin] for origin in by_origin if origin not in held_out))
-    # Each origin that moves brings its own paragraphs to training, which may give another one away.
+    # An origin that moves adds its own paragraphs to training, which another held-out origin may contain.
     while leaking := [origin for origin in held_out if not seen.isdisjoint(by_origin[origin])]:
         held_out.difference_update(leaking)
         seen.update(*(by_origin[origin] for origin in leaking))
@@ -233,13 +236,13 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
         (folder / split).mkdir()
         for source in SOURCES:
             texts = [document.text for document in chosen if document.source == source]
-            watched = _watched(f"tokenizing {split}/{source}", texts)
-            tokens = ([*tokenizer.encode_batch([text])[0], tokenizer.eod_id] for text in watched)
+            shown = _with_progress_bar(f"tokenizing {split}/{source}", texts)
+            tokens = ([*tokenizer.encode_batch([text])[0], tokenizer.eod_id] for text in shown)
             write_dataset(folder / split / source, tokens, dtype_for_vocabulary(tokenizer.vocab_size))
 
 
-def _watched(what: str, items: Sequence[Item]) -> Iterable[Item]:
-    """The items, while rank 0 shows in a terminal how many are done."""
+def _with_progress_bar(what: str, items: Sequence[Item]) -> Iterable[Item]:
+    """The items; rank 0 shows a progress bar in a terminal."""
     console = Console(stderr=True)
     return track(items, what, console=console, disable=not (_is_first_rank() and console.is_terminal))
 

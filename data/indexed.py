@@ -1,4 +1,4 @@
-"""Streams of tokens, and Megatron's files that hold them: `<prefix>.idx` describes, `<prefix>.bin` has the raw tokens.
+"""Token streams, and Megatron's file format for them: `<prefix>.bin` has the raw tokens, `<prefix>.idx` the index.
 
 `.idx`, little endian:
 
@@ -10,17 +10,17 @@
     i32[S]    sequence lengths, in tokens
     i64[S]    sequence pointers, in bytes into `.bin`
     i64[D+1]  document index: document d is the sequences [index[d], index[d + 1])
-    i8[S]     modes; only in multimodal data, accepted and not used
+    i8[S]     modes; only in multimodal data, accepted and ignored
 
-`<prefix>.json`, which others need not have, says what is known of the pair.
+`<prefix>.json` is optional and has facts about the pair: its tokenizer, counts and hashes.
 
-Sequences lie in `.bin` back to back, so a dataset is also one stream of tokens, from which samples are cut (order.py).
-Nothing here is proportional to the index in memory: a billion documents are 20 GB of it. Opening checks the header, the
-size, both ends and evenly spaced blocks; `prepare_data.py check` looks at every byte. Files written here open in
-Megatron-LM, and the other way round.
+The sequences are contiguous in `.bin`, so a dataset is also one stream of tokens, from which samples are cut
+(order.py). The index is never read into memory as a whole: for a billion documents it has 20 GB. Opening checks the
+header, the size, both ends and evenly spaced blocks; `prepare_data.py check` checks every byte. Megatron-LM opens files
+that are written here, and its files open here.
 
-`Concatenation` and `TokenRange` make one stream of several and of a piece of one. Documents of a sample are numbered
-from 0, in the order in which they come, one of which the sample holds only a part included, empty ones not.
+`Concatenation` makes one stream of several; `TokenRange` is a part of one. The documents of a sample are numbered from
+0 in their order, including those that are only partly in the sample, without empty ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import numpy as np
 
 from data.storage import LocalFile, RemoteFile, is_url
 
-if TYPE_CHECKING:  # loader workers do without
+if TYPE_CHECKING:  # loader workers do not import the tokenizers
     from data.tokenizer import TextTokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -56,25 +56,25 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-"""Of integers; 6 and 7 are FP64 and FP32."""
+"""The integer types; 6 and 7 are FP64 and FP32."""
 
-# Of an index, when it is opened; of an object its ends, which are fetched one by one.
+# Blocks of an index that opening checks; of an index in a store only both ends, because each block is one request.
 _CHECKED_BLOCKS, _CHECKED_BLOCKS_REMOTE = 16, 2
 _CHECKED_ENTRIES = 1024  # of each array, in a block
-_READ_AT_ONCE = 1 << 11  # documents among which one is looked for
+_READ_AT_ONCE = 1 << 11  # document offsets that `document_at` reads at once
 INDEX_BLOCK = 1 << 20
-"""Entries of an index that are computed, written or fully checked at once."""
+"""Entries of an index that are computed, written or checked at once."""
 _IDENTITY_BLOCKS, _IDENTITY_BYTES = 16, 4096
 
 
 class TokenSource(Protocol):
-    """One stream of tokens: documents laid end to end, from which samples are cut.
+    """One stream of tokens: the concatenated documents, from which samples are cut.
 
-    Loader workers get it by pickling, so what is large should be opened again rather than copied. `str()` of it says in
-    error messages where the tokens come from. A slice that leaves the stream is an AssertionError.
+    It is pickled for loader workers, so it should reopen large things instead of copying them. `str()` gives its origin
+    for error messages. A slice outside the stream is an AssertionError.
 
-    num_sequences: what Megatron shuffles, the sequences of the `.idx`, of which a document is one or more, or none if
-    empty. parts: the sources that it consists of, in order; itself alone if it is one piece.
+    num_sequences: the sequences of the `.idx`, which Megatron shuffles; a document has one or more, an empty one none.
+    parts: the sources that this one concatenates, in order; [self] if it is not a concatenation.
     """
 
     num_tokens: int
@@ -90,27 +90,27 @@ class TokenSource(Protocol):
         """Tokens [start, start + length) of the stream, integers [length]."""
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
-        """Where the documents [first, last) begin in the stream, and where the last one ends, in tokens: int64
+        """Where the documents [first, last) begin in the stream and the last one ends, in tokens: int64
         [last - first + 1], ascending."""
 
     def sequence_offsets(self, first: int, last: int) -> np.ndarray:
-        """The same of the sequences [first, last)."""
+        """As `document_offsets`, for the sequences [first, last)."""
 
     def identity(self) -> str:
-        """A name that two sources share only if they hold the same tokens; checkpoints keep it."""
+        """A string that is equal only for sources with the same tokens; checkpoints save it."""
 
 
 @dataclass(frozen=True)
 class DataBundle:
-    """Opened sources by name, and the tokenizer that made them if it is known."""
+    """Opened sources by name, and the tokenizer that made their tokens, if it is known."""
 
     train: Mapping[str, TokenSource]
     validation: Mapping[str, TokenSource]
     tokenizer: TextTokenizer | None
 
     def summary(self) -> str:
-        """A line for each source of each split, of more than 24 for the first ones: documents and tokens; and for each
-        file that is there twice."""
+        """A line with documents and tokens for each source of each split (at most 24), and a warning for each file that
+        is read twice."""
         lines = []
         for split, sources in (("train", self.train), ("validation", self.validation)):
             for name, source in list(sources.items())[:24]:
@@ -122,41 +122,45 @@ class DataBundle:
         return "\n".join([*lines, *self._read_twice()])
 
     def _read_twice(self) -> list[str]:
-        """A line for each file that two sources have, or training and validation, wherever its copies lie."""
+        """A warning for each file that two sources, or training and validation, have in common, also as copies under
+        different paths."""
         users: dict[str, dict[str, str]] = {}
         for key, sources in (("data.sources", self.train), ("data.validation", self.validation)):
             for name, source in sources.items():
                 for part in source.parts:
                     users.setdefault(part.identity(), {})[f"{key}.{name}"] = str(part)
         found = []
-        for of in (of for of in users.values() if len(of) > 1):
-            is_held_out = len({user.split(".")[1] for user in of}) > 1
-            why = "its loss is of text that is trained on" if is_held_out else "its epochs are counted for each"
-            named = " and ".join(f"{user} ({path})" for user, path in list(of.items())[:3])
+        for path_by_key in users.values():
+            if len(path_by_key) < 2:
+                continue
+            is_held_out = len({key.split(".")[1] for key in path_by_key}) > 1
+            why = "the validation loss includes training text" if is_held_out else "epochs are counted for each of them"
+            named = " and ".join(f"{key} ({path})" for key, path in list(path_by_key.items())[:3])
             found.append(f"warning: {named} read the same tokens; {why}")
         return found[:8] + ([f"warning: and {len(found) - 8} more files are read twice"] if len(found) > 8 else [])
 
 
 def check_ids(what: str, stream: TokenSource, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError for a token id outside the model's vocabulary, rather than in an embedding kernel."""
+    """Raise ValueError for a token id outside the model's vocabulary, before an embedding kernel fails on it."""
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"{what} ({stream}) holds token ids {low} to {high}, outside the model's vocabulary of {vocab_size}: it "
+            f"{what} ({stream}) has token ids from {low} to {high}, outside the model's vocabulary of {vocab_size}: it "
             "was made with another tokenizer; raise model.vocab_size or prepare the data again"
         )
 
 
 def document_at(source: TokenSource, token: int) -> int:
-    """The last document that begins at or before a token, looked for where it would lie if all were equally long: in a
-    source of 10^8 a fourth of the reads of a bisection, which a file system far away answers one by one."""
+    """The last document that begins at or before a token. An interpolation search: it guesses from the mean length of
+    the documents, and for 10^8 documents needs a quarter of the reads of a bisection. On a network file system each
+    read is a round trip."""
     low, high, start, end = 0, source.num_documents, 0, source.num_tokens
     turn = 0
     while high - low > _READ_AT_ONCE:
         margin = _READ_AT_ONCE // 4 + 4 * math.isqrt(high - low)
         guess = low + (token - start) * (high - low) // max(1, end - start)
         turn += 1
-        # Where they are not, every third probe halves what is left.
+        # Every third probe bisects, in case the lengths are very uneven.
         for probe in (guess - margin, guess + margin) if turn % 3 else ((low + high) // 2,):
             if low < probe < high:
                 offset = int(source.document_offsets(probe, probe)[0])
@@ -168,8 +172,8 @@ def document_at(source: TokenSource, token: int) -> int:
 
 
 def documents_after(source: TokenSource, first: int, end: int, block: int) -> np.ndarray:
-    """Where the documents begin that do so after token `first` and before `end`: int64. block: how many to read first;
-    then more, until one does not begin before `end`."""
+    """The first tokens of the documents that begin after token `first` and before `end`: int64. block: how many
+    documents to read first; each further read is larger, until a document begins at or after `end`."""
     found = [np.zeros(0, dtype=np.int64)]
     document = document_at(source, first) + 1
     while document < source.num_documents:
@@ -182,26 +186,28 @@ def documents_after(source: TokenSource, first: int, end: int, block: int) -> np
 
 
 def document_numbers(source: TokenSource, start: int, length: int) -> np.ndarray:
-    """The number, from 0, of the document of each of the tokens [start, start + length) of a stream: int32 [length]."""
+    """For each of the tokens [start, start + length) of a stream, the number of its document, from 0: int32
+    [length]."""
     begins = np.zeros(length, dtype=np.int32)
     begins[documents_after(source, start, start + length, block=16) - start] = 1
     return begins.cumsum(dtype=np.int32)
 
 
 def dtype_for_vocabulary(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's rule: uint16 for a vocabulary below 65500 tokens, else int32."""
+    """Megatron's rule: uint16 for fewer than 65500 ids, otherwise int32."""
     assert vocab_size >= 1, vocab_size
     return DTYPE_CODES[8] if vocab_size < 65500 else DTYPE_CODES[4]
 
 
 class IndexedDataset:
-    """A dataset opened for reading, a `TokenSource`: two files, or two objects of a store (`s3://bucket/prefix`).
+    """A dataset opened for reading, a `TokenSource`: two files, or two objects in a store (`s3://bucket/prefix`).
 
-    Opening takes the same time whatever the size: evenly spaced blocks of the index are looked at, and what is read is
-    checked then. remote_cache: the folder where parts of objects are kept (storage.py), None: the user's.
+    Opening takes the same time for any size: it checks some evenly spaced blocks of the index; each read checks the
+    part that it uses. remote_cache: the folder that caches blocks of objects (storage.py); None: the user's.
 
-    Raises FileNotFoundError when a file is missing and ValueError, with the first fault that is found, when the two are
-    not a whole dataset. So does reading when a file was cut short or replaced meanwhile, or the index is damaged there.
+    Raises FileNotFoundError if a file is missing, and ValueError with the first fault found if the two files are not a
+    complete dataset. A read raises ValueError too if a file was cut short or replaced, or its part of the index is
+    damaged.
     """
 
     def __init__(self, prefix: str | Path, remote_cache: Path | None = None) -> None:
@@ -214,25 +220,25 @@ class IndexedDataset:
         size = self._entries_at + 8 * (self.num_documents + 1)
         self.has_modes = self._index.size == size + self.num_sequences  # multimodal data
         if self._index.size != size and not self.has_modes:
-            raise self._damaged(f"has {self._index.size} bytes where its header announces {size}")
+            raise self._damaged(f"has {self._index.size} bytes, but by its header it should have {size}")
         last = self.num_sequences - 1
         pointer, length = int(self._pointers(last, last + 1)[0]), int(self._lengths(last, last + 1)[0])
         self._num_bytes = pointer + length * self.dtype.itemsize  # of the .bin
         if not 0 <= self._num_bytes < 1 << 60:
-            raise self._damaged(f"says that the last sequence has {length} tokens from byte {pointer} of the .bin on")
+            raise self._damaged(f"says that the last sequence has {length} tokens from byte {pointer} of the .bin")
         ends = [int(self._entries(document, document + 1)[0]) for document in (0, self.num_documents)]
         if ends != [0, self.num_sequences]:
             raise self._damaged(f"has a document index from {ends[0]} to {ends[1]} over {self.num_sequences} sequences")
         blocks = _CHECKED_BLOCKS_REMOTE if is_url(self.prefix) else _CHECKED_BLOCKS
         self.check_index(_CHECKED_ENTRIES, blocks)
         if self._num_bytes == 0:
-            raise ValueError(f"{self}.idx holds no tokens, only empty sequences; prepare the dataset again")
+            raise ValueError(f"{self}.idx has no tokens, only empty sequences; prepare the dataset again")
         self._opening = False
         self.num_tokens = self._num_bytes // self.dtype.itemsize
         if self._tokens.size != self._num_bytes:
             raise ValueError(
-                f"{self}.bin has {self._tokens.size} bytes where {self._index.name.rpartition('/')[2]} describes "
-                f"{self._num_bytes}: the two files are not of one dataset or a copy was cut short; copy or "
+                f"{self}.bin has {self._tokens.size} bytes, but by {self._index.name.rpartition('/')[2]} it should "
+                f"have {self._num_bytes}: the two files are not of the same dataset, or a copy was cut short; copy or "
                 "prepare the dataset again"
             )
 
@@ -242,8 +248,8 @@ class IndexedDataset:
             return RemoteFile(path, remote_cache) if is_url(path) else LocalFile(path)
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{path} does not exist; a dataset is named by the path of its .idx and .bin without the ending, and "
-                "scripts/prepare_data.py makes these of text"
+                f"{path} does not exist; name a dataset by the path of its .idx and .bin without the ending; "
+                "scripts/prepare_data.py makes these files from text"
             ) from None
 
     def __str__(self) -> str:
@@ -254,7 +260,7 @@ class IndexedDataset:
         return [self]
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) of the whole stream, read-only [length] of the file's dtype."""
+        """Tokens [start, start + length) of the stream: [length] in the file's dtype, read-only."""
         assert 0 <= start <= start + length <= self.num_tokens, (self.prefix, start, length)
         size = self.dtype.itemsize
         return np.frombuffer(self._tokens.read(start * size, length * size), self.dtype)
@@ -270,7 +276,7 @@ class IndexedDataset:
         pointers = self._borders(first, last)
         offsets, odd = np.divmod(pointers, self.dtype.itemsize)
         if pointers[0] < 0 or pointers[-1] > self._num_bytes or (offsets[1:] < offsets[:-1]).any() or odd.any():
-            raise self._damaged(f"has pointers of sequences {first} to {last} that cannot be right")
+            raise self._damaged(f"has impossible pointers for the sequences {first} to {last}")
         return offsets
 
     @cached_property
@@ -279,26 +285,26 @@ class IndexedDataset:
         for file in (self._index, self._tokens):
             digest.update(file.size.to_bytes(8, "little"))
             if file.size <= _IDENTITY_BLOCKS * _IDENTITY_BYTES:
-                digest.update(file.read(0, file.size, alone=True))
+                digest.update(file.read(0, file.size, exact=True))
                 continue
             for block in range(_IDENTITY_BLOCKS):
                 start = block * (file.size - _IDENTITY_BYTES) // (_IDENTITY_BLOCKS - 1)
-                digest.update(file.read(start, _IDENTITY_BYTES, alone=True))
+                digest.update(file.read(start, _IDENTITY_BYTES, exact=True))
         return f"blocks-1:{digest.hexdigest()}"
 
     def identity(self) -> str:
-        """`blocks-1:` and a sha256 of, for the `.idx` and then the `.bin`: the size (u64), and 16 blocks of 4 KiB,
-        evenly spaced from end to end (block i begins at byte i * (size - 4096) // 15). A file of 64 KiB or less enters
-        whole.
+        """`blocks-1:` and a sha256 over the `.idx` and then the `.bin`. Of each file it covers the size (u64) and 16
+        blocks of 4 KiB, evenly spaced from end to end (block i begins at byte i * (size - 4096) // 15), or the whole
+        content if the file has at most 64 KiB.
 
-        It tells another tokenizer, corpus or preparation apart, in milliseconds for any size and wherever the files
-        lie; it is no guard against a bit flipped between the blocks.
+        It differs for another tokenizer, corpus or preparation and takes milliseconds for any size. It does not depend
+        on the path, and does not detect a changed bit between the blocks.
         """
         return self._identity
 
     def check_index(self, entries: int, blocks: int | None = None) -> None:
-        """Look at so many blocks of `entries` of the index, evenly spaced from end to end; None: all. Raises ValueError
-        with the place of the first fault."""
+        """Check `blocks` blocks of `entries` entries of the index each, evenly spaced from end to end; None: check the
+        whole index. Raises ValueError with the place of the first fault."""
         for total, check in ((self.num_sequences, self._check_sequences), (self.num_documents, self._checked_entries)):
             firsts: Iterable[int] = range(0, total, entries)
             if blocks is not None and total > blocks * entries:
@@ -307,7 +313,7 @@ class IndexedDataset:
                 check(first, min(first + entries, total))
 
     def _check_sequences(self, first: int, last: int) -> None:
-        """The sequences [first, last) lie in `.bin` back to back, up to the next one."""
+        """Check that the sequences [first, last) are contiguous in `.bin`, up to the next one."""
         lengths = self._lengths(first, last)
         pointers = self._borders(first, last)
         wrong = (lengths < 0) | (pointers[1:] - pointers[:-1] != lengths * np.int64(self.dtype.itemsize))
@@ -315,11 +321,11 @@ class IndexedDataset:
             place = int(wrong.argmax())
             raise self._damaged(
                 f"says that sequence {first + place} has {lengths[place]} tokens from byte {pointers[place]} of the "
-                f".bin on, and that the next one begins at byte {pointers[place + 1]}"
+                f".bin, and that the next one begins at byte {pointers[place + 1]}"
             )
 
     def _checked_entries(self, first: int, last: int) -> np.ndarray:
-        """The sequence with which each of the documents [first, last] begins; last may be their number."""
+        """The first sequence of each of the documents [first, last]; `last` may be the number of documents."""
         entries = self._entries(first, last + 1)
         wrong = (entries < 0) | (entries > self.num_sequences)
         wrong[1:] |= entries[1:] < entries[:-1]
@@ -338,7 +344,7 @@ class IndexedDataset:
         )
 
     def _borders(self, first: int, last: int) -> np.ndarray:
-        """Where the sequences [first, last) begin, and where the last one's successor does, in bytes."""
+        """Where the sequences [first, last) and the one after them begin, in bytes."""
         pointers = self._pointers(first, min(last + 1, self.num_sequences))
         return np.append(pointers, self._num_bytes) if last == self.num_sequences else pointers
 
@@ -352,7 +358,7 @@ class IndexedDataset:
         return np.frombuffer(self._bytes(self._entries_at + 8 * first, 8 * (last - first)), "<i8")
 
     def _bytes(self, offset: int, length: int) -> bytes:
-        return self._index.read(offset, length, alone=self._opening)
+        return self._index.read(offset, length, exact=self._opening)
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
         """(dtype, number of sequences, number of documents)."""
@@ -361,17 +367,17 @@ class IndexedDataset:
             raise self._damaged(f"starts with {header[:9]!r}, not with Megatron's {MAGIC!r}")
         _, version, code, num_sequences, num_entries = HEADER.unpack(header)
         if version != VERSION:
-            raise ValueError(f"{self}.idx is of version {version} or big-endian; only version {VERSION} is known")
+            raise ValueError(f"{self}.idx has version {version} or is big-endian; only version {VERSION} is known")
         dtype = DTYPE_CODES.get(code)
         if dtype is None:
             raise ValueError(f"{self}.idx has dtype code {code}; token ids are integers: prepare the data again")
         if num_sequences == 0 or num_entries < 2:
-            raise ValueError(f"{self}.idx holds no documents; prepare the dataset again from non-empty text")
+            raise ValueError(f"{self}.idx has no documents; prepare the dataset again from non-empty text")
         return dtype, num_sequences, num_entries - 1
 
 
 class Concatenation:
-    """`parts`, one after the other, as one `TokenSource`; a part that is there twice counts twice."""
+    """`parts`, one after the other, as one `TokenSource`. A part may occur twice and then counts twice."""
 
     def __init__(self, parts: Sequence[TokenSource]) -> None:
         self.parts = list(parts)
@@ -410,11 +416,11 @@ class Concatenation:
             getattr(self.parts[part], name)(begin, end) + self._token_starts[part]
             for part, begin, end in self._places(starts, first, last)
         ]
-        # The end of each is the beginning of the next.
+        # The last offset of a piece is the first of the next.
         return np.concatenate([*(piece[:-1] for piece in pieces[:-1]), pieces[-1]])
 
     def _places(self, starts: list[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """(part, first, last within it) of the tokens, documents or sequences [first, last); at least one."""
+        """(part, first, last in this part) for the tokens, documents or sequences [first, last), at least one."""
         part = min(bisect_right(starts, first), len(self.parts)) - 1
         while True:
             end = min(last, starts[part + 1])
@@ -424,7 +430,7 @@ class Concatenation:
             first, part = end, part + 1
 
     def identity(self) -> str:
-        """`parts-1:` and a sha256 of the parts' sizes and identities in order."""
+        """`parts-1:` and a sha256 over the sizes and identities of the parts in order."""
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(f"{part.num_tokens} {part.identity()}\n".encode())
@@ -432,7 +438,7 @@ class Concatenation:
 
 
 class TokenRange:
-    """The sequences [first, end) of `stream`, a `TokenSource`; each of them counts as a document."""
+    """The sequences [first, end) of `stream` as a `TokenSource`; each sequence counts as a document."""
 
     def __init__(self, stream: TokenSource, first: int, end: int) -> None:
         self.stream, self._first = stream, first
@@ -459,15 +465,15 @@ class TokenRange:
     document_offsets = sequence_offsets
 
     def identity(self) -> str:
-        """That of the source, and which sequences."""
+        """`range-1:`, the range of sequences, and the identity of the stream."""
         return f"range-1:{self._first}-{self._first + self.num_sequences} of {self.stream.identity()}"
 
 
 def write_index(path: Path, dtype: np.dtype[Any], pieces: Sequence[tuple[np.ndarray, np.ndarray | None]]) -> None:
-    """Write an `.idx` of sequences that lie back to back, and sync it to disk.
+    """Write the `.idx` of contiguous sequences, and sync it to disk.
 
-    pieces: of each run of documents the lengths of its sequences, and the sequence of them after the last one of each
-    document; None: each sequence is a document. They are read in blocks, so they may be mapped from files.
+    pieces: groups of documents. Each has the lengths of its sequences and, for each document, the number of its last
+    sequence plus one; None: each sequence is a document. The arrays are read in blocks, so they may be memory-mapped.
     """
     code = next(code for code, known in DTYPE_CODES.items() if known == dtype)
     sequences = sum(len(lengths) for lengths, _ in pieces)
@@ -496,7 +502,7 @@ def write_index(path: Path, dtype: np.dtype[Any], pieces: Sequence[tuple[np.ndar
 
 
 def _firsts(number: int) -> range:
-    """Where the blocks of so many entries begin."""
+    """The first entries of the blocks of `number` entries."""
     return range(0, number, INDEX_BLOCK)
 
 
@@ -505,10 +511,10 @@ def write_dataset(
     documents: Iterable[Sequence[int] | np.ndarray],
     dtype: np.dtype[Any] | type[np.integer[Any]],
 ) -> None:
-    """Write documents, [num_tokens] integers each, as a dataset of `dtype`; each is one sequence. The `.idx` comes
-    last: until all is written there is no dataset."""
-    kept = np.dtype(dtype).newbyteorder("<")
-    limits = np.iinfo(kept)
+    """Write documents, integers [num_tokens] each, as a dataset of `dtype` in which each document is one sequence. The
+    `.idx` is written last, so an incomplete dataset cannot be opened."""
+    stored = np.dtype(dtype).newbyteorder("<")
+    limits = np.iinfo(stored)
     lengths = array("i")  # 4 bytes a document
     index = Path(f"{prefix}.idx")
     index.unlink(missing_ok=True)
@@ -516,10 +522,10 @@ def write_dataset(
         for document in documents:
             values = np.asarray(document)
             assert values.ndim == 1 and values.size and values.dtype.kind in "iu", (prefix, values.shape)
-            assert max(0, limits.min) <= values.min() and values.max() <= limits.max, (prefix, len(lengths), kept)
-            file.write(values.astype(kept).tobytes())
+            assert max(0, limits.min) <= values.min() and values.max() <= limits.max, (prefix, len(lengths), stored)
+            file.write(values.astype(stored).tobytes())
             lengths.append(values.size)
         file.flush()
         os.fsync(file.fileno())
     assert lengths, f"{prefix}: an empty dataset cannot be read back"
-    write_index(index, kept, [(np.frombuffer(lengths, dtype=np.int32), None)])
+    write_index(index, stored, [(np.frombuffer(lengths, dtype=np.int32), None)])

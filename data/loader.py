@@ -1,14 +1,14 @@
-"""The loader: every rank's micro-batches as a pure function of (seed, phases, global sample index).
+"""The loader: every rank's micro-batches are a pure function of (seed, phases, global sample index).
 
-Global batch b covers the global samples [b * G, (b + 1) * G). Its micro-batch m covers `micro_batch_size` consecutive
-ones of them, and data-parallel rank r of R takes m = r, r + R, r + 2R, ... (`consecutive`: the r-th of R equal runs of
-neighbours): the same micro-batches exist at any R, so another number of ranks or workers, or a restart anywhere,
-changes neither their content nor their order. The whole position is the number of samples consumed.
+Global batch b consists of the global samples [b * G, (b + 1) * G). Its micro-batch m has `micro_batch_size` consecutive
+ones of them. Data-parallel rank r of R takes m = r, r + R, r + 2R, ... (with `consecutive`, the r-th of R equal ranges
+of m). The micro-batches are the same for every R, so another number of ranks or workers, or a restart at any step,
+changes neither their content nor their order. The number of consumed samples is the whole position.
 
-A checkpoint keeps with it a fingerprint of the data, plain JSON: seed, sequence length, order of samples, the files of
-each source, the phases. On resume what shaped the samples already consumed must agree: a phase that has served samples
-keeps its blend, and a source that has given some keeps its files. What is to come may change, and a source may have
-more files after those that it had.
+A checkpoint saves the position and a fingerprint of the data as JSON: seed, sequence length, order of samples, files of
+each source, phases. On resume everything that determined the consumed samples must be equal: a phase that has served
+samples keeps its blend, and a source that has served samples keeps its files. Future phases may change, and a source
+may have new files after the old ones.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ import torch
 from data.megatron_order import MegatronSchedule
 from data.order import Growth, Samples, Window
 from data.schedule import PhaseSchedule
-from data.workers import LoaderError, Prefetcher, row_reads, stacked
+from data.workers import LoaderError, Prefetcher, row_readers, stack_rows
 
 _STEPS_AHEAD = 2
 UNCOUNTED = -1
-"""A target that does not count: its token has no loss, and the mean is over the others."""
+"""A target without a loss; the mean loss is over the other targets."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Micro-batch `index` of its global batch (the same at any data-parallel size): tokens and targets, int64
-    [rows, sequence length]. A phase of shorter sequences has more rows than micro_batch_size.
+    [rows, sequence length]. A phase with shorter sequences has more rows than micro_batch_size.
 
-    targets[:, t] is the token that follows tokens[:, t], or negative if it does not count.
-    documents: int32, the same shape, where they are masked: the number of each token's document in its row, ascending
-    from 0. num_documents: of all rows together. num_targets: how many targets count; None: all.
+    targets[:, t]: the token after tokens[:, t], or negative if this target has no loss.
+    documents: int32 [rows, sequence length], if documents are masked: the number of each token's document in its row,
+    ascending from 0. num_documents: in all rows together. num_targets: how many targets have a loss; None: all.
     """
 
     index: int
@@ -60,12 +60,12 @@ class MicroBatch:
         boundary_loss: bool = True,
         sequence_length: int | None = None,
     ) -> MicroBatch:
-        """Of samples: integers [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask
-        them; boundary_loss: whether targets of another document than their token's count. sequence_length: of the rows
-        that samples are cut into; None: of samples."""
+        """The micro-batch of `samples`: integers [micro_batch_size, seq_length + 1]. documents: int32, the same shape;
+        None if documents are not masked. boundary_loss: whether a target in another document than its token has a loss.
+        sequence_length: of the rows that samples are cut into; None: a row is a sample."""
 
         def rows(tensor: torch.Tensor) -> torch.Tensor:
-            """[rows, length + 1], each but a sample's first beginning with the last of the one before."""
+            """[rows, length + 1]: each row begins with the last element of the row before it in the same sample."""
             length = sequence_length or tensor.shape[1] - 1
             return tensor.unfold(1, length + 1, length).reshape(-1, length + 1)
 
@@ -76,7 +76,7 @@ class MicroBatch:
         documents = rows(documents)
         documents = documents - documents[:, :1]
         boundaries = documents.diff(dim=1)
-        assert bool(((boundaries == 0) | (boundaries == 1)).all()), "0, 1, 2, ... in each row"
+        assert bool(((boundaries == 0) | (boundaries == 1)).all()), "documents are not numbered 0, 1, 2, ..."
         num_targets = None
         if not boundary_loss:
             targets = targets.masked_fill(boundaries != 0, UNCOUNTED)
@@ -85,7 +85,7 @@ class MicroBatch:
         return cls(index, tokens, targets, documents[:, :-1].contiguous(), num_documents, num_targets)
 
     def pin_memory(self) -> MicroBatch:
-        """The same in page-locked memory."""
+        """A copy in page-locked memory."""
         documents = None if self.documents is None else self.documents.pin_memory()
         return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory(), documents=documents)
 
@@ -94,12 +94,13 @@ class MicroBatch:
 class MicroBatchLoader:
     """Loads one rank's micro-batches, step by step.
 
-    `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers processes
-    prepare the micro-batches of the next two steps; with 0 the rank reads each when it needs it. device: where the rank
-    will send them; for a GPU they lie in page-locked memory. Workers that deliver nothing for timeout_seconds (0: for
-    ever) are an error that names them. masked, boundary_loss: as `data.documents=masked` and `data.boundary_loss`.
+    sources: at least those that the schedule names, all with the same seq_length and seed. num_workers: processes that
+    prepare the micro-batches of the next two steps; with 0 the rank reads each micro-batch when it needs it. device:
+    the rank's; for a GPU, micro-batches are in page-locked memory. timeout_seconds: how long to wait for the workers
+    before an error that names them; 0: without limit. masked, boundary_loss: `data.documents=masked`,
+    `data.boundary_loss`.
 
-    Raises ValueError when a source is missing.
+    Raises ValueError if a source is missing.
     """
 
     schedule: PhaseSchedule
@@ -115,13 +116,13 @@ class MicroBatchLoader:
     boundary_loss: bool = True
     consecutive: bool = False
     consumed_samples: int = field(default=0, init=False)
-    """Global samples handed out so far, by all ranks together, the step in progress included."""
+    """Global samples that all ranks together have got so far, including those of the current step."""
     changes: list[str] = field(default_factory=list, init=False)
-    """What of the data differs from the checkpoint that was loaded, in words."""
+    """The differences between this run's data and that of the loaded checkpoint, as text."""
     data_wait: float = field(default=0.0, init=False)
-    """Seconds for which the rank waited for the newest step's micro-batches."""
+    """Seconds that the rank waited for the micro-batches of the current step."""
     worker_pids: list[int] = field(default_factory=list, init=False)
-    """Process ids of the workers, while there are some."""
+    """Process ids of the workers."""
 
     def __post_init__(self) -> None:
         for span in self.schedule.spans:
@@ -130,12 +131,12 @@ class MicroBatchLoader:
         self.sources = {name: self.sources[name] for name in self.schedule.source_names}
 
     def num_micro_batches(self, step: int) -> int:
-        """Micro-batches that this rank gets in `step`, from 0."""
+        """How many micro-batches this rank gets in `step`, counted from 0."""
         return self.schedule.span(step).batch_size // (self.micro_batch_size * self.dp_size)
 
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of the steps [start_step, end_step), a list for each step. Workers live until the
-        iterator ends or is closed. Raises LoaderError where they die or deliver nothing, and what reading raises."""
+        """This rank's micro-batches of the steps [start_step, end_step), a list for each step. The workers run until
+        the iterator ends or is closed. Raises LoaderError if a worker dies or is too slow, and what reading raises."""
         with contextlib.closing(self._batches(start_step, end_step)) as batches:
             for step in range(start_step, end_step):
                 began = time.perf_counter()
@@ -151,7 +152,7 @@ class MicroBatchLoader:
                 yield batch
 
     def _first_samples(self, start_step: int, end_step: int) -> Iterator[int]:
-        """Of this rank's micro-batches of the steps [start_step, end_step)."""
+        """The first global sample of each of this rank's micro-batches in the steps [start_step, end_step)."""
         for step in range(start_step, end_step):
             count = self.num_micro_batches(step)
             for turn in range(count):
@@ -159,12 +160,12 @@ class MicroBatchLoader:
                 yield self.schedule.samples_before(step) + index * self.micro_batch_size
 
     def _batches(self, start_step: int, end_step: int) -> Generator[MicroBatch, None, None]:
-        """All micro-batches in order: read when they are asked for, or ahead by workers."""
-        reads = partial(row_reads, self.schedule, self.sources, self.micro_batch_size, self.masked)
+        """All micro-batches in order, read on demand or ahead of time by workers."""
+        reads = partial(row_readers, self.schedule, self.sources, self.micro_batch_size, self.masked)
         firsts = self._first_samples(start_step, end_step)
         if self.num_workers == 0:
             for first in firsts:
-                yield self._make(first, stacked([read() for read in reads(first)]))
+                yield self._make(first, stack_rows([read() for read in reads(first)]))
             return
         ahead = _STEPS_AHEAD * max(self.num_micro_batches(span.first_step) for span in self.schedule.spans)
         with contextlib.closing(Prefetcher(reads, firsts, self._make, self.num_workers, ahead)) as prefetcher:
@@ -173,7 +174,7 @@ class MicroBatchLoader:
                 yield prefetcher.next(self.timeout_seconds)
 
     def _make(self, first: int, window: Window) -> MicroBatch:
-        """The micro-batch from global sample `first` on, in page-locked memory if it goes to a GPU."""
+        """The micro-batch that begins with global sample `first`, in page-locked memory if the device is a GPU."""
         span = self.schedule.span_at(first)
         index = (first - span.start) % span.batch_size // self.micro_batch_size
         documents = None if window.documents is None else torch.from_numpy(window.documents)
@@ -181,13 +182,13 @@ class MicroBatchLoader:
         batch = MicroBatch.of(index, tokens, documents, self.boundary_loss, span.sequence_length)
         if self.device.type != "cuda":
             return batch
-        torch.cuda.set_device(self.device)  # of this thread
+        torch.cuda.set_device(self.device)  # for this thread
         return batch.pin_memory()
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the data of this run: JSON types, and nothing of where files lie."""
-        # Where other data was allowed, one of the past may be gone.
+        """What identifies the data of this run, as JSON values, without the paths of files."""
+        # With checkpoint.allow_mismatch a source of past phases may be missing.
         used = [self.sources[name] for name in self.schedule.source_names if name in self.sources]
         found = {
             "seed": used[0].seed,
@@ -201,7 +202,8 @@ class MicroBatchLoader:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """consumed_samples, what each source gave of them, and the fingerprint: JSON types, equal on all ranks."""
+        """consumed_samples, how many of them came from each source, and the fingerprint: JSON values, the same on all
+        ranks."""
         return {
             "consumed_samples": self.consumed_samples,
             "position": {"counts": self.schedule.counts(self.consumed_samples)},
@@ -209,53 +211,53 @@ class MicroBatchLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stand where a checkpoint stood. Where this run lays out its phases otherwise, or a source has got more files,
-        what was consumed stays as it was, and the rest holds from there on; `changes` then says so.
+        """Continue at the position of a checkpoint. If this run has other phases, or a source has new files, these take
+        effect after the consumed samples, and `changes` lists them.
 
-        Raises ValueError, with what differs, when this run's data would not have given the samples that the
-        checkpoint has seen, unless allow_other_data; and when the run ends before.
+        Raises ValueError, with the differences, if this run's data would not have given the consumed samples, unless
+        allow_other_data; and if the run ends before the checkpoint's position.
         """
         consumed, counts = int(state["consumed_samples"]), state["position"]["counts"]
         saved, schedule = state["fingerprint"], self.schedule
         changes = []
-        if found := self._other_past(saved, consumed, counts):
+        if found := self._past_differences(saved, consumed, counts):
             if not self.allow_other_data:
                 raise ValueError(
                     f"this run's data is not the data of the checkpoint: {'; '.join(found)}. Restore those settings "
-                    "and files, or resume with other data by checkpoint.allow_mismatch=true, which gives up exact "
-                    "resumption"
+                    "and files, or set checkpoint.allow_mismatch=true to resume with other data; the run is then not "
+                    "exactly reproducible"
                 )
-            changes.append(f"the data is other than the checkpoint's: {'; '.join(found)}")
+            changes.append(f"the data differs from the checkpoint's: {'; '.join(found)}")
         phases = schedule.description()
-        if _served(saved["phases"], consumed) != _served(phases, consumed):
-            past, said = (_spelled(of, end=consumed) for of in (saved["phases"], phases))
-            # Weights by tokens are those of the files of then.
-            if past != said and not any(phase["by_tokens"] for phase in saved["phases"]):
-                changes.append(f"phases before sample {consumed} stay as they were: {past}; data.phases says {said}")
+        if _past_phases(saved["phases"], consumed) != _past_phases(phases, consumed):
+            past, new = (_phases_text(of, end=consumed) for of in (saved["phases"], phases))
+            # With weights by tokens a difference only shows that files were added.
+            if past != new and not any(phase["by_tokens"] for phase in saved["phases"]):
+                changes.append(f"phases before sample {consumed} stay {past}; the new data.phases would give {new}")
             schedule = schedule.after(saved["phases"], consumed)
             phases = schedule.description()
-        before, now = _to_come(saved["phases"], consumed), _to_come(phases, consumed)
+        before, now = _future_phases(saved["phases"], consumed), _future_phases(phases, consumed)
         if before != now:
-            changes.append(f"phases after sample {consumed}: were {_spelled(before)}; are {_spelled(now)}")
+            changes.append(f"phases after sample {consumed}: were {_phases_text(before)}; are {_phases_text(now)}")
         if (steps := schedule.steps_before(consumed)) > schedule.num_steps:
             raise ValueError(
-                f"the checkpoint stands after {consumed} samples in {steps} steps, and the run ends after "
-                f"{schedule.num_steps}; resume with train.steps={steps} or more"
+                f"the checkpoint has {consumed} samples in {steps} steps, but the run ends after "
+                f"{schedule.num_steps} steps; resume with train.steps={steps} or more"
             )
         sources = {}
         for name, source in self.sources.items():
-            given, kept = counts.get(name, 0), saved["sources"].get(name)
-            problem = None if kept is None else source.replaces(kept)
-            if problem is not None and not given:
+            count, description = counts.get(name, 0), saved["sources"].get(name)
+            problem = None if description is None else source.mismatch(description)
+            if problem is not None and not count:
                 changes.append(f"source {name!r}, of which nothing was consumed yet, {problem}")
-            if problem is None and given and kept is not None:
-                source = _grown(source, [Growth(*entry) for entry in kept["growth"]], given, changes)
+            if problem is None and count and description is not None:
+                source = _with_new_files(source, [Growth(*entry) for entry in description["growth"]], count, changes)
             sources[name] = source
         self.schedule, self.sources, self.consumed_samples, self.changes = schedule, sources, consumed, changes
 
-    def _other_past(self, saved: Mapping[str, Any], consumed: int, counts: Mapping[str, int]) -> list[str]:
-        """What of the past this run would replace, one sentence each. saved: the fingerprint of the run that has
-        consumed the samples, `counts` of them from each source."""
+    def _past_differences(self, saved: Mapping[str, Any], consumed: int, counts: Mapping[str, int]) -> list[str]:
+        """Why this run would not have given the consumed samples, one sentence for each reason. saved: the fingerprint
+        of the run that consumed them, `counts` of them from each source."""
         one = next(iter(self.sources.values()))
         now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
         keys = {"seed": "data.seed (by default run.seed)", "seq_length": "train.sequence_length", "order": "data.order"}
@@ -267,38 +269,39 @@ class MicroBatchLoader:
         current = self.schedule.description()
         if changed := _changed_phase(saved["phases"], current, consumed):
             found.append(
-                f"the phases up to sample {consumed} were {_spelled(saved['phases'], end=consumed)} and are now "
-                f"{_spelled(current, end=consumed)}; phase {changed!r} has served samples, so it must stay in "
-                "data.phases with its blend, sources in the same order (give one that begins now another name)"
+                f"the phases up to sample {consumed} were {_phases_text(saved['phases'], end=consumed)} and are now "
+                f"{_phases_text(current, end=consumed)}; phase {changed!r} has served samples, so it must stay in "
+                "data.phases with its blend and its order of sources (give a phase that begins now another name)"
             )
         for name in (name for name, count in counts.items() if count):
             if name not in self.sources or name not in saved["sources"]:
-                found.append(f"source {name!r} is gone")
-            elif problem := self.sources[name].replaces(saved["sources"][name]):
+                found.append(f"source {name!r} is missing")
+            elif problem := self.sources[name].mismatch(saved["sources"][name]):
                 found.append(f"source {name!r} {problem}")
         return found
 
 
-def _grown(source: Samples, growth: list[Growth], given: int, changes: list[str]) -> Samples:
-    """`source`, whose files came as `growth` says, then new ones, named in `changes`, after `given` samples."""
+def _with_new_files(source: Samples, growth: list[Growth], count: int, changes: list[str]) -> Samples:
+    """`source` with the history `growth` of its files; files that are new after its first `count` samples are added to
+    the history and reported in `changes`."""
     new = source.stream.parts[growth[-1].files :]
     if new:
         tokens = sum(part.num_tokens for part in new)
         changes.append(
-            f"source {source.name!r} has {len(new)} new files of {tokens:,} tokens, mixed with what its epoch has left "
-            f"after its sample {given}"
+            f"source {source.name!r} has {len(new)} new files of {tokens:,} tokens, mixed with the rest of its epoch "
+            f"after its sample {count}"
         )
-        growth.append(Growth(given, len(source.stream.parts)))
-    return source.grown(growth)
+        growth.append(Growth(count, len(source.stream.parts)))
+    return source.with_growth(growth)
 
 
-# --- phases as PhaseSchedule.description has them, which have served samples up to `consumed`
+# --- phases as in PhaseSchedule.description, of a run that has consumed the samples [0, consumed)
 
 Phases = Sequence[Mapping[str, Any]]
 
 
-def _served(phases: Phases, consumed: int) -> list[tuple[Any, ...]]:
-    """What of the phases shaped the samples before; their names do not."""
+def _past_phases(phases: Phases, consumed: int) -> list[tuple[Any, ...]]:
+    """What determined the consumed samples: all but the names of the phases."""
     keys = ("batch_size", "sequence_length", "blend_start", "blend")
     return [
         (phase["start"], min(phase["end"], consumed), *(phase[key] for key in keys))
@@ -307,8 +310,8 @@ def _served(phases: Phases, consumed: int) -> list[tuple[Any, ...]]:
     ]
 
 
-def _to_come(phases: Phases, consumed: int) -> list[dict[str, Any]]:
-    """What is left of the phases."""
+def _future_phases(phases: Phases, consumed: int) -> list[dict[str, Any]]:
+    """The phases after the consumed samples."""
     return [
         {**phase, "start": max(phase["start"], consumed), "blend_start": 0, "first_step": 0}
         for phase in phases
@@ -316,26 +319,27 @@ def _to_come(phases: Phases, consumed: int) -> list[dict[str, Any]]:
     ]
 
 
-def _spelled(phases: Phases, end: int | None = None) -> str:
-    """The phases for a reader, as far as sample `end`."""
-    words = []
+def _phases_text(phases: Phases, end: int | None = None) -> str:
+    """The phases as text, up to sample `end`."""
+    found = []
     for phase in phases:
         last = phase["end"] if end is None else min(phase["end"], end)
         if phase["start"] < last:
             total = sum(weight for _, weight in phase["blend"])
             blend = ", ".join(f"{name} {weight / total:.4g}" for name, weight in phase["blend"][:8])
             more = f" and {len(phase['blend']) - 8} more" if len(phase["blend"]) > 8 else ""
-            words.append(f"{phase['name']} [{phase['start']}, {last}) {blend}{more}")
-    return "; ".join(words) or "none"
+            found.append(f"{phase['name']} [{phase['start']}, {last}) {blend}{more}")
+    return "; ".join(found) or "none"
 
 
 def _changed_phase(saved: Phases, current: Phases, consumed: int) -> str | None:
-    """The first phase that has served samples and that the run does not have any more, or with another blend."""
-    if _served(saved, consumed) == _served(current, consumed):
+    """The first phase that has served samples and that this run does not have, or has with another blend."""
+    if _past_phases(saved, consumed) == _past_phases(current, consumed):
         return None
     names = {phase["name"] for phase in saved}
     for phase in saved:
-        # A phase of its name, or one that may be the same under a new name. Weights by tokens follow the files.
+        # A phase with its name, or else any with a new name, since it may have been renamed. Weights by tokens change
+        # with the files.
         now = [p for p in current if p["name"] == phase["name"]] or [p for p in current if p["name"] not in names]
         same = any(p["blend"] == phase["blend"] or (p["by_tokens"] and phase["by_tokens"]) for p in now)
         if phase["start"] < min(phase["end"], consumed) and not same:

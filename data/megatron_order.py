@@ -1,26 +1,26 @@
-"""`data.order=megatron`: the samples of a Megatron run at the positions where megatron-core 0.16 has them, bit for bit.
+"""`data.order=megatron`: the samples of a Megatron run in the order of megatron-core 0.16, bit for bit.
 
-Megatron lays out a whole run before its first step, in arrays that are functions of sizes, weights and the seed.
-Three for each dataset of a blend, all from one generator, `RandomState(seed)`:
+Megatron computes the order of a whole run before its first step, as arrays that are functions of sizes, weights and the
+seed. Each dataset of a blend has three arrays, all drawn from one generator, `RandomState(seed)`:
 
-    document_index  int32 [epochs * D]  the sequences of the `.idx`, every one `epochs` times, shuffled. The last epoch
-                                        is shuffled on its own if fewer than 80% of its samples are needed
-    sample_index    [samples + 1, 2]    where sample j begins: position in the document index, and offset within the
-                                        sequence. A sample is seq_length + 1 tokens; its last is the next one's first
-    shuffle_index   uint32 [samples]    the order in which samples are served; int64 where uint32 is too small
+    document_index  int32 [epochs * D]  the sequences of the `.idx`, each `epochs` times, shuffled. The last epoch is
+                                        shuffled separately if fewer than 80% of its samples are needed
+    sample_index    [samples + 1, 2]    where sample j begins: position in the document index, offset in that sequence.
+                                        A sample is seq_length + 1 tokens; its last token is the first of the next
+    shuffle_index   uint32 [samples]    the order in which samples are served; int64 if uint32 is too small
 
-and two for the blend: dataset_index, at sample i the dataset that is furthest behind its weight, and
-dataset_sample_index, how many samples it had before. Megatron finds them sample by sample in C++; here a sum and a
-search, or many stretches side by side, give the same numbers.
+A blend has two more: dataset_index, for each sample the dataset that is furthest behind its weight, and
+dataset_sample_index, how many samples this dataset served before. Megatron's C++ code computes the arrays sample by
+sample; the vectorized code here gives the same numbers.
 
-They depend on the samples of the whole run, so a resume with another length is refused. Each phase has arrays of its
-own, as `data.megatron.phases` says:
+The arrays depend on the number of samples of the run, so a resume with another length is refused. Each phase has its
+own arrays; `data.megatron.phases` selects how:
 
-    transitions   as with `--phase-transition-iterations`: for as many samples as the phase has, from their beginning on
-    relaunched    as when Megatron is stopped and started with another `--data-path`: for all samples of the run, from
-                  the position on where the phase before it stopped
+    transitions   as with `--phase-transition-iterations`: built for the samples of the phase, used from the beginning
+    relaunched    as when Megatron is stopped and restarted with another `--data-path`: built for all samples of the
+                  run, used from the position where the phase before it ended
 
-They are built once for each disk, into files that all ranks and loader workers map into memory.
+The arrays are built once per disk, as files that all ranks and loader workers map into memory.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from data.order import Samples, Window
 from data.schedule import Location, Phase, PhaseSchedule, SourceRange
 from data.storage import build_once, default_cache_dir
 
-# Part of the name of every folder of arrays: raise it with any change to what is in one.
+# Part of the folder name of arrays: increase it with any change to their content.
 _FORMAT = 2
-# Samples of a blend among which its datasets are looked for, before all that come before are counted.
+# To count each dataset's samples before a position, search for its last one in this number of samples; if it is not
+# there, count all samples.
 _LOOK_BACK = 1 << 18
-# Counts of all stretches together; they and a few arrays of their size stay in the processor's cache.
+# Datasets times lanes of `blending_indices`: a few arrays of this size fit into the processor's cache.
 _LANE_ELEMENTS = 1 << 17
 
 
@@ -60,8 +61,8 @@ def _normalized(weights: Sequence[float]) -> list[float]:
 
 
 def split_range(split: Sequence[float] | None, share: int, num_sequences: int) -> tuple[int, int]:
-    """The sequences [first, end) of a dataset that Megatron's `--split` (949, 50, 1) gives to its share 0 (training),
-    1 or 2; None: all to training. Raises ValueError for what is no split."""
+    """The sequences [first, end) of a dataset that Megatron's `--split` (such as 949, 50, 1) assigns to `share`: 0 for
+    training, 1 for validation, 2 for test. split None: all are for training. Raises ValueError for an invalid split."""
     if split is None:
         return (0, num_sequences) if share == 0 else (num_sequences, num_sequences)
     if not 1 <= len(split) <= 3 or min(split) < 0 or sum(split) == 0:
@@ -69,7 +70,7 @@ def split_range(split: Sequence[float] | None, share: int, num_sequences: int) -
             f"data.megatron.split={list(split)} is not up to three shares such as [949,50,1] (training, validation, "
             "test)"
         )
-    # Megatron's order of additions, because a rounding error can move a document to the other side.
+    # Add in Megatron's order: a rounding error can move a document to another share.
     ends = [0.0]
     for part in _normalized([*split, *[0.0] * (3 - len(split))]):
         ends.append(ends[-1] + part)
@@ -79,8 +80,8 @@ def split_range(split: Sequence[float] | None, share: int, num_sequences: int) -
 def dataset_indices(
     lengths: np.ndarray, sequences: tuple[int, int], num_samples: int | None, seq_length: int, seed: int
 ) -> dict[str, np.ndarray]:
-    """What `GPTDataset` builds for training on the sequences [first, end) of an `.idx` with these `lengths`, int32 [all
-    sequences], by name. num_samples: at least so many; None: one epoch."""
+    """The arrays that `GPTDataset` builds for training on the sequences [first, end) of an `.idx`, by name. lengths:
+    int32 [all sequences]. num_samples: at least this number is built; None: one epoch."""
     per_epoch = int(np.sum(lengths[slice(*sequences)], dtype=np.int64))
     epochs, separate, before_last = 1, False, 0
     if num_samples is not None:
@@ -91,7 +92,7 @@ def dataset_indices(
     generator = np.random.RandomState(seed)
 
     def shuffled(index: np.ndarray, last: int) -> np.ndarray:
-        """`index`, what comes from place `last` on shuffled on its own if the last epoch is."""
+        """Shuffle `index` in place; shuffle index[last:] separately if the last epoch is separate."""
         for part in (index[:last], index[last:]) if separate else (index,):
             generator.shuffle(part)
         return index
@@ -114,17 +115,18 @@ def dataset_indices(
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(dataset int16 [size], its sample int64 [size]) at each sample of a blend with these weights, as given.
+    """For each sample of a blend with these weights, its dataset, int16 [size], and the number of that dataset's
+    samples before it, int64 [size].
 
-    Sample i goes to the dataset d with the largest `w_d * max(i, 1) - count_d` in FP64, the first of equal ones, where
-    count_d is how many it had before; a dataset's samples are served in order.
+    Sample i comes from the dataset d with the largest `w_d * max(i, 1) - count_d` in FP64, where count_d is how many
+    samples d served before; of equal ones, from the first. A dataset's samples are served in order.
 
-    The rule needs the count before each sample. Many stretches run side by side, each from counts that are about
-    right; a stretch that did not begin where the one before it ended runs again from there, until all fit. Then, by
-    induction from the first, every one began right.
+    The rule needs the counts before each sample. The samples are cut into lanes, which are computed in parallel from
+    approximate counts. A lane whose first counts are not the last counts of the lane before it is computed again from
+    those, until all agree. The first lane begins exactly, so by induction all lanes are then exact.
 
-    Products and differences are rounded one by one, as Megatron's C++ does it on x86; a compiler for ARM may fuse them,
-    which can move samples where two datasets are equally far behind.
+    Products and differences are rounded separately, as in Megatron's C++ code on x86. A compiler for ARM may fuse
+    them, which can change the order where two datasets are equally far behind.
     """
     # Megatron normalizes the weights twice, and 1.0 / 0.9999999999999999 is not 1.
     w = np.array(_normalized(_normalized(weights)), dtype=np.float64)
@@ -137,9 +139,9 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
     starts = np.arange(lanes, dtype=np.int64) * length
     warm_up = min(length, 4 * len(w) + 64)
     before = np.maximum(starts - warm_up, 0)
-    begins = _about(w, before)
+    begins = _approximate_counts(w, before)
     _blend(w, begins, before, warm_up)
-    begins[:, 0] = 0  # the first has nothing before it, and is exact
+    begins[:, 0] = 0  # exact: no sample comes before the first lane
     ends = begins.copy()
     wrong = np.arange(lanes)
     while len(wrong):
@@ -151,8 +153,8 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
     return datasets.reshape(-1)[:size], samples.reshape(-1)[:size]
 
 
-def _about(w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Whole counts FP64 [D, lanes] that sum to `sizes` [lanes] and are close to w * sizes."""
+def _approximate_counts(w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Integers, FP64 [D, lanes], that sum to `sizes` [lanes] and are close to w * sizes."""
     exact = np.outer(w, sizes)
     counts = np.floor(exact)
     ranks = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0)
@@ -160,8 +162,9 @@ def _about(w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def _blend(w: np.ndarray, counts: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """From counts [D, lanes] at the samples `starts` [lanes], `length` samples on: their datasets int16 [lanes, length]
-    and these datasets' counts before. Changes counts in place."""
+    """`length` samples of each lane: their datasets, int16 [lanes, length], and these datasets' counts before them,
+    int64 [lanes, length]. counts [D, lanes]: before the samples `starts` [lanes]; updated in place to after the last
+    samples."""
     lanes = np.arange(counts.shape[1])
     datasets = np.empty((len(lanes), length), dtype=np.int16)
     samples = np.empty((len(lanes), length), dtype=np.int64)
@@ -189,7 +192,7 @@ def _stored(folder: Path, name: str) -> np.ndarray:
 
 
 def _build(cache_dir: Path, key: Sequence[Any], arrays: Callable[[], Mapping[str, np.ndarray]]) -> Path:
-    """The folder with these arrays, which `key` identifies; built if no process has done so."""
+    """The folder with these arrays, which `key` identifies. Builds it if no process has done so."""
 
     def build(folder: Path) -> None:
         for name, array in arrays().items():
@@ -200,8 +203,8 @@ def _build(cache_dir: Path, key: Sequence[Any], arrays: Callable[[], Mapping[str
 
 
 class MegatronSource(Samples):
-    """The samples of one source by ordinal, which counts through the datasets of all phases in turn; `datasets` are the
-    folders with their arrays. split: `data.megatron.split`, which of its sequences are trained on."""
+    """The samples of one source, numbered through the datasets of all phases one after the other. `datasets` are the
+    folders with their arrays. split: `data.megatron.split`, the share of the sequences that is trained on."""
 
     order = "megatron"
 
@@ -221,7 +224,8 @@ class MegatronSource(Samples):
         self._bases = [0]
 
     def add(self, num_samples: int | None, cache_dir: Path) -> tuple[int, int]:
-        """Append the dataset of a phase, for num_samples samples (None: one epoch): (its first ordinal, its size)."""
+        """Append the dataset of a phase with at least num_samples samples (None: one epoch). Returns its first ordinal
+        and its number of samples."""
         stream = self.stream
         key = ["dataset", stream.identity(), *self._sequences, num_samples, self.seq_length, self.seed]
 
@@ -256,18 +260,19 @@ class MegatronSource(Samples):
         numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), list(map(len, pieces))) if documents else None
         return Window(tokens, numbers)
 
-    def replaces(self, saved: Mapping[str, Any]) -> str | None:
-        if (now := len(self.stream.parts)) > len(saved["files"]):  # another order
+    def mismatch(self, saved: Mapping[str, Any]) -> str | None:
+        if (now := len(self.stream.parts)) > len(saved["files"]):  # would change the order
             return f"had {len(saved['files'])} files and now has {now}; with data.order=megatron none can be added"
-        return super().replaces(saved)
+        return super().mismatch(saved)
 
 
 @dataclass
 class Layout:
-    """The samples [start, end) of the run are the samples [first, first + end - start) of a Megatron dataset that was
-    built for num_samples, of sources by the weights of `blend`, as given.
+    """The samples [start, end) of the run are the samples [first, first + end - start) of a Megatron dataset, which was
+    built for num_samples samples of sources with the weights of `blend`.
 
-    folder: of the blend's arrays; None if one dataset serves all. bases: where each source's dataset begins.
+    folder: with the blend's arrays; None if one source serves all samples. bases: by source, the ordinal of the first
+    sample of its dataset.
     """
 
     start: int
@@ -288,7 +293,7 @@ class Layout:
         return name, self.bases[name] + index
 
     def ordinals(self, sample: int) -> list[int]:
-        """The ordinal that each source has come to before a sample of the run."""
+        """For each source, the ordinal of its next sample at a sample of the run."""
         position = self.first + sample - self.start
         counts = [position] if self.folder is None else _counts_before(self.folder, position, len(self.blend))
         return [self.bases[name] + count for name, count in zip(self.blend, counts, strict=True)]
@@ -304,10 +309,11 @@ def _counts_before(folder: Path, position: int, num_datasets: int) -> list[int]:
 
 
 class MegatronSchedule(PhaseSchedule):
-    """A PhaseSchedule whose phases take Megatron's samples; `open` has to come before the first of them is asked for.
+    """A PhaseSchedule whose phases take Megatron's samples. Call `open` before the first `locate`.
 
-    Phases in a row with one blend are one for Megatron: a batch size that grows changes no order. run: the group
-    `data.megatron` of a configuration. Raises ValueError, also for a Megatron run that is shorter than this one.
+    Consecutive phases with the same blend are one phase for Megatron, so a growing batch size does not change the
+    order. run: the group `data.megatron` of a configuration. Raises ValueError as PhaseSchedule does, and if the
+    Megatron run is shorter than this one.
     """
 
     def __init__(
@@ -320,10 +326,10 @@ class MegatronSchedule(PhaseSchedule):
         samples = total if run.train_samples is None else run.train_samples
         if samples < total:
             raise ValueError(
-                f"data.megatron.train_samples={samples} is less than the {total} samples up to this run's end; give "
-                "those of the Megatron run, its --train-iters times --global-batch-size, or shorten train.steps"
+                f"data.megatron.train_samples={samples} is less than the {total} samples up to the end of this run; "
+                "give --train-iters times --global-batch-size of the Megatron run, or lower train.steps"
             )
-        # Megatron normalizes the floats as they are written; whole numbers in proportion can be a bit off.
+        # Megatron normalizes the floats of the configuration; Blend.shares could round differently.
         blends = {phase.name: {n: w for n, w in (phase.blend or {}).items() if w > 0} for phase in phases}
         self.layouts: list[Layout] = []
         for span in self.spans:
@@ -337,7 +343,7 @@ class MegatronSchedule(PhaseSchedule):
             else:
                 layout.num_samples = layout.end - layout.start
         if run.phases == "transitions":
-            # The first phase began before this run, and the last one may continue after it.
+            # The first phase may have begun before this run, and the last one may continue after it.
             self.layouts[0].first = run.consumed_samples
             self.layouts[0].num_samples += run.consumed_samples
             self.layouts[-1].num_samples += samples - total
@@ -350,9 +356,9 @@ class MegatronSchedule(PhaseSchedule):
         vocab_size: int,
         cache_dir: str | Path | None = None,
     ) -> dict[str, MegatronSource]:
-        """The sources of the run, after all arrays were built or found in cache_dir (None: the user's).
+        """The sources of the run. Builds their arrays in cache_dir (None: the user's cache folder) unless they exist.
 
-        Raises ValueError for what Megatron would refuse, run forever on, or leave unfinished.
+        Raises ValueError for settings that Megatron refuses, or with which it never ends or runs out of samples.
         """
         self.check_sources(streams)
         folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)) / "megatron"
@@ -374,8 +380,8 @@ class MegatronSchedule(PhaseSchedule):
         elif len(names) > 1:
             if len(set(weights)) > 1:
                 raise ValueError(
-                    "with data.megatron.weighted=false the lengths of the sources are their weights, but the blend "
-                    f"has {layout.blend}; give all of them the weight 1"
+                    "with data.megatron.weighted=false the lengths of the sources are the weights, but the blend is "
+                    f"{layout.blend}; give every source the weight 1"
                 )
             wanted = [None] * len(names)
         built = [sources[name].add(samples, folder) for name, samples in zip(names, wanted, strict=True)]
@@ -387,8 +393,8 @@ class MegatronSchedule(PhaseSchedule):
             size = min(size, sum(count for _, count in built))
             if size < (needed := layout.first + layout.end - layout.start):
                 raise ValueError(
-                    f"{', '.join(names)} have {size} samples in one epoch, and Megatron gives no more to --data-path "
-                    f"without weights; this run needs {needed}: shorten train.steps"
+                    f"{', '.join(names)} have {size} samples in one epoch, and Megatron serves only one epoch of a "
+                    f"--data-path without weights; this run needs {needed}: lower train.steps"
                 )
 
         def arrays() -> dict[str, np.ndarray]:
@@ -399,8 +405,8 @@ class MegatronSchedule(PhaseSchedule):
         for name, (_, has), count in zip(names, built, _counts_before(layout.folder, size, len(names)), strict=True):
             if count > has:
                 raise ValueError(
-                    f"the blend takes {count} samples of {name!r}, of which it built {has}, where Megatron ends too; "
-                    "raise data.megatron.surplus (--mid-level-dataset-surplus), as for that run"
+                    f"the blend takes {count} samples of {name!r}, but only {has} were built, so Megatron would fail "
+                    "too; raise data.megatron.surplus (--mid-level-dataset-surplus) as in that run"
                 )
 
     def locate(self, global_sample: int) -> Location:
@@ -424,14 +430,14 @@ class MegatronSchedule(PhaseSchedule):
         return dict(counts)
 
     def after(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
-        """Raises ValueError: what Megatron laid out for a run is of that run."""
+        """Raises ValueError: Megatron's order cannot change during a run."""
         raise ValueError(
             f"with data.order=megatron the {consumed} samples that were consumed keep their phases and batches; "
             "restore train.global_batch_size and the lengths of the phases up to there"
         )
 
     def layout_description(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the layouts: JSON."""
+        """What a checkpoint saves of the layouts: JSON values."""
         phases = [
             [layout.start, layout.end, layout.first, layout.num_samples, [list(pair) for pair in layout.blend.items()]]
             for layout in self.layouts
@@ -439,7 +445,8 @@ class MegatronSchedule(PhaseSchedule):
         return {**self._settings, "phases": phases}
 
     def layout_differences(self, saved: Mapping[str, Any], consumed: int) -> list[str]:
-        """What of the first `consumed` samples a checkpoint's `layout_description` has otherwise, one sentence each."""
+        """How the layout of the first `consumed` samples differs from `saved`, the `layout_description` in a
+        checkpoint, one sentence for each difference."""
         found = [
             f"data.megatron.{key} was {saved[key]} and is now {value}"
             for key, value in self._settings.items()
@@ -449,9 +456,9 @@ class MegatronSchedule(PhaseSchedule):
         for start, end, *was in saved["phases"]:
             if start < min(end, consumed) and layouts.get(start) != was:
                 found.append(
-                    f"the phase from sample {start} had Megatron's [first sample, samples, blend] {was} and would have "
-                    f"{layouts.get(start)}, which is another order; restore its blend and length, of the last phase "
-                    "data.megatron.train_samples"
+                    f"the phase from sample {start} had Megatron's [first sample, samples, blend] {was} and now has "
+                    f"{layouts.get(start)}, which changes the order; restore its blend and length (for the last phase "
+                    "also data.megatron.train_samples)"
                 )
         return found
 
@@ -460,7 +467,7 @@ class MegatronSchedule(PhaseSchedule):
 
 
 def check_megatron(data: Any) -> None:
-    """Raise ValueError for settings of a configuration's `data.megatron` that are none, or would have no effect."""
+    """Raise ValueError for settings in a configuration's `data.megatron` that are invalid or have no effect."""
     run = data.megatron
     if data.order != "megatron" and run != type(run)():
         raise ValueError(
@@ -472,10 +479,8 @@ def check_megatron(data: Any) -> None:
 
 
 def held_out_by_split(bundle: DataBundle, split: Sequence[float] | None) -> Mapping[str, TokenSource]:
-    """The validation sets of a run: those that it names, else the second share of Megatron's split of each source.
-
-    A source of which the split leaves nothing to it has none.
-    """
+    """The validation sets of a run: those of `data.validation`, or else the second share of Megatron's split of each
+    source that has sequences in it."""
     if bundle.validation or split is None:
         return bundle.validation
     ranges = {name: (stream, *split_range(split, 1, stream.num_sequences)) for name, stream in bundle.train.items()}

@@ -1,22 +1,23 @@
-"""The samples of one source: sample k, for any k, is a pure function of (seed, source name, order, k).
+"""The samples of one source: sample k is a pure function of (seed, source name, order, k).
 
-A sample is a window of seq_length + 1 tokens, which shares its last token with the first of the next, so that every
-token but an epoch's first is a target exactly once an epoch, except what is left after the last whole window. Each
-epoch visits every window once, in an order of its own, which is a function of (key, epoch) and needs no index on disk.
-It does not depend on how long the run is.
+A sample is a window of seq_length + 1 tokens. Its last token is also the first token of the next window, so each epoch
+trains on every token as a target exactly once, except the first token and the rest after the last full window. An epoch
+visits every window once. Its order is a function of (key, epoch): it needs no index on disk and does not depend on the
+length of the run.
 
-`WindowOrder` cuts the stream as it lies: one read a sample, but a window's documents are neighbours in the corpus in
-every epoch.
+`WindowOrder` cuts the stream in its stored order. That is one read per sample, but the documents in a window are the
+same neighbours in every epoch.
 
-`DocumentOrder` shuffles the documents first, so that each epoch has other neighbours and other cuts. Up to 16,384
-documents are shuffled at once. A larger corpus is cut into runs of equally many tokens, some thousand documents (a
-document across a border becomes two); 16 runs, drawn over the whole corpus, make a group, and the documents of a group
-are shuffled. The epoch's stream is its groups one after the other, and its windows are shuffled within the group where
-they begin. Where a group begins is arithmetic, so only the index entries of the group in use are read.
+`DocumentOrder` shuffles the documents first, so each epoch has other neighbours and other cuts. A corpus of up to
+16,384 documents is shuffled at once. A larger one is cut into runs with the same number of tokens, about a thousand
+documents each (a document that crosses a border becomes two). 16 runs, drawn from the whole corpus, form a group, and
+the documents within a group are shuffled. The stream of an epoch is its groups one after the other; its windows are
+shuffled within the group in which they begin. The beginning of a group is computed, so only the index entries of the
+current group are read.
 
-A source may get more files during a run. Then what its epoch has left and the windows of the new files, evenly mixed,
-are one epoch; after that come epochs over all files. The checkpoint keeps the samples from which on there were how many
-files (`Growth`).
+A source may get more files during a run. The rest of its current epoch and the windows of the new files, mixed evenly,
+then form one epoch; after it come epochs over all files. The checkpoint saves how many files the source had from which
+sample (`Growth`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from data.indexed import Concatenation, TokenSource, check_ids, document_numbers, documents_after
-from data.storage import in_turn, side_by_side
+from data.storage import lock_or_timeout, map_in_threads
 
 _NUM_ROUNDS = 6
 _MASK = (1 << 64) - 1
@@ -48,7 +49,7 @@ def _mix(value: Bits) -> Bits:
 
 
 class Permutation:
-    """A bijection of [0, size) chosen by `key`; equal (size, key) give equal permutations on every machine."""
+    """A permutation of [0, size) that is a function of (size, key), the same on every machine."""
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
@@ -58,7 +59,7 @@ class Permutation:
         self._round_keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_NUM_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Where `index` goes."""
+        """The place of `index` in the permutation."""
         assert 0 <= index < self.size, (index, self.size)
         value = self._feistel(index)
         while value >= self.size:
@@ -73,9 +74,10 @@ class Permutation:
 
 
 def shuffled(size: int, key: str) -> np.ndarray:
-    """The numbers [0, size) sorted by a hash of each and of `key`, int64 [size]: for orders that are used whole."""
+    """The numbers [0, size), sorted by a hash of the number and `key`: int64 [size]. `Permutation` computes single
+    places; this computes all of them."""
     seed = np.frombuffer(hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest(), dtype="<u8")
-    # splitmix64: its state takes equal steps, its finalizer is a bijection, so no two numbers get the same hash.
+    # splitmix64: the states are equally spaced and the finalizer is a bijection, so no two numbers have the same hash.
     states = seed + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return np.argsort(_mix(states), kind="stable")
 
@@ -84,8 +86,8 @@ _GROUP_DOCUMENTS, _RUN_DOCUMENTS, _RUNS_IN_GROUP = 1 << 14, 1 << 10, 16
 
 
 class Window(NamedTuple):
-    """tokens: integers [seq_length + 1]. documents: int32 [seq_length + 1], the number of each token's document within
-    the window, from 0; None if not asked for."""
+    """tokens: integers [seq_length + 1]. documents: int32 [seq_length + 1], for each token the number of its document
+    in the window, from 0; None if they were not requested."""
 
     tokens: np.ndarray
     documents: np.ndarray | None
@@ -96,30 +98,30 @@ def num_windows(num_tokens: int, seq_length: int) -> int:
     return max(0, (num_tokens - 1) // seq_length)
 
 
-# Samples of one epoch follow one another: the key of each source need not be hashed for each of them.
+# Consecutive samples are of the same epoch, so the key is hashed once for all of them.
 _permutation = lru_cache(maxsize=1024)(Permutation)
 
 
 class WindowOrder:
-    """The windows of the stream itself, shuffled; num_windows in an epoch."""
+    """Shuffled windows of the stream in its stored order; num_windows in an epoch."""
 
     def __init__(self, stream: TokenSource, seq_length: int, key: str) -> None:
         self.num_windows = num_windows(stream.num_tokens, seq_length)
         self._stream, self._seq_length, self._key = stream, seq_length, key
 
     def window(self, epoch: int, position: int, documents: bool) -> Window:
-        """The window at `position` of an epoch, with its documents if so asked."""
+        """The window at `position` of an epoch. documents: whether to number its documents."""
         start = _permutation(self.num_windows, f"{self._key}/{epoch}")(position) * self._seq_length
         length = self._seq_length + 1
         numbers = document_numbers(self._stream, start, length) if documents else None
         return Window(self._stream.tokens(start, length), numbers)
 
 
-_ONE_SHUFFLES = threading.Lock()
+_SHUFFLE_LOCK = threading.Lock()
 
 
 class DocumentOrder:
-    """The shuffled windows of the stream of shuffled documents; num_windows in an epoch."""
+    """Shuffled windows of the stream of shuffled documents; num_windows in an epoch."""
 
     def __init__(self, stream: TokenSource, seq_length: int, key: str) -> None:
         self.num_windows = num_windows(stream.num_tokens, seq_length)
@@ -127,11 +129,11 @@ class DocumentOrder:
         self._run = stream.num_tokens  # tokens
         if stream.num_documents > _GROUP_DOCUMENTS:
             self._run = -(-stream.num_tokens * _RUN_DOCUMENTS // stream.num_documents)
-        self._num_runs = max(1, stream.num_tokens // self._run)  # whole ones; what is left goes to the last group
+        self._num_runs = max(1, stream.num_tokens // self._run)  # full runs; the rest belongs to the last group
         self._num_groups = max(1, self._num_runs // _RUNS_IN_GROUP)
 
     def window(self, epoch: int, position: int, documents: bool) -> Window:
-        """The window at `position` of an epoch, with its documents if so asked."""
+        """The window at `position` of an epoch. documents: whether to number its documents."""
         group = min(position * self._seq_length // (self._run * _RUNS_IN_GROUP), self._num_groups - 1)
         while position < self._first_window(group):
             group -= 1
@@ -145,7 +147,7 @@ class DocumentOrder:
         return Window(tokens, numbers)
 
     def _group_start(self, group: int) -> int:
-        """The token of the epoch's stream with which a group begins."""
+        """The first token of a group, in the epoch's stream."""
         return self._stream.num_tokens if group == self._num_groups else group * _RUNS_IN_GROUP * self._run
 
     def _first_window(self, group: int) -> int:
@@ -155,19 +157,19 @@ class DocumentOrder:
         return min(-(-self._group_start(group) // self._seq_length), self.num_windows)
 
     def _cut(self, epoch: int, group: int, offset: int, length: int) -> tuple[np.ndarray, list[int]]:
-        """`length` tokens from `offset` of a group on, into the groups after it if need be; and how many tokens each
-        document gives of them."""
+        """`length` tokens from `offset` in a group, continuing in the next groups if necessary; and how many of them
+        each document has."""
         pieces: list[np.ndarray] = []
         left = length
         while left:
-            with in_turn(_ONE_SHUFFLES):
+            with lock_or_timeout(_SHUFFLE_LOCK):
                 starts, ends = _shuffled_group(self, epoch, group)
-            # Which, unlike numpy's search, does not hand Python's lock to another thread.
+            # Unlike numpy's searchsorted, bisect does not release the GIL.
             first, last = bisect_right(ends, offset), bisect_left(ends, offset + left) + 1
             begin = int(ends[first - 1]) if first else 0
             for start, end in zip(starts[first:last].tolist(), ends[first:last].tolist(), strict=True):
                 take = min(end - offset, left)
-                if take:  # else a document without tokens
+                if take:  # a document may have no tokens
                     pieces.append(self._stream.tokens(start + offset - begin, take))
                     left -= take
                 begin = offset = end
@@ -175,28 +177,28 @@ class DocumentOrder:
         return np.concatenate(pieces), list(map(len, pieces))
 
     def shuffle_group(self, epoch: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of a group in the order of an epoch: where each begins in the files, and where it ends in the
-        group, int64 [documents] each."""
+        """The documents of a group in the order of an epoch, two int64 [documents]: the first token of each in the
+        source, and its end in the group."""
         begin, last = group * _RUNS_IN_GROUP, group + 1 == self._num_groups
         end = self._num_runs if last else begin + _RUNS_IN_GROUP
         runs = [_permutation(self._num_runs, f"{self._key}/{epoch}/runs")(place) for place in range(begin, end)]
         spans = [(run * self._run, (run + 1) * self._run) for run in runs]
         if last and self._num_runs * self._run < self._stream.num_tokens:
             spans.append((self._num_runs * self._run, self._stream.num_tokens))
-        # Reads that wait for a disk or a store wait together.
-        offsets = side_by_side(lambda span: _documents_within(self._stream, *span), spans)
+        # In threads, so that the reads wait for the disk or store at the same time.
+        offsets = map_in_threads(lambda span: _document_starts(self._stream, *span), spans)
         starts = np.concatenate([of[:-1] for of in offsets])
         lengths = np.concatenate([np.diff(of) for of in offsets])
         order = shuffled(len(starts), f"{self._key}/{epoch}/documents {group}")
         return starts[order], np.cumsum(lengths[order])
 
 
-# Of all sources of a process, 300 kB each: every source of a blend has a group under way.
+# For all sources of a process: each source of a blend has one current group, of 300 kB.
 _shuffled_group = lru_cache(maxsize=512)(DocumentOrder.shuffle_group)
 
 
-def _documents_within(stream: TokenSource, first: int, end: int) -> np.ndarray:
-    """Where the documents begin that lie in the tokens [first, end), the first one cut there, and the end: int64."""
+def _document_starts(stream: TokenSource, first: int, end: int) -> np.ndarray:
+    """Where the documents in the tokens [first, end) begin, and `end`: int64. The first one begins at `first`."""
     if (first, end) == (0, stream.num_tokens):
         return stream.document_offsets(0, stream.num_documents)
     return np.concatenate([[first], documents_after(stream, first, end, 2 * _RUN_DOCUMENTS), [end]])
@@ -207,14 +209,14 @@ ORDERS: dict[str, type[Order]] = {"documents": DocumentOrder, "windows": WindowO
 
 
 class Growth(NamedTuple):
-    """From sample `sample` of a source on it has `files` files."""
+    """The source has `files` files from its sample `sample`."""
 
     sample: int
     files: int
 
 
 class Place(NamedTuple):
-    """Where a sample is: `position` of `epoch` of an order."""
+    """The place of a sample: the position in an epoch of an order."""
 
     order: Order
     epoch: int
@@ -222,8 +224,9 @@ class Place(NamedTuple):
 
 
 class _Stage:
-    """A source from sample `first` on, when it got files, until it gets more: first the windows that the epoch before
-    has left, evenly mixed with those of the files that were added; then epochs of `order`, over all files."""
+    """The samples of a source from sample `first`, at which it got files, until it gets more files: first the rest of
+    the current epoch of the stage `before`, mixed evenly with the windows of the new files (`added`); then epochs of
+    `order`, over all files."""
 
     def __init__(self, order: Order, first: int = 0, before: _Stage | None = None, added: Order | None = None) -> None:
         self._order, self._first, self._before, self._added = order, first, before, added
@@ -236,7 +239,7 @@ class _Stage:
             self._first_epoch = int(self._began) + 1
 
     def place(self, sample: int) -> Place:
-        """Where a sample is."""
+        """The place of a sample."""
         position = sample - self._first
         if position >= self._mixed:
             epoch, position = divmod(position - self._mixed, self._order.num_windows)
@@ -244,13 +247,13 @@ class _Stage:
         assert self._before is not None and self._added is not None
         if position < 0:
             return self._before.place(sample)
-        old = position * self._old // self._mixed  # of those before
+        old = position * self._old // self._mixed  # samples of the stage before
         if (position + 1) * self._old // self._mixed > old:
             return self._before.place(self._first + old)
         return Place(self._added, 0, position - old)
 
     def epochs(self, sample: int) -> float:
-        """How many epochs the samples [0, sample) are."""
+        """How many epochs the samples [0, sample) make."""
         position = sample - self._first
         if position < 0 and self._before is not None:
             return self._before.epochs(sample)
@@ -259,7 +262,7 @@ class _Stage:
         return self._first_epoch + (position - self._mixed) / self._order.num_windows
 
     def left(self, sample: int) -> int:
-        """How many samples its present epoch has from `sample` on, which is not before the stage."""
+        """How many samples the current epoch has left at `sample`, which must be in this stage."""
         position = sample - self._first
         if position < self._mixed:
             return self._mixed - position
@@ -267,9 +270,9 @@ class _Stage:
 
 
 class Samples:
-    """The samples of one source by ordinal, which counts over the whole run; num_samples in an epoch.
+    """The samples of one source, numbered over the whole run; num_samples in an epoch.
 
-    tokens: how many of the stream's are used; None: all. Raises ValueError if they are fewer than one sample.
+    tokens: how many tokens of the stream are used; None: all. Raises ValueError if they do not make one sample.
     """
 
     order: str
@@ -289,8 +292,8 @@ class Samples:
             )
 
     def sample(self, sample: int, documents: bool = False) -> Window:
-        """Sample k as int64 tokens, with its documents if so asked. Raises ValueError for a token id outside the
-        model's vocabulary, rather than in an embedding kernel."""
+        """The sample with int64 tokens. documents: whether to number its documents. Raises ValueError for a token id
+        outside the model's vocabulary, before an embedding kernel fails on it."""
         tokens, numbers = self._read(sample, documents)
         check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
         return Window(tokens.astype(np.int64, copy=False), numbers)
@@ -299,22 +302,20 @@ class Samples:
         raise NotImplementedError
 
     def epochs(self, sample: int) -> float:
-        """How often the samples [0, sample) have gone through the source."""
+        """How many epochs over the source the samples [0, sample) make."""
         return sample / self.num_samples
 
     def description(self) -> dict[str, Any]:
-        """What a checkpoint keeps to recognise this source: tokens and identity of each file, wherever it lies, and
-        from which sample on it had how many of them."""
+        """What a checkpoint saves to recognize this source: tokens and identity of each file, without its path, and
+        from which sample the source had how many files."""
         return {
             "files": [[part.num_tokens, part.identity()] for part in self.stream.parts],
             "growth": [list(entry) for entry in self.growth],
         }
 
-    def replaces(self, saved: Mapping[str, Any]) -> str | None:
-        """What of a checkpoint's `description` this source does not have any more, in words; None if it has all.
-
-        More files after those that it had replace nothing.
-        """
+    def mismatch(self, saved: Mapping[str, Any]) -> str | None:
+        """How this source differs from the `description` in a checkpoint, as text; None if it does not. More files
+        after the saved ones are no difference."""
         files, parts = saved["files"], self.stream.parts
         if len(files) > len(parts):
             return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"
@@ -324,18 +325,18 @@ class Samples:
                 was, now = (of.rpartition(":")[2][:12] for of in (identity, part.identity()))
                 return (
                     f"({part}){which} had {num_tokens} tokens (identity {was}) and now has {part.num_tokens} "
-                    f"(identity {now}); new files go after those that it had"
+                    f"(identity {now}); add new files after the old ones"
                 )
         return None
 
-    def grown(self, growth: Sequence[Growth]) -> Samples:
-        """The same source, whose files came as `growth` says; others than SampleSource do not grow."""
+    def with_growth(self, growth: Sequence[Growth]) -> Samples:
+        """The same source with this history of its files; only a SampleSource can get more files."""
         assert len(growth) == 1
         return self
 
 
 class SampleSource(Samples):
-    """A token stream cut into shuffled samples. order: a key of ORDERS. growth: when it got its files."""
+    """A token stream cut into shuffled samples. order: a key of ORDERS. growth: when the source got its files."""
 
     def __init__(
         self,
@@ -358,8 +359,8 @@ class SampleSource(Samples):
             files = more
 
     def _order_of(self, first: int, end: int) -> Order:
-        """The order of its files [first, end)."""
-        # repr() keeps a name with a separator in it from colliding with another (seed, name, epoch).
+        """The order of the files [first, end)."""
+        # repr(), because a name with "/" in it could otherwise give the key of another (seed, name, epoch).
         key = f"{self.seed}/{self.name!r}"
         whole = (first, end) == (0, len(self.stream.parts))
         stream = self.stream if whole else Concatenation(self.stream.parts[first:end])
@@ -367,11 +368,11 @@ class SampleSource(Samples):
             key += f"/files {first} to {end}"
         return ORDERS[self.order](stream, self.seq_length, key)
 
-    def grown(self, growth: Sequence[Growth]) -> SampleSource:
+    def with_growth(self, growth: Sequence[Growth]) -> SampleSource:
         return SampleSource(self.name, self.stream, self.seq_length, self.seed, self.vocab_size, self.order, growth)
 
     def place(self, sample: int) -> Place:
-        """Where sample k is."""
+        """The place of a sample."""
         return self._stage.place(sample)
 
     def _read(self, sample: int, documents: bool) -> Window:

@@ -1,8 +1,8 @@
-"""The data of a run from its configuration, as `pretrain.py` hands this module to the trainer.
+"""The data of a run from its configuration; `pretrain.py` passes this module to the trainer.
 
-Sources are opened by their kind, laid out in phases, and cut into a share for each rank. All ranks open the same data,
-or none trains. `config` is the whole configuration; `mesh` has `dp_rank`, `dp_size`, `dp_group`, `consecutive` and
-`device`. megatron_fp4/training/providers.py lists what a trainer asks.
+It opens the sources, lays out the phases, and gives each rank its share. Training begins only if all ranks opened the
+same data. `config` is the whole configuration; `mesh` has `dp_rank`, `dp_size`, `dp_group`, `consecutive` and
+`device`. megatron_fp4/training/providers.py lists what a trainer calls.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from data.order import Samples, SampleSource
 from data.schedule import Phase, PhaseSchedule, PhaseSpan
 from data.sources import check_indexed, open_indexed
 from data.storage import default_cache_dir
-from data.validation import ValidationSet, Yardstick
+from data.validation import TargetStatistics, ValidationSet
 
 __all__ = ["MicroBatch", "RunData", "check_kind", "default_cache_dir", "open_alone", "open_data", "phases"]
 
 
 class Kind(NamedTuple):
-    """Both get the group `data` of a configuration. open: with the model's vocab_size; raises FileNotFoundError or
-    ValueError. check: before anything is opened, ValueError for settings that are missing or mean nothing here."""
+    """open(data, vocab_size): opens the sources; raises FileNotFoundError or ValueError. check(data): raises ValueError
+    for settings that are missing or have no effect, before anything is opened. data: the group `data` of a
+    configuration."""
 
     open: Callable[[Any, int], DataBundle]
     check: Callable[[Any], None]
@@ -58,8 +59,8 @@ _PHASE_KEYS = ("name", "fraction", "steps", "tokens", "global_batch_size", "sequ
 
 
 class PlannedUse(NamedTuple):
-    """Of one source in one phase: its share of the samples, the epochs over it in this phase, and those from the
-    beginning of the run to the end of the phase."""
+    """One source in one phase. share: of the phase's samples. epochs: over the source in this phase. epochs_done: from
+    the beginning of the run to the end of this phase."""
 
     source: str
     share: float
@@ -69,43 +70,44 @@ class PlannedUse(NamedTuple):
 
 @dataclass(frozen=True)
 class RunData:
-    """The opened data of a run. yardsticks: what held-out losses are measured by, by set; none in `open_alone`."""
+    """The opened data of a run. statistics: of the targets of each held-out set; empty from `open_alone`."""
 
     bundle: DataBundle
     loader: MicroBatchLoader
     validation: list[ValidationSet]
-    yardsticks: dict[str, Yardstick] = field(default_factory=dict)
+    statistics: dict[str, TargetStatistics] = field(default_factory=dict)
 
     @property
     def phases(self) -> PhaseSchedule:
-        """The data phases; after a resume, with those of the past."""
+        """The data phases; after a resume they include the past phases of the checkpoint."""
         return self.loader.schedule
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What is the same in every start of a run: its tokenizer. Which data was consumed is in the loader's state."""
+        """What must be the same in every start of a run: its tokenizer. The loader's state has the consumed data."""
         return {"tokenizer": self.bundle.tokenizer and self.bundle.tokenizer.fingerprint()}
 
     @property
     def unigram_entropy(self) -> dict[str, float]:
         """Of each held-out set, in nats per token."""
-        return {name: yardstick.unigram_entropy for name, yardstick in self.yardsticks.items()}
+        return {name: of_set.unigram_entropy for name, of_set in self.statistics.items()}
 
     def summary(self) -> list[str]:
-        """Lines that say what was opened."""
+        """Lines that list what was opened."""
         lines = [self.bundle.summary()]
         if unused := [name for name in self.bundle.train if name not in self.loader.sources]:
             lines.append(f"warning: no phase draws from data.sources.{', '.join(unused[:8])}")
         return lines
 
     def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:
-        """Held-out losses in nats per token, by set, as bits per byte of text, where its bytes are known."""
-        bits = {name: self.yardsticks[name].bits_per_byte(loss) for name, loss in losses.items()}
+        """Held-out losses, given by set in nats per token, as bits per byte; without the sets whose bytes of text are
+        unknown."""
+        bits = {name: self.statistics[name].bits_per_byte(loss) for name, loss in losses.items()}
         return {name: value for name, value in bits.items() if value is not None}
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often the steps [0, step) have gone through each source that gave any of their samples; of more than 64
-        sources, those gone through most."""
+        """How many epochs over each source the steps [0, step) make; sources without any sample are left out, and of
+        more than 64 sources those with the fewest epochs."""
         taken, sources = self.phases.counts(self.phases.samples_before(step)), self.loader.sources
         epochs = {name: sources[name].epochs(count) for name, count in taken.items() if name in sources}
         if len(epochs) > 64:
@@ -113,16 +115,16 @@ class RunData:
         return epochs
 
     def planned_use(self) -> list[tuple[PhaseSpan, list[PlannedUse]]]:
-        """For each phase, what it takes from each of its sources, within one sample of what will be served."""
+        """What each phase takes from each of its sources, exact to one sample."""
         taken: dict[str, int] = {}
         plan = []
         for span in self.phases.spans:
             uses = []
-            for name, whole in zip(span.blend.names, span.blend.shares, strict=True):
-                before, share = taken.get(name, 0), whole / span.blend.period
-                # For the exact number, a blend of long period would have to be walked up to there.
+            for name, weight in zip(span.blend.names, span.blend.shares, strict=True):
+                before, share = taken.get(name, 0), weight / span.blend.period
+                # Rounded, because the exact number of a blend with a long period takes long to compute.
                 taken[name] = before + round(span.num_samples * share)
-                source = self.loader.sources.get(name)  # with other data allowed, one may be gone
+                source = self.loader.sources.get(name)  # may be missing with checkpoint.allow_mismatch
                 if span.num_samples and source is not None:
                     began, done = source.epochs(before), source.epochs(taken[name])
                     uses.append(PlannedUse(name, share, done - began, done))
@@ -130,7 +132,7 @@ class RunData:
         return plan
 
     def check_epochs(self, limit: float | Mapping[str, float] | None) -> None:
-        """Raise ValueError if the run would go through sources more often than `limit` (`data.max_epochs`)."""
+        """Raise ValueError if the run would make more epochs over a source than `limit` (`data.max_epochs`)."""
         if limit is None:
             return
         sources = self.loader.sources
@@ -139,7 +141,7 @@ class RunData:
             raise ValueError(f"data.max_epochs names {unknown[0]}, from which no phase draws: {', '.join(sources)}")
         epochs = {use.source: use.epochs_done for _, uses in self.planned_use() for use in uses}
         found = [
-            f"{name} ({sources[name].stream.num_tokens:,} tokens) {epochs[name]:.3g} times, where {most:g} is the limit"
+            f"{name} ({sources[name].stream.num_tokens:,} tokens) {epochs[name]:.3g} times (limit {most:g})"
             for name, most in limits.items()
             if epochs.get(name, 0.0) > most + 1 / sources[name].num_samples
         ]
@@ -151,7 +153,7 @@ class RunData:
 
 
 def check_kind(data: Any) -> None:
-    """Raise ValueError for a group `data` whose kind is not known, or whose settings do not go with it."""
+    """Raise ValueError for a group `data` with an unknown kind, or with settings that do not fit its kind."""
     if data.kind not in KINDS:
         raise ValueError(f"data.kind={data.kind} is not known; choose one of {', '.join(KINDS)}")
     KINDS[data.kind].check(data)
@@ -159,8 +161,8 @@ def check_kind(data: Any) -> None:
 
 
 def phases(config: Any, num_tokens: Mapping[str, int] | None = None) -> PhaseSchedule:
-    """The phases laid out. num_tokens: of each source, for blends by tokens; before any data is opened, these have one
-    source. Raises ValueError for phases that do not fill the run or cannot be."""
+    """The schedule of the phases. num_tokens: of each source, for blends by tokens; None before the data is opened:
+    such blends then get one placeholder source. Raises ValueError for invalid phases."""
     train = config.train
     found = [
         Phase(
@@ -177,10 +179,11 @@ def phases(config: Any, num_tokens: Mapping[str, int] | None = None) -> PhaseSch
 
 
 def open_data(config: Any, mesh: Any, is_refusal: Callable[[Exception], bool]) -> RunData:
-    """The data of a run, the same on all ranks; a collective. is_refusal: whether an error is the user's to mend.
+    """The data of a run, checked to be the same on all ranks. A collective. is_refusal: whether an error is one that
+    the user can correct.
 
-    Raises ValueError on all ranks for what cannot be opened or does not fit, and for token ids outside the model's
-    vocabulary in held-out windows.
+    Raises ValueError on all ranks for data that cannot be opened or does not fit, and for token ids in held-out windows
+    outside the model's vocabulary.
     """
 
     def opened() -> tuple[RunData, list[torch.Tensor]]:
@@ -188,23 +191,23 @@ def open_data(config: Any, mesh: Any, is_refusal: Callable[[Exception], bool]) -
         # Each rank counts the targets of its share of the windows.
         return run, [held_out.target_counts(mesh.dp_rank, mesh.dp_size) for held_out in run.validation]
 
-    run, shares = agreed(opened, lambda found: _facts(found[0]), is_refusal)
+    run, shares = open_on_all_ranks(opened, lambda found: _facts(found[0]), is_refusal)
     lengths = None if run.bundle.tokenizer is None else run.bundle.tokenizer.byte_lengths()
-    yardsticks = {}
+    statistics = {}
     for held_out, share in zip(run.validation, shares, strict=True):
         counts = share.to(mesh.device)
         dist.all_reduce(counts, group=mesh.dp_group)
-        yardsticks[held_out.name] = held_out.yardstick(counts.cpu(), lengths)
-    return replace(run, yardsticks=yardsticks)
+        statistics[held_out.name] = held_out.statistics(counts.cpu(), lengths)
+    return replace(run, statistics=statistics)
 
 
 def open_alone(config: Any) -> RunData:
-    """The data of a run as one process sees it that does not train."""
+    """The data of a run, for a single process that does not train."""
     return open_on_rank(config, SimpleNamespace(dp_rank=0, dp_size=1, consecutive=False, device=torch.device("cpu")))
 
 
 def open_on_rank(config: Any, mesh: Any) -> RunData:
-    """The data of a run, without a look at other ranks. Raises ValueError or OSError."""
+    """This rank's data of a run, without communication. Raises ValueError or OSError."""
     train, data = config.train, config.data
     bundle, validation = open_held_out(config)
     schedule = phases(config, {name: stream.num_tokens for name, stream in bundle.train.items()})
@@ -223,7 +226,7 @@ def open_on_rank(config: Any, mesh: Any) -> RunData:
         data.num_workers,
         device=mesh.device,
         allow_other_data=config.checkpoint.allow_mismatch,
-        # Before the other ranks give up in a collective, and not name the worker.
+        # Less than the timeout of collectives: the other ranks' errors would not name the worker.
         timeout_seconds=0.8 * config.parallel.timeout_seconds,
         masked=data.documents == "masked",
         boundary_loss=data.boundary_loss,
@@ -233,7 +236,7 @@ def open_on_rank(config: Any, mesh: Any) -> RunData:
 
 
 def open_held_out(config: Any) -> tuple[DataBundle, list[ValidationSet]]:
-    """The opened files, and the held-out windows of them. Raises ValueError or OSError."""
+    """The opened sources, and their held-out windows. Raises ValueError or OSError."""
     data, length, samples = config.data, config.train.sequence_length, config.validation.num_samples
     bundle = KINDS[data.kind].open(data, config.model.vocab_size)
     if data.order == "megatron":
@@ -244,7 +247,7 @@ def open_held_out(config: Any) -> tuple[DataBundle, list[ValidationSet]]:
 
 
 def _facts(run: RunData) -> dict[str, dict[str, Any]]:
-    """What has to be the same data on all ranks, by what it is: JSON values."""
+    """What must be equal on all ranks, by a name for it: JSON values."""
     fingerprint = dict(run.loader.fingerprint)
     del fingerprint["sources"]
     facts = {
@@ -258,25 +261,25 @@ def _facts(run: RunData) -> dict[str, dict[str, Any]]:
 T = TypeVar("T")
 
 
-def agreed(
+def open_on_all_ranks(
     open_data: Callable[[], T],
     facts_of: Callable[[T], Mapping[str, Mapping[str, Any]]],
     is_refusal: Callable[[Exception], bool],
 ) -> T:
-    """What `open_data` gives on this rank, once it has given all ranks the same; a collective. Otherwise a rank without
-    a file would hang in training's first collective, and one with another version of it would train.
+    """The result of `open_data` on this rank, after a check that all ranks opened the same. A collective. Without it, a
+    rank that lacks a file would hang in training's first collective, and a rank with another version would train on it.
 
-    facts_of: what must be equal, as facts (JSON values) by what they are of, such as a source's name.
+    facts_of: what must be equal, as facts (JSON values) by name, such as the name of a source.
 
-    Raises, on all ranks alike, ValueError if ranks were refused (`is_refusal`) or their facts differ from rank 0's,
-    naming rank, host and reason; any other exception on the rank that met it, as a RuntimeError on the others.
+    Raises ValueError on all ranks, with rank, host and reason, if `open_data` raised an error with `is_refusal` or if
+    facts differ from rank 0's. Any other exception is raised on its rank, and as a RuntimeError on the others.
     """
     facts: Mapping[str, Mapping[str, Any]] | None = None
     failure: Exception | None = None
     try:
         data = open_data()
         facts = facts_of(data)
-    except Exception as error:  # of any kind: the other ranks must not wait for this one
+    except Exception as error:  # any, because the other ranks must not wait for this one
         failure = error
     box: list[Any] = [facts]
     dist.broadcast_object_list(box, src=0)
@@ -285,25 +288,28 @@ def agreed(
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (problem, crashed, socket.gethostname()))
     by_problem: dict[str, list[str]] = {}
-    for rank, (said, _, host) in enumerate(outcomes):
-        if said:
-            by_problem.setdefault(said, []).append(f"rank {rank} (host {host})")
+    for rank, (its_problem, _, host) in enumerate(outcomes):
+        if its_problem:
+            by_problem.setdefault(its_problem, []).append(f"rank {rank} (host {host})")
     if not by_problem:
         return data
     if failure is not None and crashed:
         raise failure
-    told = [
-        f"{', '.join(ranks[:8])}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}: {said}"
-        for said, ranks in list(by_problem.items())[:3]
-    ]
-    text = f"the {len(outcomes)} ranks do not have the same data: {'; '.join(told)}. Copy the same files to every host"
-    if len(by_problem.get(problem, ())) == len(outcomes):
+    reports = []
+    for its_problem, ranks in list(by_problem.items())[:3]:
+        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        reports.append(f"{', '.join(ranks[:8])}{more}: {its_problem}")
+    text = (
+        f"the {len(outcomes)} ranks do not have the same data: {'; '.join(reports)}. Copy the same files to every host"
+    )
+    if len(by_problem.get(problem, ())) == len(outcomes):  # all ranks have the same problem
         text = problem
-    raise (RuntimeError if any(of_rank[1] for of_rank in outcomes) else ValueError)(text) from failure
+    error_type = RuntimeError if any(has_crashed for _, has_crashed, _ in outcomes) else ValueError
+    raise error_type(text) from failure
 
 
 def _differences(facts: Mapping[str, Mapping[str, Any]] | None, rank_0: Mapping[str, Mapping[str, Any]] | None) -> str:
-    """How this rank's facts differ from rank 0's, in words; "" if they do not, or one of them has none."""
+    """How this rank's facts differ from rank 0's, as text; "" if they are equal or one of the two is None."""
     if facts is None or rank_0 is None:
         return ""
     found = []

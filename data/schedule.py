@@ -1,15 +1,15 @@
 """The phases of a run: which source, and which sample of it, serves each global sample.
 
-The global sample index is the only clock. A phase is a span of it with its own blend, batch and sequence length, in
-whole global batches, so that no step mixes two blends. A source's samples are counted over the whole run, across
-phases: nothing is seen twice before everything was seen once. A phase with the blend of the phase before it continues
-that blend, so a batch size that grows in stages is a row of phases.
+The global sample index is the only clock. A phase is a span of global samples with its own blend, batch size and
+sequence length. It consists of full global batches, so no step mixes two blends. A source's samples are counted over
+the whole run, across phases, so no sample is repeated before all were seen once. A phase with the same blend as the
+phase before it continues that blend, so a batch size that grows in stages is a list of phases.
 
-A sample always has the run's sequence length. A phase of a shorter one cuts each of its samples into as many sequences
-as it divides into, so neither the clock nor what was consumed depends on it.
+A sample always has the run's sequence length. A phase with a shorter length cuts each sample into several sequences, so
+neither the clock nor the consumed samples depend on it.
 
-A run that resumes with another number of steps, or with other phases to come, has a past that the new phases would
-not have laid out so. `PhaseSchedule.after` keeps the spans that were consumed and lets the new layout begin after them.
+A run may resume with another number of steps or other future phases, which would have given other past samples.
+`PhaseSchedule.after` keeps the consumed spans and begins the new layout after them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from data.blend import Blend
 
 @dataclass(frozen=True)
 class Phase:
-    """A span of training drawn from sources by the weights of `blend`, one of them positive (see blend.Blend).
+    """A span of training whose samples are drawn from sources by the weights of `blend` (see blend.Blend).
 
-    At most one length: `fraction` of the run's steps, `steps`, or `tokens` (rounded to whole steps). One phase of a run
-    may have none: it gets the rest. global_batch_size, in samples, and sequence_length: the run's if None. by_tokens:
-    the weights are the sources' tokens, which change with their files.
+    It has at most one length: `fraction` of the run's steps, `steps`, or `tokens` (rounded to full steps). One phase of
+    a run may have no length and gets the remaining steps. global_batch_size (in samples), sequence_length: None for the
+    run's. by_tokens: the weights are the sources' token counts, which change with their files.
     """
 
     name: str
@@ -42,16 +42,17 @@ class Phase:
     by_tokens: bool = False
 
 
-# A run of fewer steps is a trial, in which a short phase may come to nothing.
+# A run of fewer steps is a trial; a short phase may get no step in it.
 _TRIAL_STEPS = 10
 
 
 def phase_boundaries(
     phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int
 ) -> list[int]:
-    """The step after each phase, in a run of num_steps: the one nearest to the sum of the lengths.
+    """The step at which each phase ends in a run of num_steps: the sum of the lengths up to there, rounded.
 
-    Raises ValueError when a phase has two lengths or gets no step, two have none, or they do not fill the run.
+    Raises ValueError if a phase has two lengths or gets no step, if two phases have no length, or if the phases do not
+    fill the run.
     """
     lengths = []
     for phase in phases:
@@ -95,10 +96,11 @@ def phase_boundaries(
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A phase laid out: the steps [first_step, end_step) of batch_size samples each, from global sample `start` on.
+    """A phase at its place in the run: the steps [first_step, end_step) of batch_size samples each, beginning with the
+    global sample `start`.
 
-    blend_start: the global sample from which its blend is counted; that of an earlier phase whose blend it continues.
-    sequence_length: of its sequences; None for the run's. by_tokens: whether its weights are the sources' tokens.
+    blend_start: the global sample at which its blend begins, perhaps in an earlier phase whose blend it continues.
+    sequence_length: None for the run's. by_tokens: whether the weights are the sources' token counts.
     """
 
     name: str
@@ -117,26 +119,25 @@ class PhaseSpan:
 
     @property
     def end(self) -> int:
-        """The global sample after its last."""
+        """The global sample after the last one."""
         return self.start + self.num_samples
 
     def description(self) -> dict[str, Any]:
-        """As JSON, from which `of` makes it again. Weights are pairs in a list, because the order of the sources breaks
-        ties."""
+        """JSON values that `of` reads. Weights are a list of pairs, because the order of the sources breaks ties."""
         kept = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "end_step"}
         weights = zip(self.blend.names, self.blend.shares, strict=True)
         return {**kept, "end": self.end, "blend": [list(pair) for pair in weights]}
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> PhaseSpan:
-        """The span of a `description`."""
+        """The span that has this `description`."""
         kept = {field.name: entry[field.name] for field in fields(cls) if field.name != "end_step"}
         steps = (entry["end"] - entry["start"]) // entry["batch_size"]
         return cls(**{**kept, "end_step": entry["first_step"] + steps, "blend": Blend(dict(entry["blend"]))})
 
 
 class Location(NamedTuple):
-    """Where a global sample comes from: sample `ordinal` (over the whole run) of `source`, during `phase`."""
+    """The origin of a global sample: sample `ordinal` (counted over the whole run) of `source`, in `phase`."""
 
     phase: str
     source: str
@@ -144,7 +145,7 @@ class Location(NamedTuple):
 
 
 class SourceRange(NamedTuple):
-    """The samples [start, end) of `source`, by ordinal, that a span of global samples takes during `phase`."""
+    """The samples [start, end) of `source`, by ordinal, that a range of global samples takes in `phase`."""
 
     phase: str
     source: str
@@ -153,8 +154,8 @@ class SourceRange(NamedTuple):
 
 
 class PhaseSchedule:
-    """The phases of a run of num_steps global batches of global_batch_size samples, unless a phase has its own size.
-    sequence_length: of a sample, for lengths in tokens. Raises ValueError when the phases do not fill the run."""
+    """The phases of a run of num_steps global batches of global_batch_size samples; a phase may have its own size.
+    sequence_length: of a sample, for lengths in tokens. Raises ValueError if the phases do not fill the run."""
 
     def __init__(
         self, phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int = 1
@@ -171,12 +172,13 @@ class PhaseSchedule:
         self._lay_out(spans, done=0)
 
     def _lay_out(self, spans: Sequence[PhaseSpan], done: int) -> None:
-        """Take `spans`, whose steps follow each other; those from step `done` on get `start` and `blend_start` here."""
+        """Take `spans` with consecutive steps; compute `start` and `blend_start` of those that begin at or after step
+        `done`."""
         self.spans: list[PhaseSpan] = []
         start = 0
         for span in spans:
             if span.first_step >= done:
-                # Of phases without a step only the name is left.
+                # A phase without a step has no effect on the blend of the next.
                 before = next((earlier for earlier in reversed(self.spans) if earlier.num_samples), None)
                 if before is not None and before.blend == span.blend:
                     span = replace(span, start=start, blend=before.blend, blend_start=before.blend_start)
@@ -184,13 +186,13 @@ class PhaseSchedule:
                     span = replace(span, start=start, blend_start=start)
             self.spans.append(span)
             start = span.end
-        # Each source's samples before a blend began, by the sample where it did, as far as they are known.
+        # blend_start -> each source's samples before it; `_offset` adds entries.
         self._offsets: dict[int, Mapping[str, int]] = {0: {}}
 
     def after(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
-        """This schedule from sample `consumed` on, with those before it as `past` has them, the `description` of the
-        schedule that served them. A phase that is under way in both keeps its blend's position; any other that is cut
-        begins its blend at `consumed`."""
+        """The schedule with the phases of `past` up to sample `consumed`, and this schedule's phases after it. past:
+        the `description` of the schedule that served the consumed samples. The phase at `consumed` keeps the position
+        in its blend if both schedules have it; otherwise its blend begins at `consumed`."""
         served = [PhaseSpan.of(entry) for entry in past if entry["start"] < min(entry["end"], consumed)]
         if served:
             last = served[-1]
@@ -214,11 +216,11 @@ class PhaseSchedule:
 
     @property
     def source_names(self) -> list[str]:
-        """Sources that some phase draws from, in order of first appearance."""
+        """The sources that phases draw from, in order of their first appearance."""
         return list(dict.fromkeys(name for span in self.spans if span.num_samples for name in span.blend.names))
 
     def check_sources(self, names: Collection[str]) -> None:
-        """Raise ValueError if a phase draws from a source that is none of `names`."""
+        """Raise ValueError if a phase draws from a source that is not in `names`."""
         if missing := [name for name in self.source_names if name not in names]:
             raise ValueError(
                 f"the phases draw from {', '.join(missing)}, but the data has the sources {', '.join(names)}; correct "
@@ -226,39 +228,41 @@ class PhaseSchedule:
             )
 
     def span(self, step: int) -> PhaseSpan:
-        """The phase of `step`, from 0; the run's last after its end."""
-        # Of phases that start together all but the last are empty, and bisect_right finds the last.
+        """The phase of `step`, counted from 0; after the end of the run, its last phase."""
+        # When several phases begin at the same step, all but the last are empty; bisect_right finds the last.
         return self.spans[bisect_right(self.spans, step, key=lambda span: span.first_step) - 1]
 
     def span_at(self, global_sample: int) -> PhaseSpan:
-        """The phase that serves a global sample; the run's last after its end."""
+        """The phase that serves a global sample; after the end of the run, its last phase."""
         return self.spans[bisect_right(self.spans, global_sample, key=lambda span: span.start) - 1]
 
     def samples_before(self, step: int) -> int:
-        """Global samples of the steps [0, step)."""
+        """How many global samples the steps [0, step) have."""
         span = self.span(step)
         return span.start + (step - span.first_step) * span.batch_size
 
     def steps_before(self, sample: int) -> int:
-        """The step that begins with a global sample, the end included. Raises ValueError if none does."""
+        """The step that begins with a global sample, or the number of steps for the end of the run. Raises ValueError
+        if no step begins there."""
         span = self.span_at(max(0, sample))
         steps, rest = divmod(sample - span.start, span.batch_size)
         if rest or not 0 <= sample <= self.num_samples:
-            raise ValueError(f"sample {sample} begins no step of this run")
+            raise ValueError(f"no step of this run begins with sample {sample}")
         return span.first_step + steps
 
     def locate(self, global_sample: int) -> Location:
-        """Where a global sample of the run comes from."""
+        """The origin of a global sample."""
         span = self.span_at(global_sample)
         source, ordinal = span.blend.source(global_sample - span.blend_start)
         return Location(span.name, source, self._offset(span).get(source, 0) + ordinal)
 
     def counts(self, global_sample: int) -> dict[str, int]:
-        """How many of the global samples [0, global_sample) come from each source that gives any."""
+        """How many of the global samples [0, global_sample) come from each source; sources without any are left
+        out."""
         return self._counts(self.span_at(max(0, global_sample - 1)), global_sample)
 
     def source_ranges(self, start: int, end: int) -> list[SourceRange]:
-        """What the global samples [start, end) are, by phase and source that gives some; ordinals as in `locate`."""
+        """The samples of each source in the global samples [start, end), by phase; ordinals as in `locate`."""
         found = []
         for span in self.spans:
             first, last = max(start, span.start), min(end, span.end)
@@ -277,12 +281,12 @@ class PhaseSchedule:
         return counts
 
     def _offset(self, span: PhaseSpan) -> Mapping[str, int]:
-        """Each source's samples before the blend of a span began."""
+        """How many samples each source served before the blend of a span began."""
         if span.blend_start not in self._offsets:
             before = next(earlier for earlier in self.spans if earlier.end == span.blend_start and earlier.num_samples)
             self._offsets[span.blend_start] = self._counts(before, span.blend_start)
         return self._offsets[span.blend_start]
 
     def description(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps to recognise the phases, and to lay out new ones after them."""
+        """What a checkpoint saves to recognize the phases and to continue after them."""
         return [span.description() for span in self.spans]

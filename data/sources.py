@@ -1,12 +1,13 @@
-"""One's own data: which `.bin`/`.idx` pairs `data.sources` and `data.validation` name, and opening them.
+"""The user's own data (`data.kind=indexed`): resolves `data.sources` and `data.validation` to `.bin`/`.idx` pairs, and
+opens them. Each value is one of:
 
-    a prefix       /data/web        the files /data/web.idx and /data/web.bin; their endings may be there
-    a pattern      /data/web_*      every prefix that it matches, sorted by name; ** matches folders, too
+    a prefix       /data/web        the files /data/web.idx and /data/web.bin; either ending may be given
+    a pattern      /data/web_*      every prefix that matches, sorted by name; ** also matches folders
     a URL          s3://bucket/web  a prefix or a pattern in a store that fsspec opens
-    a YAML file    web.yaml         a list of any of these; relative paths in it are relative to its folder
-    a list of any of these, in its order
+    a YAML file    web.yaml         a list of these; relative paths in it are relative to its folder
+    a list of these
 
-A pair that a source names twice counts twice. No pair may be in both groups.
+A pair that a source names twice counts twice. No pair may be in both `data.sources` and `data.validation`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from typing import Any
 import yaml
 
 from data.indexed import Concatenation, DataBundle, IndexedDataset, TokenSource
-from data.storage import is_url, list_objects, side_by_side, url_problem
+from data.storage import is_url, list_objects, map_in_threads, url_problem
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 _ENDINGS = (".idx", ".bin")
 
 
 def entries(key: str, value: Any) -> list[str]:
-    """The prefixes and patterns that the value of `key` (such as `data.sources.web`) names, before any is looked for.
-    Raises ValueError, naming key and value, for what is none."""
+    """The prefixes and patterns in the value of `key` (such as `data.sources.web`), without looking for the files.
+    Raises ValueError, with key and value, for an invalid value."""
     found = list(_flattened(key, value, ()))
     for url in filter(is_url, found):
         if problem := url_problem(url):
@@ -38,7 +39,7 @@ def entries(key: str, value: Any) -> list[str]:
 
 
 def _flattened(key: str, value: Any, inside: tuple[Path, ...]) -> Iterator[str]:
-    """inside: the YAML files that this value stands in."""
+    """inside: the nested YAML files that contain this value."""
     place = f" (in {inside[-1]})" if inside else ""
     if isinstance(value, list | tuple) and value:
         for entry in value:
@@ -46,8 +47,8 @@ def _flattened(key: str, value: Any, inside: tuple[Path, ...]) -> Iterator[str]:
         return
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
         raise ValueError(
-            f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of at least one; weights are in "
-            "the blends of data.phases"
+            f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of these; weights belong into the "
+            "blends of data.phases"
         )
     text = str(value)
     path = (inside[-1].parent if inside else Path()) / text
@@ -58,7 +59,7 @@ def _flattened(key: str, value: Any, inside: tuple[Path, ...]) -> Iterator[str]:
     elif not text.endswith((".yaml", ".yml")):
         yield str(path)
     elif path in inside:
-        raise ValueError(f"{key}={value}{place}: this list is part of itself; take it out")
+        raise ValueError(f"{key}={value}{place}: this list includes itself; remove the entry")
     else:
         try:
             found = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -66,13 +67,13 @@ def _flattened(key: str, value: Any, inside: tuple[Path, ...]) -> Iterator[str]:
             why = " ".join(str(error).split())
             raise ValueError(f"{key}={path}: cannot be read ({why}); name a YAML file with a list of paths") from error
         if not isinstance(found, list):
-            raise ValueError(f"{key}={path}: holds {found!r:.40}, not a list; write `- /data/web_00` on a line each")
+            raise ValueError(f"{key}={path}: has {found!r:.40}, not a list; write a line `- /data/web_00` for each")
         yield from _flattened(key, found, (*inside, path))
 
 
 def prefixes(key: str, value: Any) -> list[str]:
-    """The prefixes that the value of `key` names, in order, patterns expanded, without endings. Raises ValueError as
-    `entries` does, and for a pattern that matches nothing; OSError for a store that cannot be reached."""
+    """The prefixes in the value of `key`, in order, with patterns expanded. Raises ValueError as `entries` does, and
+    for a pattern that matches nothing; OSError if a store does not answer."""
     found = []
     for entry in entries(key, value):
         if not _is_pattern(entry):
@@ -87,30 +88,24 @@ def prefixes(key: str, value: Any) -> list[str]:
 
 
 def _is_pattern(entry: str) -> bool:
-    """Files that have such characters in their names are meant by their names."""
+    """Whether an entry is a pattern, and not a file that has such characters in its name."""
     return glob.has_magic(entry) and (is_url(entry) or not os.path.exists(f"{_without_ending(entry)}.idx"))
 
 
 def _without_ending(path: str) -> str:
-    if not is_url(path) and os.path.exists(f"{path}.idx"):  # of a pair that is called web.bin.idx and web.bin.bin
+    if not is_url(path) and os.path.exists(f"{path}.idx"):  # the pair web.bin.idx and web.bin.bin
         return path
     return path[:-4] if path.endswith(_ENDINGS) else path
 
 
 def check_indexed(data: Any) -> None:
-    """Raise ValueError for a configuration's `data` without sources, with ones that cannot be, or unknown in blends."""
+    """Raise ValueError for a configuration's `data` without sources, with invalid ones, or with unknown ones in
+    blends."""
     if not data.sources:
         raise ValueError(
             "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"
         )
-    trained, held_out = (
-        {
-            name: [_without_ending(entry) for entry in entries(f"data.{key}.{name}", value) if not _is_pattern(entry)]
-            for name, value in values.items()
-        }
-        for key, values in (("sources", data.sources), ("validation", data.validation))
-    )
-    _refuse_shared(trained, held_out)
+    _refuse_shared(_plain_prefixes("data.sources", data.sources), _plain_prefixes("data.validation", data.validation))
     for index, phase in enumerate(data.phases):
         for source in phase.blend if phase.blend != "tokens" else ():
             if source not in data.sources:
@@ -120,8 +115,17 @@ def check_indexed(data: Any) -> None:
                 )
 
 
+def _plain_prefixes(key: str, values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By source, the prefixes that are not patterns."""
+    found = {}
+    for name, value in values.items():
+        named = entries(f"{key}.{name}", value)
+        found[name] = [_without_ending(entry) for entry in named if not _is_pattern(entry)]
+    return found
+
+
 def _refuse_shared(trained: Mapping[str, list[str]], held_out: Mapping[str, list[str]]) -> None:
-    """Raise ValueError for a prefix that is trained on and held out."""
+    """Raise ValueError for a prefix in both training and validation data."""
 
     def real(prefix: str) -> str:
         return prefix if is_url(prefix) else os.path.realpath(f"{prefix}.idx")
@@ -131,8 +135,8 @@ def _refuse_shared(trained: Mapping[str, list[str]], held_out: Mapping[str, list
         for prefix in found:
             if real(prefix) in held_out_by:
                 raise ValueError(
-                    f"data.sources.{name} has {prefix}, which data.validation.{held_out_by[real(prefix)]} reads: its "
-                    "loss would be of text that is trained on; take it out of one of them, or narrow the pattern"
+                    f"data.sources.{name} has {prefix}, which data.validation.{held_out_by[real(prefix)]} reads too: "
+                    "the validation loss would include training text; remove it from one of them, or narrow the pattern"
                 )
 
 
@@ -144,13 +148,13 @@ def open_indexed(
     eod_token: str | None = None,
     remote_cache: Path | None = None,
 ) -> DataBundle:
-    """Open one's own data for a model with vocab_size ids.
+    """Open the user's own data for a model with vocab_size ids.
 
-    sources, validation: by source name which files it is made of (see above). tokenizer: the one that made them, if it
-    is known; a document ends with its `eod_token`. remote_cache: as of IndexedDataset.
+    sources, validation: the files of each source by its name (see above). tokenizer: the one that made the files, if it
+    is known; its `eod_token` ends a document. remote_cache: as for IndexedDataset.
 
-    Raises FileNotFoundError; ValueError for a damaged file, a pattern that matches nothing, files that are trained on
-    and held out, a tokenizer with more ids than the model, or another one than made the files, where they say so.
+    Raises FileNotFoundError; ValueError for a damaged file, a pattern that matches nothing, a file in both training and
+    validation data, a tokenizer with more ids than the model, or files that another tokenizer made by their `.json`.
     """
     opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token)
     if opened is not None and opened.vocab_size > vocab_size:
@@ -163,7 +167,7 @@ def open_indexed(
     _refuse_shared(trained, held_out)
 
     def open_all(key: str, named: Mapping[str, list[str]]) -> dict[str, TokenSource]:
-        # The files of all sources at once: threads within threads would be a thousand. One that is named twice, once.
+        # The files of all sources in one call, because threads that start threads would be a thousand. Each file once.
         files = list(dict.fromkeys((name, prefix) for name, found in named.items() for prefix in found))
 
         def open_one(file: tuple[str, str]) -> IndexedDataset:
@@ -174,10 +178,10 @@ def open_indexed(
                 raise type(error)(f"{key}.{name}: {error}") from error
             if opened is not None:
                 _check_tokenizer(f"{key}.{name}", dataset, opened, tokenizer)
-            dataset.identity()  # which takes a while in a store, and is kept
+            dataset.identity()  # here in the thread, because it is slow in a store; the dataset keeps the result
             return dataset
 
-        datasets = dict(zip(files, side_by_side(open_one, files), strict=True))
+        datasets = dict(zip(files, map_in_threads(open_one, files), strict=True))
         parts = {name: [datasets[name, prefix] for prefix in found] for name, found in named.items()}
         return {name: of[0] if len(of) == 1 else Concatenation(of) for name, of in parts.items()}
 
@@ -185,13 +189,14 @@ def open_indexed(
 
 
 def _check_tokenizer(key: str, dataset: IndexedDataset, opened: TextTokenizer, path: str | Path | None) -> None:
-    """Raise ValueError if a file's facts name another tokenizer than `opened`; Megatron's files have no facts."""
+    """Raise ValueError if the dataset's `.json` names another tokenizer than `opened`; Megatron's datasets have no
+    `.json`."""
     try:
         made_with = json.loads(Path(f"{dataset}.json").read_bytes())["tokenizer"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if made_with != opened.fingerprint():
         raise ValueError(
-            f"{key}: {dataset} was made with another tokenizer ({made_with[:12]}, says its .json) than data.tokenizer="
-            f"{path} ({opened.fingerprint()[:12]}); name that one, or, if the ids mean the same, remove {dataset}.json"
+            f"{key}: {dataset} was made with another tokenizer ({made_with[:12]} by its .json) than data.tokenizer="
+            f"{path} ({opened.fingerprint()[:12]}); name that one, or remove {dataset}.json if both have the same ids"
         )

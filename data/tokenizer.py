@@ -1,17 +1,17 @@
-"""Tokenizers: text to token ids and back, whatever file the tokenizer comes from.
+"""Tokenizers: text to token ids and back, for each of these file formats:
 
-    tokenizer.json    the format of `tokenizers`, alone or in the folder of a Hugging Face model
-    NAME.model        SentencePiece, as Llama 2, Gemma and T5 have it
-    NAME.tiktoken     tiktoken's ranks: a token in base64 and its rank on each line. They say neither how text is cut
-                      into words nor which special tokens there are, so NAME.json beside it has to:
+    tokenizer.json    the format of `tokenizers`, a single file or in the folder of a Hugging Face model
+    NAME.model        SentencePiece, used by Llama 2, Gemma and T5
+    NAME.tiktoken     tiktoken's ranks: a token in base64 and its rank on each line. The file has neither the pattern
+                      that cuts text into words nor the special tokens, so NAME.json beside it must have both:
                       {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}
 
-`load_tokenizer` opens any of them. `train_tokenizer` makes a byte-level BPE, kept as one `tokenizer.json`.
+`load_tokenizer` opens all of them. `train_tokenizer` trains a byte-level BPE, saved as `tokenizer.json`.
 
-A byte-level BPE cuts a text into words by a regular expression, then encodes each word by itself. `WordMemo` keeps the
-ids of words, four times as fast as `tokenizers`, provided that the words are cut at the same places. Hence it knows
-three expressions, and letters, numbers and white space as `tokenizers` classifies them (its Unicode is not Python's).
-What has other characters, such as emoji, goes to `tokenizers` as it is, in short parts.
+A byte-level BPE cuts a text into words by a regular expression, then encodes each word separately. `WordCache` caches
+the ids of words, which is four times as fast as `tokenizers`. For equal results it must cut the same words, so it
+supports three regular expressions only, and classifies letters, numbers and white space as `tokenizers` does (Python
+has another version of Unicode). Parts with other characters, such as emoji, are encoded by `tokenizers`.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 KINDS = "a tokenizer.json, a folder with one, a SentencePiece .model, or a .tiktoken rank file"
 END_OF_DOCUMENT = "<|endoftext|>"
-_SPACE = "\u2581"  # as pieces of SentencePiece write it
+_SPACE = "\u2581"  # a space in a SentencePiece piece
 
-# The words of a byte-level BPE.
+# The regular expressions that cut text into words.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
-# None of them has a word in which a space follows anything but white space, and none looks back: a text may be cut
-# there, and its parts have the words of the whole.
-_PLACE_TO_CUT = re.compile(r"(?<=\S) ")
+# A text may be cut here without changing its words: in none of the expressions a word continues with a space after
+# another character than white space, and none looks behind.
+_CUT = re.compile(r"(?<=\S) ")
 _CHARACTERS_AT_ONCE = 512
-_NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")  # which leave ASCII as it is
-# The plane that Python's `re` matches by tables: ranges beyond it would be searched one by one, ten times as slow.
-_CLASSIFIED = 0x10000
-_MEMO_WORDS = 500_000
-_MEMO_CHARACTERS = 32  # longer words hardly come again
-_MOST_LOOKED_FOR = 16  # tokens; to look for more of them in each text would take longer than is gained
+_NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")  # they do not change ASCII
+# Python's `re` has tables for the code points below; it searches ranges above one by one, ten times as slowly.
+_FIRST_UNCLASSIFIED = 0x10000
+_CACHE_WORDS = 500_000
+_CACHE_CHARACTERS = 32  # longer words rarely occur again
+_MAX_ADDED_TOKENS = 16  # searching each text for more added tokens takes longer than the cache saves
 
 
 class TextTokenizer(ABC):
-    """Text to token ids and back. It pickles.
+    """Text to token ids and back. It can be pickled.
 
-    kind: how its file is written; name: where it came from. eod_token, eod_id: what ends a document. bos_token: what
-    the file itself says begins one, None if it does not say. vocab_size: the largest id of all tokens, special ones
-    included, plus one; ids may have gaps.
+    kind: the file format. name: the path of the file. eod_token, eod_id: the token that ends a document. bos_token: the
+    token that begins a document by the file; None if the file does not name one. vocab_size: the largest id of all
+    tokens, including special ones, plus one; ids may have gaps.
     """
 
     kind: ClassVar[str]
     vocab_size: int
 
     def __init__(self, name: str, eod_token: str, bos_token: str | None, special: Sequence[str]) -> None:
-        """special: the special tokens. Raises ValueError, naming them, if eod_token is no token."""
+        """special: the special tokens. Raises ValueError, with these in the message, if eod_token does not exist."""
         self.name, self.eod_token, self.bos_token = name, eod_token, bos_token
         eod_id = self.token_id(eod_token)
         if eod_id is None:
@@ -78,27 +78,28 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without begin or end of a document, even where the text spells such a token out."""
+        """The ids of each text, without tokens for the begin or end of a document. A special token that is spelled out
+        in the text is encoded as normal text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens left out."""
+        """The text of the ids, without special tokens."""
 
     @abstractmethod
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name; None if there is no such token."""
+        """The id of a token; None if there is no such token."""
 
     @abstractmethod
     def byte_lengths(self) -> np.ndarray | None:
-        """Bytes of UTF-8 text that each token stands for: int64 [vocab_size]; 0 of special tokens and gaps. They are
-        exact unless the tokenizer changes text before it cuts it. None if a token alone does not say."""
+        """The bytes of UTF-8 text that each token stands for: int64 [vocab_size], 0 for special tokens and gaps. Exact
+        unless the tokenizer normalizes text. None if the bytes of a token depend on other tokens."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """sha256 of what it was read from: equal fingerprints encode every text equally."""
+        """A sha256 of its content: tokenizers with equal fingerprints encode every text equally."""
 
     def id_of(self, token: str) -> int:
-        """The id of a token by its name. Raises ValueError if there is no such token."""
+        """The id of a token. Raises ValueError if there is no such token."""
         found = self.token_id(token)
         if found is None:
             raise ValueError(f"{self.name} has no token {token!r}; name one that it has")
@@ -106,10 +107,10 @@ class TextTokenizer(ABC):
 
 
 class HuggingFaceTokenizer(TextTokenizer):
-    """The content of a `tokenizer.json`, without truncation and padding. A document ends with END_OF_DOCUMENT if
-    eod_token is None. reserved: at least so many ids, whatever the content says.
+    """A `tokenizer.json` with this content; its truncation and padding are ignored. eod_token: None for
+    END_OF_DOCUMENT. reserved: the least vocab_size.
 
-    Raises ValueError for content that `tokenizers` cannot read, dropout, or no end-of-document token.
+    Raises ValueError for content that `tokenizers` cannot read, for dropout, and without an end-of-document token.
     """
 
     kind = "tokenizer.json"
@@ -126,12 +127,12 @@ class HuggingFaceTokenizer(TextTokenizer):
                 f"{name} cannot be read as a tokenizer.json ({reason}); save it again, or update tokenizers"
             ) from error
         if dropout := settings["model"].get("dropout"):
-            raise ValueError(f"{name} has dropout {dropout}, which draws the ids of a text; set it to null in the file")
+            raise ValueError(f"{name} has dropout {dropout}, so its ids are random; set it to null in the file")
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # Text that happens to spell a special token must not end a document. Not part of the content.
+        # A special token that is spelled out in a text must not end the document. The file cannot set this.
         tokenizer.encode_special_tokens = True
-        # Without the vocabulary, which `tokenizers` has.
+        # Without the large vocabulary, which `tokenizers` has in memory already.
         self._settings = {key: settings.get(key) for key in ("normalizer", "pre_tokenizer", "added_tokens", "decoder")}
         special = [token["content"] for token in self._settings["added_tokens"] or [] if token["special"]]
         super().__init__(name, eod_token or END_OF_DOCUMENT, bos_token, special)
@@ -146,8 +147,8 @@ class HuggingFaceTokenizer(TextTokenizer):
         return [next(rest).ids if ids is None else ids for ids in found]
 
     @cached_property
-    def _words(self) -> WordMemo | None:
-        return WordMemo.of(self._settings, lambda word: self._tokenizer.encode(word, add_special_tokens=False).ids)
+    def _words(self) -> WordCache | None:
+        return WordCache.of(self._settings, lambda word: self._tokenizer.encode(word, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -183,25 +184,26 @@ class HuggingFaceTokenizer(TextTokenizer):
         return type(self), (self.content, self.name, self.eod_token, self.bos_token, self._reserved)
 
 
-class WordMemo(dict[str, list[int]]):
-    """The ids of words by their text. encode_word: gives those of a word that is met for the first time."""
+class WordCache(dict[str, list[int]]):
+    """Word -> ids. encode_word: computes the ids of a word that is not cached yet."""
 
     def __init__(
         self, expression: str, ascii_only: bool, looked_for: list[str], encode_word: Callable[[str], list[int]]
     ) -> None:
-        """ascii_only: other characters are normalized. looked_for: tokens that are found before words are cut."""
+        """ascii_only: encode only ASCII from the cache, because the tokenizer normalizes other characters. looked_for:
+        tokens that the tokenizer searches for before it cuts words."""
         super().__init__()
         self._find = re.compile(_with_classes(expression)).findall
-        self._unclassified = re.compile(f"[{chr(_CLASSIFIED)}-\U0010ffff]").search
+        self._unclassified = re.compile(f"[{chr(_FIRST_UNCLASSIFIED)}-\U0010ffff]").search
         self._ascii_only, self._looked_for, self._encode_word = ascii_only, looked_for, encode_word
 
     @classmethod
-    def of(cls, settings: dict[str, Any], encode_word: Callable[[str], list[int]]) -> WordMemo | None:
-        """For the settings in a `tokenizer.json`; None where words alone do not decide."""
+    def of(cls, settings: dict[str, Any], encode_word: Callable[[str], list[int]]) -> WordCache | None:
+        """The cache for the settings in a `tokenizer.json`; None if the ids of a text are not those of its words."""
         normalizer = settings["normalizer"]
-        # Special tokens are never looked for in a text, others always.
+        # `tokenizers` searches texts for added tokens that are not special (see encode_special_tokens).
         looked_for = [token["content"] for token in settings["added_tokens"] or [] if not token["special"]]
-        if len(looked_for) > _MOST_LOOKED_FOR or (normalizer and normalizer.get("type") not in _NORMAL_FORMS):
+        if len(looked_for) > _MAX_ADDED_TOKENS or (normalizer and normalizer.get("type") not in _NORMAL_FORMS):
             return None
         match settings["pre_tokenizer"]:
             case {"type": "ByteLevel", "add_prefix_space": False, **more} if more.get("use_regex", True):
@@ -220,18 +222,18 @@ class WordMemo(dict[str, list[int]]):
 
     def __missing__(self, word: str) -> list[int]:
         ids = self._encode_word(word)
-        if len(word) <= _MEMO_CHARACTERS:
+        if len(word) <= _CACHE_CHARACTERS:
             self[word] = ids
         return ids
 
     def encode(self, text: str) -> list[int] | None:
-        """The ids of a text; None if it spells a token that is looked for before words."""
+        """The ids of a text; None if it contains an added token."""
         if any(token in text for token in self._looked_for):
             return None
-        if len(self) > _MEMO_WORDS:
+        if len(self) > _CACHE_WORDS:
             self.clear()
         ids: list[int] = []
-        for part in _parts_of(text):
+        for part in _split_text(text):
             if part.isascii() or not (self._ascii_only or self._unclassified(part)):
                 ids.extend(chain.from_iterable(map(self.__getitem__, self._find(part))))
             else:
@@ -239,11 +241,11 @@ class WordMemo(dict[str, list[int]]):
         return ids
 
 
-def _parts_of(text: str) -> Iterator[str]:
-    """A text in parts of some _CHARACTERS_AT_ONCE, cut before a space that follows anything but white space."""
+def _split_text(text: str) -> Iterator[str]:
+    """A text in parts of about _CHARACTERS_AT_ONCE characters, cut at places that do not change its words."""
     start = 0
     while len(text) - start > _CHARACTERS_AT_ONCE:
-        cut = _PLACE_TO_CUT.search(text, start + _CHARACTERS_AT_ONCE)
+        cut = _CUT.search(text, start + _CHARACTERS_AT_ONCE)
         if cut is None:
             break
         yield text[start : cut.start()]
@@ -252,8 +254,9 @@ def _parts_of(text: str) -> Iterator[str]:
 
 
 def _with_classes(expression: str) -> str:
-    r"""An expression for Python, \p{L}, \p{N}, \s and \S spelled out as `tokenizers` understands them."""
-    letters, numbers, spaces = (_class_of(name) for name in (r"\p{L}", r"\p{N}", r"\s"))
+    r"""The expression for Python's `re`, with \p{L}, \p{N}, \s and \S replaced by the characters that `tokenizers`
+    matches."""
+    letters, numbers, spaces = (_class_ranges(name) for name in (r"\p{L}", r"\p{N}", r"\s"))
     found = ""
     in_brackets = False
     for token in re.findall(r"\\p\{[LN]\}|\\.|[^\\]", expression):
@@ -269,18 +272,18 @@ def _with_classes(expression: str) -> str:
 
 
 @cache
-def _class_of(name: str) -> str:
-    """The code points below _CLASSIFIED that a class of `tokenizers` matches, as ranges for Python's brackets."""
-    points = [point for point in range(_CLASSIFIED) if not 0xD800 <= point < 0xE000]
+def _class_ranges(name: str) -> str:
+    """The code points below _FIRST_UNCLASSIFIED that `tokenizers` matches for a class, as ranges inside brackets."""
+    points = [point for point in range(_FIRST_UNCLASSIFIED) if not 0xD800 <= point < 0xE000]
     matching = pre_tokenizers.Split(Regex(f"[^{name}]+"), "removed").pre_tokenize_str("".join(map(chr, points)))
-    # A stretch of neighbours in `points` may reach over the surrogates, which are in no text.
+    # A range may include the surrogates, which occur in no text.
     ranges = (f"\\U{points[start]:08x}-\\U{points[end - 1]:08x}" for _, (start, end) in matching)
     return "".join(ranges)
 
 
 class SentencePieceTokenizer(TextTokenizer):
-    """The bytes of a SentencePiece model, which normalizes text. A document ends with the model's end of a sentence,
-    `</s>` for most, if eod_token is None. Raises ValueError for bytes that are no model, or no such token."""
+    """A SentencePiece model, from the bytes of its file; it normalizes text. eod_token: None for the model's end of
+    sentence, usually `</s>`. Raises ValueError for bytes that are not a model, and without such a token."""
 
     kind = "sentencepiece"
 
@@ -288,19 +291,19 @@ class SentencePieceTokenizer(TextTokenizer):
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(model)
-        except Exception as error:  # it raises no other type
-            raise ValueError(f"{name} is no SentencePiece model; give a whole .model file") from error
+        except Exception as error:  # the only type that it raises
+            raise ValueError(f"{name} is not a complete SentencePiece model; give another .model file") from error
         self.model, self.vocab_size = model, processor.get_piece_size()
         special = [processor.id_to_piece(i) for i in range(self.vocab_size) if processor.is_control(i)]
         bos, eos = processor.bos_id(), processor.eos_id()
         if eod_token is None and eos < 0:
-            raise ValueError(f"{name} has no end of a sentence to end a document; name one of {', '.join(special)}")
+            raise ValueError(f"{name} has no end-of-sentence token to end a document; name one of {', '.join(special)}")
         bos_token = processor.id_to_piece(bos) if bos >= 0 else None
         super().__init__(name, eod_token or processor.id_to_piece(eos), bos_token, special)
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes that no piece has are tokens of their own."""
+        """Whether the model has tokens for single bytes."""
         return any(self._processor.is_byte(number) for number in range(self.vocab_size))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -330,8 +333,8 @@ class SentencePieceTokenizer(TextTokenizer):
 
 
 class TiktokenTokenizer(TextTokenizer):
-    """parts: ranks of tokens, the pattern that cuts words, ids of special tokens. Raises ValueError for ranks or a
-    pattern that tiktoken refuses, or no end-of-document token."""
+    """A tokenizer of tiktoken. parts: the ranks of tokens, the pattern that cuts words, the ids of special tokens.
+    Raises ValueError for ranks or a pattern that tiktoken refuses, and without an end-of-document token."""
 
     kind = "tiktoken"
 
@@ -344,13 +347,13 @@ class TiktokenTokenizer(TextTokenizer):
         eod_token: str | None = None,
     ) -> None:
         if len(set(ranks.values())) < len(ranks) or len({token for token in ranks if len(token) == 1}) < 256:
-            raise ValueError(f"{name} is no whole rank file: a rank comes twice, or one of the 256 bytes is missing")
+            raise ValueError(f"{name} is not a complete rank file: a rank occurs twice, or one of 256 bytes is missing")
         self.parts = (dict(ranks), pattern, dict(special_tokens))
         try:
             self._encoding = tiktoken.Encoding(
                 name, pat_str=pattern, mergeable_ranks=self.parts[0], special_tokens=self.parts[2]
             )
-        except BaseException as error:  # it panics over a pattern, which is no Exception
+        except BaseException as error:  # a wrong pattern is a Rust panic, which is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = " ".join(str(error).split())
@@ -386,10 +389,10 @@ class TiktokenTokenizer(TextTokenizer):
 
 
 def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokenizer:
-    """Open a tokenizer of any of KINDS, recognized by what lies there. eod_token: the token that ends a document; None:
-    what the file says does (`eos_token` of a Hugging Face folder), or "<|endoftext|>" where it says nothing.
+    """Open a tokenizer of one of KINDS, recognized by its files. eod_token: the token that ends a document; None: the
+    one that the file names (`eos_token` of a Hugging Face folder), or "<|endoftext|>" if the file names none.
 
-    Raises FileNotFoundError, or ValueError if it is none of them, damaged, or has no such token.
+    Raises FileNotFoundError, and ValueError for another kind of file, a damaged file, or one without the token.
     """
     path = Path(path)
     if (path / "tokenizer.json").is_file():
@@ -412,26 +415,26 @@ def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokeni
 
 
 def _text_of(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="surrogateescape")  # what is not UTF-8 is not valid JSON later
+    return file.read_text(encoding="utf-8", errors="surrogateescape")  # bytes that are not UTF-8 fail later as JSON
 
 
 def _special_tokens(folder: Path) -> tuple[str | None, str | None, int]:
-    """(eos_token, bos_token, largest id of an added token plus one) that a folder's configuration names."""
+    """(eos_token, bos_token, largest id of an added token plus one) in a folder's configuration files."""
     merged: dict[str, Any] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         if file.is_file():
             try:
                 merged.update(json.loads(_text_of(file)))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{file} is no JSON object ({error}); save the tokenizer again") from error
+                raise ValueError(f"{file} is not a JSON object ({error}); save the tokenizer again") from error
     tokens = (merged.get(key) for key in ("eos_token", "bos_token"))
-    # Plain, or in an object with its options.
+    # A token is a string, or an object with options.
     eos, bos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return eos, bos, max((int(number) + 1 for number in merged.get("added_tokens_decoder") or {}), default=0)
 
 
 def _is_rank_file(file: Path) -> bool:
-    """Whether a file begins as rank files do, whatever its name (Llama 3 calls its own `tokenizer.model`)."""
+    """Whether a file begins like a rank file. Its name does not tell: Llama 3's is `tokenizer.model`."""
     with open(file, "rb") as opened:
         words = opened.readline(4096).split()
     try:
@@ -441,14 +444,16 @@ def _is_rank_file(file: Path) -> bool:
 
 
 def _read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
-    """A rank file and the settings beside it."""
+    """The tokenizer of a rank file and the settings beside it."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise ValueError(f"{file}:{number} is no token in base64 and its rank; give a whole rank file") from error
+            raise ValueError(
+                f"{file}:{number} is not a token in base64 and its rank; give a complete rank file"
+            ) from error
     settings_file = file.with_suffix(".json")
     try:
         settings = json.loads(settings_file.read_bytes())
@@ -457,16 +462,17 @@ def _read_ranks(file: Path, eod_token: str | None) -> TiktokenTokenizer:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         wanted = '{"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}}'
         raise ValueError(
-            f"{file} says neither pattern nor special tokens: write {settings_file} with {wanted}"
+            f"{file} has neither a pattern nor special tokens: write {settings_file} with {wanted}"
         ) from error
     if taken := set(special.values()) & set(ranks.values()):
-        raise ValueError(f"{settings_file} gives a special token the id {min(taken)}, which {file.name} gives another")
+        raise ValueError(f"{settings_file} gives a special token the id {min(taken)}, which another has in {file.name}")
     return TiktokenTokenizer(ranks, pattern, special, str(file), eod_token)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Train until vocab_size ids exist or no pair of tokens occurs twice; the same texts in the same order give the
-    same file. Raises ValueError when vocab_size cannot hold the 256 bytes and the end-of-document token."""
+    """Train a byte-level BPE until it has vocab_size ids or no pair of tokens occurs twice. The same texts in the same
+    order give the same file. Raises ValueError if vocab_size is too small for the 256 bytes and the end-of-document
+    token."""
     if vocab_size < 256 + 1:
         raise ValueError(f"vocab_size is {vocab_size}; 256 bytes and {END_OF_DOCUMENT} need at least 257")
     tokenizer = Tokenizer(models.BPE())
@@ -475,7 +481,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokeniz
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
-        # alphabet() comes from a hash set, whose order would number the bytes differently each time.
+        # Sorted, because alphabet() is a hash set, whose order differs each time.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

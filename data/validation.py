@@ -1,10 +1,10 @@
-"""Held-out windows, the same at every evaluation and data-parallel size, and what their losses are measured by.
+"""Held-out windows, the same at every evaluation and data-parallel size, and two references for their losses.
 
 `unigram_entropy`: the mean loss, in nats per token, of a model that ignores all context but knows the exact frequencies
-of the targets that are evaluated. A model whose validation loss is lower has learnt from context.
+of the evaluated targets. A model with a lower validation loss has learned from context.
 
-`bits_per_byte`: the loss for each byte of the text that these targets stand for. It compares models of different
-tokenizers. A document's end has a loss and no bytes.
+`bits_per_byte`: the loss in bits, divided by the bytes of text that the targets stand for. It compares models with
+different tokenizers. The end-of-document token has a loss but no bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from data.indexed import IndexedDataset, TokenRange, TokenSource, check_ids, doc
 from data.loader import MicroBatch
 from data.order import num_windows
 
-# Windows that are counted at a time.
+# Windows in which `target_counts` counts at a time.
 _BLOCK = 64
 
 
 class ValidationSet:
-    """num_samples windows of seq_length targets each, spread evenly over a held-out source; no target twice.
+    """num_samples windows of seq_length targets each, spread evenly over a held-out source; no target occurs twice.
 
-    num_samples: None for all windows. A source with fewer windows gives all it has: read `.num_samples`. masked,
-    boundary_loss: as of the loader. Raises ValueError for a source shorter than one window.
+    num_samples: None for all windows. A source with fewer windows serves all that it has; `.num_samples` is then
+    smaller. masked, boundary_loss: as in the loader. Raises ValueError for a source shorter than one window.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class ValidationSet:
         return sample * self._available // self.num_samples
 
     def batch(self, index: int, start: int, end: int) -> MicroBatch:
-        """The samples [start, end), as far as there are any, as micro-batch `index`. Raises ValueError for a token id
-        outside the model's vocabulary."""
+        """The samples [start, end), or those of them that exist, as micro-batch `index`. Raises ValueError for a token
+        id outside the model's vocabulary."""
         length = self.seq_length
         starts = [self.window(sample) * length for sample in range(start, min(end, self.num_samples))]
         rows = np.stack([self.stream.tokens(first, length + 1) for first in starts]).astype(np.int64)
@@ -71,35 +71,35 @@ class ValidationSet:
         return MicroBatch.of(index, torch.from_numpy(rows), numbers, self.boundary_loss)
 
     def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> HeldOutBatches:
-        """This rank's share: micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order. The last one may
-        have fewer windows, and a rank one micro-batch fewer than others, or none."""
+        """This rank's share: the micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order. The last
+        micro-batch may have fewer windows. A rank may have one micro-batch fewer than others, perhaps none."""
         return HeldOutBatches(self, micro_batch_size, range(dp_rank, -(-self.num_samples // micro_batch_size), dp_size))
 
     def target_counts(self, dp_rank: int = 0, dp_size: int = 1) -> torch.Tensor:
-        """How often each token is a target that counts, in this rank's share of the windows: int64 [vocab_size].
+        """How often each token is a target with a loss, in this rank's share of the windows: int64 [vocab_size].
         Raises ValueError for a token id outside the model's vocabulary."""
         counts = torch.zeros(self.vocab_size, dtype=torch.int64)
         for batch in self.batches(_BLOCK, dp_rank, dp_size):
             counts += torch.bincount(batch.targets[batch.targets >= 0], minlength=self.vocab_size)
         return counts
 
-    def yardstick(self, counts: torch.Tensor, byte_lengths: np.ndarray | None) -> Yardstick:
-        """What its losses are measured by. counts: int64 [vocab_size] of all its targets. byte_lengths: of the
-        tokenizer's tokens; None: by the average of the source. Raises ValueError where no target counts."""
+    def statistics(self, counts: torch.Tensor, byte_lengths: np.ndarray | None) -> TargetStatistics:
+        """counts: int64 [vocab_size], how often each token is a target, over all windows. byte_lengths: bytes of each
+        of the tokenizer's tokens; None: use the source's average. Raises ValueError if no target has a loss."""
         targets = int(counts.sum())
         if targets == 0:
-            raise ValueError(f"validation source {self.name!r} has no targets that count; give it data")
+            raise ValueError(f"validation source {self.name!r} has no targets with a loss; give it data")
         if byte_lengths is not None:
             text_bytes = float(counts[: len(byte_lengths)] @ torch.from_numpy(byte_lengths))
         else:
             text_bytes = targets * (bytes_per_token(self.stream) or 0.0)
         shares = counts.to(torch.float64) / targets
-        return Yardstick(targets, float(torch.special.entr(shares).sum()), text_bytes or None)
+        return TargetStatistics(targets, float(torch.special.entr(shares).sum()), text_bytes or None)
 
 
 @dataclass(frozen=True)
 class HeldOutBatches:
-    """The micro-batches `indices` of a set, read as they are iterated over; the first is as large as any."""
+    """The micro-batches `indices` of a set, read while they are iterated over. The first one is the largest."""
 
     held_out: ValidationSet
     micro_batch_size: int
@@ -114,22 +114,22 @@ class HeldOutBatches:
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """What the losses of one set are measured by. targets: those that count. unigram_entropy: nats per token.
-    text_bytes: of the text that they stand for, None if not known."""
+class TargetStatistics:
+    """The targets of one set. targets: how many have a loss. unigram_entropy: nats per token. text_bytes: bytes of the
+    text that they stand for; None if unknown."""
 
     targets: int
     unigram_entropy: float
     text_bytes: float | None
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """A mean loss in nats per target as bits for each byte of text."""
+        """A mean loss in nats per target, in bits per byte of text; None if the bytes are unknown."""
         return None if self.text_bytes is None else loss * self.targets / (math.log(2) * self.text_bytes)
 
 
 def bytes_per_token(stream: TokenSource) -> float | None:
-    """The average of a source, from what preparing it wrote beside its files (`<prefix>.json`); None if one has none,
-    or if it is of other tokens."""
+    """The average bytes of text per token of a source, from the `<prefix>.json` of its files; None if a file has no
+    such JSON file, or one that describes other tokens."""
     text_bytes = tokens = 0
     for part in (stream.stream if isinstance(stream, TokenRange) else stream).parts:
         if not isinstance(part, IndexedDataset):

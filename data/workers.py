@@ -1,12 +1,13 @@
-"""A rank's loader workers: processes that read micro-batches ahead of it, and a thread that makes tensors of them.
+"""A rank's loader workers: processes that read micro-batches ahead of time, and a thread that makes tensors of them.
 
-A worker is a child of the rank in a fresh interpreter, not a fork of it: a rank has threads, locks and a GPU context,
-none of which survives a fork well, and handlers that save checkpoints on signals, which a worker must not have. It
-imports no torch. It gets the rank's `row_reads` pickled in a file, and by a pipe the first samples of the micro-batches
-to read, each of W workers every W-th; by another it answers each with a Window, or with the exception that it met.
+A worker is a child process with a new interpreter, not a fork of the rank: a rank has threads, locks and a GPU context,
+which a fork can break, and signal handlers that save checkpoints, which a worker must not have. A worker does not
+import torch. It gets the rank's `row_readers` pickled in a file. Through a pipe it gets the first sample of each
+micro-batch to read; each of W workers gets every W-th micro-batch. Through a second pipe it answers with a Window, or
+with the exception that reading raised.
 
-Workers keep nothing: they are ended by SIGKILL, by the rank or, if that is killed, by the kernel. A worker alone holds
-its end of the pipe, so when it dies, whenever that is, the rank reads the pipe's end.
+Workers have no state to save, so they are killed with SIGKILL: by the rank or, if the rank was killed, by the kernel.
+Only the worker has its end of the second pipe open, so when it dies the rank reads end-of-file.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ import numpy as np
 from data.order import Samples, Window
 from data.schedule import PhaseSchedule
 
-# Samples that a worker reads side by side: each waits for its disk or store once for each of its documents.
-_SIDE_BY_SIDE = 24
-_SECONDS_TO_DIE = 10.0
-# What launchers, schedulers and terminals send to every process of a job: the rank answers, its workers continue.
-_LEFT_TO_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# How many samples a worker reads at once. Each waits for the disk or store once per document.
+_READING_THREADS = 24
+_EXIT_SECONDS = 10.0
+# Launchers, schedulers and terminals send these to every process of a job. Workers ignore them; the rank handles them.
+_SIGNALS_FOR_THE_RANK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-RowReads = list[Callable[[], Window]]
+RowReaders = list[Callable[[], Window]]
 
 
-def row_reads(
+def row_readers(
     schedule: PhaseSchedule, sources: Mapping[str, Samples], micro_batch_size: int, masked: bool, first: int
-) -> RowReads:
-    """Calls that read the rows of the micro-batch from global sample `first` on, in any order and by any thread. They
-    raise what the sources raise. masked: with the numbers of documents."""
+) -> RowReaders:
+    """Functions that read the rows of the micro-batch that begins with global sample `first`, callable in any order
+    and thread. They raise what the sources raise. masked: whether to number the documents."""
     places = [schedule.locate(first + row) for row in range(micro_batch_size)]
     return [partial(sources[at.source].sample, at.ordinal, masked) for at in places]
 
 
-def stacked(rows: Sequence[Window]) -> Window:
-    """A micro-batch of its rows: int32 [rows, seq_length + 1]."""
+def stack_rows(rows: Sequence[Window]) -> Window:
+    """The rows as one Window: tokens and documents int32 [rows, seq_length + 1]."""
     tokens = np.stack([row.tokens for row in rows], dtype=np.int32, casting="same_kind")
     numbers = [row.documents for row in rows if row.documents is not None]
     return Window(tokens, np.stack(numbers) if numbers else None)
@@ -65,23 +66,23 @@ def stacked(rows: Sequence[Window]) -> Window:
 
 
 class LoaderError(RuntimeError):
-    """A loader worker died, or none delivers any more."""
+    """A loader worker died, or none delivered in time."""
 
 
 T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Gives `make(first, window)` of the micro-batches that begin with the samples `firsts`, in their order, read by
-    num_workers processes up to num_ahead micro-batches ahead.
+    """Results of `make(first, window)` for the micro-batches that begin with the samples `firsts`, in this order, read
+    by num_workers processes up to num_ahead micro-batches ahead.
 
-    make: called in another thread. To be made in the main thread: the kernel takes the end of the thread that makes it
-    for the end of the rank.
+    make: is called in another thread. Create a Prefetcher in the main thread: the kernel kills the workers when the
+    thread that started them ends.
     """
 
     def __init__(
         self,
-        reads: Callable[[int], RowReads],
+        reads: Callable[[int], RowReaders],
         firsts: Iterator[int],
         make: Callable[[int, Window], T],
         num_workers: int,
@@ -89,8 +90,8 @@ class Prefetcher(Generic[T]):
     ) -> None:
         self._firsts, self._make = firsts, make
         self._workers: list[_Worker] = []
-        # No signal may meet a worker before it ignores it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
+        # Blocked until the worker ignores these signals itself.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_THE_RANK)
         try:
             for worker in range(num_workers):
                 self._workers.append(_Worker(worker, reads))
@@ -106,15 +107,15 @@ class Prefetcher(Generic[T]):
             self._ask()
 
     def next(self, timeout_seconds: float) -> T:
-        """The next result, waited for up to timeout_seconds (0: for ever). Raises LoaderError, which says how the
-        workers stand, or what reading raised in a worker."""
+        """The next result. Waits up to timeout_seconds (0: without limit). Raises LoaderError with the state of each
+        worker, or what reading raised in a worker."""
         try:
             made = self._made.get(timeout=timeout_seconds or None)
         except queue.Empty:
             states = "; ".join(f"{worker} {worker.state()}" for worker in self._workers)
             raise LoaderError(
-                f"nothing for {timeout_seconds:.0f} s: {states}; if they run, the disk is slow, or raise "
-                "parallel.timeout_seconds"
+                f"nothing for {timeout_seconds:.0f} s: {states}; a worker that runs waits for a slow disk: use a "
+                "faster one, or raise parallel.timeout_seconds"
             ) from None
         if isinstance(made, Exception):
             raise made
@@ -127,18 +128,18 @@ class Prefetcher(Generic[T]):
             worker.given_up = True
             worker.process.kill()
         self._asked.put(None)
-        self._thread.join(_SECONDS_TO_DIE)
+        self._thread.join(_EXIT_SECONDS)
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot even be killed
-                worker.process.wait(_SECONDS_TO_DIE)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in a read from a broken disk
+                worker.process.wait(_EXIT_SECONDS)
             worker.wanted.close()
             worker.answers.close()
 
     def _ask(self) -> None:
-        """Ask for one more micro-batch, if there is one."""
+        """Request one more micro-batch, if there is one."""
         if (first := next(self._firsts, None)) is not None:
             worker = next(self._turns)
-            with contextlib.suppress(BrokenPipeError):  # it is dead, which its next answer shows
+            with contextlib.suppress(BrokenPipeError):  # it is dead; `answer` reports that
                 worker.wanted.send(first)
             self._asked.put((worker, first))
 
@@ -154,7 +155,7 @@ class Prefetcher(Generic[T]):
 class _Worker:
     """The rank's side of one worker."""
 
-    def __init__(self, number: int, reads: Callable[[int], RowReads]) -> None:
+    def __init__(self, number: int, reads: Callable[[int], RowReaders]) -> None:
         self._number = number
         self.given_up = False
         theirs_wanted, self.wanted = Pipe(duplex=False)
@@ -174,40 +175,40 @@ class _Worker:
         return f"worker {self._number} (process {self.process.pid})"
 
     def answer(self) -> Window:
-        """Its next one, waited for as long as it lives. Raises LoaderError, or what it has met."""
+        """The next answer; waits as long as the worker lives. Raises LoaderError, or what reading raised."""
         ended = False
         while not self.answers.poll(0 if ended else 1.0):
-            # A process that was forked while the pipe was made holds it, too; and a worker that waits for a dead disk
-            # does not end when it is killed.
+            # End-of-file may not come: a process forked at the wrong moment has the pipe open too, and a worker that
+            # hangs in a read from a broken disk does not end when it is killed.
             if ended or self.given_up:
                 raise self._lost()
-            ended = self.process.poll() is not None  # what it wrote before is in the pipe now
+            ended = self.process.poll() is not None  # poll once more: its last answer may be in the pipe
         try:
             found = self.answers.recv()
-        except (EOFError, OSError):  # the latter in the middle of an answer
+        except (EOFError, OSError):  # OSError: it died while it wrote an answer
             raise self._lost() from None
         if isinstance(found, Exception):
-            found.add_note(f"It met this in {self}.")
+            found.add_note(f"Raised in {self}.")
             raise found
         return found
 
     def _lost(self) -> LoaderError:
-        return LoaderError(f"{self} {self.end(0.0 if self.given_up else _SECONDS_TO_DIE)}")
+        return LoaderError(f"{self} {self.end(0.0 if self.given_up else _EXIT_SECONDS)}")
 
     def end(self, seconds: float) -> str:
-        """How its process ended, in words, waiting up to `seconds` for that."""
+        """How the process ended, as text. Waits up to `seconds` for its end."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return "has closed its pipe, but lives"
+            return "has closed its pipe but still runs"
         if code >= 0:
             return f"ended with exit code {code}"
         name = signal.Signals(-code).name
-        why = " (often because the host had no memory left: look into its kernel log)" * (name == "SIGKILL")
+        why = " (often because the host ran out of memory: see its kernel log)" if name == "SIGKILL" else ""
         return f"is dead: killed by signal {-code}, {name}{why}"
 
     def state(self) -> str:
-        """How it stands, in words."""
+        """What the process does now, as text."""
         if self.process.poll() is not None:
             return self.end(0.0)
         letters = set()
@@ -215,7 +216,7 @@ class _Worker:
             with contextlib.suppress(OSError, IndexError):
                 letters.add(thread.read_text().rsplit(")", 1)[1].split()[0])
         if letters & {"T", "t"}:
-            return f"is stopped, `kill -CONT {self.process.pid}` lets it continue"
+            return f"is stopped (`kill -CONT {self.process.pid}` continues it)"
         return "waits for a disk" if "D" in letters else "runs"
 
 
@@ -223,33 +224,33 @@ class _Worker:
 
 
 def main(rank_pid: int, task: int, wanted: int, answers: int) -> NoReturn:
-    """Read until the rank is gone."""
-    # The rank may be killed without a chance to end its workers: then the kernel does it.
+    """Read micro-batches until the rank ends."""
+    # If the rank is killed, the kernel kills this process.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != rank_pid:  # it was before the line above
+    if os.getppid() != rank_pid:  # the rank ended before the line above
         os._exit(1)
-    for number in _LEFT_TO_THE_RANK:  # held back since before the exec
+    for number in _SIGNALS_FOR_THE_RANK:  # blocked since the start of this process
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RANK)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS_FOR_THE_RANK)
     to_rank = Connection(answers, readable=False)
     try:
         with open(task, "rb") as file:
             reads = pickle.load(file)
         _work(reads, Connection(wanted, writable=False), to_rank)
-    except BrokenPipeError:  # the rank has closed it
+    except BrokenPipeError:  # the rank closed the pipe
         os._exit(1)
     except Exception as error:
-        to_rank.send(_as_sent(error))
+        to_rank.send(_picklable(error))
     os._exit(0)
 
 
-def _work(reads: Callable[[int], RowReads], wanted: Connection, answers: Connection) -> None:
-    """Read the micro-batches that are asked for, and answer in their order, until the rank is gone."""
-    pool = ThreadPoolExecutor(_SIDE_BY_SIDE)
+def _work(reads: Callable[[int], RowReaders], wanted: Connection, answers: Connection) -> None:
+    """Read the requested micro-batches and answer in their order, until the rank closes the pipe."""
+    pool = ThreadPoolExecutor(_READING_THREADS)
     reading: deque[list[Future[Window]]] = deque()
     while True:
-        while reading and (sum(map(len, reading)) >= _SIDE_BY_SIDE or not wanted.poll()):
-            answers.send(stacked([row.result() for row in reading.popleft()]))
+        while reading and (sum(map(len, reading)) >= _READING_THREADS or not wanted.poll()):
+            answers.send(stack_rows([row.result() for row in reading.popleft()]))
         try:
             first = wanted.recv()
         except EOFError:
@@ -257,11 +258,11 @@ def _work(reads: Callable[[int], RowReads], wanted: Connection, answers: Connect
         reading.append([pool.submit(read) for read in reads(first)])
 
 
-def _as_sent(error: Exception) -> Exception:
-    """The error, its traceback as a note; a RuntimeError of its words if it does not pickle."""
+def _picklable(error: Exception) -> Exception:
+    """The error with its traceback as a note; a RuntimeError with the same text if it cannot be pickled."""
     where = "".join(traceback.format_exception(error))
     try:
-        pickle.loads(pickle.dumps(error))  # some exceptions pickle and do not unpickle
+        pickle.loads(pickle.dumps(error))  # some exceptions can be pickled but not unpickled
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(where)

@@ -1,10 +1,9 @@
-"""A run's own validation windows, scored by the framework and by transformers.
+"""Scores a run's own validation windows with the framework and with transformers, whose losses must agree.
 
-What the framework says in validation has to be what the exported model does. Both score the same tokens: the windows of
-every held-out set as the run opens them, and of each window the targets that count. Where the run masks documents,
-transformers gets each piece of a document as a row of its own, because its Mamba-2 blocks carry their state from one
-document to the next whatever mask they are given; a piece begins with an empty state and at position 0, as in the
-framework.
+Both score the same tokens: the windows of every held-out set as the run opens them, and in each window the targets that
+have a loss. If the run masks documents, transformers gets each document's part of a window as a separate row, because
+its Mamba-2 blocks carry their state into the next document for any mask. Such a row begins with an empty state and at
+position 0, as in the framework.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.provider import open_held_out
-from data.validation import ValidationSet, Yardstick
+from data.validation import TargetStatistics, ValidationSet
 from exchange.checkpoint import Checkpoint, load_model
 from inference.models import OpenedFolder, ProgressLine, Row, Scorer
 from megatron_fp4.config.schema import Config
@@ -24,21 +23,21 @@ from megatron_fp4.logging.console import markdown
 from megatron_fp4.logging.metrics import last_validation
 
 TOLERANCE = 1e-5
-# Windows whose pieces transformers scores together, in batches by length.
+# Windows whose rows transformers scores together, in batches by length.
 _WINDOWS = 64
 Losses = Mapping[str, float]
-"""Mean loss per target that counts, in nats, by set."""
+"""Mean loss per target, in nats, by held-out set."""
 
 
 class Windows(NamedTuple):
-    """The held-out sets of a run, and what their losses are measured by."""
+    """The held-out sets of a run, and the statistics of their targets."""
 
     sets: Sequence[ValidationSet]
-    yardsticks: Mapping[str, Yardstick]
+    statistics: Mapping[str, TargetStatistics]
     micro_batch_size: int
 
     def losses(self, rows: int, score: Callable[[Any], tuple[float, int]], title: str) -> Losses:
-        """From `score` of each batch of `rows` windows: (sum of losses, number of targets)."""
+        """The losses by `score`, which returns (sum of losses, number of targets) of a batch of `rows` windows."""
         progress, total = ProgressLine(title), sum(held_out.num_samples for held_out in self.sets)
         done, losses = 0, {}
         for held_out in self.sets:
@@ -48,23 +47,24 @@ class Windows(NamedTuple):
                 loss, count, done = loss + more[0], count + more[1], done + len(batch.tokens)
                 progress(done, total)
             if not count:
-                raise ValueError(f"validation source {held_out.name!r} has no tokens that count; give it data")
+                raise ValueError(f"validation source {held_out.name!r} has no targets with a loss; give it data")
             losses[held_out.name] = loss / count
         return losses
 
 
 def open_windows(config: Config) -> Windows:
-    """The validation windows of a run. Raises ValueError or OSError for data that is not there, or a run without."""
+    """The validation windows of a run. Raises ValueError or OSError if the data is missing, or the run has no
+    validation set."""
     bundle, sets = open_held_out(config)
     if not sets:
         raise ValueError("the run has no validation set; name held-out data with --set data.validation=...")
     lengths = None if bundle.tokenizer is None else bundle.tokenizer.byte_lengths()
-    yardsticks = {s.name: s.yardstick(s.target_counts(), lengths) for s in sets}
-    return Windows(sets, yardsticks, config.train.micro_batch_size)
+    statistics = {s.name: s.statistics(s.target_counts(), lengths) for s in sets}
+    return Windows(sets, statistics, config.train.micro_batch_size)
 
 
 def framework_losses(checkpoint: Checkpoint, windows: Windows, device: str) -> Losses:
-    """By the framework in FP32, nothing quantized, in micro-batches as the run has them."""
+    """The losses by the framework, in FP32 without quantization, with the run's micro-batch size."""
     model = load_model(checkpoint, device=device)
 
     def score(batch: Any) -> tuple[float, int]:
@@ -79,11 +79,11 @@ def framework_losses(checkpoint: Checkpoint, windows: Windows, device: str) -> L
 
 
 def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
-    """By transformers. Raises ValueError for a model of fewer tokens than the run's."""
+    """The losses by transformers. Raises ValueError for a model with a smaller vocabulary than the run's."""
     vocab_size, ours = opened.model.config.vocab_size, max(held_out.vocab_size for held_out in windows.sets)
     if vocab_size < ours:
         raise ValueError(
-            f"the folder's model knows {vocab_size} tokens and the run's {ours}: it is not an export of this run"
+            f"the folder's model has {vocab_size} tokens and the run's {ours}: it is not an export of this run"
         )
     scorer = Scorer(opened.model)
 
@@ -95,8 +95,8 @@ def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
 
 
 def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterator[Row]:
-    """Windows [rows, length] as rows to be scored: each a window or, with the numbers of documents, a document's piece
-    of one. Targets that do not count (negative) are left out, and so are pieces without any."""
+    """The rows to score of windows [rows, length]: one row per window or, with the numbers of documents, one per
+    document in a window. Targets without a loss (negative) are left out, and so are rows without targets."""
     for row in range(len(tokens)):
         ends = [tokens.shape[1]]
         if documents is not None:
@@ -111,21 +111,22 @@ def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterat
 
 
 def recorded_losses(checkpoint: Checkpoint) -> Losses | None:
-    """What the run's own metrics.jsonl says for the checkpoint's step; None if there is no such record."""
+    """The validation losses in the run's metrics.jsonl for the checkpoint's step; None if there are none."""
     record = last_validation(checkpoint.folder.absolute().parent.parent, checkpoint.step)
     losses = record["losses"] if record is not None and record["step"] == checkpoint.step else {}
     return losses if losses and None not in losses.values() else None
 
 
 def agreement_table(windows: Windows, found: Mapping[str, Losses], reference: str) -> str:
-    """By title, losses in nats and in bits per byte, and how far each is from those of the title `reference`."""
+    """A table of losses in nats and bits per byte, and their differences to the row `reference`. found: losses by the
+    title of their row."""
     names = [held_out.name for held_out in windows.sets]
     header = [f"{name}{what}" for name in names for what in (", nats", ", bits/byte", " less FP32")]
     rows = []
     for title, nats in found.items():
         cells = [title]
         for name in names:
-            bits = windows.yardsticks[name].bits_per_byte(nats[name])
+            bits = windows.statistics[name].bits_per_byte(nats[name])
             apart = "" if title == reference else f"{nats[name] - found[reference][name]:+.1e}"
             cells += [f"{nats[name]:.6f}", "-" if bits is None else f"{bits:.6f}", apart]
         rows.append(cells)

@@ -1,4 +1,4 @@
-"""Make a training set and a validation set in Megatron's format from your own text.
+"""Tokenize your own text into a training set and a validation set in Megatron's format.
 
     python scripts/prepare_data.py --format json --files 'corpus/*.jsonl.zst' --output /data/web --tokenizer bpe.json
     python scripts/prepare_data.py --dataset 'shards/**/*.parquet' --field content --output /data/web \\
@@ -7,12 +7,12 @@
     python scripts/prepare_data.py merge --inputs /data/web_0 /data/web_1 '/data/more/*.idx' --output /data/web
     python scripts/prepare_data.py check '/data/web_*' list.yaml s3://bucket/code
 
-Writes OUTPUT.bin, OUTPUT.idx, OUTPUT.json and the same of OUTPUT_validation, and prints what to tell pretrain.py.
-Nothing is overwritten, and nothing appears before all is done. Until then it is in OUTPUT.parts: the same command again
-resumes there, whatever ended it. See docs/data.md.
+Writes OUTPUT.bin, OUTPUT.idx, OUTPUT.json and the same for OUTPUT_validation, and prints the arguments for pretrain.py.
+Nothing is overwritten. The outputs appear only when everything is done; until then the work is in OUTPUT.parts, and
+after any interruption the same command resumes it. See docs/data.md.
 
-Exit codes: 0 done; 1 a process that tokenizes was killed; 2 the input or the command is wrong; 130 interrupted. Each
-but 0 is told in one line on stderr.
+Exit codes: 0 done; 1 a process that tokenizes was killed; 2 the input or the command is wrong; 130 interrupted. After
+an error there is one line on stderr.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from data.prepare.merge import check_whole, merge
+from data.prepare.merge import check_pair, merge
 from data.prepare.prepare import NewTokenizer, Prepared, State, prefix_of, prepare, work_path
 from data.prepare.readers import FORMATS, find_files, open_dataset, open_files
 from data.prepare.tokenize import Options, WorkerDied
 from data.sources import prefixes
 from data.tokenizer import END_OF_DOCUMENT, KINDS, TextTokenizer, load_tokenizer
 
-# The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.
+# The vocabulary is padded to a multiple of this, so that tensor-parallel ranks get equal shares in full NVFP4 blocks.
 _VOCABULARY_MULTIPLE = 128
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code, with a line on stderr if it is not 0."""
+    """Run the command; returns the exit code. Prints a line on stderr if it is not 0."""
     if arguments[:1] == ["merge"]:
         return _merge(arguments[1:])
     if arguments[:1] == ["check"]:
@@ -60,11 +60,11 @@ def main(arguments: list[str]) -> int:
         reason, code = "interrupted", 130
     work = work_path(options.output)
     if (work / "state.json").is_file() and str(work) not in reason:
-        reason += f"; what is done is kept in {work}, the same command resumes there"
-    return _said(reason, code)
+        reason += f"; the work so far is in {work}, and the same command resumes it"
+    return _failed(reason, code)
 
 
-def _said(reason: str, code: int = 2, command: str = "") -> int:
+def _failed(reason: str, code: int = 2, command: str = "") -> int:
     print(f"prepare_data.py{command}: {reason}", file=sys.stderr, flush=True)
     return code
 
@@ -73,30 +73,31 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     """The command line of a preparation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--format", choices=FORMATS, help="of --files; json: one JSON object a line; both may be compressed")
+    add("--format", choices=FORMATS, help="of --files; json: one JSON object per line; both may be compressed")
     add("--files", nargs="+", metavar="PATTERN", help="paths, or quoted patterns: 'corpus/**/*.jsonl'")
-    add("--dataset", nargs="+", metavar="NAME", help="instead of --files, through the package datasets: a name of the "
-        "Hugging Face hub, a folder (save_to_disk, or data files), or data files and quoted patterns")  # fmt: skip
-    add("--subset", metavar="NAME", help="of --dataset, where it has several")
+    add("--dataset", nargs="+", metavar="NAME", help="instead of --files, read with the package datasets: a name on "
+        "the Hugging Face hub, a folder (save_to_disk, or data files), or data files and quoted patterns")  # fmt: skip
+    add("--subset", metavar="NAME", help="of --dataset, if it has several")
     add("--split", help="of --dataset: train, or a slice such as train[:1%%]")
-    add("--field", help="JSON field or column that holds the text, meta.text for one inside meta (default text)")
+    add("--field", help="JSON field or column with the text; meta.text for a field inside meta (default text)")
     add("--output", required=True, type=Path, metavar="PREFIX", help="path of the new .bin and .idx, without ending")
-    add("--tokenizer", required=True, metavar="FILE", help=f"{KINDS}; or the tokenizer.json to train")
-    add("--train-tokenizer", type=int, metavar="VOCAB", help="train a tokenizer of so many ids and save it there")
-    add("--eod-token", metavar="TOKEN", help="ends every document (default: what the tokenizer says)")
+    add("--tokenizer", required=True, metavar="FILE", help=f"{KINDS}; or the tokenizer.json to write")
+    add("--train-tokenizer", type=int, metavar="VOCAB", help="train a tokenizer with VOCAB ids, saved as --tokenizer")
+    add("--eod-token", metavar="TOKEN", help="ends every document (default: the tokenizer's)")
     add("--bos-token", metavar="TOKEN", help="begins every document (default: none)")
-    add("--validation", type=float, default=0.01, metavar="SHARE", help="of documents to hold out (default 0.01)")
-    add("--max-malformed", type=float, default=0.01, metavar="SHARE", help="of records skipped at most (default 0.01)")
+    add("--validation", type=float, default=0.01, metavar="SHARE", help="share of documents to hold out (default 0.01)")
+    add("--max-malformed", type=float, default=0.01, metavar="SHARE", help="share of records to skip at most "
+        "(default 0.01)")  # fmt: skip
     add("--max-document-bytes", type=int, default=16 << 20, metavar="N", help="of text; a larger document is split "
         "(default 16 MiB)")  # fmt: skip
-    add("--workers", type=int, metavar="N", help="processes that tokenize (default: all cores); changes no byte")
+    add("--workers", type=int, metavar="N", help="processes (default: all cores); does not change the output")
     return parser.parse_args(arguments)
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that do not go together, rather than ignore one."""
+    """Raise ValueError for options that do not fit together."""
     if (options.files is None) == (options.dataset is None):
-        raise ValueError("give the input as --files with --format, or as --dataset: one of the two")
+        raise ValueError("give the input either as --files with --format, or as --dataset")
     if options.files is not None and options.format is None:
         raise ValueError("--files needs --format")
     trains = options.train_tokenizer is not None
@@ -111,15 +112,15 @@ def _check_options(options: argparse.Namespace) -> None:
         if value is not None and is_so:
             raise ValueError(f"{name} {value} has no effect with {with_what}; leave it out")
     if trains and Path(options.tokenizer).is_dir():
-        raise ValueError(f"--tokenizer {options.tokenizer} is no file that a new tokenizer can be saved as")
+        raise ValueError(f"--tokenizer {options.tokenizer} is a folder; name the tokenizer.json to write")
     if trains and options.bos_token not in (None, END_OF_DOCUMENT):
-        raise ValueError(f"--train-tokenizer makes no token for --bos-token but {END_OF_DOCUMENT}; name that one")
+        raise ValueError(f"--bos-token: a tokenizer of --train-tokenizer has only {END_OF_DOCUMENT}; name that one")
     if options.workers is not None and options.workers < 1:
-        raise ValueError(f"--workers {options.workers} is no number of processes; give 1 or more")
+        raise ValueError(f"--workers {options.workers}: give 1 or more")
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    """Read, tokenize, write, print the summary and the overrides."""
+    """Prepare the data, and print the summary and the overrides for pretrain.py."""
     _check_options(options)
     tokenizer: TextTokenizer | NewTokenizer
     if options.train_tokenizer is not None:
@@ -142,19 +143,19 @@ def _prepare(options: argparse.Namespace) -> None:
         source={name: value for name in names if (value := getattr(options, name)) is not None},
         workers=options.workers or len(os.sched_getaffinity(0)),
         report=lambda line: print(line, file=sys.stderr, flush=True),
-        progress=_shown_progress(),
+        progress=_progress_printer(),
     )
     print(done.summary())
     if options.train_tokenizer is not None:
-        made, asked = done.tokenizer.vocab_size, options.train_tokenizer
-        fewer = f", not {asked:,}: no other pair is in this text twice" if made < asked else ""
+        made, wanted = done.tokenizer.vocab_size, options.train_tokenizer
+        fewer = f", not {wanted:,}: no further pair of tokens occurs twice in this text" if made < wanted else ""
         print(f"{options.tokenizer}: a new tokenizer of {made:,} ids{fewer}")
     words = [shlex.quote(word) for word in _overrides(done, options.tokenizer, options.eod_token)]
     print("\nTo train on it:\n\n  python pretrain.py", *words, sep=" \\\n    ")
 
 
-def _shown_progress() -> Callable[[int, int, State], None]:
-    """Says how far a preparation is: a line that is overwritten on a terminal, else a line a minute."""
+def _progress_printer() -> Callable[[int, int, State], None]:
+    """A function that prints the progress: a line that is overwritten on a terminal, otherwise one line per minute."""
     every, end = (1.0, "\r") if sys.stderr.isatty() else (60.0, "\n")
     began = last = time.monotonic()
 
@@ -173,7 +174,7 @@ def _shown_progress() -> Callable[[int, int, State], None]:
 
 
 def _overrides(done: Prepared, tokenizer: str, eod_token: str | None) -> list[str]:
-    """What pretrain.py needs to train on the data, as Hydra overrides; paths are absolute."""
+    """The overrides with which pretrain.py trains on the data, with absolute paths."""
     name = re.sub(r"\W", "_", done.output.name, flags=re.ASCII)
     name = name if name.isidentifier() else f"source_{name}"
     held_out = prefix_of(done.output, "validation").resolve()
@@ -191,7 +192,7 @@ def _overrides(done: Prepared, tokenizer: str, eod_token: str | None) -> list[st
 
 
 def _quoted(value: object) -> str:
-    """A value as Hydra reads it back, quoted where a character would mean something to its grammar."""
+    """A value in Hydra's grammar, quoted if it has special characters."""
     text = str(value)
     return text if re.fullmatch(r"[A-Za-z0-9_./-]+", text) else "'" + text.replace("'", "\\'") + "'"
 
@@ -206,18 +207,18 @@ def _error_line(error: Exception, output: Path | None = None) -> str:
 def _merge(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="prepare_data.py merge",
-        description="Several pairs into one, in the order given: the bytes that preparing their texts by one command "
-        "has. Nothing is overwritten; pairs of different tokenizers (their .json tells) are refused.",
+        description="Merge several pairs into one, in the given order. The result has the same bytes as preparing all "
+        "texts with one command. Nothing is overwritten. Pairs with different tokenizers in their .json are refused.",
     )
     add = parser.add_argument
-    add("--inputs", nargs="+", required=True, metavar="PREFIX", help="prefixes or quoted patterns, .yaml lists of them")
+    add("--inputs", nargs="+", required=True, metavar="PREFIX", help="prefixes, quoted patterns, or .yaml lists")
     add("--output", required=True, type=Path, metavar="PREFIX", help="path of the new .bin and .idx, without ending")
     options = parser.parse_args(arguments)
     try:
         found = prefixes("--inputs", options.inputs)
         count = merge(found, options.output, lambda line: print(line, file=sys.stderr, flush=True))
     except (ValueError, OSError) as error:
-        return _said(_error_line(error, options.output), command=" merge")
+        return _failed(_error_line(error, options.output), command=" merge")
     size = f", {count.text_bytes:,} bytes of text" if count.text_bytes else ""
     print(f"{options.output}: {count.documents:,} documents, {count.tokens:,} tokens{size}, of {len(found)} pairs")
     return 0
@@ -226,25 +227,25 @@ def _merge(arguments: list[str]) -> int:
 def _check(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="prepare_data.py check",
-        description="Read datasets from end to end: every entry of the index, every token id, the facts beside them. "
-        "What names them is what data.sources takes. Exit code 2: something is wrong with one or more of them.",
+        description="Check datasets completely: every entry of the index, every token id, and their .json. Name them "
+        "as in data.sources. Exit code 2: at least one of them is wrong.",
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="a prefix, 'pattern', URL or .yaml list")
     options = parser.parse_args(arguments)
     try:
         found = prefixes("PREFIX", options.prefixes)
     except (ValueError, OSError) as error:
-        return _said(_error_line(error), command=" check")
+        return _failed(_error_line(error), command=" check")
     code = 0
     for prefix in dict.fromkeys(found):
         try:
-            print(f"{prefix}: {check_whole(prefix)}", flush=True)
+            print(f"{prefix}: {check_pair(prefix)}", flush=True)
         except (ValueError, OSError) as error:
-            code = _said(_error_line(error), command=" check")
+            code = _failed(_error_line(error), command=" check")
     return code
 
 
 if __name__ == "__main__":
-    # As Ctrl-C: what is done is kept.
+    # Like Ctrl-C, so that the work so far can be resumed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

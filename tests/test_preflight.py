@@ -113,7 +113,7 @@ def test_a_run_that_resumes(check: Check, trained: Path) -> None:
     ("overrides", "said"),
     [
         (["model.rope=true"], "belongs to another run: model.rope: False in the checkpoint, True now. Set these back"),
-        (["train.steps=2"], "stands after 32 samples in 4 steps, and the run ends after 2; resume with train.steps=4"),
+        (["train.steps=2"], "has 32 samples in 4 steps, but the run ends after 2 steps; resume with train.steps=4"),
         (["data.phases=[{name: all, blend: {code: 1}}]"], "phase 'broad' has served samples"),
         (["checkpoint.resume=never"], "already has checkpoints up to step 4, which the run would overwrite; choose"),
         (["run.dir=RUN/metrics.jsonl"], "metrics.jsonl is a file, not a folder; choose another run.dir"),

@@ -220,7 +220,7 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
         ("run.seed=7", "run.seed: 1234 in the checkpoint, 7 now", "checkpoint.allow_mismatch=true"),
         ("data.seed=7", "data.seed (by default run.seed) was 1234 and is now 7", "checkpoint.allow_mismatch=true"),
         ("precision.switch.when=never", "after the precision switch", "precision.switch.target"),
-        ("train.steps=4", "stands after 64 samples", "train.steps=8 or more"),
+        ("train.steps=4", "has 64 samples", "train.steps=8 or more"),
     ],
 )
 def test_what_is_refused_names_the_difference_and_what_accepts_it(

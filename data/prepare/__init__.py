@@ -1,1 +1,1 @@
-"""From text to tokens: any corpus into Megatron's `.bin` and `.idx`."""
+"""Tokenizes a corpus of text into Megatron's `.bin` and `.idx`."""

@@ -1,6 +1,6 @@
-"""What is done with finished pairs: several become one, and a pair is checked to its last byte.
+"""Merging finished `.bin`/`.idx` pairs, and checking every byte of one.
 
-A merge has the bytes of preparing its inputs with one command. Neither takes memory for what a pair holds.
+A merge gives the same bytes as preparing all inputs with one command. Neither reads a pair into memory as a whole.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from data.prepare.tokenize import SplitCount
 from data.storage import is_url
 
 _COPY_BYTES = 8 << 20
-# Facts that must be the same in all inputs.
-_SAME = ("tokenizer", "eod", "bos")
+# Facts that must be equal in all pairs of a merge.
+_SAME_FACTS = ("tokenizer", "eod", "bos")
 
 
 def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) -> SplitCount:
-    """Write the documents of all pairs, in their order, to the pair `output`; what is in it (text_bytes 0 if unknown).
-    The facts beside the pairs are merged too if all of them have some; `report` is called with a line if not.
+    """Write the documents of all pairs, in this order, to the pair `output`; returns its counts (text_bytes is 0 if
+    unknown). The `.json` files are merged too if every pair has one; otherwise `report` is called with a line.
 
-    Raises FileExistsError rather than overwrite; FileNotFoundError or ValueError for a pair that is missing, damaged or
-    named twice, of another type of token, of another tokenizer, or with modes (multimodal data).
+    Raises FileExistsError if the output exists; FileNotFoundError or ValueError for a pair that is missing, damaged,
+    named twice, has another token dtype or tokenizer, or has modes (multimodal data).
     """
     if len({Path(prefix).resolve() for prefix in prefixes}) < max(2, len(prefixes)):
-        raise ValueError("to merge takes two or more pairs, each named once, by their paths without ending")
+        raise ValueError("a merge needs two or more different pairs; name them by their paths without ending")
     pairs = [IndexedDataset(prefix) for prefix in prefixes]
     for pair in pairs:
         if pair.has_modes:
-            raise ValueError(f"{pair}.idx has modes of sequences (multimodal data), which cannot be merged here")
+            raise ValueError(f"{pair}.idx has modes of sequences (multimodal data), which cannot be merged")
     facts = [_facts(prefix) for prefix in prefixes if Path(f"{prefix}.json").is_file()]
     if len({pair.dtype for pair in pairs}) > 1:
         types = ", ".join(f"{pair} {pair.dtype.name}" for pair in pairs)
-        raise ValueError(f"the pairs hold different types of tokens ({types}); prepare them with one tokenizer")
+        raise ValueError(f"the pairs have different token dtypes ({types}); prepare them with one tokenizer")
     for one, other in pairwise(facts):
-        for key in _SAME:
+        for key in _SAME_FACTS:
             if one.get(key) != other.get(key):
                 raise ValueError(
-                    f"the .json of the pairs differ in {key} ({one.get(key)}, {other.get(key)}); prepare them alike"
+                    f"the .json files of the pairs differ in {key} ({one.get(key)}, {other.get(key)}); prepare them "
+                    "with the same settings"
                 )
     if len(facts) < len(pairs):
         facts = []
     documents, tokens = sum(pair.num_documents for pair in pairs), sum(pair.num_tokens for pair in pairs)
     count = SplitCount(documents, tokens, sum(of["text_bytes"] for of in facts))
     work = WorkFolder(output, {"merge of": [str(Path(prefix).resolve()) for prefix in prefixes]})
-    with work.kept_if_saved():
+    with work.remove_unless_saved():
         if not work.state.published:
             refuse_existing([Path(f"{output}.{ending}") for ending in ("idx", "bin", "json")])
             if not facts:
@@ -67,9 +68,9 @@ def merge(prefixes: Sequence[str], output: Path, report: Callable[[str], None]) 
 def _facts(prefix: str) -> dict[str, Any]:
     try:
         facts = json.loads(Path(f"{prefix}.json").read_bytes())
-        facts["tokenizer"]["fingerprint"], facts["text_bytes"]
+        facts["tokenizer"]["fingerprint"], facts["text_bytes"]  # a merge needs both
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{prefix}.json is damaged; remove it to merge without its facts") from error
+        raise ValueError(f"{prefix}.json is damaged; remove it to merge without it") from error
     return facts
 
 
@@ -85,7 +86,7 @@ def _write(pairs: Sequence[IndexedDataset], folder: Path, count: SplitCount, fac
     def index_of(pair: IndexedDataset) -> tuple[np.ndarray, np.ndarray]:
         path, sequences = f"{pair}.idx", pair.num_sequences
         lengths = np.memmap(path, "<i4", "r", HEADER.size, (sequences,))
-        # After lengths, pointers, and the first entry, 0.
+        # After the lengths, the pointers, and the first entry of the document index, which is 0.
         return lengths, np.memmap(path, "<i8", "r", HEADER.size + 12 * sequences + 8, (pair.num_documents,))
 
     write_index(files["idx"], pairs[0].dtype, [index_of(pair) for pair in pairs])
@@ -97,13 +98,13 @@ def _write(pairs: Sequence[IndexedDataset], folder: Path, count: SplitCount, fac
 
 
 def _agreed(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all say alike."""
+    """The entries that are equal in all of them."""
     return {key: value for key, value in facts[0].items() if all(other.get(key) == value for other in facts)}
 
 
-def check_whole(prefix: str | Path) -> str:
-    """Check the whole index, that no token id is negative, and that `<prefix>.json`, if it is there, says the same;
-    what was counted, in words.
+def check_pair(prefix: str | Path) -> str:
+    """Check the whole index, that no token id is negative, and that the counts and hashes in `<prefix>.json`, if it
+    exists, are right. Returns the counts as text.
 
     Raises ValueError with the place of the first fault, and what IndexedDataset raises.
     """
@@ -121,29 +122,29 @@ def check_whole(prefix: str | Path) -> str:
             begin = int(dataset.document_offsets(document, document)[0])
             raise ValueError(
                 f"{dataset}.bin: token {place - begin} of document {document} (byte {place * dataset.dtype.itemsize}) "
-                f"is {dataset.tokens(place, 1)[0]}; no id is negative: the file is damaged"
+                f"is {dataset.tokens(place, 1)[0]}, but ids are not negative: the file is damaged"
             )
         smallest, largest = min(smallest, low), max(largest, high)
     found = f"{dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, ids {smallest} to {largest}"
     if is_url(str(prefix)) or not Path(f"{prefix}.json").exists():
         return found
     _compare_facts(dataset, digest.hexdigest())
-    return f"{found}, as its .json says"
+    return f"{found}, as in its .json"
 
 
 def _compare_facts(dataset: IndexedDataset, digest: str) -> None:
-    """Raise ValueError where the dataset, whose `.bin` has this sha256, is not what its facts say."""
+    """Raise ValueError if the counts or hashes in the dataset's `.json` are wrong. digest: the sha256 of its `.bin`."""
     try:
         facts = dict(json.loads(Path(f"{dataset}.json").read_bytes()))
         facts |= dict(facts.get("sha256", {}))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{dataset}.json does not hold facts by name ({error}); restore or delete it") from error
+        raise ValueError(f"{dataset}.json is not a JSON object of facts ({error}); restore or delete it") from error
     with open(f"{dataset}.idx", "rb") as file:
         of_index = hashlib.file_digest(file, "sha256").hexdigest()
     found = {"documents": dataset.num_documents, "tokens": dataset.num_tokens, "bin": digest, "idx": of_index}
     for name, actual in found.items():
-        if (said := facts.get(name, actual)) != actual:
+        if (expected := facts.get(name, actual)) != actual:
             raise ValueError(
-                f"{dataset}.json says {str(said)[:12]} of {name} where the dataset has {str(actual)[:12]}: it was "
-                "changed since it was prepared; copy or prepare the dataset again"
+                f"{name} is {str(actual)[:12]}, but {str(expected)[:12]} in {dataset}.json: the dataset has changed "
+                "since it was prepared; copy or prepare it again"
             )

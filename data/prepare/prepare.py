@@ -1,22 +1,22 @@
-"""From text to tokens: the parts of a corpus into one pair, and its held-out documents into another.
+"""Tokenizes the parts of a corpus into one `.bin`/`.idx` pair, and its held-out documents into another.
 
     part -> tasks (readers.py) -> records, split, tokens (tokenize.py, on all cores) -> growing files -> .bin, .idx
 
-A record that gives no document (malformed JSON, no string in the field, not UTF-8) is skipped, counted by its problem
-and, for the first few, reported with its place; a share of them above a limit ends the preparation as soon as that is
-clear. One without text is no document and no fault.
+A malformed record (not JSON, no string in the field, not UTF-8) is skipped and counted by its problem; the first few
+are reported with their place. The preparation fails once their share is clearly above the limit. A record without text
+is skipped too, but is not an error.
 
-The output is a function of the records in order, the tokenizer and the options, whatever the number of processes or
-kills. What is done so far is in the folder OUTPUT.parts:
+The output is a function of the records in order, the tokenizer and the options. It does not depend on the number of
+processes or on interruptions. The work in progress is in the folder OUTPUT.parts:
 
-    lock                       held by the command that works here
-    tokenizer.json             a tokenizer that was trained for this output
-    train.bin, train.lengths   tokens and lengths of documents so far; validation.* the same
-    state.json                 how much of them counts, and what shapes the output: another command must not resume here
+    lock                       locked by the running command
+    tokenizer.json             the tokenizer that was trained for this output
+    train.bin, train.lengths   tokens and lengths of the documents so far; validation.* likewise
+    state.json                 how much of these files is valid, and the settings with which a command may resume
 
-Now and then the files are synced to disk, then state.json is replaced; after a kill, what lies after it is cut off and
-made again. At the end state.json says that the files are published, then they are renamed one after the other; a
-command that finds it published resumes renaming.
+Every SAVE_SECONDS the files are synced to disk and state.json is replaced. After a kill the files are truncated to the
+valid length, and the rest is computed again. At the end state.json is marked as published, and the files are renamed to
+their final names one after the other; a command that finds the mark continues the renaming.
 """
 
 from __future__ import annotations
@@ -47,26 +47,27 @@ from data.prepare.tokenize import (
     Options,
     SplitCount,
     encode,
-    encoded_by_processes,
+    encode_in_processes,
     is_held_out,
     pieces_of,
 )
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
-# A byte-level BPE of 128k entries is settled by then, and its word counts still fit into memory.
+# More text hardly changes a byte-level BPE of 128k entries, and this much still fits into memory as word counts.
 TOKENIZER_TRAINING_BYTES = 1 << 30
-# How much work a kill costs at most.
+# The most work that a kill loses.
 SAVE_SECONDS = 30.0
-# From here on twice the share allowed is no bad luck.
+# After this number of records, twice the allowed share of malformed ones is not chance.
 CLEAR_AFTER_RECORDS = 1000
 _FACTS_FORMAT = 1
-# Of the work folder: raise it when the tasks of an input are cut otherwise, or a file there means something else.
+# Of the work folder: increase it when inputs are cut into other tasks, or a file there has another meaning.
 _WORK_FORMAT = 4
 
 
 @dataclass(frozen=True)
 class NewTokenizer:
-    """A tokenizer to be trained on the training documents: at most vocab_size ids, saved as `path` with the data."""
+    """A tokenizer to train on the training documents: at most vocab_size ids, saved as `path` together with the
+    data."""
 
     vocab_size: int
     path: Path
@@ -74,8 +75,8 @@ class NewTokenizer:
 
 @dataclass
 class State:
-    """What of a work folder counts: `tasks` tasks of part number `part`, and all of those before it. settings: what
-    shapes the output. stamps: of each part."""
+    """How far a work folder is: all parts before number `part` are done, and `tasks` tasks of this part. settings: what
+    determines the output. stamps: of each part."""
 
     settings: dict[str, Any]
     stamps: list[list[Any]] = field(default_factory=list)
@@ -99,7 +100,7 @@ class State:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with how many malformed records."""
+        """How many records are malformed, by problem."""
         return [f"{count:,} {problem}" for problem, count in Counter(self.malformed).most_common()]
 
 
@@ -126,12 +127,12 @@ class Prepared:
         return "\n".join(lines + [f"  {problem}" for problem in state.problems])
 
 
-# Hears how far it is: bytes of the input files that are read, of how many (0: unknown), and what came of them.
+# Called with the bytes of the input files that were read, their total (0: unknown), and the state.
 Progress = Callable[[int, int, State], None]
 
 
 def prefix_of(output: Path, split: str) -> Path:
-    """Where the documents of a split go: `<output>`, and `<output>_validation` for held-out ones."""
+    """The prefix of a split's pair: `<output>`, or `<output>_validation` for held-out documents."""
     return output if split == "train" else Path(f"{output}_validation")
 
 
@@ -153,14 +154,16 @@ def prepare(
     report: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda position, total, state: None,
 ) -> Prepared:
-    """Write the documents of all parts, in order, to the dataset `output`, and held-out ones to `<output>_validation`;
-    the same call resumes what was interrupted.
+    """Write the documents of all parts, in order, to the dataset `output`, and held-out ones to `<output>_validation`.
+    The same call resumes an interrupted one.
 
-    source: how the parts were opened, of JSON types; it goes into the facts, and only the same resumes. workers:
-    processes that tokenize, 0: none but this one. report: called with a line for each of the first skipped records.
+    source: how the parts were opened, as JSON values; it is written to the facts, and must be the same to resume.
+    workers: processes that tokenize; 0: tokenize in this process. report: called with a line for each of the first
+    skipped records.
 
-    Raises FileExistsError rather than overwrite; ValueError for other options than those it was begun with, inputs that
-    changed, too many malformed records, a split without a document, or a file that cannot be read; WorkerDied.
+    Raises FileExistsError if an output exists; ValueError for other settings than those of the interrupted call, for
+    inputs that changed, too many malformed records, a split without documents, or a file that cannot be read;
+    WorkerDied.
     """
     new = tokenizer if isinstance(tokenizer, NewTokenizer) else None
     settings = {f"source {name}": value for name, value in (source or {}).items()}
@@ -171,13 +174,12 @@ def prepare(
         settings["tokenizer"] = {**tokenizer_facts(tokenizer), "eod": tokenizer.eod_token}
     work = WorkFolder(output, {**settings, "format": _WORK_FORMAT})
     splits = SPLITS if options.validation > 0 else SPLITS[:1]
-    # The training set last: whoever sees it finds its validation set and its tokenizer too; and its index at the very
-    # end, without which there is no dataset.
+    # In this order, so that whoever finds a training index also finds its tokenizer, validation set and tokens.
     renamings = {"tokenizer.json": new.path} if new else {}
     for split in reversed(splits):
         for ending in ("json", "bin", "idx"):
             renamings[f"{split}.{ending}"] = Path(f"{prefix_of(output, split)}.{ending}")
-    with work.kept_if_saved():
+    with work.remove_unless_saved():
         if not work.state.published:
             refuse_existing([*renamings.values()])
         if isinstance(tokenizer, NewTokenizer):
@@ -192,8 +194,8 @@ def prepare(
 
 
 def _trained(parts: Sequence[Part], new: NewTokenizer, options: Options, work: WorkFolder) -> TextTokenizer:
-    """The new tokenizer, of an earlier call if that came so far; trained on the documents that are not held out, of a
-    large corpus on TOKENIZER_TRAINING_BYTES, the same number from the beginning of each part."""
+    """The new tokenizer, from an earlier call if that trained it; otherwise trained on the documents that are not held
+    out. Of a large corpus it uses TOKENIZER_TRAINING_BYTES, equally many from the beginning of each part."""
 
     def texts() -> Iterator[str]:
         for part in parts:
@@ -228,7 +230,7 @@ def _encode(
     report: Callable[[str], None],
     progress: Progress,
 ) -> None:
-    """Tokenize what is not done yet."""
+    """Tokenize all tasks that are not done yet."""
     state, stamps = work.state, [part.stamp() for part in parts]
     touched = state.part + (state.tasks > 0)
     for number in range(touched):
@@ -242,7 +244,7 @@ def _encode(
     starts = list(accumulate((size for size, _ in stamps), initial=0))
 
     def tasks() -> Iterator[tuple[tuple[int, int, int], Task]]:
-        """Those to do, each after its part, how many tasks of it are done with it, and the position."""
+        """The tasks to do, each with (its part, its number in the part from 1, the position in all input bytes)."""
         first = state.tasks
         for number in range(state.part, len(parts)):
             for count, (position, task) in enumerate(parts[number].tasks(), start=1):
@@ -251,10 +253,10 @@ def _encode(
             first = 0
             if parts[number].stamp() != stamps[number]:
                 name = parts[number].files[0]
-                raise ValueError(f"{name}, or one read along with it, changed while it was read; start again")
+                raise ValueError(f"{name}, or a file of the same part, changed while it was read; start again")
 
     next_save = time.monotonic() + SAVE_SECONDS
-    for (number, count, position), encoded in encoded_by_processes(encoder, tasks(), workers):
+    for (number, count, position), encoded in encode_in_processes(encoder, tasks(), workers):
         work.add(number, count, encoded)
         for where, problem in encoded.reports[: REPORTED_RECORDS - state.reported]:
             state.reported += 1
@@ -275,18 +277,18 @@ def _check_malformed(state: State, options: Options, at_end: bool) -> None:
         first = "" if at_end else "the first "
         raise ValueError(
             f"{malformed:,} of {first}{records:,} records are malformed ({', '.join(state.problems)}), more than the "
-            f"share {allowed:g} allowed; mend them, name the right field and format, or allow a larger share"
+            f"allowed share {allowed:g}; correct them, give the right --field and --format, or raise --max-malformed"
         )
 
 
 def _check(state: State, options: Options, splits: Sequence[str]) -> None:
-    """Raise ValueError for too many malformed records, or a split without a document."""
+    """Raise ValueError for too many malformed records, or a split without documents."""
     _check_malformed(state, options, at_end=True)
     if not all(state.counts[split].documents for split in splits):
         train, held_out = (state.counts[split].documents for split in SPLITS)
         raise ValueError(
-            f"the input has {train:,} documents for training and, with a validation share of {options.validation:g}, "
-            f"{held_out:,} for validation; give more, or choose another share (0 holds nothing out)"
+            f"the input has {train:,} documents for training and, with --validation {options.validation:g}, "
+            f"{held_out:,} for validation; give more text, or another share (0 for no validation set)"
         )
 
 
@@ -311,22 +313,22 @@ def _write_indices(
 
 
 def tokenizer_facts(tokenizer: TextTokenizer) -> dict[str, Any]:
-    """What tells one tokenizer from another, its file's place aside."""
+    """What identifies a tokenizer, without the path of its file."""
     return {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint(), "vocab_size": tokenizer.vocab_size}
 
 
 def write_facts(path: Path, counts: SplitCount, files: dict[str, Path], facts: dict[str, Any]) -> None:
-    """Write the facts of a pair whose `files` ("bin", "idx") are whole, and sync them to disk."""
+    """Write the facts of a pair whose `files` ("bin", "idx") are complete, and sync them to disk."""
     hashes = {}
-    for name, whole in files.items():
-        with open(whole, "rb") as opened:
+    for name, file in files.items():
+        with open(file, "rb") as opened:
             hashes[name] = hashlib.file_digest(opened, "sha256").hexdigest()
     _write_json(path, {"format": _FACTS_FORMAT, **asdict(counts), "sha256": hashes, **facts})
 
 
 class WorkFolder:
-    """The work folder of an output, locked; made if it is not there, else resumed. Raises ValueError if another command
-    works in it, or its settings (JSON types by name) are others, which it names."""
+    """The locked work folder of an output, new or from an interrupted command. settings: JSON values. Raises ValueError
+    if another command works in it, or if the interrupted command had other settings."""
 
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
         self.path = work_path(output)
@@ -337,12 +339,12 @@ class WorkFolder:
             lock = opened.enter_context(open(self.path / "lock", "w"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:  # the latter on network file systems
-                raise ValueError(f"another command is preparing {output} right now; wait for it, or stop it") from error
+            except (BlockingIOError, PermissionError) as error:  # PermissionError on network file systems
+                raise ValueError(f"another command is preparing {output} now; wait for it, or stop it") from error
             self.state = State(json.loads(json.dumps(settings)))
             if self._state_file.is_file():
                 self._resume()
-            else:  # new, or a kill came before anything was worth keeping
+            else:  # new, or killed before the first save
                 for file in self.path.iterdir():
                     if file.name != "lock":
                         file.unlink()
@@ -356,7 +358,7 @@ class WorkFolder:
             self.state = State(**{**content, "counts": counts})
             before = dict(self.state.settings)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self._state_file} is damaged or of another version ({error}); {again}") from error
+            raise ValueError(f"{self._state_file} is damaged or from another version ({error}); {again}") from error
 
         def shown(value: Any) -> str:
             text = json.dumps(value, ensure_ascii=False)
@@ -368,23 +370,24 @@ class WorkFolder:
             if before.get(name) != settings.get(name)
         ]:
             raise ValueError(
-                f"{self.path} holds an unfinished preparation with {', '.join(others)}; give the same to resume it, or "
+                f"{self.path} has an unfinished preparation with {', '.join(others)}; give the same to resume it, or "
                 f"{again}"
             )
 
     def open(self, splits: Sequence[str], token_bytes: int) -> None:
-        """Open the files of the splits, cut to what counts. Raises ValueError if they are shorter than that."""
+        """Open the files of the splits and truncate them to their valid length. Raises ValueError if they are
+        shorter."""
         for split in splits:
             count = self.state.counts[split]
             for ending, counted in (("bin", count.tokens * token_bytes), ("lengths", count.documents * 4)):
                 path = self.path / f"{split}.{ending}"
                 file = self._files[path.name] = self._opened.enter_context(open(path, "ab"))  # noqa: SIM115
                 if file.tell() < counted:
-                    raise ValueError(f"{path} was cut below {counted} bytes; remove {self.path} to begin again")
+                    raise ValueError(f"{path} has fewer than {counted} bytes; remove {self.path} to begin again")
                 file.truncate(counted)
 
     def add(self, part: int, tasks: int, encoded: Encoded) -> None:
-        """Append the documents of a task, so that `tasks` tasks of this part are done."""
+        """Append the documents of a task; `tasks` tasks of this part are then done."""
         state = self.state
         for split, tokens in encoded.tokens.items():
             self._files[f"{split}.bin"].write(tokens.tobytes())
@@ -396,15 +399,15 @@ class WorkFolder:
         state.part, state.tasks = part, tasks
 
     def save(self) -> None:
-        """Make all of it count, whatever comes."""
+        """Sync everything to disk and replace state.json, so that a kill loses nothing of it."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
         _write_json(self._state_file, asdict(self.state))
 
     @contextlib.contextmanager
-    def kept_if_saved(self) -> Iterator[None]:
-        """After an error keep the folder if something in it is worth resuming, else remove it."""
+    def remove_unless_saved(self) -> Iterator[None]:
+        """After an error remove the folder, unless something was saved that a command can resume."""
         try:
             yield
         except BaseException:
@@ -414,7 +417,7 @@ class WorkFolder:
             raise
 
     def publish(self, renamings: dict[str, Path]) -> None:
-        """Rename the files of this folder, in this order, and remove it. Raises FileExistsError."""
+        """Rename the files of this folder in this order, then remove the folder. Raises FileExistsError."""
         refuse_existing([target for name, target in renamings.items() if (self.path / name).exists()])
         if not self.state.published:
             self.state.published = True
@@ -429,7 +432,7 @@ class WorkFolder:
 
 
 def work_path(output: Path) -> Path:
-    """Where an unfinished output lies."""
+    """The work folder of an output."""
     return Path(f"{output}.parts")
 
 

@@ -1,4 +1,5 @@
-"""Tasks to tokens on all cores: a task's result is a function of the task alone, and results come in their order."""
+"""Tokenizes tasks in several processes. The result of a task depends on nothing else, and results keep the order of the
+tasks."""
 
 from __future__ import annotations
 
@@ -26,22 +27,22 @@ from data.tokenizer import TextTokenizer
 
 REPORTED_RECORDS = 5
 SPLITS = ("train", "validation")
-# Enough that no process waits while results are written.
-_WAITING_TASKS = 3
+# Tasks in the queue beyond one per process, so that no process waits while results are written.
+_QUEUED_TASKS = 3
 Place = TypeVar("Place")
 
 
 class WorkerDied(Exception):
-    """A process that tokenizes was ended from outside."""
+    """A process that tokenizes was killed."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What shapes the output besides the inputs and the tokenizer. Raises ValueError for a number that means nothing.
+    """What determines the output besides the inputs and the tokenizer. Raises ValueError for a number out of range.
 
-    validation: share of documents held out by `is_held_out`, 0 for none. max_malformed: largest share of records that
-    may be skipped; a preparation may resume with another one. max_document_bytes: of UTF-8; what is larger becomes
-    several documents, all on the side of an unsplit copy. bos_token: begins every document, None for none.
+    validation: the share of documents to hold out. max_malformed: the largest share of records that may be skipped; a
+    preparation may resume with another value. max_document_bytes: of UTF-8; a larger document becomes several, all in
+    the split of the whole document. bos_token: begins every document; None: no token does.
     """
 
     validation: float = 0.01
@@ -54,14 +55,15 @@ class Options:
             raise ValueError(f"--validation {self.validation} must be at least 0 and below 1")
         if not 0 <= self.max_malformed <= 1:
             raise ValueError(f"--max-malformed {self.max_malformed} must be from 0 to 1")
-        # A document has at most a token for each byte and a few more, and the index counts them in an int32.
+        # A document has at most a few tokens more than bytes, and the index has its length as an int32.
         if not 64 <= self.max_document_bytes <= 1 << 30:
             raise ValueError(f"--max-document-bytes {self.max_document_bytes} must be from 64 to {1 << 30}")
 
 
 @dataclass
 class SplitCount:
-    """What went into one dataset: documents, tokens (those that mark documents too), bytes of UTF-8 text."""
+    """What was written to one dataset: documents, tokens (including those that begin and end documents), bytes of UTF-8
+    text."""
 
     documents: int = 0
     tokens: int = 0
@@ -75,10 +77,10 @@ class SplitCount:
 
 @dataclass
 class Encoded:
-    """The documents of one task: for each split their lengths, int32 [documents], and their tokens one after the other.
+    """The documents of one task. By split: lengths int32 [documents], tokens (concatenated) and counts.
 
-    malformed: records skipped by problem; reports: (where, problem) of the first of them. empty: records without text.
-    huge: documents above the largest size.
+    malformed: how many records were skipped for each problem. reports: (place, problem) of the first ones. empty:
+    records without text. huge: documents that were split because of their size.
     """
 
     lengths: dict[str, np.ndarray] = field(default_factory=dict)
@@ -91,7 +93,8 @@ class Encoded:
 
 
 def encode(tokenizer: TextTokenizer, dtype: np.dtype[Any], options: Options, task: Task) -> Encoded:
-    """A task's documents as tokens of `dtype`, between the options' bos_token and the tokenizer's eod_token."""
+    """The documents of a task as tokens of `dtype`. Each begins with the options' bos_token, if there is one, and ends
+    with the tokenizer's eod_token."""
     done = Encoded()
     texts: dict[str, list[str]] = {split: [] for split in SPLITS}
     for record in task():
@@ -119,13 +122,14 @@ def encode(tokenizer: TextTokenizer, dtype: np.dtype[Any], options: Options, tas
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a document is for validation: about `share` of all are; equal documents are on the same side."""
+    """Whether a document is for validation, by a hash of its text: about `share` of all documents are, and equal
+    documents are in the same split."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64 < share
 
 
 def pieces_of(text: str, limit: int) -> list[str]:
-    """A text as documents of at most `limit` bytes: itself, or pieces cut before white space, where `limit` bytes have
-    none at a character; blank ones are left out."""
+    """A text as documents of at most `limit` bytes of UTF-8. A longer text is cut before white space, or between two
+    characters if `limit` bytes have no white space. Blank pieces are left out."""
     if 4 * len(text) <= limit or len(data := text.encode("utf-8")) <= limit:
         return [text]
     pieces: list[str] = []
@@ -144,12 +148,12 @@ def pieces_of(text: str, limit: int) -> list[str]:
     return pieces
 
 
-def encoded_by_processes(
+def encode_in_processes(
     encoder: Callable[[Task], Encoded], tasks: Iterable[tuple[Place, Task]], number: int
 ) -> Iterator[tuple[Place, Encoded]]:
-    """The result of each task, in their order, by so many processes, 0: in this one; each after what came with it.
+    """(place, result) of each (place, task), in order, computed by `number` processes; 0: in this process.
 
-    Raises what encoding raises, and WorkerDied. The processes end with the iterator, and with this process.
+    Raises what `encoder` raises, and WorkerDied. The processes end when the iterator or this process ends.
     """
     if number == 0:
         for place, task in tasks:
@@ -168,15 +172,15 @@ def encoded_by_processes(
         try:
             for place, task in tasks:
                 waiting.append((place, pool.submit(_encode, task)))
-                while len(waiting) >= number + _WAITING_TASKS or (waiting and waiting[0][1].done()):
+                while len(waiting) >= number + _QUEUED_TASKS or (waiting and waiting[0][1].done()):
                     place, encoded = waiting.popleft()
                     yield place, encoded.result()
             for place, encoded in waiting:
                 yield place, encoded.result()
         except BrokenProcessPool as error:
             raise WorkerDied(
-                "a process that tokenizes was ended, often because the host had no memory left (fewer --workers or a "
-                "smaller --max-document-bytes need less)"
+                "a process that tokenizes was killed, often because the host ran out of memory; use fewer --workers or "
+                "a smaller --max-document-bytes"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -186,15 +190,15 @@ _encoder: Callable[[Task], Encoded]
 
 
 def _start(encoder_file: str) -> None:
-    """What a process that tokenizes begins with."""
+    """Initialize a process that tokenizes. encoder_file: has the pickled encoder."""
     global _encoder
-    # A terminal sends these to all of its processes; the one that started this one ends it.
+    # A terminal sends these to all of its processes; the parent process ends this one.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have processes of their own
+    threading.Thread(target=_exit_with_parent, args=(parent.sentinel,), daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has its own process
     _encoder = pickle.loads(Path(encoder_file).read_bytes())
 
 
@@ -202,7 +206,7 @@ def _encode(task: Task) -> Encoded:
     return _encoder(task)
 
 
-def _die_with(sentinel: int) -> None:
-    """End this process, whatever it does, as soon as the one that started it is gone."""
+def _exit_with_parent(sentinel: int) -> None:
+    """End this process when its parent ends."""
     wait([sentinel])
     os._exit(1)

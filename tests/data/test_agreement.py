@@ -6,7 +6,7 @@ import errno
 import socket
 from typing import Any
 
-from data.provider import agreed
+from data.provider import open_on_all_ranks
 from megatron_fp4.training.build import is_refusal
 from tests.training.harness import launch
 
@@ -36,7 +36,7 @@ def _outcome(kind: str) -> tuple[str, str]:
         return {**web, "source code": {"num_tokens": 3}} if data == "two" else web
 
     try:
-        return "", agreed(open_data, facts, is_refusal)
+        return "", open_on_all_ranks(open_data, facts, is_refusal)
     except Exception as error:
         return type(error).__name__, str(error)
 

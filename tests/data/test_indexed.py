@@ -16,7 +16,7 @@ import pytest
 import data.indexed
 from data.indexed import HEADER, MAGIC, Concatenation, IndexedDataset, TokenRange, dtype_for_vocabulary
 from data.prepare import merge
-from data.prepare.merge import check_whole
+from data.prepare.merge import check_pair
 from tests.data.streams import document, write
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
@@ -99,14 +99,14 @@ def header(version: int = 1, code: int = 8, sequences: int = 3, entries: int = 4
 
 LENGTHS, POINTERS, ENTRIES = 34, 46, 70  # where the arrays of the .idx begin
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "no .bin": (lambda prefix: Path(f"{prefix}.bin").unlink(), "d.bin does not exist; a dataset is named by"),
+    "no .bin": (lambda prefix: Path(f"{prefix}.bin").unlink(), "d.bin does not exist; name a dataset by"),
     "a cut header": (cut(".idx", 33), "d.idx starts with b'MMIDIDX"),
     "fairseq's older format": (put(0, b"TNTIDX\x00\x00"), r"d.idx starts with b'TNTIDX.*, not with .*prepare the"),
-    "a later version": (put(0, header(version=2)), "d.idx is of version 2"),
-    "an .idx cut at its end": (cut(".idx", 101), "d.idx has 101 bytes where its header announces 102"),
+    "a later version": (put(0, header(version=2)), "d.idx has version 2"),
+    "an .idx cut at its end": (cut(".idx", 101), "d.idx has 101 bytes, but by its header it should have 102"),
     "a float dtype": (put(0, header(code=7)), "d.idx has dtype code 7; token ids are integers"),
     "another integer dtype": (put(0, header(code=4)), "d.idx says that sequence 0 has 3 tokens from byte 0"),
-    "no sequences": (put(0, header(sequences=0)), "d.idx holds no documents"),
+    "no sequences": (put(0, header(sequences=0)), "d.idx has no documents"),
     "a negative length": (put(LENGTHS, struct.pack("<i", -3)), "sequence 0 has -3 tokens from byte 0"),
     "pointers shifted": (put(POINTERS, struct.pack("<3q", 2, 8, 10)), "sequence 0 has 3 tokens from byte 2"),
     "documents from 1": (put(ENTRIES, struct.pack("<q", 1)), "has a document index from 1 to 3 over 3 sequences"),
@@ -114,8 +114,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         put(ENTRIES + 8, struct.pack("<2q", 2, 1)),
         "document 2 begins with sequence 1 of 3, and",
     ),
-    "a .bin cut short": (cut(".bin", 17), "d.bin has 17 bytes where d.idx describes 18"),
-    "only empty sequences": (empty_sequences, "d.idx holds no tokens, only empty sequences"),
+    "a .bin cut short": (cut(".bin", 17), "d.bin has 17 bytes, but by d.idx it should have 18"),
+    "only empty sequences": (empty_sequences, "d.idx has no tokens, only empty sequences"),
 }
 
 
@@ -153,7 +153,7 @@ def test_a_fault_that_opening_does_not_look_at(
     put(offset, content)(prefix)
     dataset = IndexedDataset(prefix)
     with pytest.raises(ValueError, match=message):
-        check_whole(prefix)
+        check_pair(prefix)
     if document is not None:
         for first, last in ((document, document + 1), (document - 3, document + 3)):
             with pytest.raises(ValueError, match=r"web\.idx .* damaged"):
@@ -164,21 +164,21 @@ def test_every_token_and_fact_is_checked(prefix: Path, monkeypatch: pytest.Monke
     dataset = IndexedDataset(prefix)
     for entries in (1 << 20, 7):  # in one block, and in many
         monkeypatch.setattr(merge, "INDEX_BLOCK", entries)
-        assert check_whole(prefix) == f"5,001 documents, {dataset.num_tokens:,} tokens, ids 3 to 999"
+        assert check_pair(prefix) == f"5,001 documents, {dataset.num_tokens:,} tokens, ids 3 to 999"
     facts = Path(f"{prefix}.json")
     hashes = {ending: hashlib.sha256(Path(f"{prefix}.{ending}").read_bytes()).hexdigest() for ending in ("bin", "idx")}
     facts.write_text(json.dumps({"documents": 5001, "sha256": hashes}))
-    assert str(check_whole(prefix)).endswith("ids 3 to 999, as its .json says")
+    assert str(check_pair(prefix)).endswith("ids 3 to 999, as in its .json")
     for wrong in ({"sha256": {**hashes, "idx": "0" * 64}}, {"sha256": {"bin": "0"}}, {"tokens": 7}, [1]):
         facts.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=r"web\.json"):
-            check_whole(prefix)
+            check_pair(prefix)
     facts.unlink()
     start, end = dataset.document_offsets(4321, 4322).tolist()
     put(4 * (end - 1), struct.pack("<i", -5), ".bin")(prefix)
-    place = rf"token {end - 1 - start} of document 4321 \(byte {4 * (end - 1)}\) is -5; no id is negative"
+    place = rf"token {end - 1 - start} of document 4321 \(byte {4 * (end - 1)}\) is -5, but ids are not negative"
     with pytest.raises(ValueError, match=place):
-        check_whole(prefix)
+        check_pair(prefix)
 
 
 # --- streams of several datasets, and of pieces ----------------------------------------------------------------------

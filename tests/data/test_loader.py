@@ -160,7 +160,7 @@ def test_new_files_join_where_the_run_stands() -> None:
     rows = seen(first, 0, 4)
     second = resumed(state_after(loader(phases, FILES[:1]), 4), phases, FILES[:2])
     assert second.changes == [
-        "source 'code' has 1 new files of 300 tokens, mixed with what its epoch has left after its sample 32"
+        "source 'code' has 1 new files of 300 tokens, mixed with the rest of its epoch after its sample 32"
     ]
     rows += seen(second, 4, 6)
     third = resumed(state_after(second, 6, start=4), phases, FILES[:4])
@@ -207,7 +207,7 @@ def test_phases_to_come_change() -> None:
         ({"phases": [Phase("a", steps=20, blend={"prose": 0.3, "code": 0.7})]}, "the phases up to sample 56 were a"),
         ({"code": FILES[1:3]}, r"source 'code' \(file 6\), file 1 of 2, had 250 tokens .* and now has 300"),
         ({"code": FILES[:1]}, "source 'code' had 2 files and now has 1; files may only be added, at the end"),
-        ({"phases": [Phase("a", steps=20, blend={"code": 1})], "others": ()}, "source 'prose' is gone"),
+        ({"phases": [Phase("a", steps=20, blend={"code": 1})], "others": ()}, "source 'prose' is missing"),
         ({"seed": 2}, r"data\.seed \(by default run\.seed\) was 1 and is now 2"),
     ],
 )
@@ -217,7 +217,7 @@ def test_another_past_is_refused(options: dict[str, Any], message: str) -> None:
         resumed(state, **options)
     accepted = resumed(state, **options, allow_other_data=True)
     assert accepted.consumed_samples == 56
-    assert accepted.changes and "the data is other than the checkpoint's" in accepted.changes[0]
+    assert accepted.changes and "the data differs from the checkpoint's" in accepted.changes[0]
 
 
 def test_weights_by_tokens_follow_the_files() -> None:
@@ -245,6 +245,6 @@ def test_a_phase_in_front_of_the_past_is_named() -> None:
     state = state_after(loader(), 7)
     in_front = [Phase("new", steps=3, blend={"prose": 1.0}), Phase("a", steps=7, blend=PHASES[0].blend), PHASES[1]]
     again = resumed(state, in_front)
-    assert "phases before sample 56 stay as they were: a [0, 56)" in again.changes[0]
-    assert "data.phases says new [0, 24)" in again.changes[0]
+    assert "phases before sample 56 stay a [0, 56)" in again.changes[0]
+    assert "the new data.phases would give new [0, 24)" in again.changes[0]
     assert seen(again, 7, 20) == seen(loader(), 7, 20)

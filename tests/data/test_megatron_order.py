@@ -91,7 +91,8 @@ def test_stretches_that_began_wrong_run_again(monkeypatch: pytest.MonkeyPatch) -
         expected.append((chosen, counts[chosen]))
         counts[chosen] += 1
     monkeypatch.setattr(
-        "data.megatron_order._about", lambda w, sizes: np.stack([sizes.astype(float), *[0.0 * sizes] * (len(w) - 1)])
+        "data.megatron_order._approximate_counts",
+        lambda w, sizes: np.stack([sizes.astype(float), *[0.0 * sizes] * (len(w) - 1)]),
     )
     datasets, samples = blending_indices(weights, 4000)
     assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == expected
@@ -180,7 +181,7 @@ def test_a_checkpoint_is_of_one_megatron_run(streams: dict[str, IndexedDataset],
         "from sample 60 had Megatron's .* [0, 140": {"train_samples": 300},
         "split was None and is now [9.0, 1.0]": {"split": [9, 1]},
         "data.megatron.surplus was 0.005 and is now 0.01": {"surplus": 0.01},
-        "would have [5, 65": {"consumed_samples": 5},
+        "now has [5, 65": {"consumed_samples": 5},
     }
     for words, run in changed.items():
         with pytest.raises(ValueError, match=words.replace("[", r"\[")):

@@ -143,7 +143,7 @@ def test_files_of_several_types_are_one_stream(order: str, tmp_path: Path) -> No
             assert np.array_equal(found, expected)
 
 
-def grown(parts: list[CountingStream], growth: list[Growth], order: str) -> SampleSource:
+def with_growth(parts: list[CountingStream], growth: list[Growth], order: str) -> SampleSource:
     return SampleSource("x", Concatenation(parts), 4, 1, 10**6, order=order, growth=growth)
 
 
@@ -151,11 +151,11 @@ def grown(parts: list[CountingStream], growth: list[Growth], order: str) -> Samp
 def test_a_source_that_grows_in_the_middle_of_an_epoch(order: str) -> None:
     """What was, stays; then what was left and what is new, each once; then everything."""
     parts = [CountingStream([n] * many, first=first) for n, many, first in ((5, 40, 0), (7, 30, 1000), (3, 100, 2000))]
-    first = grown(parts[:1], [], order)
+    first = with_growth(parts[:1], [], order)
     windows = [num_windows(part.num_tokens, 4) for part in parts]
     at, later = windows[0] + 7, windows[0] + 20
-    second = grown(parts[:2], [Growth(0, 1), Growth(at, 2)], order)
-    third = grown(parts, [Growth(0, 1), Growth(at, 2), Growth(later, 3)], order)
+    second = with_growth(parts[:2], [Growth(0, 1), Growth(at, 2)], order)
+    third = with_growth(parts, [Growth(0, 1), Growth(at, 2), Growth(later, 3)], order)
     assert all(np.array_equal(first.sample(k).tokens, second.sample(k).tokens) for k in range(at))
     assert all(np.array_equal(second.sample(k).tokens, third.sample(k).tokens) for k in range(later))
 

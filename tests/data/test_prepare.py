@@ -161,13 +161,13 @@ def test_malformed_and_empty_records(tokenizer: HuggingFaceTokenizer, tmp_path: 
     assert done.state.malformed == {
         "not JSON (one object a line is read)": 1,
         "without a field 'text'": 1,
-        "whose field 'text' is no string": 1,
+        "whose field 'text' is not a string": 1,
         "not a JSON object": 1,
         "not UTF-8": 2,
     }
     assert done.state.empty == 2 and "empty: 2 records" in done.summary()
     assert reports[0] == f"skipped {path}:2: not JSON (one object a line is read)" and len(reports) == 5
-    with pytest.raises(ValueError, match=r"6 of 8 records are malformed .*more than the share 0.5 allowed"):
+    with pytest.raises(ValueError, match=r"6 of 8 records are malformed .*more than the allowed share 0.5"):
         prepare(open_files("json", [path]), tmp_path / "more", tokenizer, Options(0, 0.5))
     pq.write_table(pa.table({"text": ["good", None, ""] * 40}), tmp_path / "a.parquet")
     done = prepare(open_dataset([f"{tmp_path}/a.parquet"]), tmp_path / "rows", tokenizer, Options(0, 0.0))
@@ -189,9 +189,9 @@ def test_documents_above_the_largest_size(
     for prefix, side in (("web", False), ("web_validation", True)):  # all pieces on the side of the whole
         expected = [text for text in texts if is_held_out(text, 0.5) == side]
         assert "".join(documents(tmp_path / prefix, tokenizer)) == "".join(expected)
-    monkeypatch.setattr(readers, "LONGEST_UNIT", 500)
+    monkeypatch.setattr(readers, "MAX_CHARACTERS", 500)
     monkeypatch.setattr(readers, "READ_BYTES", 100)
-    with pytest.raises(ValueError, match=r"a.jsonl: a document after line \d is longer than 500 characters"):
+    with pytest.raises(ValueError, match=r"a.jsonl: a document after line \d has more than 500 characters"):
         prepare(parts, tmp_path / "out", tokenizer, ALL)
 
 
@@ -214,17 +214,17 @@ def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.Cap
     assert run(*given) == 2 and "exists already" in capsys.readouterr().err
     more = ["--tokenizer", tmp_path / "more.json", "--train-tokenizer", 5000, "--output", tmp_path / "more"]
     assert run(*given, *more, "--workers", 1) == 0
-    assert " ids, not 5,000: no other pair is in this text twice\n" in capsys.readouterr().out
+    assert " ids, not 5,000: no further pair of tokens occurs twice in this text\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--files a.jsonl --dataset x", "one of the two"),
+        ("--files a.jsonl --dataset x", "either as --files with --format"),
         ("--dataset x", "--dataset x needs --split"),
         ("--dataset a.jsonl --split test", "datasets cannot read a.jsonl test: "),
         ("--format json --files a.jsonl --split train", "--split train has no effect with --files"),
-        ("--format json --files a.tar.gz", "is packed as .tar; unpack it"),
+        ("--format json --files a.tar.gz", "is compressed as .tar; unpack it"),
         ("--format json --files a.jsonl --bos-token <s>", "has no token '<s>'"),
         ("--format json --files a.jsonl --validation 1", "at least 0 and below 1"),
         ("merge --inputs a b --output out", "a.idx does not exist"),
@@ -295,11 +295,11 @@ def test_an_interrupted_command_keeps_what_is_done(
         if (tmp_path / "out/web.parts/state.json").is_file():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(prepare_data, "_shown_progress", lambda: interrupt)
+    monkeypatch.setattr(prepare_data, "_progress_printer", lambda: interrupt)
     assert run(*given, "--output", tmp_path / "out/web") == 130
-    assert f"what is done is kept in {tmp_path}/out/web.parts" in capsys.readouterr().err
+    assert f"the work so far is in {tmp_path}/out/web.parts" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == ["web.parts"] and multiprocessing.active_children() == before
-    monkeypatch.setattr(prepare_data, "_shown_progress", lambda: lambda *_: None)
+    monkeypatch.setattr(prepare_data, "_progress_printer", lambda: lambda *_: None)
     assert run(*given, "--output", tmp_path / "out/web") == run(*given, "--output", tmp_path / "undisturbed/web") == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
@@ -321,7 +321,7 @@ def test_a_killed_process_is_told(tokenizer: HuggingFaceTokenizer, tmp_path: Pat
                 os.kill(process.pid, signal.SIGKILL)
 
     (tmp_path / "out").mkdir()
-    with pytest.raises(WorkerDied, match="no memory left"):
+    with pytest.raises(WorkerDied, match="ran out of memory"):
         prepare(parts, tmp_path / "out" / "web", tokenizer, ALL, workers=1, progress=kill)
     assert os.listdir(tmp_path / "out") == []  # it came to nothing within SAVE_SECONDS
 
@@ -408,8 +408,8 @@ def test_what_does_not_merge(
         prepare(parts, tmp_path / name, tokenizer, options)
     write(tmp_path / "wide", [[1]], np.int32)
     for names, expected in (
-        (["0", "0"], "to merge takes two or more pairs, each named once"),
-        (["0", "begun"], "the .json of the pairs differ in bos (None, {"),
+        (["0", "0"], "a merge needs two or more different pairs"),
+        (["0", "begun"], "the .json files of the pairs differ in bos (None, {"),
         (["0", "wide"], "0 uint16, "),
     ):
         assert run("merge", "--inputs", *(tmp_path / name for name in names), "--output", tmp_path / "all") == 2

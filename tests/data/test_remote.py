@@ -157,7 +157,7 @@ def test_faults_that_pass_and_faults_that_stay(
 
 def test_what_another_attempt_would_not_change(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("s3://bucket/corpus/none", "s3://no-such-bucket/none"):
-        with pytest.raises(FileNotFoundError, match=f"^{prefix}.idx does not exist; a dataset is named by"):
+        with pytest.raises(FileNotFoundError, match=f"^{prefix}.idx does not exist; name a dataset by"):
             IndexedDataset(prefix, remote_cache=tmp_path)
     asked = len(store.requests)
     store.fault = lambda number: "403"
@@ -184,7 +184,7 @@ def test_an_object_that_was_replaced(store: Store, tmp_path: Path) -> None:
         s3fs.S3FileSystem.clear_instance_cache()
         readers.append(IndexedDataset("s3://bucket/open/o", remote_cache=tmp_path / "c"))
         assert set(readers[-1].tokens(0, 1000).tolist()) == {token}
-    with pytest.raises(ValueError, match=r"o\.bin is not the object any more that this run opened"):
+    with pytest.raises(ValueError, match=r"o\.bin was replaced while this run used it"):
         readers[0].tokens(1_000_000, 1000)
 
 
@@ -196,7 +196,7 @@ def test_threads_fetch_a_block_once(
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda start: remote.tokens(start, 10), range(0, 80_000, 10_000)))
     assert np.array_equal(found[1], local.tokens(10_000, 10)) and store.ranges() == [BLOCK_BYTES]
-    monkeypatch.setattr(data.storage, "_PATIENCE", 0.01)
+    monkeypatch.setattr(data.storage, "_LOCK_SECONDS", 0.01)
     monkeypatch.setattr(data.storage, "RETRY_SECONDS", (1.0,))
     store.fault = lambda number: "500"
     began = time.monotonic()

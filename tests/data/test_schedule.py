@@ -64,7 +64,7 @@ def test_lengths_in_steps_tokens_and_the_rest() -> None:
     for step in range(41):
         assert schedule.steps_before(schedule.samples_before(step)) == step
     for sample in (1, 29, -4, 201):
-        with pytest.raises(ValueError, match="begins no step"):
+        with pytest.raises(ValueError, match="no step of this run begins"):
             schedule.steps_before(sample)
 
 
@@ -130,8 +130,8 @@ def test_a_limit_of_epochs(run: RunData) -> None:
         run.check_epochs(limit)
     with pytest.raises(ValueError) as refusal:
         run.check_epochs(1)
-    assert "code (1,601 tokens) 1.12 times, where 1 is the limit; prose (801 tokens) 1.76 times" in str(refusal.value)
-    with pytest.raises(ValueError, match=r"through prose .* where 1\.5 is the limit"):
+    assert "code (1,601 tokens) 1.12 times (limit 1); prose (801 tokens) 1.76 times" in str(refusal.value)
+    with pytest.raises(ValueError, match=r"through prose .* \(limit 1\.5\)"):
         run.check_epochs({"prose": 1.5})
     with pytest.raises(ValueError, match="names porse, from which no phase draws: code, prose"):
         run.check_epochs({"porse": 1.5})

@@ -60,9 +60,9 @@ def test_a_list_in_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("content", "message"),
     [
         (None, "={}: cannot be read ([Errno 2] No such file"),
-        ("web: /data/web", "={}: holds {{'web': '/data/web'}}, not a list; write `- /data/web_00` on a line each"),
-        ("- []", "=[] (in {}): expected a path, a pattern, a URL, or a list of at least one"),
-        ("- list.yaml", "=list.yaml (in {}): this list is part of itself; take it out"),
+        ("web: /data/web", "={}: has {{'web': '/data/web'}}, not a list; write a line `- /data/web_00` for each"),
+        ("- []", "=[] (in {}): expected a path, a pattern, a URL, or a list of these"),
+        ("- list.yaml", "=list.yaml (in {}): this list includes itself; remove the entry"),
         ("- nothing_*", "=nothing_*: no file matches"),
     ],
 )
@@ -83,7 +83,7 @@ def test_what_validates_is_not_trained_on(tmp_path: Path, value: list[str]) -> N
     for ending in ("idx", "bin"):
         (tmp_path / f"link.{ending}").symlink_to(tmp_path / f"web_held_out.{ending}")
     held_out = {"web": "web_held_out"}
-    with pytest.raises(ValueError, match=r"data\.sources\.web has .*, which data\.validation\.web reads: "):
+    with pytest.raises(ValueError, match=r"data\.sources\.web has .*, which data\.validation\.web reads too: "):
         open_indexed(1000, {"web": value}, held_out)
     open_indexed(1000, {"web": "web_[0-9]*"}, held_out)
 
@@ -144,4 +144,4 @@ def test_tokens_that_are_read_twice_are_named(tmp_path: Path) -> None:
     twice, validating = [line for line in bundle.summary().splitlines() if line.startswith("warning")]
     assert "data.sources.web (web) and data.sources.mixed (copy) read the same" in twice
     assert "data.sources.mixed" in validating and "data.validation.other" in validating
-    assert "its loss is of text that is trained on" in validating
+    assert "the validation loss includes training text" in validating

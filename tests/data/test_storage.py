@@ -51,7 +51,7 @@ def test_a_file_that_was_replaced_or_cut_short(tmp_path: Path) -> None:
     os.replace(tmp_path / "new", path)
     assert kept.read(0, 4) == b"abcd", "it is open"
     storage._opened.cache_clear()
-    with pytest.raises(ValueError, match=r"f is not the file any more that this run opened; put it back"):
+    with pytest.raises(ValueError, match=r"f was replaced while this run used it; restore the old file"):
         pickle.loads(pickled).read(0, 4)
     other = LocalFile(str(path))
     assert other.read(0, 4) == b"efgh"

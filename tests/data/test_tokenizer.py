@@ -96,7 +96,7 @@ def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: P
     assert load_tokenizer(ranks(tmp_path)).encode_batch([" argument,return"]) == [[256, 44, 257]]
     # By any other name, as Llama 3 has it.
     (tmp_path / "r.tiktoken").rename(tmp_path / "tokenizer.model")
-    with pytest.raises(ValueError, match=r"tokenizer.model says neither pattern nor special .*: write .*\.json with"):
+    with pytest.raises(ValueError, match=r"tokenizer.model has neither a pattern nor special .*: write .*\.json with"):
         load_tokenizer(tmp_path / "tokenizer.model")
 
 
@@ -104,8 +104,8 @@ def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: P
     ("name", "content", "said"),
     [
         ("tokenizer.json", b"{", r"cannot be read as a tokenizer\.json \(.*\); save it again, or update tokenizers"),
-        ("m.model", b"\x00garbage", r"m\.model is no SentencePiece model; give a whole \.model file"),
-        ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is no token in base64 and its rank"),
+        ("m.model", b"\x00garbage", r"m\.model is not a complete SentencePiece model"),
+        ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is not a token in base64 and its rank"),
     ],
 )
 def test_a_file_that_is_no_tokenizer(name: str, content: bytes, said: str, tmp_path: Path) -> None:

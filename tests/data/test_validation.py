@@ -72,33 +72,33 @@ def test_masked_documents(tmp_path: Path) -> None:
     assert counts[2].sum() == third.num_targets == 7 * 12 - np.stack(crossing).sum() < 7 * 12
 
 
-def test_yardsticks_of_the_very_targets(tmp_path: Path) -> None:
+def test_statistics_of_the_very_targets(tmp_path: Path) -> None:
     text = "naïve façade, 数据 🙂\n"
     tokenizer = train_tokenizer([text * 3] * 5, 280)
     documents = [[*ids, tokenizer.eod_id] for ids in tokenizer.encode_batch([text * n for n in range(1, 20)])]
     validation = ValidationSet("web", write(tmp_path / "held_out", documents), 16, None, vocab_size=300)
     lengths = tokenizer.byte_lengths()
     assert lengths is not None
-    yardstick = validation.yardstick(validation.target_counts(), lengths)
+    statistics = validation.statistics(validation.target_counts(), lengths)
     stream = [token for document in documents for token in document]
     targets = stream[1 : 1 + validation.num_samples * 16]
-    assert yardstick.targets == len(targets)
+    assert statistics.targets == len(targets)
     # Less the bytes before the first target, and those after the last window.
     total, rest = sum(n * len(text.encode()) for n in range(1, 20)), [stream[0], *stream[1 + len(targets) :]]
-    assert yardstick.text_bytes == total - sum(int(lengths[token]) for token in rest)
-    assert yardstick.bits_per_byte(2.0) == pytest.approx(2.0 * len(targets) / math.log(2) / yardstick.text_bytes)
+    assert statistics.text_bytes == total - sum(int(lengths[token]) for token in rest)
+    assert statistics.bits_per_byte(2.0) == pytest.approx(2.0 * len(targets) / math.log(2) / statistics.text_bytes)
     shares = np.unique(targets, return_counts=True)[1] / len(targets)
-    assert yardstick.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
+    assert statistics.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
 
 
 def test_bits_per_byte_by_the_average_of_the_source(tmp_path: Path) -> None:
     dataset = write_random(tmp_path / "web", 500)
     validation = ValidationSet("web", dataset, 8, 11, vocab_size=1000)
     counts = validation.target_counts()
-    assert validation.yardstick(counts, None).bits_per_byte(1.0) is None
+    assert validation.statistics(counts, None).bits_per_byte(1.0) is None
     facts = Path(f"{dataset.prefix}.json")
     facts.write_text('{"tokens": 500, "text_bytes": 2000}')
-    assert validation.yardstick(counts, None).text_bytes == 88 * 4.0
+    assert validation.statistics(counts, None).text_bytes == 88 * 4.0
     assert bytes_per_token(TokenRange(dataset, 1, dataset.num_sequences)) == 4.0
     both = Concatenation([dataset, write_random(tmp_path / "other", 300)])
     assert bytes_per_token(both) is None

@@ -124,7 +124,7 @@ def test_what_a_worker_meets_is_raised_in_its_rank(error: Exception, raised: str
         list(a_loader(SteeredStream(fails_at=40, error=error)).steps(0, 50))
     assert f"{type(at.value).__name__}: {at.value}".startswith(raised)
     where, worker = at.value.__notes__
-    assert "raise self.error" in where and worker.startswith("It met this in worker 0 (process")
+    assert "raise self.error" in where and worker.startswith("Raised in worker 0 (process")
 
 
 def test_workers_are_whole_steps_ahead_and_no_further(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_nothing_is_left() -> None:
 
 def test_a_worker_that_cannot_be_killed_does_not_hold_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a dead disk: the rank says so and ends."""
-    monkeypatch.setattr("data.workers._SECONDS_TO_DIE", 0.2)
+    monkeypatch.setattr("data.workers._EXIT_SECONDS", 0.2)
     loader = a_loader(SteeredStream(seconds=60))
     loader.timeout_seconds = 3
     with monkeypatch.context() as patch:
