@@ -1,5 +1,5 @@
-"""Weights in and out: our checkpoints as one process reads and writes them, and the formats of others.
+"""Export and import of weights: checkpoints of this framework, read and written by one process, and other formats.
 
-No process group, no mesh: tensors have their global shape here, and rows stand as the packed projections of
-models/attention.py and models/mamba2.py have them.
+There is no process group and no mesh here: tensors have their global shape. "Our row order" is that of the packed
+projections in models/attention.py and models/mamba2.py.
 """

@@ -1,12 +1,13 @@
-"""Our models as architectures of transformers: name, shape and row order of every tensor, and config.json both ways.
+"""Our models as architectures of transformers: name, shape and row order of every tensor, and config.json in both
+directions.
 
 nemotron_h   hybrids of Mamba-2, attention without positions, and squared-ReLU FFNs
-arcee        Transformers with RoPE, grouped queries and squared-ReLU FFNs; a layer there is two blocks here
+arcee        Transformers with RoPE, grouped queries and squared-ReLU FFNs; one of its layers is two of our blocks
 
-Names and meaning are those of transformers 5.23. nemotron_h knows FFN blocks since 5.6, and every version that does
-reads `hybrid_override_pattern`, whose letters are ours. It clamps dt = softplus(dt + dt_bias) below at `time_step_min`
-(5.4 to 5.10: at `time_step_limit`, whose default is no clamp), though not where one token is decoded. Training here has
-no clamp, so time_step_min is 0.
+Names and meanings are those of transformers 5.23. nemotron_h supports FFN blocks since 5.6; every version that does
+reads `hybrid_override_pattern`, which has our letters. It clamps dt = softplus(dt + dt_bias) from below at
+`time_step_min` (versions 5.4 to 5.10 at `time_step_limit`, which has no clamp by default), except when it decodes a
+single token. Training here does not clamp dt, so time_step_min is 0.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ NEMOTRON_H, ARCEE = "nemotron_h", "arcee"
 
 @dataclass(frozen=True)
 class Section:
-    """A published tensor made of rows of one of our parameters: our packed projections stand group by group, published
-    ones section by section.
+    """A tensor of a published format that consists of rows of one of our parameters. The rows of our packed projections
+    are ordered by group, those of published tensors by section (such as q, k, v).
 
-    name, shape: as published. rows: int64, our row of each of its rows; None if it is the whole of ours in our order.
-    fp32: never written in a smaller type.
+    name, shape: of the published tensor. rows: int64, for each of its rows the number of our row; None if it is our
+    complete parameter in our order. fp32: whether it is always written in FP32.
     """
 
     name: str
@@ -42,26 +43,27 @@ class Section:
 
     @property
     def module(self) -> str:
-        """The published name of the module whose weight it is."""
+        """The published name of the module that has this weight."""
         return self.name.removesuffix(".weight")
 
     def published(self, ours: Tensor) -> Tensor:
-        """Of our whole parameter: this tensor, contiguous, in the dtype of ours."""
+        """This tensor, contiguous, from our parameter and in its dtype."""
         return (ours if self.rows is None else ours[self.rows]).contiguous().view(self.shape)
 
 
 Sections = Mapping[str, Sequence[Section]]
-"""Our parameter -> the published tensors that it becomes."""
+"""Name of our parameter -> its published tensors."""
 
 
-def in_sections(names: Sequence[str], sizes: Sequence[int], order: Tensor, *columns: int) -> list[Section]:
-    """Sections of `sizes` rows each, with these further axes, of a parameter whose rows are `published[order]`."""
+def split_rows(names: Sequence[str], sizes: Sequence[int], order: Tensor, *columns: int) -> list[Section]:
+    """The sections of a parameter whose rows are `published[order]`. sizes: rows of each section. columns: their other
+    axes."""
     rows = order.argsort().split(list(sizes))
     return [Section(name, (size, *columns), at) for name, size, at in zip(names, sizes, rows, strict=True)]
 
 
-def ours_of(sections: Sequence[Section], published: Mapping[str, Tensor]) -> Tensor:
-    """The inverse of `Section.published`: our parameter, FP32, from the published tensors by name."""
+def from_published(sections: Sequence[Section], published: Mapping[str, Tensor]) -> Tensor:
+    """The inverse of `Section.published`: our parameter in FP32, from the published tensors by name."""
     shape = shape_of(sections)
     ours = torch.empty(shape)
     for section in sections:
@@ -74,7 +76,8 @@ def ours_of(sections: Sequence[Section], published: Mapping[str, Tensor]) -> Ten
 
 
 def shape_of(sections: Sequence[Section]) -> torch.Size:
-    """The shape of our parameter: all rows, and the columns, without the singleton of a convolution."""
+    """The shape of our parameter: the rows of all sections, and their columns without the axis of size 1 that published
+    convolutions have."""
     rows, columns = sum(section.shape[0] for section in sections), sections[0].shape[1:]
     return torch.Size((rows, *(size for size in columns if size != 1 or len(columns) == 1)))
 
@@ -85,12 +88,12 @@ def architecture_of(config: ModelConfig) -> str:
         return NEMOTRON_H
     problem = None
     if config.pattern != "*-" * (config.num_blocks // 2):
-        problem = f"layers of {ARCEE} are attention and FFN in turn (*-*-...), and model.pattern={config.pattern}"
+        problem = f"{ARCEE} alternates attention and FFN (*-*-...), but model.pattern={config.pattern}"
     elif config.hidden_dim % config.num_query_heads:
         problem = f"{ARCEE} needs model.hidden_dim to be a multiple of model.num_query_heads={config.num_query_heads}"
     if problem:
         raise ValueError(
-            f"no architecture of transformers is this model: model.rope=true, and attention of {NEMOTRON_H} knows no "
+            f"transformers has no architecture for this model: model.rope=true, but {NEMOTRON_H} has attention without "
             f"positions; {problem}"
         )
     return ARCEE
@@ -111,7 +114,7 @@ def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
         sections = {"M": _mamba, "*": _attention, "-": _ffn}[letter]
         found |= sections(config, f"blocks.{block}.mixer", f"{layer}.{mixer}")
     found["final_norm.weight"] = [Section(f"{root}.{final_norm}.weight", (hidden,))]
-    # lm_head is always written: nemotron_h does not tie weights, whatever its configuration says.
+    # lm_head is always written: nemotron_h never ties weights, even if its configuration says so.
     return found | {"head.weight": [Section("lm_head.weight", (vocab, hidden))]}
 
 
@@ -120,7 +123,7 @@ def _attention(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Se
     q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
     names = [f"{theirs}.{part}_proj.weight" for part in "qkv"]
     return {
-        f"{ours}.qkv_proj.weight": in_sections(names, (q_dim, kv_dim, kv_dim), qkv_order(config), hidden),
+        f"{ours}.qkv_proj.weight": split_rows(names, (q_dim, kv_dim, kv_dim), qkv_order(config), hidden),
         f"{ours}.out_proj.weight": [Section(f"{theirs}.o_proj.weight", (hidden, q_dim))],
     }
 
@@ -147,8 +150,7 @@ def _mamba(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Sectio
     }
 
 
-# Our setting -> its key in config.json, and what transformers takes it for where it is not there (None: follows from
-# other keys).
+# Our setting -> its key in config.json, and the default in transformers (None: it follows from other keys).
 _KEYS: dict[str, dict[str, tuple[str, Any]]] = {
     ARCEE: {
         "vocab_size": ("vocab_size", 32000),
@@ -177,7 +179,7 @@ _KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "mamba_chunk_size": ("chunk_size", 128),
     },
 }
-# What a key must have, or be left out, for a model to be ours.
+# Values that a model must have to be one of ours; a missing key is accepted.
 _FIXED = {
     ARCEE: {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
     NEMOTRON_H: {
@@ -194,12 +196,12 @@ _FIXED = {
         "sliding_window": None,
     },
 }
-# A nemotron_h's key -> what it is called in configurations of others, where it is not there.
+# A key of nemotron_h -> its name in the configurations of other programs.
 _OTHER_NAMES = {"head_dim": "attention_head_dim", "layer_norm_epsilon": "rms_norm_eps"}
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """What config.json says of the model. Raises ValueError as `architecture_of` does."""
+    """The config.json of the model. Raises ValueError as `architecture_of` does."""
     name = architecture_of(config)
     described = {
         "model_type": name,
@@ -212,7 +214,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
             "architectures": ["ArceeForCausalLM"],
             "num_hidden_layers": config.num_blocks // 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
-            "rope_theta": config.rope_base,  # the only place where transformers before 5.0 and engines with it look
+            "rope_theta": config.rope_base,  # for transformers before 5.0 and engines that use it
             "use_cache": True,
         }
     inner, hidden = config.mamba_inner_dim, config.hidden_dim
@@ -226,18 +228,19 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "time_step_floor": 1e-4,
         "hidden_dropout": 0.0,
         "rescale_prenorm_residual": True,
-        # Of NVIDIA's published configurations, for engines: what vLLM and TensorRT-LLM take layer_norm_epsilon and
-        # head_dim from, and the type of Mamba's states, which older vLLM otherwise keeps in the model's.
+        # As in NVIDIA's published configurations: vLLM and TensorRT-LLM read the first two instead of
+        # layer_norm_epsilon and head_dim; older versions of vLLM need the third to store Mamba's states in FP32.
         "rms_norm_eps": config.norm_eps,
         "attention_head_dim": config.head_dim,
         "mamba_ssm_cache_dtype": "float32",
-        # Without attention, transformers' cache does not know how long it is, and a forward pass with one fails.
+        # A forward pass with a cache fails in transformers if the model has no attention.
         "use_cache": "*" in config.pattern,
     }
 
 
 def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Our `model` settings of a config.json. Raises ValueError for what we have not, naming key and value."""
+    """Our `model` settings from a config.json. Raises ValueError, with key and value, for anything that our models do
+    not have."""
     name = found.get("model_type")
     if name not in _KEYS:
         raise ValueError(f"model_type={name} cannot be imported; {', '.join(_KEYS)} can")
@@ -247,12 +250,12 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
     config |= found
     for key, value in _FIXED[name].items():
         if config.get(key, value) != value:
-            raise ValueError(f"{key}={config[key]}, where only {value} can be imported")
+            raise ValueError(f"{key}={config[key]}, but only {value} can be imported")
     if name == ARCEE:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"rope_parameters.rope_type={kind}, where only default can be imported")
+            raise ValueError(f"rope_parameters.rope_type={kind}, but only default can be imported")
         heads = config["num_attention_heads"]
         config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
         config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
@@ -271,12 +274,12 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pattern(config: Mapping[str, Any]) -> str:
-    """Of a nemotron_h; its letters are checked with the model."""
+    """The pattern of a nemotron_h. Its letters are checked later, with the model."""
     if (types := config.get("layers_block_type") or config.get("layer_types")) is not None:
         letters = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
         if unknown := [kind for kind in types if kind not in letters]:
             raise ValueError(f"layers_block_type has {unknown[0]!r}; {', '.join(letters)} can be imported")
         return "".join(letters[kind] for kind in types)
     if not isinstance(pattern := config.get("hybrid_override_pattern"), str):
-        raise ValueError("neither hybrid_override_pattern nor layers_block_type says which blocks there are")
+        raise ValueError("it has neither hybrid_override_pattern nor layers_block_type, so its blocks are unknown")
     return pattern

@@ -1,8 +1,8 @@
-"""Scales of the inputs of quantized linears, which serving engines that quantize activations (W4A4) want to be fixed.
+"""Fixed tensor scales for the inputs of quantized linears, for serving engines that quantize activations (W4A4).
 
-Training takes the maximum of every tensor anew. So the model reads held-out text of its run, as it was trained
-(quantized weights and activations, by the plan), and the largest magnitude of each linear's input is kept. What is
-larger later saturates.
+Training computes the amax of every tensor in every step; engines need a constant. So the model reads held-out text of
+its run, with weights and activations quantized as in training, and the largest amax of each linear's input is used.
+Larger inputs saturate in the engine.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from megatron_fp4.precision.rng import StepState
 
 
 def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config, num_samples: int) -> dict[str, Tensor]:
-    """FP32 0-dim, on the CPU, of every linear in `trained.fp4()`, over `num_samples` sequences of each held-out source.
+    """The amax of the input of each of `trained.nvfp4_linears()` over `num_samples` sequences of each held-out source:
+    FP32 0-dim, on the CPU.
 
-    config: of the run, whose data may be opened. Raises ValueError where training did not quantize an activation in
-    NVFP4, the run has no held-out text, or an input is zero or not finite throughout; ValueError or OSError for data
-    that cannot be opened.
+    config: of the run, with paths that may be opened. Raises ValueError if a linear was trained with activations in
+    another format, the run has no held-out text, or an amax is zero or not finite; ValueError or OSError for data that
+    cannot be opened.
     """
     if num_samples < 1:
-        raise ValueError(f"--calibrate {num_samples} measures nothing; give 1 or more")
-    if any(row.recipe[FPROP_ACTIVATION].format != "nvfp4" for row in trained.fp4().values()):
+        raise ValueError(f"--calibrate {num_samples}: give 1 or more")
+    if any(row.recipe[FPROP_ACTIVATION].format != "nvfp4" for row in trained.nvfp4_linears().values()):
         raise ValueError(
-            "--calibrate: some linears with NVFP4 weights were trained with activations in another format, which 4-bit "
-            "inputs would change; leave it out"
+            "--calibrate: some linears with NVFP4 weights were trained with activations in another format; leave "
+            "--calibrate out"
         )
     _, sets = open_held_out(replace(config, validation=replace(config.validation, num_samples=num_samples)))
     if not sets:
@@ -51,7 +52,7 @@ def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config,
         model = load_model(checkpoint, compute_dtype=trained.compute_dtype, device=device)
         linears = dict(model.linears())
         PrecisionController({name: of.context for name, of in linears.items()}, trained.plan, StepState(seed=0))
-        for name in trained.fp4():
+        for name in trained.nvfp4_linears():
             linears[name].register_forward_pre_hook(partial(keep, name))
         for batch in (batch for held_out in sets for batch in held_out.batches(1, 0, 1)):
             documents = None if batch.documents is None else batch.documents.to(device)
@@ -62,6 +63,6 @@ def largest_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config,
     for name, amax in found.items():
         if not (amax.isfinite() and amax > 0):
             raise ValueError(
-                f"{name}: its largest input is {float(amax)}, which gives no scale; try another checkpoint"
+                f"{name}: the largest input is {float(amax)}, which is no valid scale; try another checkpoint"
             )
     return {name: amax.cpu() for name, amax in found.items()}

@@ -1,8 +1,8 @@
-"""Whether an exported folder is what a checkpoint trained: every tensor, bit for bit, and what the configuration says.
+"""Compares an exported folder with its checkpoint: every tensor, bit for bit, and the configuration.
 
-What is expected is asked of the linears themselves (`multiplied_weight`: the operand that their backend hands to
-fprop's GEMM), and what is there is decoded by the format's definition (`decoded`): neither goes the way that the export
-went.
+Both sides are computed independently of the export: the expected values are the operand that a linear's backend passes
+to fprop's GEMM (`multiplied_weight`), and the values in the folder are decoded by the definition of the format
+(`decoded`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_fp4.precision.verify import difference
 
 
 class Finding(NamedTuple):
-    """what: was compared. extent: how much of it, in words. problems: what differs."""
+    """what: was compared. extent: how much of it, as text. problems: the differences."""
 
     what: str
     extent: str
@@ -41,9 +41,9 @@ class Finding(NamedTuple):
 
 
 class FolderCheck:
-    """Compares a folder with the checkpoint that it was made from.
+    """Compares a folder with the checkpoint that it was exported from.
 
-    trained: by which plan, of a folder in NVFP4. tokenizer: the run's; None does not look at the folder's.
+    trained: the plan of a folder in NVFP4, otherwise None. tokenizer: the run's; None skips the folder's tokenizer.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class FolderCheck:
         try:
             group = folder.config["quantization_config"]["config_groups"]["group_0"]
             self.calibrated = group.get("input_activations") is not None
-        except (KeyError, TypeError, AttributeError):  # what is wrong with it, `_exclusions` says
+        except (KeyError, TypeError, AttributeError):  # `_exclusions` reports what is wrong
             self.calibrated = False
-        self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.fp4().items()}
+        self.rows = {} if trained is None else {f"{name}.weight": row for name, row in trained.nvfp4_linears().items()}
 
     def findings(self) -> Iterator[Finding]:
-        """One kind of thing after the other. Raises DamagedCheckpointError and ValueError for what cannot be read."""
+        """The results of all comparisons. Raises DamagedCheckpointError and ValueError for files that cannot be
+        read."""
         expected = to_hf(self.checkpoint.config.model)
         yield Finding(CONFIG, f"{len(expected)} keys", _other_keys("", self.folder.config, expected))
         yield self._presence()
@@ -73,7 +74,7 @@ class FolderCheck:
             yield self._tokenizer(self.tokenizer)
 
     def _presence(self) -> Finding:
-        """Every tensor is there, and none that belongs to nothing."""
+        """Every expected tensor exists, and no other."""
         expected, layout = set[str](), self.folder.layout
         for name, parts in self.sections.items():
             for part in parts:
@@ -81,7 +82,7 @@ class FolderCheck:
                 if layout and name in self.rows and self.calibrated:
                     expected.add(f"{part.module}.{layout.input_scale}")
         problems = [f"{name} is missing" for name in sorted(expected - self.folder.names)]
-        problems += [f"{name} belongs to nothing" for name in sorted(self.folder.names - expected)]
+        problems += [f"{name} belongs to no parameter" for name in sorted(self.folder.names - expected)]
         return Finding("tensors, by name", f"{len(expected)}", problems)
 
     def _plain_tensors(self) -> Finding:
@@ -99,12 +100,13 @@ class FolderCheck:
         return Finding("tensors in plain types", f"{count}", [*filter(None, problems)])
 
     def _codes(self, layout: Layout, compute_dtype: torch.dtype) -> Finding:
-        """Also that modules which engines fuse (q, k and v) have one tensor scale."""
+        """NVFP4 weights are equal once decoded, and modules that engines fuse (q, k and v) have the same tensor
+        scale."""
         problems, modules = list[str](), 0
         for name, row in self.rows.items():
             master = self.checkpoint.tensor(name)
             values, scale = multiplied_weight(master, row, compute_dtype)
-            if layout.inverse:  # rounded from the inverse of what the GEMM applies
+            if layout.inverse:  # the inverse of the GEMM's scale, rounded separately
                 amax = master.to(compute_dtype).abs().amax().to(torch.float32)
                 largest = 6.0 * (256.0 if row.recipe.fprop.right.four_over_six else 448.0)
                 scale = torch.tensor([largest]) / amax if amax > 0 else torch.ones(1)
@@ -112,10 +114,10 @@ class FolderCheck:
                 modules += 1
                 stored = layout.names(part.module)
                 if not self.folder.names.issuperset(stored):
-                    continue  # reported with the names
+                    continue  # `_presence` reports it
                 codes, block, tensor = map(self.folder.tensor, stored)
                 try:
-                    found = decoded(codes, block) + 0.0  # no product sees the sign of a zero
+                    found = decoded(codes, block) + 0.0  # the sign of a zero has no effect
                 except ValueError as error:
                     problems.append(f"{part.module}: {error}")
                     continue
@@ -126,7 +128,7 @@ class FolderCheck:
         return Finding("NVFP4 weights, decoded", extent, [*filter(None, problems)])
 
     def _input_scales(self, layout: Layout) -> Finding:
-        """They are numbers above 0, and one for modules that engines fuse (q, k and v)."""
+        """Scales of inputs are positive numbers, equal for modules that engines fuse (q, k and v)."""
         problems = list[str]()
         for name in self.rows:
             names = [f"{part.module}.{layout.input_scale}" for part in self.sections[name]]
@@ -137,7 +139,7 @@ class FolderCheck:
         return Finding("scales of inputs", f"{len(self.rows)} linears", problems)
 
     def _exclusions(self, layout: Layout) -> Finding:
-        """Exactly the modules without codes are excluded, by the names that an export gives them."""
+        """The configuration excludes exactly the modules without codes, with the names that an export uses."""
         quantized = {name.removesuffix(".weight") for name in self.rows}
         expected = quantization_config(layout, excluded_modules(self.sections, quantized), self.calibrated)
         found = self.folder.config.get("quantization_config") or {}
@@ -149,11 +151,11 @@ class FolderCheck:
         problems += _other_keys("quantization_config.", found, same)
         if layout is MODELOPT:
             try:
-                said = json.loads((self.folder.path / QUANTIZATION).read_text())["quantization"]
+                found = json.loads((self.folder.path / QUANTIZATION).read_text())["quantization"]
             except (OSError, ValueError, KeyError, TypeError):
-                said = None
-            if said != hf_quant_config(expected)["quantization"]:
-                problems.append(f"{QUANTIZATION} is missing or does not say what is quantized here")
+                found = None
+            if found != hf_quant_config(expected)["quantization"]:
+                problems.append(f"{QUANTIZATION} is missing, or does not match what is quantized here")
         return Finding("what is quantized", f"{len(expected['ignore'])} modules excluded", problems)
 
     def _tokenizer(self, tokenizer: TextTokenizer) -> Finding:

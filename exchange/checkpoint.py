@@ -1,6 +1,6 @@
-"""A checkpoint of a run, opened by one process without a mesh and with little memory.
+"""Opens a checkpoint of a run in one process, without a mesh and with little memory.
 
-Tensors are read as they are asked for, by their global shape, whatever ranks wrote them.
+Each tensor is read when it is needed, with its global shape, for any mesh that wrote it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _READERS = 4
 
 
 class Checkpoint:
-    """What a checkpoint holds. Nothing is loaded; nothing in the folder is changed.
+    """A checkpoint, opened for reading; no tensor is loaded yet.
 
-    manifest, trainer: as they were saved. step, tokens: done. weights_only: whether there is no optimizer state in it.
-    config: the run's. tensors: the shapes of the model's parameters, by name.
-    Raises DamagedCheckpointError for a folder in which files are missing or have other sizes, and ConfigError for a
-    configuration of another version.
+    manifest, trainer: as they were saved. step, tokens: how many are done. weights_only: whether it has no optimizer
+    state. config: the run's. tensors: the shapes of the model's parameters, by name.
+    Raises DamagedCheckpointError for missing files or files with another size, and ConfigError for a configuration of
+    another version.
     """
 
     def __init__(self, folder: Path, config_dir: Path, trusted: bool = False) -> None:
@@ -62,7 +62,7 @@ class Checkpoint:
         }
 
     def verify(self) -> None:
-        """Read every file and compare it with its SHA-256. Raises DamagedCheckpointError, which names the file."""
+        """Compare every file with its SHA-256. Raises DamagedCheckpointError with the name of the file."""
         with ThreadPoolExecutor(_READERS) as pool:
             records = self.manifest.files
             for problem in pool.map(lambda name: files.check_file(self.folder, name, records[name]), records):
@@ -70,7 +70,7 @@ class Checkpoint:
                     raise DamagedCheckpointError(f"{self.folder} is damaged: {problem}; give another checkpoint")
 
     def tensor(self, name: str) -> Tensor:
-        """A parameter, FP32 on the CPU, of its global shape. Raises DamagedCheckpointError for unreadable pieces."""
+        """A parameter with its global shape, FP32 on the CPU. Raises DamagedCheckpointError for unreadable pieces."""
         saved = self._metadata.state_dict_metadata[_PREFIX + name]
         assert isinstance(saved, TensorStorageMetadata)
         if saved.properties.dtype != torch.float32:
@@ -78,14 +78,14 @@ class Checkpoint:
         return read_region(self.folder, self._metadata, _PREFIX + name, [slice(0, size) for size in saved.size])
 
     def file(self, name: str) -> bytes:
-        """The content of a small file. Raises DamagedCheckpointError if it is not as it was saved."""
+        """The content of a small file. Raises DamagedCheckpointError if it has changed since it was saved."""
         return files.read_checked(self.folder, name, self.manifest.files)
 
 
 def open_checkpoint(folder: Path, config_dir: Path, trusted: bool = False) -> Checkpoint:
     """The checkpoint in `folder`, or the newest one of the run in `folder`. trusted: see `config_from_saved`.
 
-    Raises ValueError, in one line that names folder and remedy, if there is none or it is not whole.
+    Raises ValueError, in one line with folder and remedy, if there is none or it is incomplete.
     """
     found = checkpoint_in(folder)
     try:
@@ -104,10 +104,10 @@ def open_checkpoint(folder: Path, config_dir: Path, trusted: bool = False) -> Ch
 def load_model(
     checkpoint: Checkpoint, *, compute_dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> HybridModel:
-    """The model with the checkpoint's weights on one process, none of its linears quantized.
+    """The model with the checkpoint's weights in one process, without quantized linears.
 
-    Forms a process group of one, unless there is a group: `leave_distributed` ends it.
-    Raises ValueError if the tensors are not those of the checkpoint's own configuration.
+    Creates a process group of one rank if there is none; `leave_distributed` ends it. Raises ValueError if the tensors
+    do not fit the checkpoint's own configuration.
     """
     device = torch.device(device)
     if not torch.distributed.is_initialized():
@@ -124,19 +124,20 @@ def load_model(
 
 
 def check_tensors(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], folder: Path) -> None:
-    """Raise ValueError, with the first tensor that differs, unless what is `found` in `folder` are tensors of
-    `expected` shapes."""
+    """Raise ValueError, with the first difference, if the tensors `found` in `folder` are not those `expected`. Both
+    map names to shapes."""
     for name in (*expected, *found):
-        have, want = (str(list(of[name])) if name in of else "no such tensor" for of in (found, expected))
+        have, want = (str(list(of[name])) if name in of else "missing" for of in (found, expected))
         if have != want:
-            raise ValueError(f"{folder}: {name} is {have} there, {want} in the model of its configuration")
+            raise ValueError(f"{folder}: {name} is {have}, but {want} in the model of its configuration")
 
 
 def read_region(folder: Path, metadata: Metadata, name: str, region: Sequence[slice]) -> Tensor:
-    """Part of a tensor of a folder that torch.distributed.checkpoint wrote, FP32 on the CPU. region: of each axis.
+    """A region of a tensor in a folder written by torch.distributed.checkpoint, FP32 on the CPU. region: a slice of
+    each axis.
 
-    Raises DamagedCheckpointError for pieces that are missing, not readable, of another shape or type than the metadata
-    says, or outside the folder.
+    Raises DamagedCheckpointError for pieces that are missing or unreadable, have another shape or type than in the
+    metadata, or are outside the folder.
     """
     saved = metadata.state_dict_metadata[name]
     assert isinstance(saved, TensorStorageMetadata)
@@ -152,18 +153,18 @@ def read_region(folder: Path, metadata: Metadata, name: str, region: Sequence[sl
             continue
         place = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
         if place is None or Path(place.relative_path).name != place.relative_path:
-            raise DamagedCheckpointError(f"{METADATA} names no file of the checkpoint for a piece of {name}")
+            raise DamagedCheckpointError(f"{METADATA} names no file in the folder for a piece of {name}")
         try:
             with files.open_plain(folder / place.relative_path) as file:
                 view: Any = _create_file_view(io.BufferedReader(file), place.offset, place.length)
                 piece = torch.load(view, map_location="cpu", weights_only=True)
         except DamagedCheckpointError:
             raise
-        except Exception as error:  # whatever torch makes of damaged bytes
+        except Exception as error:  # torch raises many types for damaged bytes
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DamagedCheckpointError(f"{place.relative_path}: {name} is not readable ({problem})") from error
         if not isinstance(piece, Tensor) or piece.shape != chunk.sizes or piece.dtype != saved.properties.dtype:
-            raise DamagedCheckpointError(f"{place.relative_path}: {name} is not what {METADATA} says")
+            raise DamagedCheckpointError(f"{place.relative_path}: {name} differs from its entry in {METADATA}")
         result[tuple(target)] = piece[tuple(inside)]
         written += math.prod(part.stop - part.start for part in target)
     if written != result.numel():

@@ -1,17 +1,17 @@
 """Exports of a run while it trains: `checkpoint.export_interval`.
 
     run.dir/exports/
-      step_00000400/       whole; `made_from.json` in it says of which checkpoint
-      step_00000600.tmp/   being written, or broken off
-      step_00000400.1/     was made of another checkpoint of that step, or in another format
+      step_00000400/       complete; `made_from.json` in it names its checkpoint
+      step_00000600.tmp/   being written, or aborted
+      step_00000400.1/     an older export of this step, from another checkpoint or in another format
 
-An export is made of a checkpoint that is whole on the disk: after the save has been reported, the first rank starts
-`scripts/convert.py export-hf` as a process of its own, with the lowest priority, without a GPU and streaming from the
-disk, and trains on. One is written at a time, and one waits; if a third becomes due, the one that waits is left out. As
-long as a checkpoint is to be exported `checkpoint.keep` does not remove it. Nothing that fails here ends a run.
+When the save of a checkpoint is complete, rank 0 starts `scripts/convert.py export-hf` as a separate process and
+continues training. The process has the lowest priority and no GPU, and reads the checkpoint from the disk. One export
+runs at a time and one waits; if a third becomes due, the waiting one is dropped. `checkpoint.keep` does not remove a
+checkpoint before its export is done. An export that fails never ends the run.
 
-A finished run waits for its exports; one that stops, or is killed, ends the process. A start makes what is due of the
-checkpoints that it finds and has no export.
+A finished run waits for its exports. A run that is stopped or killed aborts them; the next start exports the
+checkpoints whose export is missing.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "nvfp4": ("--format", "nvfp4"),
     "nvfp4-compressed-tensors": ("--format", "nvfp4-compressed-tensors"),
 }
-"""`checkpoint.export_format` -> what scripts/convert.py is told."""
-# What a launcher tells a rank, which the export is not.
+"""`checkpoint.export_format` -> options of scripts/convert.py."""
+# Environment variables that a launcher sets for ranks; the export is not a rank.
 _OF_RANKS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(ROLE|MASTER|TORCHELASTIC)_\w+")
 
 
 def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | None:
-    """The last step whose checkpoint has what `checkpoint.export_format` wants, of a run with an export interval; None
-    if all have, or if a measurement decides. Raises ConfigError for exports that the run cannot make.
+    """The last step of a run whose checkpoint can be exported in `checkpoint.export_format`. None if every checkpoint
+    can, or if a measurement decides the precision switch. Raises ConfigError for exports that the run cannot make.
 
     plans: of the run, before and after the precision switch.
     """
     interval, chosen, steps = config.checkpoint.export_interval, config.checkpoint.export_format, config.train.steps
     key = f"checkpoint.export_interval={interval}"
     if interval > steps:
-        raise ConfigError(f"{key} does nothing in a run of train.steps={steps}; give {steps} or less")
+        raise ConfigError(f"{key} has no effect in a run of train.steps={steps}; give {steps} or less")
     if importlib.util.find_spec("safetensors") is None:
         raise ConfigError(f'{key} needs packages of an extra: pip install "megatron_fp4[hf]", or leave it out')
     try:
@@ -85,19 +85,19 @@ def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | No
     if problem := refusal(TrainedPlan(before, dtype, tensor)):
         raise ConfigError(f"checkpoint.export_format={chosen}: {problem}; give checkpoint.export_format=bf16")
     last = WSDSchedule.of(config).switch_step(config.precision.switch.when)
-    if after is None or TrainedPlan(after, dtype).fp4() or last is None or last >= steps:
+    if after is None or TrainedPlan(after, dtype).nvfp4_linears() or last is None or last >= steps:
         return None
     if interval > last:
         raise ConfigError(
-            f"checkpoint.export_format={chosen}: step {interval} is after the precision switch (before step "
-            f"{last + 1}), which ends NVFP4 in the forward pass; give checkpoint.export_format=bf16, or an interval of "
-            f"at most {last}"
+            f"checkpoint.export_format={chosen}: the first export, at step {interval}, comes after the precision "
+            f"switch (before step {last + 1}), which ends NVFP4 in the forward pass; give "
+            f"checkpoint.export_format=bf16, or an interval of at most {last}"
         )
     return last
 
 
 class _Running(NamedTuple):
-    """An export that is being written. output: what it says."""
+    """An export that is being written. output: stdout and stderr of the process."""
 
     step: int
     process: subprocess.Popen[bytes]
@@ -106,7 +106,7 @@ class _Running(NamedTuple):
 
 
 class Exports(Callback):
-    """The exports of a run; the first rank makes them. last: the last step whose checkpoint can be exported
+    """The exports of a run; rank 0 makes them. last: the last step whose checkpoint can be exported
     (`last_exportable`); None: all can."""
 
     def __init__(self, last: int | None = None) -> None:
@@ -116,27 +116,27 @@ class Exports(Callback):
         self._running: _Running | None = None
 
     def lacking(self, done: int) -> list[str]:
-        """Exports that are still to be made."""
+        """The exports that are not made yet."""
         return [f"its export of step {step}" for step in self._missing(done)]
 
     def start(self, done: int) -> None:
-        """Make what is missing of the checkpoints up to `done` steps."""
+        """Export the checkpoints of up to `done` steps whose export is missing."""
         self.trainer.checkpointer.needed = self.protected
         self._waiting = self._missing(done)
         self._wanted.update(self._waiting)
         self._poll()
 
     def after_step(self, step: Step) -> None:
-        """What is to be exported is to be saved."""
+        """Save a checkpoint if an export is due."""
         step.save = step.save or self.due(step.done)
 
     def on_checkpoint(self, done: int) -> None:
-        """Keep it until it is exported, if that is due."""
+        """Keep the checkpoint until its export is done, if one is due."""
         if self.trainer.mesh.rank == 0 and self.due(done):
             self._wanted.add(done)
 
     def saved(self, reports: Sequence[SaveReport]) -> None:
-        """Export what is due of it; waits for nothing."""
+        """Start the exports that are due, without waiting."""
         for report in reports:
             if report.step not in self._wanted:
                 continue
@@ -144,15 +144,15 @@ class Exports(Callback):
                 self._wanted.discard(report.step)
                 continue
             for step in self._waiting:
-                self._failed(step, "left out, because exports take longer than checkpoint.export_interval gives them")
+                self._failed(step, "dropped, because exports take longer than checkpoint.export_interval allows")
             self._waiting = [report.step]
-            self._poll()  # two reports may come at once
+            self._poll()  # here too: two reports may come at once
         self._poll()
 
     def finish(self, done: int, stop: Callable[[], bool]) -> bool:
-        """Wait for all exports of a finished run; of one that has stopped, end what is being written. A collective of
-        training's own group, by which ranks wait for the first one."""
-        trainer, pause, said = self.trainer, 0.02, False
+        """Wait for the exports of a finished run; abort them if the run was stopped. A collective in training's own
+        group, so that all ranks wait for rank 0."""
+        trainer, pause, is_announced = self.trainer, 0.02, False
         trainer.progress.at(done, "export")
         while True:
             self._poll()
@@ -167,17 +167,17 @@ class Exports(Callback):
             if stopping:
                 self.close()
                 return False
-            if left and not said:
+            if left and not is_announced:
                 steps = ", ".join(map(str, left))
-                trainer.log.console.text(f"waiting for exports of steps: {steps}; a request to stop ends that")
-                said = True
+                trainer.log.console.text(f"waiting for exports of steps {steps}; a request to stop aborts them")
+                is_announced = True
             trainer.progress.alive()
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
     def close(self) -> None:
-        """End what is being written, for the next start to make."""
-        broken_off, self._waiting = self._waiting, []
+        """Abort all exports; the next start makes them."""
+        aborted, self._waiting = self._waiting, []
         if self._running is not None:
             step, process, output, _ = self._running
             self._running = None
@@ -187,17 +187,17 @@ class Exports(Callback):
             output.close()
             folder = self._folder(step)
             shutil.rmtree(folder.with_name(f"{folder.name}.tmp"), ignore_errors=True)
-            broken_off = [step, *broken_off]
-        for step in broken_off:
-            self._failed(step, "broken off by the end of this start; the next one makes it")
+            aborted = [step, *aborted]
+        for step in aborted:
+            self._failed(step, "aborted because this start ends; the next start makes it")
 
     def due(self, step: int) -> bool:
-        """Whether the checkpoint of `step` steps is to be exported; the same on all ranks."""
+        """Whether an export of the checkpoint after `step` steps is due; the same on all ranks."""
         exportable = step > 0 and (self._last is None or step <= self._last)
         return exportable and step % self.trainer.config.checkpoint.export_interval == 0
 
     def protected(self) -> set[str]:
-        """The names of checkpoints that are still to be exported. Any thread may ask."""
+        """The names of checkpoints whose export is not done. Any thread may call it."""
         return {files.folder_name(step) for step in self._wanted.copy()}
 
     @property
@@ -208,8 +208,8 @@ class Exports(Callback):
         return self._checkpoints.with_name("exports") / files.folder_name(step)
 
     def _missing(self, start: int) -> list[int]:
-        """Steps whose checkpoint is there and has no export made of it. A folder without a record of what it was made
-        of was made by hand, and counts."""
+        """Steps up to `start` with a checkpoint whose export is due and missing. A folder without a record was made by
+        hand and counts as an export."""
         steps = map(files.step_of, files.list_checkpoints(self._checkpoints)) if self.trainer.mesh.rank == 0 else ()
         found = []
         for step in sorted(step for step in steps if step <= start and self.due(step)):
@@ -223,7 +223,7 @@ class Exports(Callback):
         return found
 
     def _record(self, step: int) -> dict[str, Any] | None:
-        """What an export says of itself; None if there is no checkpoint to make it of."""
+        """The content of `made_from.json` for an export of this step; None without a checkpoint."""
         try:
             manifest = (self._checkpoints / files.folder_name(step) / files.MANIFEST).read_bytes()
         except OSError:
@@ -232,7 +232,7 @@ class Exports(Callback):
         return {"step": step, "manifest_sha256": digest, "format": self.trainer.config.checkpoint.export_format}
 
     def _poll(self) -> None:
-        """Take note of an export that has ended, and start one that waits."""
+        """Record the result of an export that has ended, and start the waiting one."""
         if self._running is not None and self._running.process.poll() is not None:
             (step, process, output, began), self._running = self._running, None
             with output:
@@ -252,13 +252,13 @@ class Exports(Callback):
             step = self._waiting.pop(0)
             try:
                 move_aside(self._folder(step))
-                self._running = self._begun(step)
+                self._running = self._start_export(step)
             except OSError as error:
                 self._failed(step, str(error))
 
-    def _begun(self, step: int) -> _Running:
-        """scripts/convert.py with the lowest priority, without a GPU and without what a launcher tells ranks, in the
-        run's own working directory, where the paths of its configuration are true. Raises OSError."""
+    def _start_export(self, step: int) -> _Running:
+        """Start scripts/convert.py without a GPU and without a launcher's environment variables, in the run's own
+        working directory, because its configuration may have relative paths. Raises OSError."""
         environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
         paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
@@ -269,7 +269,7 @@ class Exports(Callback):
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a signal from the terminal is for the run to obey
+            start_new_session=True,  # the run alone handles signals from the terminal
         )
         return _Running(step, process, output, time.monotonic())
 
@@ -283,7 +283,7 @@ class Exports(Callback):
         return ["export-hf", *places, *how, "--trust-config"]  # the run is the user's own
 
     def _prune(self) -> None:
-        """Remove the checkpoints that were kept for their exports alone; no save is on its way."""
+        """Remove the checkpoints that were kept only for their exports. Call it when no save is running."""
         self._wanted.clear()
         if self.trainer.mesh.rank == 0:
             try:

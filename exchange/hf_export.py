@@ -1,7 +1,7 @@
-"""A checkpoint as a Hugging Face folder: config.json, safetensors, tokenizer, generation config, model card.
+"""Exports a checkpoint as a Hugging Face folder: config.json, safetensors, tokenizer, generation config, model card.
 
-One parameter after another is read, whatever mesh wrote them, so memory holds a shard and a parameter. There is a whole
-folder, or none.
+Parameters are read one by one, for any mesh that wrote them, so memory holds one output file and one parameter. The
+folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,17 @@ CONFIG, GENERATION, CARD, QUANTIZATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHARD_BYTES = 2 << 30
-NVFP4Weights = tuple[Layout, TrainedPlan, Mapping[str, Tensor] | None]
-"""How the linears that were trained in NVFP4 are written, and their largest inputs (None: activations in BF16)."""
 Progress = Callable[[int, int], None]
-"""Is told how many of how many elements of weights are written."""
+"""Called with the number of elements that are done, and of all elements."""
+
+
+class NVFP4Weights(NamedTuple):
+    """How to write NVFP4 weights. trained: the plan that they were trained with. largest_inputs: of each linear, FP32
+    0-dim; None: activations stay in BF16."""
+
+    layout: Layout
+    trained: TrainedPlan
+    largest_inputs: Mapping[str, Tensor] | None
 
 
 def export_hf(
@@ -56,11 +63,11 @@ def export_hf(
 ) -> None:
     """Write `output`, which must not exist.
 
-    dtype: of all weights that are not NVFP4 codes; A_log, D and dt_bias stay FP32. nvfp4: None writes no codes.
-    tokenizer: of the run, None to leave it out.
-    Raises ValueError for a model that no architecture of transformers computes, a tokenizer that cannot be written, NaN
-    or inf in a weight to be quantized, or an output that exists or lies inside the checkpoint; DamagedCheckpointError
-    for a checkpoint that is not whole; and OSError. Then nothing is left.
+    dtype: of all weights without NVFP4 codes; A_log, D and dt_bias stay FP32. nvfp4: None for no NVFP4 codes.
+    tokenizer: the run's; None to leave it out.
+    Raises ValueError for a model without an architecture in transformers, a tokenizer that cannot be written, NaN or
+    inf in a weight to be quantized, or an output that exists or is inside the checkpoint; DamagedCheckpointError;
+    OSError. After an error nothing is left of the output.
     """
     config = checkpoint.config.model
     sections = sections_of(config)
@@ -71,17 +78,17 @@ def export_hf(
     special = _special_ids(checkpoint, tokenizer)
     described = {**to_hf(config), **special, "max_position_embeddings": length, "dtype": _name(dtype)}
     generation = {key: value for key, value in special.items() if value is not None}
-    if not described["use_cache"]:  # of config.json, `generate` does not take it
+    if not described["use_cache"]:  # `generate` reads it from here, not from config.json
         generation["use_cache"] = False
     if nvfp4 is not None:
-        layout, trained, inputs = nvfp4
-        excluded = excluded_modules(sections, trained.fp4())
-        described["quantization_config"] = quantization_config(layout, excluded, inputs is not None)
-        if layout is MODELOPT:
+        excluded = excluded_modules(sections, nvfp4.trained.nvfp4_linears())
+        calibrated = nvfp4.largest_inputs is not None
+        described["quantization_config"] = quantization_config(nvfp4.layout, excluded, calibrated)
+        if nvfp4.layout is MODELOPT:
             content[QUANTIZATION] = _json(hf_quant_config(described["quantization_config"])).encode()
     content |= {CONFIG: _json(described).encode(), GENERATION: _json(generation).encode()}
     content[CARD] = model_card(checkpoint, dtype, nvfp4).encode()
-    checkpoint.verify()  # last, because it reads all of a large checkpoint, moments included
+    checkpoint.verify()  # after the other checks, because it reads every file, moments included
     with new_folder(output, checkpoint.folder) as folder:
         _write_shards(folder, _encoded(checkpoint, sections, dtype, nvfp4, progress))
         for name, text in content.items():
@@ -91,18 +98,18 @@ def export_hf(
 def _encoded(
     checkpoint: Checkpoint, sections: Sections, dtype: torch.dtype, nvfp4: NVFP4Weights | None, progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the folder by name, one parameter after the other."""
+    """(name, tensor) for all tensors of the folder, parameter by parameter."""
     written, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
-    rows = {} if nvfp4 is None else nvfp4[1].fp4()
+    rows = {} if nvfp4 is None else nvfp4.trained.nvfp4_linears()
     for name, parts in sections.items():
         ours, row = checkpoint.tensor(name), rows.get(name.removesuffix(".weight"))
         if nvfp4 is not None and row is not None:
-            layout, trained, inputs = nvfp4
+            inputs = nvfp4.largest_inputs
             largest = None if inputs is None else inputs[row.linear.name]
-            made = trained_weight(ours, row, trained.compute_dtype)
+            made = trained_weight(ours, row, nvfp4.trained.compute_dtype)
             for part in parts:
                 codes = made if part.rows is None else reordered(made, part.rows)
-                yield from layout.tensors(part.module, codes, largest).items()
+                yield from nvfp4.layout.tensors(part.module, codes, largest).items()
         else:
             for part in parts:
                 values = part.published(ours)
@@ -111,7 +118,8 @@ def _encoded(
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Files of at most SHARD_BYTES each, or one tensor, named as transformers does. Raises OSError."""
+    """Write files of at most SHARD_BYTES each (a single tensor may be larger), with transformers' names. Raises
+    OSError."""
     shards: list[list[str]] = []
     content: dict[str, Tensor] = {}
     total = 0
@@ -143,15 +151,15 @@ def _write_shard(path: Path, content: dict[str, Tensor]) -> None:
 
     try:
         save_file(content, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # what it makes of a full disk
+    except SafetensorError as error:  # for example of a full disk
         raise OSError(f"{path.parent} cannot be written ({error}); make room, or name another folder") from error
     mask = os.umask(0)
     os.umask(mask)
-    path.chmod(0o666 & ~mask)  # it makes them for their owner alone
+    path.chmod(0o666 & ~mask)  # save_file creates files that only their owner can read
 
 
 def sequence_length(checkpoint: Checkpoint) -> int:
-    """The longest sequences of the run, or what imported weights came with, in tokens."""
+    """The longest sequence length of the run, or of imported weights the one that was imported with them, in tokens."""
     if checkpoint.weights_only and (came_with := checkpoint.trainer["imported"].get("sequence_length")):
         return int(came_with)
     train, phases = checkpoint.config.train, checkpoint.config.data.phases
@@ -159,7 +167,7 @@ def sequence_length(checkpoint: Checkpoint) -> int:
 
 
 def _special_ids(checkpoint: Checkpoint, tokenizer: TextTokenizer | None) -> dict[str, Any]:
-    """Written also where they are none: transformers would take ids of its own."""
+    """The ids of special tokens. They are written even if they are None; otherwise transformers uses defaults."""
     if tokenizer is None:
         came_with = checkpoint.trainer.get("imported", {}).get("special_ids", {})
         return {key: came_with.get(key) for key in SPECIAL_IDS}
@@ -168,7 +176,7 @@ def _special_ids(checkpoint: Checkpoint, tokenizer: TextTokenizer | None) -> dic
 
 
 def _json(content: Mapping[str, Any]) -> str:
-    """As transformers writes it."""
+    """JSON as transformers writes it."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
@@ -186,7 +194,7 @@ print(tokenizer.decode(model.generate(**tokenizer("The", return_tensors="pt"), m
 
 
 def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights | None) -> str:
-    """The README.md: what the model is, how it was trained, in which precision, what it scored."""
+    """The README.md: the model, how and in which precision it was trained, and its validation losses."""
     config, trainer, model = checkpoint.config, checkpoint.trainer, checkpoint.config.model
     code = f"megatron_fp4 {trainer['version']} ({trainer.get('commit', 'commit unknown')})"
     if checkpoint.weights_only:
@@ -217,8 +225,8 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
             cells = "<br>".join(operands).replace("|", "\\|")
             lines.append(f"| {recipe} | {count} | {cells} |")
     else:
-        lines.append("These are imported weights, which no run of this framework has trained.")
-    # The records of a run lie beside its checkpoints.
+        lines.append("These are imported weights; no run of this framework has trained them.")
+    # The records of a run are beside its checkpoints.
     run_dir = checkpoint.folder.absolute().parent.parent
     if not checkpoint.weights_only and (last := last_validation(run_dir, checkpoint.step)) is not None:
         lines.append(f"\n## Held-out loss\n\nAfter step {last['step']:,}, in nats per token:\n")
@@ -226,19 +234,19 @@ def model_card(checkpoint: Checkpoint, dtype: torch.dtype, nvfp4: NVFP4Weights |
     lines.append("\n## Use\n")
     if nvfp4 is not None:
         lines.append("```\nvllm serve .\n```")
-    if nvfp4 is None or nvfp4[0] is not MODELOPT:
+    if nvfp4 is None or nvfp4.layout is not MODELOPT:
         lines.append(_IN_TRANSFORMERS)
     return "\n".join(lines) + "\n"
 
 
 def _weights(dtype: torch.dtype, nvfp4: NVFP4Weights | None) -> str:
-    """What the weights are written as, for the model card."""
+    """The format of the weights, for the model card."""
     if nvfp4 is None:
         return f"Weights are the FP32 masters in {_name(dtype)}; A_log, D and dt_bias are in float32."
-    layout, trained, inputs = nvfp4
-    made = "of the masters by the plan before the precision switch" if trained.before_switch else "as trained"
+    trained = nvfp4.trained
+    made = "quantized by the plan before the precision switch" if trained.before_switch else "as trained"
     return (
-        f"Weights of {len(trained.fp4())} of {len(trained.plan.rows)} linears are NVFP4 codes and scales {made} "
-        f"({layout.name} layout); all else is in bfloat16, A_log, D and dt_bias in float32."
-        f"{'' if inputs is None else ' Scales of inputs are from held-out text.'}"
+        f"Weights of {len(trained.nvfp4_linears())} of {len(trained.plan.rows)} linears are NVFP4 codes and scales, "
+        f"{made} ({nvfp4.layout.name} layout); A_log, D and dt_bias are in float32, all others in bfloat16."
+        f"{'' if nvfp4.largest_inputs is None else ' Scales of inputs were measured on held-out text.'}"
     )

@@ -1,5 +1,5 @@
-"""A Hugging Face folder: its configuration and tensors, in plain types or NVFP4; and such a folder as a checkpoint that
-a run can begin from (weights_only.py)."""
+"""Reads a Hugging Face folder, with weights in 16 or 32 bits or in NVFP4, and imports it as a checkpoint that a run can
+begin from (weights_only.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exchange.architectures import Section, Sections, from_hf, ours_of, sections_of
+from exchange.architectures import Section, Sections, from_hf, from_published, sections_of
 from exchange.hf_export import CONFIG, INDEX, QUANTIZATION, SINGLE, SPECIAL_IDS
 from exchange.nvfp4 import decoded, layout_of
 from exchange.tokenizer import kept_tokenizer
@@ -21,23 +21,23 @@ from models.pattern import check_model
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
-# What the activations of a quantized folder are scaled by, which weights do not need.
+# Scales of activations in a quantized folder; an import does not need them.
 _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
 class Folder:
-    """A folder of a model. config: its config.json. layout: of its NVFP4 weights, None if it has none. names: of all
+    """The folder of a model. config: its config.json. layout: of its NVFP4 weights; None if it has none. names: of all
     tensors.
 
-    Raises ValueError, naming folder and file, for files that are missing, damaged or do not hold what the index says,
-    and for weights that are quantized otherwise.
+    Raises ValueError, with folder and file, for files that are missing, damaged or do not match the index, and for
+    weights in another quantized format.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_json(path / CONFIG)
         described = self.config
         try:
-            if "quantization_config" not in described and (path / QUANTIZATION).is_file():  # older folders of ModelOpt
+            if "quantization_config" not in described and (path / QUANTIZATION).is_file():  # from an older ModelOpt
                 producer = read_json(path / QUANTIZATION)["producer"]["name"]
                 described = {"quantization_config": {"quant_method": producer}}
             self.layout = layout_of(described)
@@ -48,7 +48,7 @@ class Folder:
             weight_map = read_json(path / INDEX).get("weight_map")  # type: ignore[assignment]
             files = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
             if wrong := [name for name in files if not isinstance(name, str) or Path(name).name != name]:
-                raise ValueError(f"{path / INDEX} names {wrong[0]!r}, which is not a file beside it")
+                raise ValueError(f"{path / INDEX} names {wrong[0]!r}, which is not a file in the same folder")
         elif not (path / SINGLE).is_file():
             raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}; give the folder of a model in safetensors")
         opened = {name: self._opened(name) for name in {*weight_map.values()} or {SINGLE}}
@@ -56,17 +56,17 @@ class Folder:
         self.names = frozenset(self._file_of)
         for tensor, name in weight_map.items():
             if self._file_of.get(tensor) is not opened[name]:
-                raise ValueError(f"{path / name} does not hold {tensor}, which {INDEX} says it does; fetch it again")
+                raise ValueError(f"{path / name} has no {tensor}, though {INDEX} lists it there; fetch it again")
 
     def stored(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Type and shape, without reading the values."""
+        """Dtype and shape of a tensor, without reading its values."""
         part = self._file_of[name].get_slice(name)
         if (kind := part.get_dtype()) not in _TYPES:
             raise ValueError(f"{self.path}: {name} is of type {kind}; {', '.join(_TYPES)} are known")
         return _TYPES[kind], tuple(part.get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """The values, as they are stored."""
+        """A tensor in its stored dtype."""
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
@@ -82,14 +82,14 @@ class Folder:
             raise ValueError(f"{path} is not readable ({error}); fetch the folder again") from error
 
     def parts(self, section: Section) -> list[str]:
-        """What the folder has of a section: the tensor, or codes, block scales and tensor scale."""
+        """The tensors that store a section: the weight, or codes, block scales and tensor scale."""
         layout = self.layout
         if layout is None or f"{section.module}.{layout.scales}" not in self.names:
             return [section.name]
         return layout.names(section.module)
 
     def values(self, section: Section) -> Tensor:
-        """The weights: FP32 where they are codes, else as they are stored."""
+        """The weights of a section: decoded to FP32 if they are NVFP4 codes, otherwise in their stored dtype."""
         codes, *scales = map(self.tensor, self.parts(section))
         if not scales:
             return codes
@@ -98,7 +98,7 @@ class Folder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file of a model's folder. Raises ValueError if it is not there or no JSON object."""
+    """The JSON object in a file of a model's folder. Raises ValueError if there is none."""
     try:
         content = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -106,16 +106,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable ({error}); fetch the folder again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object; fetch the folder again")
+        raise ValueError(f"{path} is not a JSON object; fetch the folder again")
     return content
 
 
 def import_hf(path: Path, checkpoint: Path, config_dir: Path) -> dict[str, Any]:
     """Write `checkpoint`, which must not exist, from the model in the folder `path`; returns its `model` settings.
 
-    `model.name` is the folder's. Weights become FP32 masters, exactly; NVFP4 codes, in ModelOpt's layout or
-    compressed-tensors', what they stand for.
-    Raises ValueError, one line that names file, key or tensor, for what is not such a folder or not one of our models.
+    `model.name` is the name of the folder. Weights are converted to FP32 masters exactly; NVFP4 codes, in ModelOpt's or
+    compressed-tensors' layout, are decoded.
+    Raises ValueError, in one line with file, key or tensor, for another kind of folder or a model that is not ours.
     """
     content, origin = read_json(path / CONFIG), path.resolve().name
     try:
@@ -123,7 +123,7 @@ def import_hf(path: Path, checkpoint: Path, config_dir: Path) -> dict[str, Any]:
         config = compose_config([], config_dir)
         config = replace(config, model=replace(config.model, **settings))
         check_model(config.model)
-    except ValueError as error:  # ConfigError is one, pydantic's another, of several lines
+    except ValueError as error:  # ConfigError, or pydantic's error, which has several lines
         raise ValueError(f"{path / CONFIG}: {' '.join(str(error).split())}") from error
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path / CONFIG} does not describe a model ({error!r}); fetch the folder again") from error
@@ -134,7 +134,7 @@ def import_hf(path: Path, checkpoint: Path, config_dir: Path) -> dict[str, Any]:
     write_weights_only(
         checkpoint,
         config,
-        ((name, ours_of(parts, {p.name: folder.values(p) for p in parts})) for name, parts in sections.items()),
+        ((name, from_published(parts, {p.name: folder.values(p) for p in parts})) for name, parts in sections.items()),
         imported={
             "format": "hugging_face" if folder.layout is None else f"hugging_face_{folder.layout.name}",
             "from": origin,
@@ -149,12 +149,12 @@ def import_hf(path: Path, checkpoint: Path, config_dir: Path) -> dict[str, Any]:
 
 
 def _check(folder: Folder, sections: Sections) -> None:
-    """Raise ValueError unless all that the model needs is there, of the right shapes and types, and nothing else."""
+    """Raise ValueError unless the folder has exactly the tensors of the model, with the right shapes and types."""
     needed = set[str]()
     for part in (part for parts in sections.values() for part in parts):
         stored = folder.parts(part)
         if missing := [name for name in stored if name not in folder.names]:
-            raise ValueError(f"{folder.path} has no tensor {missing[0]}, which its {CONFIG} asks for")
+            raise ValueError(f"{folder.path} has no tensor {missing[0]}, which its {CONFIG} needs")
         dtype, shape = folder.stored(stored[0])
         if len(stored) > 1 and dtype == torch.uint8:
             shape = (shape[0], 2 * shape[1])

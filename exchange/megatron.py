@@ -1,21 +1,21 @@
-"""Checkpoints of Megatron-core's GPTModel and MambaModel (`torch_dist`), without Megatron or a GPU: one of ours written
-as one that Megatron-LM loads on any mesh, and one of theirs as one of ours, without optimizer state.
+"""Exports to and imports from checkpoints of Megatron-core's GPTModel and MambaModel (`torch_dist`), without Megatron
+and without a GPU. Megatron-LM loads an export on any mesh. Optimizer state is left out in both directions.
 
     OUTPUT/
       latest_checkpointed_iteration.txt   the step
       iter_0000200/                       .metadata, *.distcp, metadata.json, common.pt
       megatron_args.sh                    the model as Megatron-LM's flags
-      tokenizer/                          of the run, as a Hugging Face folder
+      tokenizer/                          the run's tokenizer, as a Hugging Face folder
       README.md                           what it is, and how to start from it
 
-An iteration is what torch.distributed.checkpoint writes: `.distcp` files, one torch.save after another, and
-`.metadata`, which says where which part of which tensor lies. Beside tensors Megatron keeps small objects, each a
-torch.save of a list.
+torch.distributed.checkpoint writes an iteration: `.distcp` files with one torch.save after another, and `.metadata`
+with the place of each part of each tensor. Besides tensors Megatron saves small objects, each a torch.save of a list.
 
-An imported model's configuration is what shapes tell, and Megatron-LM's arguments in `common.pt` where they do not
-(heads, state groups, RoPE, the norm's eps). What neither tells, overrides have to say. Nothing that pickles name is
-called or imported: `.metadata` is read as our own is (megatron_fp4/checkpoint/shards.py), `common.pt` with stand-ins
-of which plain values are taken, and tensors with torch's `weights_only`.
+The configuration of an imported model comes from the shapes of tensors, from Megatron-LM's arguments in `common.pt`
+(heads, state groups, RoPE, the norm's eps), and from overrides for what neither tells. Reading is safe for untrusted
+files, because nothing that a pickle names is imported or called: `.metadata` is read like our own
+(megatron_fp4/checkpoint/shards.py), `common.pt` with stand-in classes, of which only plain values are used, and tensors
+with torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from data.tokenizer import TextTokenizer
-from exchange.architectures import ours_of, shape_of
+from exchange.architectures import from_published, shape_of
 from exchange.checkpoint import Checkpoint, check_tensors, read_region
 from exchange.hf_export import Progress, sequence_length
 from exchange.megatron_model import (
@@ -65,7 +65,7 @@ from models.pattern import check_model
 COMMON, FORMAT, TRACKER = "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
 TOKENIZER = "tokenizer"
 OBJECT = "__1_0.distcp"
-"""The file of what all extra states are: nothing."""
+"""The file with the content of all extra states, which are empty."""
 
 
 # Export
@@ -79,12 +79,12 @@ def export_megatron(
     tokenizer: TextTokenizer | None = None,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write `output`, which must not exist, whole or not at all.
+    """Write `output`, which must not exist; it appears only when it is complete.
 
-    dtype: of the weights; A_log, D and dt_bias stay FP32, and a model in BF16 rounds them when it loads them.
-    tokenizer: of the run, None to leave it out.
-    Raises ValueError for a model that Megatron has not, a tokenizer that cannot be written, or an output that exists or
-    lies inside the checkpoint; OSError; DamagedCheckpointError.
+    dtype: of the weights; A_log, D and dt_bias stay FP32 (a model in BF16 rounds them when it loads them). tokenizer:
+    the run's; None to leave it out.
+    Raises ValueError for a model that Megatron does not have, a tokenizer that cannot be written, or an output that
+    exists or is inside the checkpoint; OSError; DamagedCheckpointError.
     """
     config = checkpoint.config.model
     length = sequence_length(checkpoint)
@@ -95,7 +95,7 @@ def export_megatron(
     common = {
         "args": argparse.Namespace(
             **arguments,
-            # Megatron then looks for neither.
+            # With these Megatron does not look for optimizer and random states.
             no_save_optim=True,
             no_save_rng=True,
             tensor_model_parallel_size=1,
@@ -105,7 +105,7 @@ def export_megatron(
         ),
         "checkpoint_version": 3.0,
         "iteration": checkpoint.step,
-        # With these Megatron makes the keys that it looks for.
+        # These select the keys under which Megatron looks for tensors.
         "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": False},
     }
     described = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -137,7 +137,7 @@ def _saved(content: Any) -> bytes:
 def _pieces(
     checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
 ) -> Iterator[tuple[Whole, Tensor, Sequence[int]]]:
-    """Of every tensor in an iteration's files, a layer at a time: the whole, values, and where in it they begin."""
+    """(complete tensor, values, offsets of the values in it) for every tensor of an iteration, layer by layer."""
     done, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
     for parameter in parameters(checkpoint.config.model):
         values = checkpoint.tensor(parameter.name)
@@ -151,7 +151,7 @@ def _pieces(
 
 
 def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -> str:
-    """How Megatron-LM starts from `output`."""
+    """The command that starts Megatron-LM from `output`."""
     script = "pretrain_gpt.py" if is_gpt(checkpoint.config.model) else "pretrain_mamba.py"
     flags = f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/{TOKENIZER}" if tokenizer else ""
     return (
@@ -190,13 +190,13 @@ def import_megatron(
     overrides: Sequence[str] = (),
     tokenizer: Path | None = None,
 ) -> dict[str, Any]:
-    """Write `checkpoint`, which must not exist, whole or not at all, from what Megatron-LM saved to `folder`; returns
-    its `model` settings. Weights become FP32 masters, exactly.
+    """Write `checkpoint`, which must not exist, from what Megatron-LM saved to `folder`; returns its `model` settings.
+    The checkpoint appears only when it is complete. Weights are converted to FP32 masters exactly.
 
-    overrides: `model.key=value`, for what neither shapes nor arguments tell; `model.vocab_size` cuts rows that Megatron
-    padded with. Without one, `model.name` is the folder's. tokenizer: a folder or a file of it, to be kept; None: what
-    an export of ours has beside it.
-    Raises ValueError, in one line, for what is not such a folder or none of our models, and OSError.
+    overrides: `model.key=value`, for settings that neither shapes nor arguments tell; `model.vocab_size` removes the
+    rows with which Megatron padded the vocabulary. `model.name` is by default the name of the folder. tokenizer: a
+    folder or a file to save with the checkpoint; None: the one beside an export of ours, if there is one.
+    Raises ValueError, in one line, for another kind of folder or a model that is not ours; OSError.
     """
     try:
         if wrong := [text for text in overrides if not text.startswith("model.") or "=" not in text]:
@@ -212,19 +212,19 @@ def import_megatron(
         config = replace(base, model=replace(ModelConfig(), **settings))
         check_model(config.model)
         expected = list(parameters(config.model, layers))
-    except ValueError as error:  # ConfigError is one, pydantic's another, of several lines
+    except ValueError as error:  # ConfigError, or pydantic's error, which has several lines
         raise ValueError(f"{folder}: {' '.join(str(error).split())}") from error
     stored = {section.name: each.stored_shape(section) for each in expected for section in each.sections}
     shapes = {key: opened.shape(key) for key in opened.tensors}
-    for key in (EMBEDDING, HEAD):  # rows that Megatron padded with are cut
+    for key in (EMBEDDING, HEAD):  # Megatron may have padded the vocabulary
         shapes[key] = min(shapes[key], (stored[key][0], *shapes[key][1:]))
     check_tensors(shapes, stored, folder)
-    if tokenizer is None:  # what an export writes beside the iteration
+    if tokenizer is None:  # `export_megatron` writes one beside the iteration
         beside = (folder / TOKENIZER, folder.resolve().parent / TOKENIZER)
         tokenizer = next((path for path in beside if path.is_dir()), None)
     kept, fingerprint = ({}, None) if tokenizer is None else kept_tokenizer(tokenizer, config.model.vocab_size)
     if tokenizer is not None and fingerprint is None:
-        raise ValueError(f"{tokenizer} has neither tokenizer.json nor tokenizer.model; give a folder or a file of it")
+        raise ValueError(f"{tokenizer} has neither tokenizer.json nor tokenizer.model; give the folder or file of one")
     length = opened.arguments.get("max_position_embeddings")
     write_weights_only(
         checkpoint,
@@ -243,21 +243,21 @@ def import_megatron(
 
 
 def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[str, Any], Layers]:
-    """Of the model, what shapes and `known` tell, and how its layers are stored. Raises ValueError if something is told
-    by none of them."""
+    """The model's settings, from the shapes and from `known`, and how its layers are stored. Raises ValueError if a
+    setting is in neither."""
     pattern, layers = _pattern(opened)
     wanted = ["norm_eps"] + ["num_query_heads", "num_kv_heads", "head_dim", "rope"] * ("*" in pattern)
     wanted += ["mamba_num_groups"] * ("M" in pattern) + ["rope_base"] * bool("*" in pattern and known.get("rope"))
     if missing := [key for key in wanted if key not in known]:
         listing = " ".join(f"model.{key}=..." for key in missing)
-        raise ValueError(f"neither shapes nor arguments ({COMMON}) tell all; add {listing}")
+        raise ValueError(f"neither shapes nor arguments ({COMMON}) tell all settings; add {listing}")
     if HEAD not in opened.tensors:
         raise ValueError(
-            f"there is no {HEAD}, and models here have one; train with --untie-embeddings-and-output-weights"
+            f"there is no {HEAD}, which models here have; train with --untie-embeddings-and-output-weights"
         )
 
     def shape(letter: str, module: str) -> tuple[int, ...]:
-        """In the first layer of the kind."""
+        """The shape of a tensor in the first layer of the kind `letter`."""
         if layers == "stacked":
             return opened.shape(f"decoder.layers.{module}")[1:]
         layer = pattern.index(letter) // (2 if GPT_NORM in opened.tensors else 1)
@@ -275,15 +275,15 @@ def _settings(opened: MegatronFolder, known: Mapping[str, Any]) -> tuple[dict[st
                 "mamba_head_dim": inner // heads,
                 "mamba_state_dim": shape("M", "mixer.in_proj.weight.B")[0] // known["mamba_num_groups"],
                 "mamba_conv_width": shape("M", "mixer.conv1d.weight.x")[2],
-                "mamba_chunk_size": 128,  # Megatron's; it moves rounding only
+                "mamba_chunk_size": 128,  # Megatron's; it affects only rounding
             }
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"the shapes of its tensors are those of no model ({error})") from error
+        raise ValueError(f"the shapes of its tensors do not fit a model ({error})") from error
     return found, layers
 
 
 def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
-    """The letters, from which modules each layer has; and how layers are stored."""
+    """The pattern, from the modules of each layer, and how the layers are stored."""
     is_gpt_model, letters = GPT_NORM in opened.tensors, {"mixer": "M", "self_attention": "*", "mlp": "-"}
     modules: dict[int, set[str]] = {}
     for key in opened.tensors:
@@ -293,7 +293,7 @@ def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
     if is_gpt_model and stacked:
         return "*-" * (opened.shape(stacked[0]) or (1,))[0], "stacked"
     if not modules or stacked or sorted(modules) != list(range(len(modules))):
-        raise ValueError("it has no decoder.layers numbered from 0: no whole GPTModel and no MambaModel")
+        raise ValueError("it has no decoder.layers numbered from 0, so it is no complete GPTModel or MambaModel")
     if is_gpt_model:
         return "*-" * len(modules), "numbered"
     pattern = ""
@@ -307,23 +307,23 @@ def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
 
 def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:
     layer = None if parameter.layer is None else parameter.layer[0]
-    # A padded vocabulary is cut.
+    # Megatron may have padded the vocabulary.
     rows = shape_of(parameter.sections)[0] if parameter.sections[0].name in (EMBEDDING, HEAD) else None
     found = {section.name: opened.tensor(section.name, layer, rows) for section in parameter.sections}
-    return ours_of(parameter.sections, found)
+    return from_published(parameter.sections, found)
 
 
 class MegatronFolder:
-    """An iteration's folder. folder: its path. tensors: the model's, by key. arguments: Megatron-LM's, as far as they
-    are plain values; empty if it kept none. iteration: 0 if it is not known.
+    """The folder of an iteration. folder: its path. tensors: the model's, by key. arguments: Megatron-LM's arguments
+    that are plain values; empty if none were saved. iteration: 0 if it is unknown.
 
-    Raises ValueError or DamagedCheckpointError if it is none, of another format or not whole.
+    Raises ValueError or DamagedCheckpointError for another kind of folder, another format, or an incomplete one.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = _iteration_in(folder)
         if (backend := _backend(self.folder / FORMAT)) != "torch_dist":
-            raise ValueError(f"its {FORMAT} says {backend}; save it with --ckpt-format torch_dist")
+            raise ValueError(f"its {FORMAT} has the format {backend}; save it with --ckpt-format torch_dist")
         with files.open_plain(self.folder / METADATA) as file:
             self._metadata: Metadata = read_metadata(file.readall(), foreign=True)
         self.arguments, self.iteration = _read_common(self.folder / COMMON)
@@ -334,13 +334,14 @@ class MegatronFolder:
         }
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of a whole tensor. Raises KeyError if there is none."""
+        """The shape of a complete tensor. Raises KeyError if there is none."""
         return tuple(self.tensors[key].size)
 
     def tensor(self, key: str, layer: int | None = None, rows: int | None = None) -> Tensor:
-        """FP32, on the CPU. layer: its place on the first axis, without that axis. rows: how many of the first ones.
+        """A tensor, FP32 on the CPU. layer: only this index of the first axis, without that axis. rows: only the first
+        `rows` rows.
 
-        Raises ValueError for pieces that are missing or not readable, or of another type than FP32, BF16 or FP16.
+        Raises ValueError for pieces that are missing or unreadable, and for other types than FP32, BF16 and FP16.
         """
         saved = self.tensors[key]
         if saved.properties.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -360,19 +361,19 @@ class MegatronFolder:
 def _iteration_in(folder: Path) -> Path:
     """`folder` itself, or the iteration that its tracker file names."""
     if not folder.is_dir():
-        raise ValueError("it is not a folder; give what Megatron-LM saved to, or an iter_* folder in it")
+        raise ValueError("it is not a folder; give the folder of --save, or an iter_* folder in it")
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
     name = tracker.read_text(errors="replace").strip()
     found = folder / (f"iter_{int(name):07d}" if name.isdecimal() else "release")
     if not found.is_dir():
-        raise ValueError(f"{tracker} says {name[:40]!r}, and {found} is missing; give another iter_* folder")
+        raise ValueError(f"{tracker} names {name[:40]!r}, but {found} is missing; give another iter_* folder")
     return found
 
 
 def _backend(path: Path) -> Any:
-    """What Megatron says wrote the folder; None if it says nothing."""
+    """The format that Megatron wrote; None if it is not recorded."""
     try:
         return json.loads(path.read_text())["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -380,8 +381,8 @@ def _backend(path: Path) -> Any:
 
 
 def _read_common(path: Path) -> tuple[dict[str, Any], int]:
-    """The plain values of common.pt's `args`, and its `iteration`. Raises DamagedCheckpointError if it is not
-    readable."""
+    """The plain values of `args` in common.pt, and its `iteration`. Raises DamagedCheckpointError if it cannot be
+    read."""
     if not path.exists():
         return {}, 0
     with files.open_plain(path) as file:
@@ -404,4 +405,4 @@ def _is_plain(value: Any) -> bool:
 
 class _StandInsOfTensors(StandIns):
     def persistent_load(self, pid: Any) -> None:
-        """A tensor's values, which are not read."""
+        """Called for the values of a tensor, which are not read."""

@@ -1,24 +1,24 @@
-"""Our models as Megatron-core has them: the tensors of its distributed checkpoints, and Megatron-LM's arguments.
+"""Our models as Megatron-core's: the tensors of its distributed checkpoints, and Megatron-LM's arguments.
 
-A model of the pattern `*-*-...` is Megatron's GPTModel, each `*-` one of its layers; any other is its MambaModel, each
-letter one of its layers. Names are those of `sharded_state_dict` of megatron-core 0.16, which are the same with
-Transformer Engine's layers and with its own (where the norm before a projection is a module, its key is mapped):
+A model with the pattern `*-*-...` is Megatron's GPTModel, in which each `*-` is one layer. Any other is its MambaModel,
+in which each letter is one layer. Names are those of `sharded_state_dict` in megatron-core 0.16. They are the same for
+Transformer Engine's layers and for Megatron's own, whose separate norms get these keys too:
 
     embedding.word_embeddings.weight, output_layer.weight
-    decoder.layers.    of GPT: all layers of a kind as one tensor with the layer as first axis (or, with
-                       non_homogeneous_layers, as below)
-    decoder.layers.i.  of Mamba, i counts letters:
+    decoder.layers.    GPT: the layers are stacked into one tensor with the layer as first axis (or, with
+                       non_homogeneous_layers, numbered as below)
+    decoder.layers.i.  Mamba, where i counts letters:
         mixer.in_proj.layer_norm_weight, mixer.in_proj.weight.{z,x,B,C,dt}, mixer.conv1d.{weight,bias}.{x,B,C},
         mixer.{A_log,D,dt_bias}, mixer.norm.weight, mixer.out_proj.weight
         self_attention.linear_qkv.{layer_norm_weight,weight}, self_attention.linear_proj.weight
         mlp.linear_fc1.{layer_norm_weight,weight}, mlp.linear_fc2.weight
     decoder.final_layernorm.weight (GPT), decoder.final_norm.weight (Mamba)
 
-The rows of linear_qkv are, for each KV head, its query heads, its key, its value: our own order. The sections of
-in_proj and of the convolution are tensors of their own, because each rank has a part of each.
+The rows of linear_qkv are, for each KV head, its query heads, its key, its value, which is our order. The sections of
+in_proj and of the convolution are separate tensors, because each tensor-parallel rank has a part of each section.
 
-Arguments are named as in Megatron-LM's namespace (core_v0.16.1, megatron/training/arguments.py), which a checkpoint
-keeps in `common.pt` and `--use-checkpoint-args` takes from there.
+Arguments have the names of Megatron-LM's namespace (core_v0.16.1, megatron/training/arguments.py). A checkpoint saves
+it in `common.pt`, from which `--use-checkpoint-args` reads it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from exchange.architectures import Section, in_sections
+from exchange.architectures import Section, split_rows
 from megatron_fp4.config.schema import ModelConfig
 from models.mamba2 import mamba_conv_order, mamba_in_proj_order
 
 Layers = Literal["stacked", "numbered"]
-"""Whether a GPTModel's layers are one tensor or several. A MambaModel's are numbered."""
+"""Whether the layers of a GPTModel are stacked in one tensor or separate. Those of a MambaModel are numbered."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 GPT_NORM, MAMBA_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
@@ -47,20 +47,20 @@ _LINEARS = {
 
 
 class Parameter(NamedTuple):
-    """One of our parameters. sections: Megatron's tensors of it, without the axis of the layers. layer: its place on
-    that axis, and how many there are; None if there is no such axis."""
+    """One of our parameters. sections: its tensors in Megatron, without the axis of stacked layers. layer: (index,
+    size) on that axis; None if there is no such axis."""
 
     name: str
     sections: list[Section]
     layer: tuple[int, int] | None = None
 
     def stored_shape(self, section: Section) -> tuple[int, ...]:
-        """Of the whole tensor in the checkpoint."""
+        """The shape of the complete tensor in the checkpoint."""
         return section.shape if self.layer is None else (self.layer[1], *section.shape)
 
 
 def is_gpt(config: ModelConfig) -> bool:
-    """Whether Megatron's GPTModel computes what `config` computes; else its MambaModel does."""
+    """Whether the model is a GPTModel in Megatron; otherwise it is a MambaModel."""
     return re.fullmatch(r"(\*-)+", config.pattern) is not None
 
 
@@ -76,8 +76,8 @@ def parameters(config: ModelConfig, layers: Layers = "stacked") -> Iterator[Para
 
 
 def extra_states(config: ModelConfig, layers: Layers = "stacked") -> list[str]:
-    """The keys of the modules' extra states, which Megatron asks for by default and which are empty without FP8's
-    delayed scaling."""
+    """The keys of the modules' extra states. Megatron requires them by default; they are empty unless FP8 has delayed
+    scaling."""
     keys = []
     for letter, (prefix, layer) in zip(config.pattern, _places(config, layers), strict=True):
         number, count = layer or (0, 1)
@@ -87,7 +87,7 @@ def extra_states(config: ModelConfig, layers: Layers = "stacked") -> list[str]:
 
 
 def _places(config: ModelConfig, layers: Layers) -> Iterator[tuple[str, tuple[int, int] | None]]:
-    """Of each block: the prefix of its keys, and its place on the axis of stacked layers."""
+    """For each block, the prefix of its keys, and (index, size) on the axis of stacked layers."""
     for block in range(config.num_blocks):
         if not is_gpt(config):
             yield f"decoder.layers.{block}.", None
@@ -103,7 +103,7 @@ def _mamba(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
     theirs = f"{prefix}mixer."
 
     def sections(name: str, parts: Mapping[str, int], order: Tensor, *columns: int) -> list[Section]:
-        return in_sections([f"{theirs}{name}.{part}" for part in parts], list(parts.values()), order, *columns)
+        return split_rows([f"{theirs}{name}.{part}" for part in parts], list(parts.values()), order, *columns)
 
     channels, order = {"x": inner, "B": state, "C": state}, mamba_conv_order(config)
     in_proj = {"z": inner, **channels, "dt": heads}
@@ -141,8 +141,8 @@ def _mlp(config: ModelConfig, prefix: str) -> dict[str, list[Section]]:
 
 _BLOCKS = {"M": _mamba, "*": _attention, "-": _mlp}
 
-# What every model here has: written, and demanded where it is read.
-_SAME = {
+# Arguments of every model here: an export writes them, an import requires them.
+_SAME_FACTS = {
     "squared_relu": True,
     "swiglu": False,
     "normalization": "RMSNorm",
@@ -154,15 +154,15 @@ _SAME = {
 
 
 def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[str, Any]:
-    """What makes Megatron-LM build this model. bf16: in which type it trains it. Raises ValueError, naming key and
-    value, for what Megatron's model of this kind cannot be told."""
+    """The arguments with which Megatron-LM builds this model. bf16: whether it trains in BF16. Raises ValueError, with
+    key and value, for a setting that Megatron's model does not have."""
     for key, value in (("norm_eps", 1e-5), ("mamba_conv_width", 4)):
         if "M" in config.pattern and (ours := getattr(config, key)) != value:
             raise ValueError(f"model.{key}={ours}: Megatron's Mamba-2 mixer has {value}, which no argument changes")
     if config.rope and config.rope_base != int(config.rope_base):
         raise ValueError(f"model.rope_base={config.rope_base}: Megatron's --rotary-base is a whole number")
     arguments: dict[str, Any] = {
-        **_SAME,
+        **_SAME_FACTS,
         "num_layers": config.num_blocks // (2 if is_gpt(config) else 1),
         "hidden_size": config.hidden_dim,
         "ffn_hidden_size": config.ffn_dim,
@@ -177,7 +177,7 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
         "layernorm_epsilon": config.norm_eps,
         "position_embedding_type": "rope" if config.rope else "none",
         "padded_vocab_size": config.vocab_size,
-        # Then Megatron pads it no further, as long as the tensor-parallel size divides what is left.
+        # A divisor of the vocabulary, so that Megatron does not pad it if the tensor-parallel size divides it too.
         "make_vocab_size_divisible_by": min(config.vocab_size & -config.vocab_size, 128),
         "seq_length": sequence_length,
         "max_position_embeddings": sequence_length,
@@ -203,19 +203,19 @@ def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[
 
 
 def as_shell(arguments: Mapping[str, Any]) -> str:
-    """Megatron-LM's flags as a bash array `MEGATRON_ARGS`: a pattern has stars, which a shell must not look up."""
+    """Megatron-LM's flags as a bash array `MEGATRON_ARGS`, quoted, because a pattern has stars."""
     lines = []
     for name, value in arguments.items():
-        if value is False or value is None or name == "layernorm_epsilon":  # which has no flag
+        if value is False or value is None or name == "layernorm_epsilon":  # this argument has no flag
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]
         lines.append(f"  {shlex.join(['--' + name.replace('_', '-'), *map(str, values)])}\n")
     return f"MEGATRON_ARGS=(\n{''.join(lines)})\n"
 
 
-# Argument -> the values with which a model here computes the same.
+# Argument -> the values for which our models compute the same.
 _WANTED: dict[str, tuple[Any, ...]] = {
-    **{name: (value,) for name, value in _SAME.items()},
+    **{name: (value,) for name, value in _SAME_FACTS.items()},
     **dict.fromkeys(("quick_geglu", "layernorm_zero_centered_gamma", "use_rope_scaling"), (False,)),
     **dict.fromkeys(("qk_layernorm", "qk_l2_norm", "multi_latent_attention"), (False,)),
     "apply_residual_connection_post_layernorm": (False,),
@@ -228,17 +228,17 @@ _WANTED: dict[str, tuple[Any, ...]] = {
 
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a ModelConfig that Megatron's arguments tell and shapes do not; those that it does not name are
-    missing. Raises ValueError, naming argument and value, if its model computes what none here does."""
+    """The fields of a ModelConfig that Megatron's arguments tell and shapes do not. Raises ValueError, with argument
+    and value, for a model that computes something that no model here does."""
     for name, wanted in _WANTED.items():
         if name in arguments and arguments[name] not in wanted:
-            able = " or ".join(map(str, wanted))
-            raise ValueError(f"Megatron's {name}={arguments[name]}; models here have {able}, and nothing else")
+            known = " or ".join(map(str, wanted))
+            raise ValueError(f"Megatron's {name}={arguments[name]}; models here support only {known}")
 
     def number(name: str) -> Any:
         value = arguments.get(name)
         if value is not None and (type(value) not in (int, float) or not value > 0):
-            raise ValueError(f"Megatron's {name}={value!r} is no number above 0; the checkpoint is damaged")
+            raise ValueError(f"Megatron's {name}={value!r} is not a positive number; the checkpoint is damaged")
         return value
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")

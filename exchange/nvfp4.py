@@ -1,29 +1,29 @@
 """The weights of linears that were trained in NVFP4: the codes and scales that training multiplied with, and the two
 layouts in which serving engines read them.
 
-Training keeps FP32 masters, and fprop's GEMM multiplies by what the recipe makes of them: the master rounded to the
-compute dtype, each group of output rows padded to whole blocks, one maximum over the whole packed weight, 16x16 or 1x16
-blocks (precision/linear.py, quantization/nvfp4.py). `trained_weight` does the same on one process: blocks are cut
-by the model's own groups and the maximum is that of all ranks, so neither depends on the mesh that trained.
+Training has FP32 masters, and fprop's GEMM multiplies with what the recipe makes of them: the master is rounded to the
+compute dtype, each group of output rows is padded to full blocks, there is one amax for the packed weight, and blocks
+are 16x16 or 1x16 (precision/linear.py, quantization/nvfp4.py). `trained_weight` does the same in one process. The
+result does not depend on the mesh that trained: blocks follow the model's own groups, and the amax is over all ranks.
 
-Serving formats store one scale for 1x16 elements. A scale of 16x16 elements is repeated on its 16 rows; after that rows
-are independent of each other and may be reordered and cut (q, k and v, one amax for the three), and padding rows
-dropped, without moving a bit.
+Serving formats store one block scale for 1x16 elements. A block scale of 16x16 elements is repeated for its 16 rows.
+Rows are then independent, so they can be reordered and split (q, k and v, which share one amax), and padding rows
+removed, without changing a bit.
 
-For a module `m` with weight [out, in], W its NVFP4 value (`code * block scale * tensor scale`) and a its largest
-magnitude (a / 2688 is for recipes that map the largest block scale to 448; with four-over-six, 256, it is a / 1536):
+For a module `m` with a weight W [out, in] and its amax a (2688 is for recipes that map the largest block scale to 448;
+four-over-six maps it to 256, which gives 1536 instead):
 
     ModelOpt                                 compressed-tensors, nvfp4-pack-quantized
     m.weight          uint8 [out, in / 2]    m.weight_packed        the same bytes; low nibble = even column
-    m.weight_scale    E4M3 [out, in / 16]    m.weight_scale         the same bytes; one row after the other
+    m.weight_scale    E4M3 [out, in / 16]    m.weight_scale         the same bytes; row by row
     m.weight_scale_2  FP32 [], a / 2688      m.weight_global_scale  FP32 [1], 2688 / a
     m.input_scale     FP32 [], x / 2688      m.input_global_scale   FP32 [1], 2688 / x
 
-x is the largest input of the module, measured by calibration.py; without it the last row is absent and activations stay
-in BF16 (W4A16). Scales are neither swizzled nor padded: engines do that when they load. Each tensor scale is one
-division of its maximum; the inverse of the other layout's may be an ulp off.
+x is the amax of the module's input, measured by calibration.py; without it the last row is missing and activations stay
+in BF16 (W4A16). Scales are neither swizzled nor padded; engines do that when they load. Each tensor scale is a single
+division; the inverse of the other layout's scale may differ by one ulp.
 
-Read: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.py`,
+Sources: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.py`,
 `modelopt/torch/export/{quant_utils,convert_hf_config}.py`); compressed-tensors 0.20.0 (`compressors/nvfp4/`,
 `quantization/quant_scheme.py`); vLLM (`model_executor/layers/quantization/modelopt.py`,
 `compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py`, `compressed_tensors/utils.py`).
@@ -49,16 +49,16 @@ from megatron_fp4.quantization.rounding import E4M3_MAX
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
 
 _BLOCK = 16
-# Of a weight that are quantized together: its temporaries are several FP32 copies.
+# Elements of a weight that are quantized at once; that takes several FP32 copies of them.
 _CHUNK_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
 class TrainedPlan:
-    """Which recipe each linear of a checkpoint has, and how its run computed.
+    """The recipe of each linear of a checkpoint, and how its run computed.
 
-    compute_dtype: of the run. tensor: its tensor-parallel ranks. before_switch: whether the plan is one that the
-    checkpoint has left.
+    compute_dtype: of the run. tensor: its tensor-parallel size. before_switch: whether the checkpoint is after the
+    precision switch and this is the plan before it.
     """
 
     plan: Plan
@@ -66,26 +66,26 @@ class TrainedPlan:
     tensor: int = 1
     before_switch: bool = False
 
-    def fp4(self) -> dict[str, PlannedLinear]:
-        """The linears whose weight fprop multiplies in NVFP4, by name."""
+    def nvfp4_linears(self) -> dict[str, PlannedLinear]:
+        """The linears with NVFP4 weights in fprop, by name."""
         return {row.linear.name: row for row in self.plan.rows if row.recipe[FPROP_WEIGHT].format == "nvfp4"}
 
-    def others(self) -> dict[str, str]:
-        """The linears whose forward pass is quantized, but not in NVFP4: name -> format of the weight."""
+    def other_formats(self) -> dict[str, str]:
+        """The linears with quantized weights in fprop in another format than NVFP4: name -> format."""
         formats = {row.linear.name: row.recipe[FPROP_WEIGHT].format for row in self.plan.rows}
         return {name: form for name, form in formats.items() if form not in ("nvfp4", "bf16")}
 
 
 def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which: str = "now") -> TrainedPlan:
-    """The plan by which the weights of a checkpoint are to be quantized.
+    """The plan with which to quantize the weights of a checkpoint.
 
-    plans: of its configuration, before and after the precision switch. which: `now`, the plan in effect; `before`,
-    after a switch, the one before it.
-    Raises ValueError, one line with the remedy, where nothing can be exported as trained, and if the plan is not the
-    one that was saved with the checkpoint (a plan file has changed since).
+    plans: of its configuration, before and after the precision switch. which: `now` for the plan in effect, `before`
+    for the plan before the switch.
+    Raises ValueError, in one line with the remedy, if the weights cannot be exported as trained, or if the plan differs
+    from the one saved with the checkpoint (because a plan file has changed).
     """
     if checkpoint.weights_only:
-        raise ValueError(f"{checkpoint.folder} has imported weights, which no run has trained; use --format hf")
+        raise ValueError(f"{checkpoint.folder} has imported weights that no run has trained; use --format hf")
     config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
     in_effect = plan_in_effect(plans, switched_at)
     saved, now = checkpoint.trainer["plan"], in_effect.as_dict()
@@ -93,21 +93,21 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
         then = saved["linears"].get(name)
         if then is None or saved["recipes"][then["recipe"]] != now["recipes"][linear["recipe"]]:
             raise ValueError(
-                f"{name} was trained otherwise than the configuration of {checkpoint.folder} says now; restore its "
-                f"precision.bf16_blocks.file, or use the version that trained it"
+                f"{name} was trained with another recipe than in the configuration of {checkpoint.folder} now; restore "
+                "its precision.bf16_blocks.file, or use the version that trained it"
             )
     if which == "before" and not switched_at:
         raise ValueError(
-            "--plan before: no precision switch came between the first step and this checkpoint; leave it out"
+            "--plan before: there was no precision switch between the first step and this checkpoint; leave it out"
         )
     dtype, tensor = getattr(torch, config.precision.compute_dtype), config.parallel.tensor
     before = TrainedPlan(plans[0], dtype, tensor, before_switch=True)
     chosen = before if which == "before" else TrainedPlan(in_effect, dtype, tensor)
-    if switched_at and not chosen.fp4() and before.fp4():
+    if switched_at and not chosen.nvfp4_linears() and before.nvfp4_linears():
         raise ValueError(
-            f"this checkpoint is after the precision switch (before step {switched_at + 1}), and its forward pass has "
-            "no NVFP4 weights any more; give an earlier checkpoint, --format hf, or --plan before (the plan before the "
-            "switch; not what the last steps multiplied with)"
+            f"this checkpoint is after the precision switch (before step {switched_at + 1}), so its forward pass has "
+            "no NVFP4 weights; give an earlier checkpoint, --format hf, or --plan before (the plan before the switch, "
+            "which the last steps did not use)"
         )
     if problem := refusal(chosen):
         raise ValueError(f"{problem}; export BF16 weights (--format hf)")
@@ -115,33 +115,29 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
 
 
 def refusal(trained: TrainedPlan) -> str | None:
-    """Why the weights cannot be written as they were multiplied; None if they can."""
-    if not trained.fp4():
-        formats = sorted(set(trained.others().values())) or ["bf16"]
+    """Why the weights cannot be exported as training multiplied with them; None if they can."""
+    if not trained.nvfp4_linears():
+        formats = sorted(set(trained.other_formats().values())) or ["bf16"]
         return f"no linear was trained with NVFP4 weights (they are in {' and '.join(formats)})"
-    for name, row in trained.fp4().items():
+    for name, row in trained.nvfp4_linears().items():
         recipe = row.recipe
         if recipe[FPROP_WEIGHT].rounding == "stochastic":
-            return f"{name}: {row.key}.fprop.weight.rounding=stochastic draws other codes in every step"
+            return f"{name}: {row.key}.fprop.weight.rounding=stochastic gives other codes in every step"
         if recipe.fprop.rht:
-            return (
-                f"{name}: {row.key}.fprop.rht={recipe.fprop.rht} transforms the weights, which no serving engine does"
-            )
+            return f"{name}: {row.key}.fprop.rht={recipe.fprop.rht} transforms the weights; no serving engine does that"
         if recipe.amax != "global" and trained.tensor > 1:
             return (
-                f"{name}: {row.key}.amax={recipe.amax} gave each of {trained.tensor} tensor-parallel ranks a tensor "
-                "scale of its own, and the format has one for the weight"
+                f"{name}: {row.key}.amax={recipe.amax} gave each of {trained.tensor} tensor-parallel ranks its own "
+                "tensor scale, but the format has one for the weight"
             )
         if row.linear.in_features % _BLOCK:
-            return f"{name} has {row.linear.in_features} input features, no multiple of {_BLOCK}"
+            return f"{name} has {row.linear.in_features} input features, which is not a multiple of {_BLOCK}"
     return None
 
 
 def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> NVFP4Tensor:
-    """What fprop's GEMM multiplies for the FP32 master `weight` [out, in], in its own row order, without padding.
-
-    Codes and scales as `NVFP4Tensor` has them in blocks of 1x16. Raises ValueError for NaN or inf.
-    """
+    """The operand of fprop's GEMM for the FP32 master `weight` [out, in]: codes and scales in blocks of 1x16, in our
+    row order, without padding. Raises ValueError for NaN or inf."""
     call = _call(weight, row, compute_dtype)
     padded = call.pad_rows(call.weight).contiguous()
     amax = padded.abs().amax().to(torch.float32)
@@ -159,8 +155,8 @@ def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtyp
 
 
 def multiplied_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Asks the linear's own backend: FP32 `code * block scale` [out, in] and the FP32 0-dim tensor scale of the operand
-    that it hands to fprop's GEMM. Arguments as of `trained_weight`."""
+    """The operand that the linear's own backend passes to fprop's GEMM: `code * block scale`, FP32 [out, in], and the
+    tensor scale, FP32 0-dim. Arguments as for `trained_weight`."""
     call = _call(weight, row, compute_dtype)
     operand, _ = call.weight_operands()
     assert operand.quantized and operand.scale is not None
@@ -168,21 +164,21 @@ def multiplied_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.d
 
 
 def _call(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> LinearCall:
-    """A call of the linear as one rank that holds all of it makes it, with no tokens."""
+    """A call of the linear on one rank that has the complete weight, with no tokens."""
     context = LinearContext(row.linear.name, row.recipe, num_groups=row.linear.groups)
     return LinearCall(context, weight, weight.new_empty(0, weight.shape[1], dtype=compute_dtype))
 
 
 def reordered(tensor: NVFP4Tensor, rows: Tensor) -> NVFP4Tensor:
-    """Its rows `rows` (int64), under the amax of the whole."""
+    """The rows `rows` (int64) of a tensor, with the amax of the complete tensor."""
     scales = tensor.scales.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
     return NVFP4Tensor(tensor.codes[rows], scales, tensor.block, amax=tensor.amax, scale_max=tensor.scale_max)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a layout calls its tensors in a module. name: as in `--format nvfp4-<name>`. inverse: whether the tensor
-    scale is stored as what divides the codes."""
+    """The names of a layout's tensors in a module. name: as in `--format nvfp4-<name>`. inverse: whether the inverse of
+    the tensor scale is stored."""
 
     name: str
     codes: str
@@ -192,21 +188,21 @@ class Layout:
     scales: str = "weight_scale"
 
     def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
-        """FP32 weights, from `code * block scale` and the tensor scale as it is stored."""
+        """FP32 weights, from `code * block scale` and the stored tensor scale."""
         return decoded / stored if self.inverse else decoded * stored
 
     def names(self, module: str) -> list[str]:
-        """Of the codes, block scales and tensor scale of `module`."""
+        """The names of the codes, block scales and tensor scale of `module`."""
         return [f"{module}.{kind}" for kind in (self.codes, self.scales, self.weight_scale)]
 
     def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
-        """The tensor scale of what is at most `amax` large, as it is stored."""
-        if self.inverse:  # one element, not zero dimensions: compressed-tensors divides by a scalar in BF16
+        """The tensor scale for this amax, as it is stored."""
+        if self.inverse:  # with one dimension, because compressed-tensors divides by a 0-dim tensor in BF16
             return encode_tensor_scale(amax, scale_max).reshape(1)
         return tensor_decode_scale(amax, scale_max).clone()
 
     def tensors(self, module: str, weight: NVFP4Tensor, largest_input: Tensor | None) -> dict[str, Tensor]:
-        """All tensors of `module`, by their full names. largest_input: FP32 0-dim; None leaves activations in BF16."""
+        """All tensors of `module`, by their full names. largest_input: FP32 0-dim; None: activations stay in BF16."""
         scale = self.stored_scale(weight.amax, weight.scale_max)
         found = dict(zip(self.names(module), (weight.codes, weight.scales, scale), strict=True))
         if largest_input is not None:
@@ -215,27 +211,27 @@ class Layout:
 
 
 MODELOPT = Layout("modelopt", "weight", "weight_scale_2", "input_scale", inverse=False)
-"""As NVIDIA's ModelOpt exports: read by vLLM and TensorRT-LLM."""
+"""The layout of NVIDIA's ModelOpt, for vLLM and TensorRT-LLM."""
 COMPRESSED_TENSORS = Layout(
     "compressed-tensors", "weight_packed", "weight_global_scale", "input_global_scale", inverse=True
 )
-"""As llm-compressor exports (`nvfp4-pack-quantized`): read by vLLM, SGLang and transformers."""
+"""The layout of llm-compressor (`nvfp4-pack-quantized`), for vLLM, SGLang and transformers."""
 LAYOUTS = {layout.name: layout for layout in (MODELOPT, COMPRESSED_TENSORS)}
 
 
 def excluded_modules(sections: Sections, quantized: Collection[str]) -> list[str]:
-    """The modules with weights of more than one dimension that are not in `quantized` (linears, by our names), which
-    engines could otherwise take for quantized ones: linears in BF16, the head, and convolutions, which some engines
-    compute by a class for linears. Not the embedding."""
+    """The modules that engines must not treat as quantized: linears in BF16, the head, and convolutions (some engines
+    compute these with a class for linears). These are all modules with weights of more than one dimension, except the
+    embedding and `quantized` (linears, by our names)."""
     left_out = {"embedding", *quantized}
     plain = [parts for name, parts in sections.items() if name.removesuffix(".weight") not in left_out]
     return [part.module for parts in plain for part in parts if len(part.shape) > 1]
 
 
 def quantization_config(layout: Layout, excluded: Collection[str], calibrated: bool) -> dict[str, Any]:
-    """config.json's `quantization_config`. calibrated: whether there are scales of inputs. excluded: full names of
-    modules in BF16, listed one by one, because engines match them as wildcards, substrings or regular expressions,
-    and `layers.1` would also take `layers.10`.
+    """The `quantization_config` of config.json. calibrated: whether there are scales of inputs. excluded: the full
+    names of modules in BF16. They are listed one by one, because engines match entries as wildcards, substrings or
+    regular expressions, for which `layers.1` also matches `layers.10`.
     """
     operand: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": _BLOCK, "dynamic": False}
     if layout is MODELOPT:
@@ -244,12 +240,12 @@ def quantization_config(layout: Layout, excluded: Collection[str], calibrated: b
             "config_groups": {"group_0": {"weights": operand, "targets": ["Linear"]} | inputs},
             "ignore": [*excluded],
             "quant_algo": "NVFP4" if calibrated else "W4A16_NVFP4",
-            # The exporter whose layout it is; readers switch on it to know how old a folder is.
+            # The exporter with this layout; readers use its version to handle older folders.
             "producer": {"name": "modelopt", "version": "0.47.0"},
             "quant_method": layout.name,
         }
     operand |= {"strategy": "tensor_group", "symmetric": True}
-    dynamic = {**operand, "dynamic": "local"} if calibrated else None  # of blocks, below a fixed tensor scale
+    dynamic = {**operand, "dynamic": "local"} if calibrated else None  # dynamic block scales, fixed tensor scale
     return {
         "quant_method": layout.name,
         "format": "nvfp4-pack-quantized",
@@ -260,13 +256,13 @@ def quantization_config(layout: Layout, excluded: Collection[str], calibrated: b
 
 
 def _expression(module: str) -> str:
-    """For one module, whatever stands before its layers: files have `backbone.layers`, programs `model.layers`."""
+    """A regular expression for one module, with any prefix: files have `backbone.layers`, programs `model.layers`."""
     _, found, rest = module.partition("layers.")
     return rf"re:.*layers\.{re.escape(rest)}$" if found else module
 
 
 def hf_quant_config(config: dict[str, Any]) -> dict[str, Any]:
-    """ModelOpt's file of that name beside config.json, from its `quantization_config`."""
+    """The content of ModelOpt's hf_quant_config.json, from the `quantization_config` of config.json."""
     quantization = {
         "quant_algo": config["quant_algo"],
         "kv_cache_quant_algo": None,
@@ -277,7 +273,7 @@ def hf_quant_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def layout_of(config: dict[str, Any]) -> Layout | None:
-    """The layout of a folder by its config.json; None for one that is not quantized. Raises ValueError for others."""
+    """The layout of a folder by its config.json; None if it is not quantized. Raises ValueError for another format."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return None
@@ -288,12 +284,13 @@ def layout_of(config: dict[str, Any]) -> Layout | None:
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    """FP32 `code * block scale` [out, in], which is exact, by the formats' definitions, apart from what writes them.
+    """`code * block scale`, FP32 [out, in], exact. It follows the definitions of the formats and shares no code with
+    the quantization.
 
-    E2M1 (OCP MX 1.0, section 5.3.3): codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6, bit 3 is the sign; two codes a byte,
+    E2M1 (OCP MX 1.0, section 5.3.3): codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign; two codes per byte,
     the low nibble first. codes: uint8 [out, in / 2]. scales: E4M3 [out, in / 16].
 
-    Raises ValueError for other types, or shapes that do not belong together.
+    Raises ValueError for other dtypes, or shapes that do not fit together.
     """
     if codes.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn:
         raise ValueError(f"codes are {codes.dtype} and scales {scales.dtype}, not uint8 and float8_e4m3fn")

@@ -1,8 +1,7 @@
-"""The tokenizer of a checkpoint: found where its run had it, and the same one; and as files of a Hugging Face folder,
-which encode every text to the same ids.
+"""Finds the tokenizer of a checkpoint, and writes it as files of a Hugging Face folder that give the same ids.
 
-A `tokenizer.json` is taken as it is. SentencePiece models and tiktoken ranks are converted by transformers, and then
-compared on texts that bring out what conversions get wrong; one that differs is refused.
+A `tokenizer.json` is copied unchanged. SentencePiece models and tiktoken ranks are converted by transformers; the
+result is then compared on texts that such conversions often get wrong, and refused if it differs.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""What a folder's tokenizer consists of, in transformers."""
+"""The files of a tokenizer in a folder of transformers."""
 
 
 def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> TextTokenizer | None:
-    """The tokenizer that made the data of the checkpoint's run, None if that run knew of none and none is given.
+    """The tokenizer that made the data of the checkpoint's run; None if the run has none and none is given.
 
-    given: where it is now, if not where the configuration says.
-    Raises ValueError if it is not there, not readable, or another one than the run's.
+    given: its path now, if it differs from the path in the configuration.
+    Raises ValueError if it is missing, cannot be read, or is another one than the run's.
     """
     data, expected = checkpoint.config.data, checkpoint.manifest.identity.get("data.tokenizer")
     found: TextTokenizer | None = None
@@ -55,15 +54,15 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
         elif checkpoint.weights_only:
             kept = {name for name in TOKENIZER_FILES if name in checkpoint.manifest.files}
             for name in kept:
-                checkpoint.file(name)  # they are as they were
+                checkpoint.file(name)  # raises if it has changed
             if kept & {"tokenizer.json", "tokenizer.model"}:
                 found = load_tokenizer(checkpoint.folder, data.eod_token)
         elif data.tokenizer is not None:
             found = load_tokenizer(data.tokenizer, data.eod_token)
         elif data.kind == "builtin":
             found = open_builtin(checkpoint.config.model.vocab_size, data.cache_dir).tokenizer
-        elif expected is not None:  # its path was of the environment, which is not looked up for a stranger
-            raise ValueError(f"{checkpoint.folder} does not say where its tokenizer is; {remedy}")
+        elif expected is not None:  # its path used environment variables, which only a trusted configuration may read
+            raise ValueError(f"{checkpoint.folder} does not have the path of its tokenizer; {remedy}")
     except OSError as error:
         raise ValueError(f"the tokenizer of {checkpoint.folder} cannot be read ({error}); {remedy}") from error
     if found is not None and expected is not None and found.fingerprint() != expected:
@@ -78,8 +77,9 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
 
 
 def kept_tokenizer(path: Path, vocab_size: int) -> tuple[dict[str, bytes], str | None]:
-    """What a checkpoint keeps of the tokenizer at `path`, a folder or a file: its files, named as in a Hugging Face
-    folder, and its fingerprint, None without a tokenizer. Raises ValueError for one of more ids than the model has."""
+    """What an imported checkpoint saves of the tokenizer at `path`, a folder or a file: name -> content of its files,
+    named as in a Hugging Face folder, and its fingerprint (None without a tokenizer). Raises ValueError for a tokenizer
+    with more ids than the model has."""
     files = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
     if path.is_file():
         files = {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path}
@@ -89,7 +89,7 @@ def kept_tokenizer(path: Path, vocab_size: int) -> tuple[dict[str, bytes], str |
         if tokenizer.vocab_size > vocab_size:
             raise ValueError(
                 f"{path}: its tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size}; give the "
-                "model's own, or take it away"
+                "model's own, or remove it"
             )
         fingerprint = tokenizer.fingerprint()
     return {name: file.read_bytes() for name, file in files.items()}, fingerprint
@@ -108,9 +108,9 @@ _PROBES = (
 
 
 def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str, bytes]:
-    """File name -> content. sequence_length: what `model_max_length` says.
+    """File name -> content, for a Hugging Face folder. sequence_length: its `model_max_length`.
 
-    Raises ValueError if it cannot be written so that it encodes as it does here.
+    Raises ValueError if the tokenizer cannot be converted to files that give the same ids.
     """
     content = tokenizer.content if isinstance(tokenizer, HuggingFaceTokenizer) else _converted(tokenizer)
     files = {"tokenizer.json": content.encode()}
@@ -134,7 +134,7 @@ def _converted(tokenizer: TextTokenizer) -> str:
         return ValueError(f"{tokenizer.name}, a {tokenizer.kind} tokenizer, {why}; export with --no-tokenizer")
 
     try:
-        # Not `import ... as`: the package has a function of that name too, once something else has asked for it.
+        # Not `import ... as`, because the package may also have a function with this name.
         convert = importlib.import_module("transformers.convert_slow_tokenizer")
     except ImportError as error:
         raise refusal(f'needs transformers ({error}): pip install "megatron_fp4[hf]"') from error
@@ -146,14 +146,14 @@ def _converted(tokenizer: TextTokenizer) -> str:
                 assert isinstance(tokenizer, SentencePieceTokenizer)
                 content = _from_sentence_piece(tokenizer, convert, Path(folder))
             other = HuggingFaceTokenizer(content, tokenizer.name, tokenizer.eod_token)
-        except Exception as error:  # of converters and `tokenizers`
+        except Exception as error:  # converters and `tokenizers` raise many types
             reason = " ".join(str(error).split())
             raise refusal(f"cannot be converted to a tokenizer.json ({reason})") from error
     for probe, ours, theirs in zip(_PROBES, tokenizer.encode_batch(_PROBES), other.encode_batch(_PROBES), strict=True):
         if ours != theirs:
-            raise refusal(f"encodes {probe!r:.40} otherwise once it is converted to a tokenizer.json")
+            raise refusal(f"gives other ids for {probe!r:.40} after conversion to a tokenizer.json")
     if other.eod_id != tokenizer.eod_id:
-        raise refusal(f"gives {tokenizer.eod_token} another id once it is converted to a tokenizer.json")
+        raise refusal(f"gives {tokenizer.eod_token} another id after conversion to a tokenizer.json")
     return content
 
 
@@ -163,7 +163,7 @@ def _from_tiktoken(tokenizer: TiktokenTokenizer, convert: Any, folder: Path) -> 
     (folder / "ranks.tiktoken").write_text("\n".join(lines))
     made = convert.TikTokenConverter(vocab_file=str(folder / "ranks.tiktoken"), pattern=pattern).converted()
     settings = json.loads(made.to_str())
-    settings["model"]["vocab"] |= special  # or they would be numbered one after the other
+    settings["model"]["vocab"] |= special  # otherwise they would get consecutive ids
     settings["added_tokens"] = [
         {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True}

@@ -1,8 +1,8 @@
-"""Folders that are written whole or not at all; and a checkpoint without optimizer state, written by one process: what
-an import makes and `checkpoint.initialize_from` begins a run from.
+"""Writes folders that appear only when they are complete, and checkpoints without optimizer state: what an import
+writes and `checkpoint.initialize_from` reads.
 
-The checkpoint is one like any other (megatron_fp4/checkpoint/files.py) of step 0, with `weights_only` in its manifest,
-so that every mesh reads it; and it keeps the files of the tokenizer that came with the weights.
+Such a checkpoint has the normal format (megatron_fp4/checkpoint/files.py), so every mesh can read it. It is of step 0
+and has `weights_only` in its manifest. It also has the files of the tokenizer that was imported with the weights.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _LOCK = ".being_written"
 
 
 def check_output(output: Path, checkpoint: Path | None = None) -> None:
-    """Raise ValueError if `output` exists or lies inside `checkpoint`."""
+    """Raise ValueError if `output` exists or is inside `checkpoint`."""
     if os.path.lexists(output):
         raise ValueError(f"{output} exists already; name another folder, or remove it")
     if checkpoint is not None and checkpoint.resolve() in output.resolve().parents:
-        raise ValueError(f"{output} lies inside the checkpoint {checkpoint}; name a folder elsewhere")
+        raise ValueError(f"{output} is inside the checkpoint {checkpoint}; name another folder")
 
 
 @contextmanager
 def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
-    """A folder OUTPUT.tmp to write into, which becomes `output` if nothing is raised, and goes otherwise.
+    """A folder OUTPUT.tmp to write into. It is renamed to `output` at the end, or removed after an exception.
 
-    What a killed command left under that name is removed: it has our lock file, and no process holds the lock. Raises
+    An OUTPUT.tmp of a killed command, with our lock file and no process that holds the lock, is emptied. Raises
     ValueError as `check_output` does, and for any other OUTPUT.tmp; OSError.
     """
     check_output(output, checkpoint)
@@ -51,7 +51,7 @@ def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
     lock_file = staging / _LOCK
     ours = staging.is_dir() and not staging.is_symlink() and (lock_file.is_file() or not any(staging.iterdir()))
     if os.path.lexists(staging) and not ours:
-        raise ValueError(f"{staging} is in the way, and no command like this wrote it; name another folder, or move it")
+        raise ValueError(f"{staging} exists, and no such command wrote it; name another folder, or move it")
     staging.mkdir(parents=True, exist_ok=True)
     with open(lock_file, "a") as lock:
         try:
@@ -59,7 +59,7 @@ def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
             is_current = os.path.samestat(os.fstat(lock.fileno()), os.stat(lock_file))
         except (BlockingIOError, FileNotFoundError):
             is_current = False
-        except OSError:  # of a file system without locks
+        except OSError:  # a file system without locks
             is_current = True
         if not is_current:
             raise ValueError(f"another command is writing {staging}; wait for its end, or name another folder")
@@ -70,7 +70,7 @@ def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
             yield staging
             lock_file.unlink()
             for path in (*staging.rglob("*"), staging):
-                files.sync_folder(path)  # a file as well
+                files.sync_folder(path)  # it also syncs files
             check_output(output, checkpoint)
             os.rename(staging, output)
             files.sync_folder(output.parent)
@@ -88,12 +88,12 @@ def write_weights_only(
     tokenizer: str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write `folder`, which must not exist, whole or not at all.
+    """Write `folder`, which must not exist; it appears only when it is complete.
 
-    config: of a run of this model. tensors: parameters by our names, FP32 on the CPU, in our row order. imported: where
-    the weights come from, of JSON types, for the trainer state. tokenizer: its fingerprint if it is known. extra_files:
-    name -> content, kept beside.
-    Raises ValueError if it exists, OSError, and what `tensors` raises.
+    config: of a run of this model. tensors: (our name, parameter), FP32 on the CPU, in our row order. imported: the
+    origin of the weights, as JSON values, for the trainer state. tokenizer: its fingerprint if it is known.
+    extra_files: name -> content of further files.
+    Raises ValueError if the folder exists, OSError, and what `tensors` raises.
     """
     parameters = (
         (Whole(("model", name), torch.float32, tuple(values.shape)), values, (0,) * values.dim())
@@ -124,11 +124,10 @@ def write_pieces(
     pieces: Iterable[tuple[Whole, Tensor, Sequence[int]]],
     objects: Mapping[str, tuple[str, int, int]] | None = None,
 ) -> dict[str, files.FileRecord]:
-    """Write tensors into `folder` as torch.distributed.checkpoint has them; returns the records of the files. A GiB of
-    tensors and the next of them are in memory at a time.
+    """Write tensors into `folder` in the format of torch.distributed.checkpoint; returns the records of the files. At
+    most FILE_BYTES of tensors and one more tensor are in memory.
 
-    pieces: the whole, part of its values, and where in it they begin. objects: as `metadata_of` takes them.
-    Raises OSError.
+    pieces: (complete tensor, values, offsets of the values in it). objects: as for `metadata_of`. Raises OSError.
     """
     records: dict[str, files.FileRecord] = {}
     layout: dict[str, list[Piece]] = {}

@@ -55,11 +55,11 @@ REFUSED: list[tuple[str, Change, str, str]] = [
     ("export-hf", bool, OTHER, "not the tokenizer of the run"),
     ("export-hf", bool, "{it} {tmp}/other", "other exists already; name another folder"),
     ("export-hf", lambda folder: folder.with_name("out").symlink_to("nowhere"), PLAIN, "out exists already"),
-    ("export-hf", bool, "{it} {it}/hf", "lies inside the checkpoint"),
-    ("export-hf", bool, f"{PLAIN} --format nvfp4 --dtype float32", "all else is bfloat16; leave it out"),
+    ("export-hf", bool, "{it} {it}/hf", "is inside the checkpoint"),
+    ("export-hf", bool, f"{PLAIN} --format nvfp4 --dtype float32", "other weights are bfloat16; leave it out"),
     ("import-hf", lambda folder: next(folder.glob(FIRST)).unlink(), PLAIN, "is missing, which"),
     ("import-hf", cut(FIRST), PLAIN, "is not readable"),
-    ("import-hf", shard_outside, PLAIN, "which is not a file beside it"),
+    ("import-hf", shard_outside, PLAIN, "which is not a file in the same folder"),
     ("import-hf", lambda f: shutil.copy(f.with_name("other") / "tokenizer.json", f), PLAIN, "320 ids and the model"),
 ]
 
@@ -131,8 +131,8 @@ def test_megatron_there_and_back(tmp_path: Path, mesh: ParallelMesh, capsys: pyt
     ours = checkpoint_of(tmp_path / "ours", config, tensors_of(strong_model(config, mesh))).folder
     assert convert.main(["export-megatron", str(ours), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert 'pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load' in printed and "no tokenizer: the run knew of none" in printed
-    assert "the FP32 masters were rounded to bfloat16; --dtype float32 keeps them" in printed
+    assert 'pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load' in printed and "no tokenizer: the run has none" in printed
+    assert "the FP32 masters were rounded to bfloat16; --dtype float32 writes them exactly" in printed
     arguments = ["import-megatron", str(tmp_path / "out"), str(tmp_path / "back")]
     assert convert.main([*arguments, "--set", "model.init_std=0.5", "--set", "model.name=mine"]) == 0
     described = (tmp_path / "back.yaml").read_text()

@@ -242,11 +242,11 @@ def test_which_checkpoints_are_due() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["checkpoint.export_interval=9"], "checkpoint.export_interval=9 does nothing in a run of train.steps=8"),
+        (["checkpoint.export_interval=9"], "checkpoint.export_interval=9 has no effect in a run of train.steps=8"),
         ([NVFP4], "export_format=nvfp4 does nothing without exports; give export_interval"),
-        ([EACH, "model.rope=true"], "checkpoint.export_interval=2: no architecture"),
+        ([EACH, "model.rope=true"], "checkpoint.export_interval=2: transformers has no architecture"),
         ([EACH, NVFP4, "precision=bf16"], "no linear was trained with NVFP4 weights"),
-        (["checkpoint.export_interval=6", NVFP4, AT_5], "step 6 is after the precision switch (before step 6)"),
+        (["checkpoint.export_interval=6", NVFP4, AT_5], "at step 6, comes after the precision switch"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_before_the_run(overrides: list[str], words: str) -> None:
@@ -304,7 +304,7 @@ def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
     stop = f"from pathlib import Path\nPath({str(run_dir / 'STOP')!r}).touch()\nPath(sys.argv[2], 'hang').touch()\n"
     stopping.write_text(exports.SCRIPT.read_text().replace("import json", f"{stop}import json", 1))
     monkeypatch.setattr(exports, "SCRIPT", stopping)
-    assert "broken off by the end of this start" in start(*end, code=75) and not (run_dir / "STOP").exists()
+    assert "aborted because this start ends" in start(*end, code=75) and not (run_dir / "STOP").exists()
     assert not [*run_dir.glob("exports/*"), *run_dir.glob("summary.json")]  # perhaps not even the folder
     assert json.loads((run_dir / "state.json").read_text())["state"] == "stopped"
     assert [event["step"] for event in records(run_dir, "export_failed")] == [4]

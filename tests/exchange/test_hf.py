@@ -168,7 +168,7 @@ def test_keys_of_published_configurations_travel(good: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "M*", "rope": True}, "model.rope=true, and attention of nemotron_h knows no positions"),
+        ({"pattern": "M*", "rope": True}, "model.rope=true, but nemotron_h has attention without positions"),
         ({"pattern": "*-", "rope": True, "num_query_heads": 6, "hidden_dim": 32}, "to be a multiple of"),
     ],
 )
@@ -181,7 +181,7 @@ BAD_CONFIGS = [
     ({"model_type": "llama"}, "model_type=llama cannot be imported; arcee, nemotron_h can"),
     ({"hybrid_override_pattern": "M-E*"}, "'E' at position 2 is no block"),
     ({"hybrid_override_pattern": None}, "neither hybrid_override_pattern nor layers_block_type"),
-    ({"mlp_bias": True}, "mlp_bias=True, where only False"),
+    ({"mlp_bias": True}, "mlp_bias=True, but only False"),
     ({"time_step_limit": [0.001, 0.1]}, "does not clamp"),
     ({"hidden_size": "large"}, "hidden_dim"),
     ({"vocab_size": 301}, r"backbone.embeddings.weight is \[300, 32\], \[301, 32\] by its config.json"),

@@ -207,14 +207,14 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: An
         (lambda tensors, _: tensors.pop("output_layer.weight"), "untie-embeddings-and-output-weights"),
         (
             lambda tensors, _: tensors.pop("decoder.layers.4.mixer.D"),
-            r"decoder.layers.4.mixer.D is no such tensor there, \[8\]",
+            r"decoder.layers.4.mixer.D is missing, but \[8\] in",
         ),
-        (add("decoder.layers.1.mlp.linear_fc1.bias", 96), r"linear_fc1.bias is \[96\] there, no such tensor"),
-        (add("decoder.layers.1.mlp.linear_fc1.weight", 97, 64), r"is \[97, 64\] there, \[96, 64\]"),
+        (add("decoder.layers.1.mlp.linear_fc1.bias", 96), r"linear_fc1.bias is \[96\], but missing in"),
+        (add("decoder.layers.1.mlp.linear_fc1.weight", 97, 64), r"is \[97, 64\], but \[96, 64\]"),
         (cross, "layer 1 has cross_attention"),
-        (argument(swiglu=True), "swiglu=True; models here have False"),
-        (argument(num_attention_heads="4"), "num_attention_heads='4' is no number above 0"),
-        (add("decoder.layers.0.mixer.A_log", 0), "those of no model"),
+        (argument(swiglu=True), "swiglu=True; models here support only False"),
+        (argument(num_attention_heads="4"), "num_attention_heads='4' is not a positive number"),
+        (add("decoder.layers.0.mixer.A_log", 0), "do not fit a model"),
         (lambda tensors, arguments: arguments.clear(), "add model.norm_eps=... model.num_query_heads=... model.num_kv"),
         (lambda tensors, _: tensors.update({"output_layer.weight": torch.zeros(300, 64).long()}), "torch.int64; FP32"),
     ],
@@ -231,7 +231,7 @@ def test_damaged_folders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> 
     for number, (name, content, words) in enumerate(
         (
             ("latest_checkpointed_iteration.txt", b"7", "iter_0000007 is missing; give another iter_"),
-            (f"{ITERATION}/metadata.json", b'{"sharded_backend": "zarr"}', "its metadata.json says zarr; save it with"),
+            (f"{ITERATION}/metadata.json", b'{"sharded_backend": "zarr"}', "metadata.json has the format zarr; save"),
             (f"{ITERATION}/.metadata", b"x", ".metadata is not readable"),
             (f"{ITERATION}/common.pt", b"x", "common.pt is not readable"),
             (f"{ITERATION}/__0_0.distcp", b"x", "embedding.word_embeddings.weight is not readable"),
@@ -272,7 +272,7 @@ def test_padded_vocabularies_are_cut_and_the_length_of_sequences_travels(
     back = open_checkpoint(tmp_path / "cut", CONFIGS)
     assert torch.equal(back.tensor("head.weight"), checkpoint.tensor("head.weight"))
     assert sequence_length(back) == 8191
-    with pytest.raises(ValueError, match=r"word_embeddings.weight is \[384, 64\] there, \[400, 64\]"):
+    with pytest.raises(ValueError, match=r"word_embeddings.weight is \[384, 64\], but \[400, 64\]"):
         import_megatron(folder, tmp_path / "more", CONFIGS, overrides=["model.vocab_size=400"])
 
 

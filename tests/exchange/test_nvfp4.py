@@ -70,7 +70,7 @@ def test_exported_weights_are_what_the_gemm_multiplies(case, mesh, monkeypatch):
     with watched_gemms(lambda _, right: operands.append(right)), torch.no_grad():
         model(torch.arange(16)[None])
     given = dict(zip((*masters, "head"), operands, strict=True))
-    rows, padded = TrainedPlan(plan, dtype).fp4(), 0
+    rows, padded = TrainedPlan(plan, dtype).nvfp4_linears(), 0
     for name, row in rows.items():
         made, master, operand = trained_weight(masters[name], row, dtype), masters[name], given[name]
         groups = {"qkv_proj": 2, "in_proj": 2}.get(name.rpartition(".")[2], 1)
@@ -85,7 +85,7 @@ def test_exported_weights_are_what_the_gemm_multiplies(case, mesh, monkeypatch):
         assert 0 < (values * operand.scale - master).abs().max() < master.abs().max()
     others = {row.linear.name: row.recipe.fprop.right.format for row in plan.rows if row.linear.name not in rows}
     assert set(others.values()) <= {"bf16", "mxfp8"}
-    assert TrainedPlan(plan, dtype).others().keys() == {name for name, form in others.items() if form == "mxfp8"}
+    assert TrainedPlan(plan, dtype).other_formats().keys() == {name for name, form in others.items() if form == "mxfp8"}
     assert len(rows) == count and padded
 
 
@@ -111,18 +111,18 @@ TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train
             {},
             "(they are in mxfp4); export BF16 weights (--format hf)",
         ),
-        (["precision.fprop.weight.rounding=stochastic"], {}, "fprop.weight.rounding=stochastic draws"),
+        (["precision.fprop.weight.rounding=stochastic"], {}, "fprop.weight.rounding=stochastic gives other codes"),
         (["precision.fprop.rht=16"], {}, "fprop.rht=16 transforms the weights"),
         (
             ["precision.amax=shard", "parallel.tensor=2", "model.ffn_dim=128", "model.num_query_heads=8"],
             {},
-            "amax=shard gave each of 2 tensor-parallel ranks a tensor scale",
+            "amax=shard gave each of 2 tensor-parallel ranks its own tensor scale",
         ),
-        (TO_BF16, {"switched_at": 0, "which": "before"}, "--plan before: no precision switch came between"),
+        (TO_BF16, {"switched_at": 0, "which": "before"}, "--plan before: there was no precision switch between"),
         (TO_BF16, {"switched_at": 0}, "no linear was trained with NVFP4 weights (they are in bf16); export BF16"),
-        (TO_BF16, {"switched_at": 4}, "after the precision switch (before step 5), and its forward pass has no NVFP4"),
-        (TO_BF16, {"which": "before"}, "--plan before: no precision switch came between"),
-        (["precision=nvfp4"], {"weights_only": True}, "step_1 has imported weights, which no run has trained"),
+        (TO_BF16, {"switched_at": 4}, "after the precision switch (before step 5), so its forward pass has no NVFP4"),
+        (TO_BF16, {"which": "before"}, "--plan before: there was no precision switch between"),
+        (["precision=nvfp4"], {"weights_only": True}, "step_1 has imported weights that no run has trained"),
     ],
 )
 def test_what_has_no_weights_as_trained_is_refused(overrides, options, problem):
@@ -132,17 +132,17 @@ def test_what_has_no_weights_as_trained_is_refused(overrides, options, problem):
 
 
 def test_the_plan_of_a_checkpoint_is_the_one_that_it_was_saved_with():
-    assert len(chosen(*TO_BF16).fp4()) == 8
+    assert len(chosen(*TO_BF16).nvfp4_linears()) == 8
     left = chosen(*TO_BF16, switched_at=4, which="before")
-    assert left.before_switch and len(left.fp4()) == 8
+    assert left.before_switch and len(left.nvfp4_linears()) == 8
     other = plans_of(composed(*HYBRID, "precision=nvfp4", "precision.bf16_blocks.last=3"))[0]
     trainer = {"switch": {"switched_at": None}, "plan": json.loads(json.dumps(other.as_dict()))}
-    with pytest.raises(ValueError, match=r"blocks\.3\.mixer\.up_proj was trained otherwise than .* step_1 says now"):
+    with pytest.raises(ValueError, match=r"blocks\.3\.mixer\.up_proj was trained with another recipe than .* step_1"):
         chosen("precision=nvfp4", trainer=trainer)
 
 
 def test_the_two_tensor_scales_are_one_division_each():
-    row, inverted = chosen("precision=nvfp4").fp4()["blocks.1.mixer.up_proj"], 0
+    row, inverted = chosen("precision=nvfp4").nvfp4_linears()["blocks.1.mixer.up_proj"], 0
     for seed in range(20):
         weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(seed))
         made = trained_weight(weight, row, torch.bfloat16)
@@ -161,7 +161,7 @@ def test_what_the_configurations_say():
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import NVFP4
 
-    excluded = excluded_modules(sections_of(composed(*HYBRID).model), chosen("precision=nvfp4").fp4())
+    excluded = excluded_modules(sections_of(composed(*HYBRID).model), chosen("precision=nvfp4").nvfp4_linears())
     blocks = ("0.mixer.conv1d", "4.mixer.in_proj", "4.mixer.conv1d", "4.mixer.out_proj", "5.mixer.up_proj")
     layers = [f"backbone.layers.{name}" for name in (*blocks, "5.mixer.down_proj")]
     assert excluded == [*layers, "lm_head"]
@@ -197,7 +197,7 @@ def test_a_module_is_excluded_if_and_only_if_it_has_no_codes(layout):
     """In a model of more than ten layers, by the rules of all readers: names, wildcards, substrings, expressions."""
     plan = ["precision=nvfp4", "precision.bf16_blocks.names=['blocks.1.*']", "precision.bf16_blocks.last=0"]
     config = composed(*HYBRID, "model.pattern='------------'", *plan)
-    rows, sections = TrainedPlan(plans_of(config)[0], torch.bfloat16).fp4(), sections_of(config.model)
+    rows, sections = TrainedPlan(plans_of(config)[0], torch.bfloat16).nvfp4_linears(), sections_of(config.model)
     plain = excluded_modules(sections, rows)
     assert plain == [*(f"backbone.layers.1.mixer.{end}" for end in ("up_proj", "down_proj")), "lm_head"]
     entries = quantization_config(layout, plain, calibrated=False)["ignore"]

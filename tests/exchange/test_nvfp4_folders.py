@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.indexed import IndexedDataset
-from exchange.architectures import ours_of, sections_of
+from exchange.architectures import from_published, sections_of
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.nvfp4 import COMPRESSED_TENSORS, MODELOPT, multiplied_weight, trained_plan
 from megatron_fp4.parallel.mesh import leave_distributed
@@ -123,9 +123,10 @@ def test_a_folder_holds_what_training_multiplied_with(name, form, checkpoints, e
     assert code == 0 and table.count(" equal\n") == 6, table
     checkpoint, layout = open_checkpoint(checkpoints[name], CONFIGS), FORMATS[form]
     trained, stored = trained_plan(checkpoint, plans_of(checkpoint.config)), weights(exported(name, form))
-    assert len(trained.fp4()) == len(trained.plan.rows) - 2  # those of the last block
+    assert len(trained.nvfp4_linears()) == len(trained.plan.rows) - 2  # those of the last block
     scales = [tensor for key, tensor in stored.items() if key.endswith(f".{layout.weight_scale}")]
-    assert len(scales) > len(trained.fp4()) and {scale.shape for scale in scales} == {(1,) if layout.inverse else ()}
+    assert len(scales) > len(trained.nvfp4_linears())
+    assert {scale.shape for scale in scales} == {(1,) if layout.inverse else ()}
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -139,7 +140,7 @@ def test_codes_become_weights_again(form, checkpoints, exported, tmp_path, capsy
         (folder / "config.json").write_text(json.dumps(plain))
     assert convert.main(["import-hf", str(folder), str(tmp_path / "back")]) == 0
     source, back = (open_checkpoint(folder, CONFIGS) for folder in (checkpoints["hybrid"], tmp_path / "back"))
-    rows = trained_plan(source, plans_of(source.config)).fp4()
+    rows = trained_plan(source, plans_of(source.config)).nvfp4_linears()
     for name in source.tensors:
         ours, found = source.tensor(name), back.tensor(name)
         if row := rows.get(name.removesuffix(".weight")):
@@ -165,7 +166,7 @@ TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], obj
     ),
     "a tensor of nothing": (
         "nvfp4", lambda t, _: t.update({"backbone.layers.1.mixer.up_proj.input_scale": torch.ones(())}),
-        "backbone.layers.1.mixer.up_proj.input_scale belongs to nothing",
+        "backbone.layers.1.mixer.up_proj.input_scale belongs to no parameter",
     ),
     "an exclusion that is too short": (
         "nvfp4", lambda _, c: c["quantization_config"]["ignore"].append("backbone.layers.1"),
@@ -198,7 +199,7 @@ def test_the_check_finds_what_is_changed(checkpoints, exported, tmp_path, capsys
         assert line in table and code == 4, (what, table)
     (folder / "hf_quant_config.json").write_text("{}")
     _, table = compared(capsys, folder, checkpoints["hybrid"], "--no-tokenizer")
-    assert "hf_quant_config.json is missing or does not say what is quantized" in table, table
+    assert "hf_quant_config.json is missing, or does not match what is quantized" in table, table
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -267,7 +268,7 @@ def test_compressed_tensors_and_transformers_read_the_codes(name, checkpoints, e
         masters = ours(tokens)
         for parameter, values in ours.named_parameters():
             published = {part.name: _as_compressed_tensors(tensors, part.name) for part in sections[parameter]}
-            values.to_local().copy_(ours_of(sections[parameter], published))
+            values.to_local().copy_(from_published(sections[parameter], published))
         expected = ours(tokens)
         decompressed = CompressedTensorsConfig(dequantize=True)
         fp32 = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=decompressed)
@@ -294,7 +295,7 @@ def test_weights_after_a_switch_are_those_of_the_plan_before(checkpoints, tmp_pa
     card = (out / "README.md").read_text()
     assert card.count(f"({revision()})") == 2  # of the run, and of the export
     assert "by the plan before the precision switch" in card
-    assert "no precision switch came between" in refusal(capsys, "check", out, after_1, *before)
+    assert "there was no precision switch between" in refusal(capsys, "check", out, after_1, *before)
 
 
 def test_the_check_compares_plain_folders_and_tokenizers(checkpoints, exported, tmp_path, capsys):
