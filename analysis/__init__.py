@@ -1,4 +1,4 @@
-"""Comparing what was trained: runs, recipes over several seeds, and recipes tried from checkpoints."""
+"""Comparisons of runs, of recipes over several seeds, and of recipes trained from a checkpoint."""
 
 try:
     import pandas  # noqa: F401

@@ -1,13 +1,14 @@
-"""Some steps of each recipe from BF16 checkpoints, one after the other in one process: what `price.py` measures.
+"""Trains branches, a few steps of each recipe from a BF16 checkpoint, one after the other in one process: what
+`price.py` measures.
 
-Branches that begin with the same weights and moments and read the same tokens differ in their losses of a step by what
-quantization does there, while from step to step the losses themselves go up and down by ten times as much. So
+Branches of one checkpoint begin with the same weights and moments and read the same tokens, so their losses of a step
+differ only by the quantization. From step to step the losses vary ten times as much. So
 
     gap = mean over steps of (loss - loss of BF16 in the same step)
 
-Neighbouring steps are not independent, for a weight that rounding has moved stays moved: the interval of one start is
-that of the means of six blocks of steps. Another start, of other weights and data, has something of its own: over
-several, the gap is the mean of theirs, with the interval of their scatter.
+Neighbouring steps are not independent, because a weight that rounding has moved stays moved. So the confidence interval
+of one start (a checkpoint) comes from the means of six blocks of steps. Starts differ in weights and data; with several
+starts the gap is the mean of their gaps, and the interval comes from their variance.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from megatron_fp4.training.trainer import Trainer
 from models import provider as models
 
 BASE = "bf16"
-# What decides which tokens a step has, and what is computed besides recipes.
+# Sections of the configuration that must be equal in all branches: they determine the tokens and the model.
 _COMMON = ("model", "data", "train", "parallel", "validation")
 
 
 @dataclass(frozen=True)
 class Branch:
-    """losses: mean training loss of each step, nats per token, None where it was not finite. seconds: of each. notes:
-    what else there is to know, such as a spike. ended: why it did not get to its last step."""
+    """losses: mean training loss of each step in nats per token; None if it was not finite. seconds: of each step.
+    notes: remarks, for example about a spike. ended: why it ended before its last step; None if it did not."""
 
     losses: list[float | None]
     seconds: list[float]
@@ -68,23 +69,23 @@ class Branch:
     ended: str | None = None
 
     def counted(self) -> np.ndarray | None:
-        """Losses of the steps that count; None if it did not get to its end, or one is not finite."""
+        """The losses without the first steps; None if the branch ended early or one of them is not finite."""
         losses = self.losses[first_steps(len(self.losses)) :]
         return None if self.ended or None in losses else np.array(losses, dtype=float)
 
     @property
     def seconds_of_a_step(self) -> float:
-        """The median."""
+        """The median over the steps, without the first ones."""
         return float(np.median(self.seconds[first_steps(len(self.seconds)) :] or [math.nan]))
 
 
 def first_steps(steps: int) -> int:
-    """How many of `steps` do not count: a sixth, at most ten."""
+    """How many of the first of `steps` steps are ignored: a sixth, at most ten."""
     return min(10, steps // 6)
 
 
 def recipes_of_branches(starts: Sequence[Mapping[str, Branch]]) -> list[RecipeCost]:
-    """Gaps and times of all recipes but BF16. starts: of each checkpoint, the branches by the names of the recipes."""
+    """Gaps and times of all recipes except BF16. starts: for each checkpoint, its branches by recipe."""
     names = [name for name in starts[0] if name != BASE]
     percent, nats = (_gaps(starts, names, in_percent) for in_percent in (True, False))
     found = []
@@ -106,11 +107,11 @@ def _gaps(starts: Sequence[Mapping[str, Branch]], names: Iterable[str], in_perce
     return estimates(pd.DataFrame([{name: of.mean() for name, of in start.items()} for start in by_step]))
 
 
-class Kept:
-    """Branches in the JSON file at `path`, there or not (None: in no file), by keys of everything that decides them.
-    writes: on the first rank.
+class BranchFile:
+    """Trained branches, saved in the JSON file `path` (None: in no file) by a hash of everything that determines them.
+    writes: whether this rank writes the file.
 
-    Raises ValueError for a file of something else, OSError for one that cannot be read or written.
+    Raises ValueError for a file with other content, OSError for a file that cannot be read or written.
     """
 
     def __init__(self, path: Path | None, writes: bool) -> None:
@@ -122,11 +123,11 @@ class Kept:
                 self._records = dict(json.loads(path.read_text(encoding="utf-8"))["branches"])
                 self.branches = {key: Branch(**record["branch"]) for key, record in self._records.items()}
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} holds no branches; name a file that --output has written") from error
-        self._write()  # what cannot be written is refused before anything is trained
+                raise ValueError(f"{path} has no branches; name a file that --output has written") from error
+        self._write()  # fails before training if the file cannot be written
 
     def add(self, key: str, facts: Mapping[str, Any], branch: Branch) -> None:
-        """Take up what was trained, and write. facts: what it is of, for readers of the file."""
+        """Add a trained branch and write the file. facts: about the branch, for readers of the file."""
         self._records[key] = {**facts, "branch": asdict(branch)}
         self._write()
 
@@ -136,11 +137,11 @@ class Kept:
 
 
 def train_all(
-    recipes: Mapping[str, Config], checkpoint: Path, mesh: ParallelMesh, steps: int, kept: Kept
+    recipes: Mapping[str, Config], checkpoint: Path, mesh: ParallelMesh, steps: int, saved: BranchFile
 ) -> dict[str, Branch]:
-    """The branches of `recipes` from `checkpoint`, trained unless the first rank has kept them.
+    """The branches of `recipes` from `checkpoint`. Those that rank 0 has in `saved` are not trained again.
 
-    Collective. Raises as `train`, and OSError on the first rank where branches can no longer be written.
+    A collective. Raises as `train` does, and OSError on rank 0 if the file cannot be written.
     """
     start, first = read_manifest(checkpoint).step, mesh.rank == 0
     facts = {
@@ -154,15 +155,15 @@ def train_all(
     branches = {}
     for name, config in recipes.items():
         key = _key(facts, config)
-        box = [kept.branches.get(key)]
+        box = [saved.branches.get(key)]
         dist.broadcast_object_list(box, src=0)
         branch = box[0]
         if branch is None:
             branch = train(config, checkpoint, mesh, start, steps)
-            gc.collect()  # the model of the recipe before
+            gc.collect()  # frees the model of this branch
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            kept.add(key, {"recipe": name, **facts}, branch)
+            saved.add(key, {"recipe": name, **facts}, branch)
         if first:
             losses = branch.counted()
             outcome = branch.ended or (f"training loss {losses.mean():.4f}" if losses is not None else "not finite")
@@ -173,20 +174,20 @@ def train_all(
 
 
 def _key(facts: Mapping[str, Any], config: Config) -> str:
-    """Of everything that losses are a function of: also what a plan file says."""
+    """A hash of everything that determines the losses, including the content of a plan file."""
     plans = [None if plan is None else plan.as_dict() for plan in plans_of(config, models)]
     saved = as_saved(config)
-    told = {key: saved[key] for key in saved if key not in ("run", "checkpoint", "logging")}
-    content = json.dumps([facts, told, config.run.seed, config.run.deterministic, plans], sort_keys=True)
+    settings = {key: saved[key] for key in saved if key not in ("run", "checkpoint", "logging")}
+    content = json.dumps([facts, settings, config.run.seed, config.run.deterministic, plans], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, steps: int) -> Branch:
-    """Train `steps` steps of `config` from `checkpoint`, which has `start` of them done, as a branch by pretrain.py
-    does, without writing anything.
+    """Train `steps` steps of `config` from `checkpoint`, which is after step `start`, like a branch of pretrain.py, but
+    without writing anything.
 
-    Collective. Raises ValueError and CheckpointError for a checkpoint that does not fit, SelfTestError for kernels that
-    compute something else.
+    A collective. Raises ValueError and CheckpointError for a checkpoint that does not fit, SelfTestError for kernels
+    that compute wrong results.
     """
     callbacks = [
         Kernels(default_cache_dir() / "autotuning"),
@@ -223,10 +224,10 @@ def train(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, step
 def recipes_from(
     arguments: Sequence[str], checkpoint: Path, steps: int, configs: Path, trusted: bool
 ) -> dict[str, Config]:
-    """BF16 and the recipes that `arguments` name, as configurations of the run that made `checkpoint`.
+    """Configurations of BF16 and of the recipes in `arguments`, for the run that made `checkpoint`.
 
-    arguments: names of precision configs, NAME=OVERRIDES, and KEY=VALUE with a key of a configuration, for all of
-    them. Raises ConfigError for the first that cannot be trained for `steps` steps from there.
+    arguments: names of precision configs, NAME=OVERRIDES, and KEY=VALUE with a key of a configuration, which is for all
+    recipes. Raises ConfigError for the first one that cannot be trained for `steps` steps from the checkpoint.
     """
     shared, named = named_recipes(arguments, configs)
     manifest, trainer = read_manifest(checkpoint), read_trainer(checkpoint)
@@ -234,10 +235,10 @@ def recipes_from(
     before = config_from_saved(trainer["config"], [], configs, opens_data=False).precision
     if (switched := trainer["switch"]["switched_at"]) is not None:
         raise ConfigError(
-            f"{checkpoint} is from after the precision switch of its run (before step {switched + 1}), whose target "
-            "every recipe would train in; take a checkpoint from before"
+            f"{checkpoint} is from after the precision switch of its run (before step {switched + 1}), so every recipe "
+            "would train in the target of the switch; take an earlier checkpoint"
         )
-    kept = [
+    same = [
         f"precision.compute_dtype={before.compute_dtype}",
         f"precision.backend={before.backend}",
         "precision.switch.when=never",
@@ -247,7 +248,7 @@ def recipes_from(
     recipes: dict[str, Config] = {}
     for name, overrides in named.items():
         try:
-            config = config_from_saved(trainer["config"], [*kept, *shared, *overrides], configs, trusted=trusted)
+            config = config_from_saved(trainer["config"], [*same, *shared, *overrides], configs, trusted=trusted)
             config = replace(config, checkpoint=replace(config.checkpoint, asynchronous=False))
             _check(config, manifest.step, steps, recipes.get(BASE))
         except ConfigError as error:
@@ -257,20 +258,20 @@ def recipes_from(
 
 
 def cautions(checkpoint: Path, configs: Path, steps: int) -> Iterator[str]:
-    """Lines: if the weights of `checkpoint` have come to fit a quantized recipe, and if it is not from about where
-    `GROWTH` was measured, a fifth of a run of `steps` steps."""
+    """Warnings: if the run of `checkpoint` trained in a quantized recipe, and if the checkpoint is far from a fifth of
+    its run of `steps` steps, where `GROWTH` was measured."""
     precision = config_from_saved(read_trainer(checkpoint)["config"], [], configs, opens_data=False).precision
     if recipe_from_config(precision).quantized:
-        yield f"{checkpoint}: its run trains in {precision.name}, which its weights fit; a BF16 run's say more"
+        yield f"{checkpoint}: its run trains in {precision.name}, so its weights favor it; better take a BF16 run's"
     if not 0.1 <= (share := read_manifest(checkpoint).step / steps) <= 0.4:
         yield (
-            f"{checkpoint}: after {share:.0%} of the run; prices suppose that gaps change as after a fifth, "
-            "and later they change less"
+            f"{checkpoint}: after {share:.0%} of the run; prices assume that gaps grow as they do after a fifth of a "
+            "run, and later they change less"
         )
 
 
 def named_recipes(arguments: Sequence[str], configs: Path) -> tuple[list[str], dict[str, list[str]]]:
-    """Overrides for all recipes, and the overrides of each by its name, BF16's first. Raises ConfigError."""
+    """The overrides for all recipes, and the overrides of each recipe by its name, BF16 first. Raises ConfigError."""
     known, sections = group_options(configs)["precision"], {of.name for of in fields(Config)}
     shared: list[str] = []
     named = {BASE: [f"precision={BASE}"]}
@@ -283,8 +284,8 @@ def named_recipes(arguments: Sequence[str], configs: Path) -> tuple[list[str], d
         example = "precision=nvfp4 precision.wgrad.rht=0"
         if not equals and name not in known:
             raise ConfigError(
-                f"{argument} is no precision config ({', '.join(known)}); give one of these, or a name of your own "
-                f'with overrides, such as "{argument}={example}"'
+                f"{argument} is not a precision config ({', '.join(known)}); give one of these, or a new name with "
+                f'overrides, such as "{argument}={example}"'
             )
         try:
             overrides = shlex.split(text) if equals else [f"precision={name}"]
@@ -295,20 +296,19 @@ def named_recipes(arguments: Sequence[str], configs: Path) -> tuple[list[str], d
         if not name or not overrides:
             raise ConfigError(f'{argument}: give NAME=OVERRIDES, such as "no RHT={example}"')
         if "|" in name or name in named:
-            raise ConfigError(f"{argument}: give every recipe a name of its own, without |, and not {BASE}")
+            raise ConfigError(f"{argument}: give every recipe a different name, without |, and not {BASE}")
         named[name] = overrides
     if len(named) < 2:
-        raise ConfigError("name one recipe at least to compare with BF16, such as nvfp4")
+        raise ConfigError("name at least one recipe to compare with BF16, such as nvfp4")
     return shared, named
 
 
 def _check(config: Config, start: int, steps: int, base: Config | None) -> None:
-    """Raise ConfigError for what cannot be trained, or would be compared with BF16 on other data or with another
-    model."""
+    """Raise ConfigError if `config` cannot be trained, or if its data or model differs from that of BF16 (`base`)."""
     if start + steps > config.train.steps:
         raise ConfigError(
-            f"steps {start + 1} to {start + steps} lie beyond the run's end (train.steps={config.train.steps}); take "
-            "an earlier checkpoint, fewer --steps, or give more train.steps, which change the learning rates"
+            f"steps {start + 1} to {start + steps} are after the end of the run (train.steps={config.train.steps}); "
+            "take an earlier checkpoint, fewer --steps, or raise train.steps, which changes the learning rates"
         )
     check(config, models, data, place_in_run().world_size, "cuda" if torch.cuda.is_available() else "cpu")
     execution_of(config, models)
@@ -322,6 +322,6 @@ def _check(config: Config, start: int, steps: int, base: Config | None) -> None:
     different += ["data.seed or run.seed"] if config.data_seed != base.data_seed else []
     if different:
         raise ConfigError(
-            f"{', '.join(different)} would differ from BF16's, so that gaps were not the recipe's; give it as an "
-            "argument of its own, which is for all recipes"
+            f"{', '.join(different)} would differ from BF16's, so gaps would not be the recipe's alone; give it as a "
+            "separate argument, which is for all recipes"
         )

@@ -1,16 +1,18 @@
-"""What training in 4 bits costs: how many more tokens BF16's loss takes, and whether the faster step pays for them.
+"""The cost of training in 4 bits: how many more tokens it takes to reach BF16's loss, and whether the faster step pays
+for them.
 
-With BF16's loss after D tokens a parameter
+With BF16's loss after D tokens per parameter
 
     L(D) = floor + scale * D^-exponent                                  (Hoffmann et al. 2022, of one model size)
 
-a recipe that ends `gap` nats above BF16 has the loss that BF16 has after fewer tokens D' with L(D') = L(D) + gap:
+a recipe that ends `gap` nats above BF16 has the same loss as BF16 after fewer tokens D', with L(D') = L(D) + gap:
 
     price = D / D' = (1 + gap / (scale * D^-exponent))^(1 / exponent)
 
-The cost of a recipe is its price times its time of a token, both over BF16's. The gaps of sixty steps from a BF16
-checkpoint are not those of whole runs: with `GROWTH` they become a range. A switch to BF16 for the last part of a run
-leaves `LEFT_BY_SWITCH` of the gap. Both are of hybrid_30m (docs/results.md, docs/research.md), and no other model.
+The cost of a recipe is its price times its time per token, both relative to BF16. The gaps of sixty steps from a BF16
+checkpoint differ from those of complete runs; `GROWTH` turns them into a range. With a switch to BF16 for the last part
+of a run, `LEFT_BY_SWITCH` of the gap remains. Both were measured on hybrid_30m only (docs/results.md,
+docs/research.md).
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from megatron_fp4.planning.needs import as_planned
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 
-# Gaps in nats of whole runs over those of sixty steps from 4 or 5 tokens a parameter: the least, of runs to 10 tokens a
-# parameter (mean of three seeds), and the most, of runs to 25.
+# The gap in nats at the end of a run, over the gap of sixty steps after 4 or 5 tokens per parameter: the smallest
+# ratio (runs of 10 tokens per parameter, mean of three seeds) and the largest (of 25).
 GROWTH = (1.1, 1.8)
-# Share of the steps at the end that are in BF16 -> share of the gap that is left.
+# Share of the steps that are in BF16, at the end -> share of the gap that remains.
 LEFT_BY_SWITCH = {0.0: 1.0, 0.08: 0.39, 0.2: 0.24, 0.3: 0.15}
 
 
 class Range(NamedTuple):
-    """Where a number lies."""
+    """The bounds of a number."""
 
     low: float
     high: float
@@ -52,8 +54,9 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Nats after `tokens` tokens a parameter: floor + scale * tokens^-exponent. name: whose losses it is fitted to.
-    parameters: of their model, without embedding and head. lengths: the fewest and the most tokens of these losses."""
+    """The loss in nats after `tokens` tokens per parameter: floor + scale * tokens^-exponent. name: of the runs that it
+    is fitted to. parameters: of their model, without embedding and head. lengths: the fewest and the most tokens per
+    parameter of these runs."""
 
     name: str
     parameters: float
@@ -69,8 +72,8 @@ class Curve:
         return f"{self.name} ({self.floor:.3f} + {self.scale:.3f} * D^-{self.exponent:.3f})"
 
     def price(self, gap: float, tokens: float) -> float:
-        """Tokens for BF16's loss over BF16's own. gap: nats above BF16 after `tokens` tokens a parameter; 0 for one as
-        far below it as its floor."""
+        """The tokens for BF16's loss, over BF16's own. gap: nats above BF16 after `tokens` tokens per parameter. 0 if
+        the gap is so negative that the loss is below the floor."""
         return float(max(0.0, 1 + gap / (self.scale * tokens**-self.exponent)) ** (1 / self.exponent))
 
     def price_text(self, gap: Estimate, tokens: float, time: float = 1.0) -> str:
@@ -82,13 +85,13 @@ class Curve:
         return f"{price} [{low:.2f}, {high:.2f}]"
 
     def caution(self, tokens: float) -> str:
-        """What no interval of a price after `tokens` tokens a parameter has."""
+        """What the interval of a price after `tokens` tokens per parameter does not include."""
         shortest, longest = self.lengths
-        text = "the curve's own error is not in it"
+        text = "the error of the curve is not included"
         if 0.8 * shortest <= tokens <= 1.25 * longest:
             return text
         ends = f"{short_number(shortest)} to {short_number(longest)}"
-        return f"{text}, and {short_number(tokens)} is far from the {ends} that it is fitted to"
+        return f"{text}, and {short_number(tokens)} is far from the range {ends} of its runs"
 
 
 # Fitted by `price.py --public` to the BF16 runs of "Quartet II" (arXiv 2601.22813, for_plots/runs.json of its
@@ -104,14 +107,15 @@ SHIPPED = tuple(
 
 
 def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[float]) -> Curve:
-    """Least squares. tokens: a parameter, after which BF16 runs whose learning rates have decayed had these `losses`.
+    """Fit a curve by least squares. tokens, losses: tokens per parameter and final losses of BF16 runs whose learning
+    rate has decayed.
 
-    Raises ValueError for fewer than four different `tokens`, or if the losses do not fall along such a curve to a floor
-    above zero.
+    Raises ValueError for fewer than four different `tokens`, or if the losses do not follow such a curve with a
+    positive floor.
     """
     if len(set(tokens)) < 4:
         raise ValueError(
-            f"{name}: a curve of three parameters needs runs of four lengths at least, and these have "
+            f"{name}: a curve with three parameters needs runs of at least four lengths, and these have "
             f"{len(set(tokens))}; name more runs, or leave --curve out"
         )
     lengths, found = np.array(tokens, dtype=float), np.array(losses, dtype=float)
@@ -124,21 +128,21 @@ def fit(name: str, parameters: float, tokens: Sequence[float], losses: Sequence[
     exponent = float(minimize_scalar(lambda b: solved(b)[1], bounds=(0.02, 2.0), method="bounded").x)
     floor, scale = solved(exponent)[0]
     if floor < 0 or scale <= 0 or not 0.03 < exponent < 1.9:
-        raise ValueError(f"{name}: the losses do not fall as a power of tokens; name runs that differ in length alone")
+        raise ValueError(f"{name}: the losses do not fall as a power of tokens; name runs that differ only in length")
     return Curve(name, parameters, float(floor), float(scale), exponent, lengths=(min(tokens), max(tokens)))
 
 
 def nearest(parameters: float) -> Curve:
-    """Of the shipped curves, that of the model nearest in size."""
+    """The shipped curve of the model that is nearest in size."""
     return min(SHIPPED, key=lambda curve: abs(np.log(curve.parameters / parameters)))
 
 
 def planned_times(gpu: str, configs: Mapping[str, Config]) -> dict[str, float]:
-    """By name, the time of a token on `gpu` over that of the first of `configs`; what no native backend computes is
-    emulated there. Raises ValueError for a GPU without tensor cores for FP4."""
+    """By name, the planned time per token on `gpu`, over that of the first of `configs`. A recipe without a native
+    backend is planned as emulated. Raises ValueError for a GPU without FP4 tensor cores."""
     if not (gpu in GPUS and GPUS[gpu].fp4):
         known = ", ".join(name for name, of in GPUS.items() if of.fp4)
-        raise ValueError(f"--gpu {gpu}: name a GPU with tensor cores for FP4: {known}")
+        raise ValueError(f"--gpu {gpu}: name a GPU with FP4 tensor cores: {known}")
     seconds = {}
     for name, config in configs.items():
         plans, backend = plans_of(config, models), config.precision.backend
@@ -156,8 +160,8 @@ def planned_times(gpu: str, configs: Mapping[str, Config]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RecipeCost:
-    """What is known of one recipe. percent, nats: above BF16 in the same steps. time: of a token over BF16's, None if
-    it is not known."""
+    """The measurements of one recipe. percent, nats: its loss above BF16's in the same steps. time: per token, over
+    BF16's; None if unknown."""
 
     name: str
     percent: Estimate | None
@@ -165,7 +169,8 @@ class RecipeCost:
     time: float | None
 
     def price(self, curve: Curve, tokens: float, left: float = 1.0) -> Range | None:
-        """In tokens; None without an interval of the gap. left: the part of the gap that a switch leaves."""
+        """The price in tokens; None if the gap has no interval. left: the share of the gap that remains after a
+        switch."""
         if self.nats is None or self.nats.half_width is None:
             return None
         ends = (self.nats.mean - self.nats.half_width, self.nats.mean + self.nats.half_width)
@@ -173,7 +178,7 @@ class RecipeCost:
         return Range(*(curve.price(gap, tokens) for gap in gaps))
 
     def cost(self, price: Range | None, in_bf16: float = 0.0) -> Range | None:
-        """Tokens times time of a token, over BF16's. in_bf16: share of the steps after a switch."""
+        """Tokens times time per token, over BF16's. in_bf16: the share of steps after a switch to BF16."""
         if price is None or self.time is None:
             return None
         time = (1 - in_bf16) * self.time + in_bf16
@@ -181,8 +186,8 @@ class RecipeCost:
 
 
 def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, times: str) -> str:
-    """Markdown, BF16 first, and the sentence that one came for. tokens: a parameter, at the end of the run. times:
-    where the times of a token are from."""
+    """A Markdown table, BF16 first, and the verdict. tokens: per parameter, at the end of the run. times: the origin of
+    the times per token, as text."""
     heads = ["recipe", "above bf16", "nats per token", "tokens for BF16's loss", "time of a token", "cost"]
     rows = [["bf16", "-", "-", "1", "1", "1"]]
     for recipe in recipes:
@@ -192,13 +197,13 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
         rows.append([recipe.name, *gaps, *(str(of or "-") for of in (price, time, recipe.cost(price)))])
     left = ", ".join(f"{left:.2f} (for the last {share:.0%})" for share, left in LEFT_BY_SWITCH.items() if share)
     notes = [
-        "above bf16: training loss over BF16's in the same steps on the same tokens. [95% interval]; *: by the scatter "
-        "of all recipes, pooled, as if they scattered alike.",
+        "above bf16: training loss above BF16's in the same steps on the same tokens. [95% interval]; *: with the "
+        "pooled variance of all recipes, as if it were equal for all.",
         f"tokens for BF16's loss: over BF16's own, at D = {tokens:.3g} tokens per parameter, by the curve of {curve}, "
         f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end, as "
         f"hybrid_30m's were after 10 and after 25 tokens per parameter; {curve.caution(tokens)}.",
         f"time of a token: over BF16's, {times}; it has no interval. cost: tokens times time; below 1 a recipe pays.",
-        f"a switch to BF16 leaves of a gap: {left}; as it left of nvfp4's on hybrid_30m, one seed.",
+        f"share of the gap that remains after a switch to BF16: {left}; measured for nvfp4 on hybrid_30m, one seed.",
         "",
         verdict(recipes, curve, tokens),
     ]
@@ -206,7 +211,7 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
 
 
 def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
-    """Which recipe costs least, whether that is established, and when to switch to BF16 so that it costs least."""
+    """Which recipe costs least, whether that is certain, and which switch to BF16 costs least."""
     prices = {recipe.name: recipe.price(curve, tokens) for recipe in recipes}
     costs = {recipe.name: cost for recipe in recipes if (cost := recipe.cost(prices[recipe.name])) is not None}
     if not costs:
@@ -230,6 +235,14 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
     )
     if unknown:
         lines.append(f"Not compared, without an interval or a time: {', '.join(unknown)}.")
+    lines.append(_switch_verdict(recipes, curve, tokens, costs, best))
+    return "\n".join(lines)
+
+
+def _switch_verdict(
+    recipes: Sequence[RecipeCost], curve: Curve, tokens: float, costs: Mapping[str, Range], best: str
+) -> str:
+    """Whether a switch to BF16 costs less. costs: without a switch, by recipe, BF16's too. best: the cheapest."""
     switched = {
         (recipe.name, share): cost
         for recipe in recipes
@@ -238,24 +251,21 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
     }
     (name, share), cost = min(switched.items(), key=lambda item: sum(item[1]))
     if not share or sum(cost) >= sum(costs[best]):
-        lines.append(f"With a switch to BF16 no recipe costs less than {best}.")
-    else:
-        # A recipe has one gap, with the switch and without: the lower ends belong together, and the upper ones.
-        own = costs.pop(name)
-        less = cost.low < own.low and cost.high < own.high and all(cost.high < other.low for other in costs.values())
-        switch = f"{name} with the last {share:.0%} in BF16"
-        lines.append(
-            f"With a switch to BF16: {switch} costs less, {cost}."
-            if less
-            else f"Not established whether a switch to BF16 costs less: {switch}, {cost}."
-        )
-    return "\n".join(lines)
+        return f"With a switch to BF16 no recipe costs less than {best}."
+    # Both costs of the same recipe come from one gap, so compare lower with lower and upper with upper ends.
+    own = costs[name]
+    less_than_own = cost.low < own.low and cost.high < own.high
+    less_than_others = all(cost.high < other.low for rival, other in costs.items() if rival != name)
+    switch = f"{name} with the last {share:.0%} in BF16"
+    if less_than_own and less_than_others:
+        return f"With a switch to BF16: {switch} costs less, {cost}."
+    return f"Not established whether a switch to BF16 costs less: {switch}, {cost}."
 
 
 def public_prices(path: Path) -> str:
-    """Markdown: the method on Quartet II's public runs, fits and prices. path: of its `for_plots/runs.json`.
+    """The method on the public runs of Quartet II: fits and prices, as Markdown. path: of its `for_plots/runs.json`.
 
-    Raises ValueError for a file of something else; OSError.
+    Raises ValueError for a file with other content; OSError.
     """
     try:
         groups: Mapping[str, Sequence[Mapping[str, float]]] = json.loads(path.read_text())
@@ -276,7 +286,7 @@ def public_prices(path: Path) -> str:
 def _public_curves(baseline: Sequence[Mapping[str, float]]) -> Iterator[Curve]:
     for parameters in sorted({run["N"] for run in baseline}):
         runs = [run for run in baseline if run["N"] == parameters]
-        if len(runs) > 3:  # of three, a curve of three parameters says nothing
+        if len(runs) > 3:  # a curve with three parameters fits any three runs
             lengths = [run["D"] / run["N"] for run in runs]
             name = f"Transformers on C4, {parameters / 1e6:.0f}M"
             yield fit(name, parameters, lengths, [run["final_loss"] for run in runs])

@@ -1,10 +1,10 @@
-"""What recipes cost over several seeds or branches: each run against its partner of the base.
+"""The cost of recipes over several seeds or branches: compares each run with its partner in the base group.
 
-Two runs are partners if they began alike and read the same tokens in the same order; what differs between them is the
-recipe, and how its noise grows. A run from scratch begins with the weights of its `run.seed`; a branch with a
-checkpoint of another run, and its own seed is that of stochastic rounding. Equal checkpoints are one start, whichever
-run saved them. A branch without a partner has the partners of its trunk, the run whose checkpoint it began from. A run
-from scratch without one has a branch of the base that only made its trunk longer, as those of a curve do.
+Two runs are partners if they have the same start and read the same tokens in the same order. They then differ only in
+the recipe and in the noise that follows from it. The start of a run from scratch is its `run.seed`, which determines
+the initial weights. The start of a branch is the content of the checkpoint of another run, its trunk, from which it
+began; its own seed affects only stochastic rounding. A branch without a partner has the partners of its trunk. A run
+from scratch without a partner has a branch in the base that only made its trunk longer (as for a curve).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron_fp4.logging.console import counted, markdown, short_tokens
 from megatron_fp4.logging.files import METRICS_FILE
 from megatron_fp4.logging.run_folder import read_records
 
-MEAN = ""  # instead of a held-out source: the mean of all, each weighed alike
+MEAN = ""  # in the place of a held-out source: the unweighted mean of all sources
 
 
 class Pair(NamedTuple):
-    """What partners have in common. start: `seed 1`, or a checkpoint. data_seed: of the order of the data."""
+    """What partners have in common. start: `seed 1`, or a checkpoint. data_seed: the seed of the order of the data."""
 
     start: str
     data_seed: int
@@ -40,12 +40,12 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out losses of one run.
+    """The held-out losses of one run.
 
-    losses: by tokens trained on and source (and MEAN), nats per token. trunk: of a branch, the folder of the run whose
-    checkpoint it began from. whole: the pair of the run from scratch that has the same steps. steps: how many the run
-    is to have. final: tokens of its last validation if the run is finished. problem: why it is not in the comparison of
-    the ends. settings: besides the recipe.
+    losses: in nats per token, by number of tokens and source (and MEAN). trunk: the folder of a branch's trunk.
+    from_scratch: if the run has the same steps as a run from scratch, the pair of that run. steps: planned number.
+    final: the tokens of the last validation if the run is finished. problem: why the run is not compared at the end.
+    settings: besides the recipe.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class HeldOut:
     pair: Pair
     losses: dict[int, dict[str, float]]
     trunk: Path | None = None
-    whole: Pair | None = None
+    from_scratch: Pair | None = None
     steps: int | None = None
     final: int | None = None
     problem: str = ""
@@ -69,9 +69,9 @@ Groups = Mapping[str, Sequence[HeldOut]]
 
 
 def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:
-    """Groups of runs from `NAME=RUN,RUN,...`, in their order; a RUN is a folder or a pattern of folders.
+    """Groups of runs from `NAME=RUN,RUN,...`, in this order; a RUN is a folder or a pattern of folders.
 
-    Raises ValueError for an argument of another form, a name or a run that comes twice, or fewer than two groups, and
+    Raises ValueError for an argument in another form, a name or a run that occurs twice, or fewer than two groups, and
     what `read_held_out` raises.
     """
     groups: dict[str, list[HeldOut]] = {}
@@ -84,14 +84,14 @@ def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:
         for text in texts.split(","):
             folders = [text] if Path(text).exists() or not glob.has_magic(text) else sorted(glob.glob(text))
             if not folders:
-                raise ValueError(f"{text}: no folder has such a name; name the folders of runs of {name}")
+                raise ValueError(f"{text}: no folder matches; name the folders of the runs of {name}")
             for folder in map(Path, folders):
                 if (resolved := folder.resolve()) in seen:
                     raise ValueError(f"{argument}: {folder} is in {seen[resolved]} already; name each run once")
                 seen[resolved] = name
                 groups[name].append(read_held_out(folder))
     if len(groups) < 2:
-        raise ValueError("name two groups at least, the base first")
+        raise ValueError("name at least two groups, the base first")
     for runs in groups.values():
         for run in runs:
             if twin := next((o for o in runs if o is not run and (o.pair, o.seed) == (run.pair, run.seed)), None):
@@ -113,7 +113,7 @@ def read_held_out(run_dir: Path) -> HeldOut:
         seed = int(config["run"]["seed"])
         data_seed = int(seed if config["data"].get("seed") is None else config["data"]["seed"])
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
+        raise ValueError(f"{config_file} has no run.seed, or one that is not a number") from error
     validations = [record for record in records if record["kind"] == "validation" and record["losses"]]
     losses: dict[int, dict[str, float]] = {}
     last, problem = 0, "not yet validated"
@@ -123,20 +123,20 @@ def read_held_out(run_dir: Path) -> HeldOut:
             losses[record["tokens"]] = measured | {MEAN: float(np.mean(list(measured.values())))}
             last, problem = record["step"], ""
         else:
-            problem = f"its held-out loss after {short_tokens(record['tokens'])} tokens is no number to compare"
+            problem = f"its held-out loss after {short_tokens(record['tokens'])} tokens is not finite and positive"
     starts = [record for record in records if record["kind"] == "run"]
     steps = starts[-1].get("steps") if starts else None
     if not problem and steps is not None and last != steps:
         problem = f"not finished, last validated after {short_tokens(max(losses))} tokens"
     start, trunk = _start(starts)
-    from_scratch = Pair(f"seed {seed}", data_seed)
+    seeds = Pair(f"seed {seed}", data_seed)
     return HeldOut(
         folder=run_dir.resolve(),
         seed=seed,
-        pair=Pair(start, data_seed) if start else from_scratch,
+        pair=Pair(start, data_seed) if start else seeds,
         losses=losses,
         trunk=trunk,
-        whole=from_scratch if _only_longer(run_dir, config, starts) else None,
+        from_scratch=seeds if _only_longer(run_dir, config, starts) else None,
         steps=steps,
         final=None if problem else max(losses),
         problem=problem,
@@ -145,8 +145,8 @@ def read_held_out(run_dir: Path) -> HeldOut:
 
 
 def _start(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, Path | None]:
-    """The checkpoint that a run with these `run` records began from, by its content; and if it took its whole state,
-    the folder of the run that saved it. None, None if it began from nothing."""
+    """The checkpoint that a run with these `run` records began from, identified by its content, and the folder of the
+    trunk if the run took its complete state. (None, None) if it began from scratch."""
     for how in ("origin", "initialized_from"):
         for origin in (start.get(how) for start in starts):
             if isinstance(origin, Mapping):
@@ -158,9 +158,9 @@ def _start(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, Path | None
 
 
 def _only_longer(run_dir: Path, config: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a run has the steps that it would have from scratch: it began there, or with a checkpoint of such a run,
-    its trunk, of the same seed, recipe and settings but the number of steps, from before the decay. Folders may have
-    been copied together."""
+    """Whether a run has the same steps as a run from scratch: it is one, or it began from a checkpoint before the decay
+    of such a run, with the same seed, recipe and settings except the number of steps. The trunk may have been moved
+    together with the run."""
     start, trunk = _start(starts)
     if start is None or trunk is None:
         return start is None
@@ -171,12 +171,15 @@ def _only_longer(run_dir: Path, config: Mapping[str, Any], starts: Sequence[Mapp
     before = [record for record in read_records(folder) if record["kind"] == "run"]
     if not before or not before[0]["step"] < starts[0]["step"] < (before[-1].get("decay_start") or 0):
         return False
-    mine, other = ((settings_of(of) | {"train.steps": 0}, of.get("precision"), of["run"]) for of in (config, theirs))
-    return mine[:2] == other[:2] and mine[2]["seed"] == other[2]["seed"] and _only_longer(folder, theirs, before)
+
+    def compared(of: Mapping[str, Any]) -> tuple[Any, ...]:
+        return settings_of(of) | {"train.steps": 0}, of.get("precision"), of["run"]["seed"]
+
+    return compared(config) == compared(theirs) and _only_longer(folder, theirs, before)
 
 
 def configs_of(groups: Groups, configs: Path) -> dict[str, Config]:
-    """By group, the configuration of its first run. Raises ConfigError for one that cannot be composed."""
+    """The configuration of the first run of each group. Raises ConfigError for one that cannot be composed."""
     files = {name: runs[0].folder / "config.yaml" for name, runs in groups.items()}
     return {
         name: config_from_saved(yaml.safe_load(file.read_text()), [], configs, opens_data=False)
@@ -185,37 +188,41 @@ def configs_of(groups: Groups, configs: Path) -> dict[str, Config]:
 
 
 def partners(run: HeldOut, base: Sequence[HeldOut], groups: Groups) -> list[HeldOut]:
-    """The runs of `base` that began as `run` did and read the same; of these those of its own seed, if there are any.
-    If there are none: its trunk if that is in `base`, else the partners of its trunk, else branches that only made
-    longer what began as `run` did."""
-    passed: list[HeldOut] = []
-    one: HeldOut | None = run
-    while one is not None and one not in passed:  # names of folders may lead in a circle
-        if alike := [other for other in base if other.pair == one.pair]:
-            return [other for other in alike if other.seed == one.seed] or alike
-        passed.append(one)
-        one = _trunk(one, groups)
-        if one is not None and one in base:
-            return [one]
-    return [other for other in base if (other.whole, other.steps) == (run.pair, run.steps)]
+    """The partners of `run`: the runs of `base` with the same start and data (if some also have its seed, only those).
+    If there are none: its trunk if that is in `base`, otherwise the partners of its trunk, otherwise the runs of `base`
+    with the same steps as `run` from scratch."""
+    visited: list[HeldOut] = []
+    current: HeldOut | None = run
+    while current is not None and current not in visited:  # the names of folders may form a cycle
+        if same_start := [other for other in base if other.pair == current.pair]:
+            return [other for other in same_start if other.seed == current.seed] or same_start
+        visited.append(current)
+        current = _trunk(current, groups)
+        if current is not None and current in base:
+            return [current]
+    return [other for other in base if (other.from_scratch, other.steps) == (run.pair, run.steps)]
 
 
 def _trunk(run: HeldOut, groups: Groups) -> HeldOut | None:
-    """The run that `run` is a branch of, if it has as many steps, and so the same learning rates, and the same order of
-    the data: in its folder, else (folders may have been copied) the only one of its name."""
-    every = [other for runs in groups.values() for other in runs if other != run]
-    fits = [o for o in every if o.pair.data_seed == run.pair.data_seed and o.steps == run.steps]
-    here = [other for other in fits if other.folder == run.trunk]
-    named = [other for other in fits if run.trunk is not None and other.name == run.trunk.name]
-    return here[0] if here else named[0] if len(named) == 1 else None
+    """The run in `groups` that `run` is a branch of, if it has the same number of steps (so the same learning rates)
+    and the same order of data. It is found by its folder, or, if folders were moved, by its name if that is unique."""
+    if run.trunk is None:
+        return None
+    others = [other for runs in groups.values() for other in runs if other != run]
+    fitting = [o for o in others if o.pair.data_seed == run.pair.data_seed and o.steps == run.steps]
+    for other in fitting:
+        if other.folder == run.trunk:
+            return other
+    named = [other for other in fitting if other.name == run.trunk.name]
+    return named[0] if len(named) == 1 else None
 
 
 def gaps(groups: Groups, base: str) -> pd.DataFrame:
-    """Gaps to the group `base`: a row for each group, source (also MEAN), number of tokens and pair, with `percent` of
-    the base's loss, `nats` per token, and whether it is `final`, of finished runs.
+    """Gaps to the group `base`: a row for each group, source (and MEAN), number of tokens and pair, with the gap in
+    `percent` of the base's loss and in `nats` per token, and whether it is `final` (both runs are finished).
 
-    Runs that share a partner share its noise: they are one row, their mean. Raises ValueError if partners were
-    validated on other sources.
+    Runs with the same partner share its noise, so they are averaged into one row. Raises ValueError if partners were
+    validated on different sources.
     """
     rows = []
     for name, run in _others(groups, base):
@@ -224,8 +231,8 @@ def gaps(groups: Groups, base: str) -> pd.DataFrame:
             for other in found:
                 if other.losses[tokens].keys() != measured.keys():
                     raise ValueError(
-                        f"after {short_tokens(tokens)} tokens {run.name} and {other.name} were validated on other "
-                        "sources; compare runs of the same data.validation"
+                        f"after {short_tokens(tokens)} tokens {run.name} and {other.name} were validated on different "
+                        "sources; compare runs with the same data.validation"
                     )
             final = run.final == tokens and any(other.final == tokens for other in found)
             for source, loss in measured.items() if found else ():
@@ -241,24 +248,25 @@ def _others(groups: Groups, base: str) -> Iterator[tuple[str, HeldOut]]:
 
 
 def _wide(found: pd.DataFrame, source: str = MEAN, column: str = "percent") -> pd.DataFrame:
-    """A column for each group, a row for each pair."""
+    """The gaps with a column for each group and a row for each pair."""
     of_source = found[found["source"] == source]
     return of_source.pivot(index=["tokens", "pair"], columns="group", values=column)
 
 
 def _noise(groups: Groups, base: str) -> pd.DataFrame:
-    """Of the base over its runs, by tokens: the `mean` loss, the standard deviation in `percent` of it, the `count`."""
+    """Statistics over the runs of the base, by tokens: the `mean` loss, the standard deviation in `percent` of it, the
+    `count`."""
     losses = [(tokens, of[MEAN]) for run in groups[base] for tokens, of in run.losses.items()]
     table = pd.DataFrame(losses, columns=["tokens", "loss"]).groupby("tokens")["loss"].agg(["mean", "std", "count"])
     return table.assign(percent=100 * table["std"] / table["mean"])
 
 
 def curve_of(runs: Sequence[HeldOut], parameters: float, base: Sequence[HeldOut] = ()) -> Curve:
-    """Fitted to the last held-out losses of finished BF16 runs of at least four lengths, over their tokens by
-    `parameters`.
+    """The curve fitted to the last held-out losses of finished BF16 runs of at least four lengths. The lengths are
+    their tokens over `parameters`.
 
-    base: runs with the losses that it is for. Raises ValueError for one of `runs` that is not finished, if any two of
-    all were validated on other sources, and what `fit` raises.
+    base: the runs whose losses it will be used for. Raises ValueError if one of `runs` is not finished, if any of all
+    runs were validated on different sources, and what `fit` raises.
     """
     ends = [(run.final, run.losses[run.final]) for run in runs if run.final is not None]
     if left := next((run for run in runs if run.final is None), None):
@@ -267,7 +275,7 @@ def curve_of(runs: Sequence[HeldOut], parameters: float, base: Sequence[HeldOut]
     sources = list(dict.fromkeys(", ".join(sorted(of.keys() - {MEAN})) for of in validated))
     if len(sources) > 1:
         raise ValueError(
-            f"--curve: runs were validated on other sources ({' or '.join(sources)}); name runs of the same"
+            f"--curve: runs were validated on different sources ({' or '.join(sources)}); name runs with the same"
         )
     tokens, losses = [end / parameters for end, _ in ends], [measured[MEAN] for _, measured in ends]
     curve = fit(f"{counted(len(runs), 'run')} of yours", parameters, tokens, losses)
@@ -276,20 +284,21 @@ def curve_of(runs: Sequence[HeldOut], parameters: float, base: Sequence[HeldOut]
 
 
 def of_another_curve(runs: Sequence[HeldOut], settings: Mapping[str, Any], whose: str) -> str:
-    """A line if a curve's `runs` are of another model or text than `settings`, which are `whose`; else empty."""
+    """A warning if the `runs` of a curve have another model or text than `settings`, which are `whose`; otherwise
+    empty."""
     unlike = dict.fromkeys(of for run in runs for of in differences(run.settings, settings))
     other = [of for of in unlike if of.startswith(("model.", "data.kind", "data.sources"))]
-    return f"--curve: another model or text than {whose}; prices are for those: {', '.join(other)}\n" if other else ""
+    return f"--curve: its runs differ from {whose} in model or text: {', '.join(other)}\n" if other else ""
 
 
 def recipes_tables(
     groups: Groups, against: str | None = None, curve: Curve | None = None, times: Mapping[str, float] | None = None
 ) -> str:
-    """Markdown: gaps to the first group by tokens trained on, at the end, and by held-out source.
+    """Markdown tables of the gaps to the first group: by tokens, at the end, and by held-out source.
 
-    against: another group to tell differences to. curve: `curve_of` by millions, for the gaps at the end in tokens.
-    times: of a token by group, planned, over the first group's; needs `curve`. Raises ValueError if no group has this
-    name, or none has a pair.
+    against: also compare with this group. curve: from `curve_of` with `parameters` of a million, to express gaps at the
+    end in tokens. times: planned time per token of each group, over the first group's; needs `curve`. Raises ValueError
+    if there is no group `against`, or no pair.
     """
     base, *others = groups
     if against is not None and against not in groups:
@@ -299,8 +308,8 @@ def recipes_tables(
         pairs = sorted({run.pair for runs in groups.values() for run in runs})
         starts = "; ".join(f"{pair.start}, data of seed {pair.data_seed}" for pair in pairs)
         raise ValueError(
-            "no pair: both runs must have begun alike (or the run that a branch came from is named, too), read the "
-            f"same data in the same order, and been validated after equally many tokens; starts: {starts}"
+            "no pair: two runs must have the same start (or name also the trunk of a branch), read the same data in "
+            f"the same order, and be validated after the same number of tokens; starts: {starts}"
         )
     against = None if against == base else against
     parts = [_by_tokens(groups, base, found), _at_the_end(groups, base, against, found, curve, times)]
@@ -348,11 +357,12 @@ def _at_the_end(
         beside = estimates(_wide(to_against[to_against["final"]]))
     rows = []
     for name, runs in groups.items():
-        finished = [run for run in runs if run.final is not None]
-        lengths = {run.final for run in finished if run.final is not None}
-        mean = f"{np.mean([run.losses[run.final][MEAN] for run in finished]):.4f} " if finished else ""  # type: ignore[index]
-        cells = [name, f"{mean if len(lengths) == 1 else ''}({len(finished)})"]
-        cells += [str(percent[name].count) if name in percent else "-", gap_text(percent.get(name))]
+        last = [(run.final, run.losses[run.final][MEAN]) for run in runs if run.final is not None]
+        lengths = {tokens for tokens, _ in last}
+        mean = f"{np.mean([loss for _, loss in last]):.4f} " if len(lengths) == 1 else ""
+        cells = [name, f"{mean}({len(last)})"]
+        cells.append(str(percent[name].count) if name in percent else "-")
+        cells.append(gap_text(percent.get(name)))
         cells.append(gap_text(nats.get(name), "", 4))
         if curve is not None:
             priced, millions = name in nats and len(lengths) == 1, max(lengths, default=0) / curve.parameters
@@ -363,9 +373,9 @@ def _at_the_end(
         cells += [] if against is None else [gap_text(beside.get(name)), share_text(wide, name, against)]
         rows.append(cells)
     notes = [
-        "[95% interval]: of the mean over pairs (Student's t); of twenty recipes that cost nothing, one or two are "
-        "expected without zero. *: of fewer than five pairs, by the scatter within all groups, pooled, as if they "
-        "scattered alike.",
+        "[95% interval]: of the mean over pairs (Student's t); for one or two of twenty recipes without a cost, it "
+        "does not contain zero. *: of fewer than five pairs, with the pooled variance of all groups, as if it were "
+        "equal for all.",
         *([] if against is None else [f"share of the gap of {against}: ± is one standard error."]),
         *_notes_of_prices(base, ends, curve, times),
         *(f"left out: {line}" for line in _left_out(groups, base)),
@@ -382,22 +392,23 @@ def _notes_of_prices(
     if times is not None:
         yield (
             f"time of a token: over that of {base}, planned, not measured, without an interval. cost: tokens times "
-            "time; below 1 a recipe pays; where intervals overlap, it is not established which costs less."
+            "time; below 1 a recipe pays; if intervals overlap, it is not certain which costs less."
         )
 
 
 def _left_out(groups: Groups, base: str) -> Iterator[str]:
-    """Runs that are in no pair of finished runs, and why."""
+    """The runs that are in no pair of finished runs, with the reason."""
     for name, run in [*((base, run) for run in groups[base]), *_others(groups, base)]:
         if run.problem:
             yield f"{run.name} ({name}): {run.problem}"
         elif name != base and run.final not in [other.final for other in partners(run, groups[base], groups)]:
-            yield f"{run.name} ({name}): no finished run of {base} has its start ({run.pair.start}), data and length"
+            wanted = f"the same start ({run.pair.start}), data and length"
+            yield f"{run.name} ({name}): no finished run of {base} has {wanted}"
 
 
 def draw_at_the_end(groups: Groups, target: Path, against: str | None = None) -> Path:
-    """Gaps of finished runs to the first group, smallest on top, with a dotted line at that of `against`; returns
-    `target`. Raises ValueError if there is no pair of finished runs."""
+    """Draw the gaps of finished runs to the first group, the smallest on top, with a dotted line at the gap of
+    `against`; returns `target`. Raises ValueError if there is no pair of finished runs."""
     base = next(iter(groups))
     found = gaps(groups, base)
     wide = _wide(found[found["final"]])

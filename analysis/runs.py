@@ -1,5 +1,5 @@
-"""Runs beside each other: losses, gaps and throughput relative to the first, as a table and a picture; and the settings
-in which runs differ besides the recipe."""
+"""Compares runs with the first one: losses, gaps and throughput, as a table and a picture; and the settings in which
+runs differ besides the recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_fp4.logging.console import markdown
 from megatron_fp4.logging.pictures import draw_gaps, draw_training, legend_below, look, picture, step_axis
 from megatron_fp4.logging.run_folder import RunFolder
 
-# Section -> keys that change losses by more than their rounding and are no recipe; None: all but those below.
+# Section -> keys that change losses by more than rounding and are not part of the recipe; None: all except _IGNORED.
 _SECTIONS = {
     "model": None,
     "data": None,
@@ -25,15 +25,15 @@ _SECTIONS = {
     "schedule": None,
     "validation": ("num_samples",),
 }
-_NO_MATTER = (
+_IGNORED = (
     *(f"model.{key}" for key in NOT_OF_THE_MODEL),
     *("data.cache_dir", "data.num_workers", "data.max_epochs", "data.blends"),
 )
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> str:
-    """A Markdown table: of each run the last training loss, the last validation loss by source, and both gaps to the
-    first run, with an interval or without one; tokens per second; below it in what runs differ besides the recipe.
+    """A Markdown table with each run's last training loss, last validation loss by source, the gaps of both to the
+    first run, and tokens per second; below it the settings in which runs differ besides the recipe.
 
     Raises ValueError if the runs did not end at the same step.
     """
@@ -59,8 +59,8 @@ def compare_runs(runs: Sequence[RunFolder]) -> str:
         cells.append(f"{np.nanmedian(speed) / 1e3:,.1f}k" if np.isfinite(speed).any() else "-")
         rows.append(cells)
     notes = [
-        "gap: to the first run, in percent. [95% interval]: of the scatter between the last steps of these two runs; "
-        "seeds add theirs. no interval: too few steps, or one measurement; compare recipes over several seeds.",
+        "gap: to the first run, in percent. [95% interval]: from the variance over the last steps of these two runs; "
+        "other seeds add more. no interval: too few steps, or one measurement; compare recipes over several seeds.",
         *(
             difference_line(run.name, first.name, found)
             for run in runs[1:]
@@ -71,7 +71,7 @@ def compare_runs(runs: Sequence[RunFolder]) -> str:
 
 
 def _last_gaps(run: RunFolder, first: RunFolder) -> np.ndarray:
-    """Gaps of the training losses in percent, of the last 2% of the steps."""
+    """The gaps of the training losses in percent, for the last 2% of the steps."""
     (steps, loss), (base_steps, base_loss) = run.series("loss"), first.series("loss")
     _, mine, theirs = np.intersect1d(steps, base_steps, return_indices=True)
     gaps = 100 * (loss[mine] / base_loss[theirs] - 1)
@@ -80,7 +80,7 @@ def _last_gaps(run: RunFolder, first: RunFolder) -> np.ndarray:
 
 
 def draw_runs(runs: Sequence[RunFolder], target: Path) -> Path:
-    """Draw smoothed training losses, and below them the gap of each run to the first in percent; returns `target`."""
+    """Draw smoothed training losses, and below them the gap of each run to the first, in percent; returns `target`."""
     settings = {"figsize": (10, 7.6), "dpi": 150, "sharex": True, "height_ratios": (3, 2)}
     with picture(target, 2, 1, **settings) as (figure, (above, below)):
         draw_training(above, runs)
@@ -96,12 +96,12 @@ def draw_runs(runs: Sequence[RunFolder], target: Path) -> Path:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a saved configuration, `section.key` -> value of what counts besides the recipe; `data.seed` under a name that
-    says that `run.seed` may stand in for it."""
+    """The settings of a saved configuration that affect losses, besides the recipe: `section.key` -> value. `data.seed`
+    has the name "data.seed or run.seed", because `run.seed` is its default."""
     found: dict[str, Any] = {}
     for section, keys in _SECTIONS.items():
         for key, value in (config.get(section) or {}).items():
-            if f"{section}.{key}" not in _NO_MATTER and (keys is None or key in keys):
+            if f"{section}.{key}" not in _IGNORED and (keys is None or key in keys):
                 found[f"{section}.{key}"] = _without_null(value)
     of_data = found.pop("data.seed", None)
     order = (config.get("run") or {}).get("seed") if of_data is None else of_data
@@ -109,15 +109,15 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_null(value: Any) -> Any:
-    """Without keys that are null, of which newer versions have more."""
+    """The value without keys that are null, because newer versions have more of them."""
     if isinstance(value, Mapping):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
     return [_without_null(item) for item in value] if isinstance(value, list) else value
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """The settings that both runs have and that are not the same, with both values where these are short. Of held-out
-    sources, those that both have."""
+    """The settings that both runs have with different values; short values are included. Of held-out sources, only
+    those of both runs are compared."""
     found = []
     for name in mine:
         one, other = mine[name], theirs.get(name, mine[name])
@@ -130,10 +130,10 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def difference_line(name: str, other: str, found: Sequence[str]) -> str:
-    """For below a table with the gap of run `name` to run `other`."""
-    return f"not the recipe alone: {name} differs from {other} in {', '.join(found)}, too"
+    """A note for a table with the gap of run `name` to run `other`."""
+    return f"not only the recipe: {name} also differs from {other} in {', '.join(found)}"
 
 
 def comparable(loss: object) -> bool:
-    """Whether a held-out loss can be compared."""
+    """Whether a held-out loss is a positive, finite number."""
     return isinstance(loss, int | float) and math.isfinite(loss) and loss > 0

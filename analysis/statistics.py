@@ -1,13 +1,13 @@
-"""How sure a mean of few numbers is: 95% intervals by Student's t, as text and as pictures.
+"""95% confidence intervals of means of few numbers, by Student's t, as text and as pictures.
 
-Groups of few numbers know little of their own scatter: of three, the interval is 4.3 standard errors to each side. If
-what makes numbers scatter is the same in every group (here: seeds), the groups together know how much it is:
+A group of few numbers tells little about its own variance: with three, the interval is 4.3 standard errors to each
+side. If the variance has the same cause in every group (here: seeds), it can be pooled over the groups:
 
     s^2 = sum (n_g - 1) s_g^2 / sum (n_g - 1)
 
-with as many degrees of freedom as the denominator. Gaps to one and the same base run share its noise, so these are a
-little too many: of 95% intervals, 92% to 94% hold the truth (2 or 3 pairs each of 2 to 16 recipes, drawn at random, all
-runs alike). Of a recipe that scatters more than the others it is fewer: compare that one apart.
+The denominator is the number of degrees of freedom. It is slightly too large, because gaps to the same base run share
+its noise: of the 95% intervals, 92% to 94% contain the true value (simulated: 2 to 16 recipes with 2 or 3 pairs each
+and equal variance). For a recipe with a larger variance than the others it is less; compare such a recipe separately.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from scipy import stats
 
 from megatron_fp4.logging.pictures import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
 
-# A group with as many numbers of its own knows how they scatter.
+# A group with at least this number of values uses its own variance.
 _OWN = 5
-# Of a mean over neighbouring steps, which are not independent.
+# For the error of a mean over consecutive steps, which are not independent.
 BLOCKS = 6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of `count` numbers. error: its standard error, None if nothing says how the numbers scatter. freedom:
-    degrees of freedom of that. shared: whether it is of the pooled standard deviation of several groups."""
+    """A mean of `count` numbers. error: its standard error; None if the variance is unknown. freedom: the degrees of
+    freedom of the error. shared: whether the error uses the pooled standard deviation of several groups."""
 
     mean: float
     error: float | None
@@ -43,16 +43,16 @@ class Estimate:
 
     @property
     def half_width(self) -> float | None:
-        """Of the 95% interval."""
+        """Half the width of the 95% interval."""
         return None if self.error is None else self.error * float(stats.t.ppf(0.975, self.freedom))
 
     @property
     def beyond_noise(self) -> bool:
-        """Whether there is an interval that leaves out zero."""
+        """Whether there is an interval and it does not contain zero."""
         return self.half_width is not None and abs(self.mean) > self.half_width
 
     def text(self, unit: str = "%", digits: int = 2) -> str:
-        """`+1.23% [+0.95, +1.51]`, starred if the scatter is the pooled one; or that there is no interval."""
+        """`+1.23% [+0.95, +1.51]`, with a star if the variance is pooled; or `+1.23% (no interval)`."""
         mean = f"{self.mean:+.{digits}f}{unit}"
         if self.half_width is None:
             return f"{mean} (no interval)"
@@ -61,14 +61,14 @@ class Estimate:
 
 
 class Pooled(NamedTuple):
-    """A standard deviation over several groups, each around its own mean, and its degrees of freedom."""
+    """The pooled standard deviation of several groups, each around its own mean, and its degrees of freedom."""
 
     deviation: float
     freedom: int
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> Pooled | None:
-    """Over the groups with two numbers or more; None without one."""
+    """Pooled over the groups with two numbers or more; None if there are none."""
     several = [np.asarray(group) for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in several)
     squares = sum(float(((group - group.mean()) ** 2).sum()) for group in several)
@@ -76,8 +76,8 @@ def pooled(groups: Iterable[Sequence[float]]) -> Pooled | None:
 
 
 def estimate(numbers: Sequence[float], shared: Pooled | None = None) -> Estimate:
-    """Of at least one number: with their own standard deviation if there are five or more, else with `shared`; if that
-    knows no more than their own, with their own, as far as there is one."""
+    """The mean of at least one number. Its error is from their own standard deviation if there are five numbers or
+    more; otherwise from `shared`, unless that has fewer degrees of freedom than there are numbers."""
     count, mean = len(numbers), float(np.mean(numbers))
     if count < _OWN and shared is not None and shared.freedom >= count:
         return Estimate(mean, shared.deviation / math.sqrt(count), count, shared.freedom, shared=True)
@@ -85,15 +85,15 @@ def estimate(numbers: Sequence[float], shared: Pooled | None = None) -> Estimate
 
 
 def estimates(gaps: pd.DataFrame) -> dict[str, Estimate]:
-    """Of each column that has a number, with the pooled standard deviation of all of them."""
+    """The estimate of each column that has a number, with the pooled standard deviation of all columns."""
     groups = {str(name): list(column.dropna()) for name, column in gaps.items()}
     shared = pooled(groups.values())
     return {name: estimate(numbers, shared) for name, numbers in groups.items() if numbers}
 
 
 def block_estimate(numbers: Sequence[float]) -> Estimate:
-    """The mean of numbers that follow one another and are not independent; its error by the means of BLOCKS blocks of
-    almost the same length, None of fewer than two numbers a block."""
+    """The mean of consecutive numbers that are not independent. Its error is from the means of BLOCKS blocks of almost
+    equal length; None if there are fewer than two numbers per block."""
     if len(numbers) < 2 * BLOCKS:
         return Estimate(float(np.mean(numbers)), None, len(numbers))
     means = [block.mean() for block in np.array_split(np.asarray(numbers), BLOCKS)]
@@ -101,8 +101,8 @@ def block_estimate(numbers: Sequence[float]) -> Estimate:
 
 
 def share_text(gaps: pd.DataFrame, name: str, against: str | None) -> str:
-    """What part of the gap of `against` that of `name` is, with its standard error: the mean over the rows of `gaps`
-    that have both. A dash if there is none, or nothing says that the gaps of `against` are above zero."""
+    """The gap of `name` over the gap of `against`, with its standard error: the mean over the rows of `gaps` that have
+    both. A dash if there is none, or if the gap of `against` is not certain to be above zero."""
     whole = estimates(gaps).get(str(against))
     if whole is None or not whole.beyond_noise or name not in gaps:
         return "-"
@@ -126,13 +126,14 @@ def draw_estimates(
     against: str | None = None,
     noise: tuple[str, float] | None = None,
 ) -> Path:
-    """Draw at least one estimate by its name, the smallest on top, with its 95% interval and the numbers that it is the
-    mean of as ticks; returns `target`. Filled: the interval leaves out zero. Raises ValueError if there is none.
+    """Draw estimates, the smallest on top, each with its name, its 95% interval and its numbers as ticks; returns
+    `target`. A filled marker: the interval does not contain zero. Raises ValueError if there is none.
 
-    axis: what a gap is. against: a dotted line at this row's. noise: name and half width of a band around zero.
+    axis: the label of the axis. against: draw a dotted line at this row. noise: name and half width of a band around
+    zero.
     """
     if not rows:
-        raise ValueError("nothing to draw: there is no gap, of runs or recipes that got to their ends beside the base")
+        raise ValueError("nothing to draw: no finished run or recipe has a gap to the base")
     ordered = sorted(rows.items(), key=lambda row: row[1][0].mean)
     with picture(target, figsize=(8.5, 1.7 + 0.36 * len(ordered)), dpi=150) as (figure, axes):
         axes.axvline(0, color=INK, linewidth=1.0)

@@ -1,12 +1,12 @@
-"""Compare runs and recipes; every gap has a 95% interval, or the table says that there is none.
+"""Compare runs and recipes. Every gap has a 95% interval, or the table says that there is none.
 
     python scripts/compare.py runs BF16=runs/bf16 "NVFP4 with switch=runs/nvfp4" --output gap.png
-        runs beside the first: last losses, gaps, throughput
+        compares runs with the first one: last losses, gaps, throughput
     python scripts/compare.py recipes 'bf16=runs/bf16_seed*' 'nvfp4=runs/nvfp4_seed*' mxfp4=runs/mxfp4_seed1
-        groups of runs over several seeds or branches, each run against the base run of the same start and seeds
+        compares groups of runs over several seeds or branches, each run with the base run of the same start and seeds
 
-The first run or group is the base. What recipes cost in tokens and time, from a checkpoint: scripts/price.py.
-Exit code: 0; 2 for wrong arguments, or what cannot be compared.
+The first run or group is the base. For the cost of recipes in tokens and time, from a checkpoint, see scripts/price.py.
+Exit code: 0; 2 for wrong arguments, or runs that cannot be compared.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import argparse
 import sys
 from pathlib import Path
 
-RECIPES = """Groups of runs over several seeds or branches.
+RECIPES = """Compare groups of runs over several seeds or branches.
 
-Runs from scratch are paired by run.seed and data.seed, branches by the bits of the checkpoint that they began from and
-data.seed. A branch without such a partner has its trunk, the run whose checkpoint it began from, or the partners of its
-trunk, if that is in any of the groups. A run from scratch without one has the branch of its length by which the base
-made a run of equal seeds longer. A run that is not finished counts as far as it got, and not at the end. Losses are the
-mean of the held-out sources, each weighed alike."""
+Runs from scratch are paired by run.seed and data.seed; branches by the content of the checkpoint that they began from
+and by data.seed. The run whose checkpoint a branch began from is its trunk. A branch without a partner is paired with
+its trunk or the partners of its trunk, if the trunk is in one of the groups. A run from scratch without a partner is
+paired with a branch of the base that has the same length and whose trunk has the same seeds. An unfinished run counts
+up to its last validation, but not at the end. Losses are the unweighted mean over the held-out sources."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -32,18 +32,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("runs", help="runs beside the first")
+    runs = commands.add_parser("runs", help="compare runs with the first one")
     runs.add_argument("run", nargs="+", metavar="[NAME=]FOLDER")
-    recipes = commands.add_parser("recipes", help="groups of runs", description=RECIPES, formatter_class=style)
+    recipes = commands.add_parser("recipes", help="compare groups of runs", description=RECIPES, formatter_class=style)
     recipes.add_argument("groups", nargs="+", metavar="NAME=RUN,RUN,...", help="a recipe and its folders or patterns")
     for each in (runs, recipes):
-        each.add_argument("--output", type=Path, help="where to draw the gaps, of recipes those at the end")
-    recipes.add_argument("--against", metavar="NAME", help="another base for a second column (default: the second)")
+        each.add_argument("--output", type=Path, help="picture of the gaps to draw (of recipes: the gaps at the end)")
+    recipes.add_argument("--against", metavar="NAME", help="second base (default: the second of three or more groups)")
     recipes.add_argument(
         "--curve", nargs="+", metavar="RUN",
-        help="finished base runs of four lengths or more: gaps at the end also as tokens for the loss of the base",
+        help="finished base runs of at least four lengths: show gaps at the end also as tokens for the base's loss",
     )  # fmt: skip
-    recipes.add_argument("--gpu", help="with --curve: tokens times the time of one, planned for a GPU such as b200")
+    recipes.add_argument("--gpu", help="with --curve: also the cost, tokens times planned time, on a GPU such as b200")
     options = parser.parse_args(arguments)
     if options.command == "recipes" and options.gpu and not options.curve:
         parser.error("--gpu is for the cost of tokens and needs --curve")
@@ -56,7 +56,7 @@ def compare_runs(options: argparse.Namespace) -> None:
     from megatron_fp4.logging.run_folder import open_runs
 
     if len(options.run) < 2:
-        raise ValueError(f"{options.run[0]} has nothing to be compared with; name two runs or more")
+        raise ValueError(f"there is nothing to compare {options.run[0]} with; name two runs or more")
     runs = open_runs(options.run)
     print(compare_runs(runs))
     if options.output:

@@ -1,20 +1,19 @@
-"""Does 4 bits pay for this model? What recipes cost in tokens and time, from checkpoints of your own BF16 run.
+"""Find out whether 4 bits pay for your model: the cost of recipes in tokens and time, from checkpoints of a BF16 run.
 
     python scripts/price.py --checkpoint runs/bf16/checkpoints/step_00000600 nvfp4 nvfp4_best mxfp8 --gpu b200
-        sixty steps of BF16 and of each recipe from there; the gaps, the tokens that BF16's loss takes in each, the time
-        of a token (planned for the GPU that is named; without --gpu as measured here, if native), and which costs
-        least
+        trains sixty steps of BF16 and of each recipe from there; prints the gaps, the tokens that each recipe needs to
+        reach BF16's loss, the time per token (planned for --gpu; without it as measured here, unless emulated), and
+        which recipe costs least
     python scripts/price.py --checkpoint A/step_00000600 --checkpoint B/step_00000600 nvfp4 --output branches.json
-        the same over two starts, the branches kept: the same command continues with those that are missing
+        the same from two checkpoints; saves the branches, so that the same command trains only those that are missing
     python scripts/price.py --checkpoint ... nvfp4 "no RHT=precision=nvfp4 precision.wgrad.rht=0"
         a recipe is the name of a precision config or NAME=OVERRIDES; KEY=VALUE is for all of them
     python scripts/price.py --public runs.json
-        the method on the public runs of Quartet II, from which the shipped curves are fitted
+        applies the method to the public runs of Quartet II, to which the shipped curves are fitted
 
-Branches train as `pretrain.py checkpoint.resume=CHECKPOINT` would, to the last bit, on the tokens that the run would
-read next; the precision does not switch unless a recipe says so. Nothing is written into the run's folder. It can run
-under torchrun. Exit code: 0; 2 for wrong arguments or what cannot be compared; 4 for kernels that compute something
-else than they should.
+A branch trains bit for bit like `pretrain.py checkpoint.resume=CHECKPOINT`, on the next tokens of the run. The
+precision switches only if a recipe says so. Nothing is written to the run's folder. The command can run under torchrun.
+Exit code: 0; 2 for wrong arguments or runs that cannot be compared; 4 for kernels that compute wrong results.
 """
 
 from __future__ import annotations
@@ -49,27 +48,27 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("recipes", nargs="*", metavar="RECIPE", help="a precision config, NAME=OVERRIDES, or KEY=VALUE")
-    add("--checkpoint", type=Path, action="append", help="of a BF16 run, or the run: its newest (may be repeated)")
-    add("--steps", type=int, default=60, help="of each branch (default 60; the first sixth, at most 10, do not count)")
-    add("--output", type=Path, help="JSON file to keep branches in (default: none)")
+    add("--checkpoint", type=Path, action="append", help="of a BF16 run, or the run (its newest one); may be repeated")
+    add("--steps", type=int, default=60, help="of each branch (default 60); the first sixth, at most 10, are ignored")
+    add("--output", type=Path, help="JSON file to save the branches in (default: none)")
     add("--curve", nargs="+", metavar="RUN", help="finished BF16 runs of four lengths (default: a shipped curve)")
-    add("--gpu", help="plan the time of a token there, such as b200 (default: as measured here, if it is not emulated)")
+    add("--gpu", help="plan the time per token for this GPU, such as b200 (default: measured here, unless emulated)")
     add("--model", help="plan the time for this model config (default: the checkpoint's)")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
-    add("--public", type=Path, metavar="FILE", help="for_plots/runs.json of IST-DASLab/Quartet-II, instead of all this")
+    add("--public", type=Path, metavar="FILE", help="use for_plots/runs.json of IST-DASLab/Quartet-II instead")
     options = parser.parse_intermixed_args(arguments)
     if options.public is None and not options.checkpoint:
         parser.error("--checkpoint is needed")
     if options.model and not options.gpu:
         parser.error("--model plans a time and needs --gpu")
     if options.steps < 1:
-        parser.error(f"--steps {options.steps}: give 14 or more, which an interval needs")
+        parser.error(f"--steps {options.steps}: give 14 or more, so that there is an interval")
     return options
 
 
 def price(options: argparse.Namespace) -> None:
-    """Check everything, train what is missing, print. Collective."""
-    from analysis.branches import BASE, Kept, cautions, recipes_from, recipes_of_branches, train_all
+    """Check everything, train the missing branches, print the table. A collective."""
+    from analysis.branches import BASE, BranchFile, cautions, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
     from analysis.recipes import curve_of, of_another_curve, read_held_out
     from analysis.runs import settings_of
@@ -86,7 +85,7 @@ def price(options: argparse.Namespace) -> None:
     curve = curve_of(of_curve, parameters) if of_curve else nearest(parameters)
     planned = None if options.gpu is None else _planned(options, recipes[0])
 
-    kept = Kept(options.output, writes=not place_in_run().rank)
+    saved = BranchFile(options.output, writes=not place_in_run().rank)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
@@ -96,9 +95,10 @@ def price(options: argparse.Namespace) -> None:
                 print(line)
         if not of_curve:
             has = f"this model has {short_number(parameters)} parameters"
-            print(f"no --curve: prices are by that of {curve.name}; {has}")
+            print(f"no --curve: prices use the curve of {curve.name}; {has}")
         print(of_another_curve(of_curve, settings_of(as_saved(config)), "the checkpoint's"), end="", flush=True)
-    starts = [train_all(of, folder, mesh, options.steps, kept) for of, folder in zip(recipes, checkpoints, strict=True)]
+    pairs = zip(recipes, checkpoints, strict=True)
+    starts = [train_all(configs, checkpoint, mesh, options.steps, saved) for configs, checkpoint in pairs]
     if mesh.rank:
         return
     found = recipes_of_branches(starts)
@@ -108,12 +108,12 @@ def price(options: argparse.Namespace) -> None:
     else:
         emulated = [name for name, of in recipes[0].items() if backend_of(of, models).name == "emulated"]
         found = [replace(recipe, time=None) if recipe.name in emulated else recipe for recipe in found]
-        times = "measured here if it is not emulated"
+        times = "measured here unless emulated"
     print(f"\n{price_table(found, curve, tokens, times)}")
 
 
 def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict[str, float]:
-    """By recipe, the time of a token on `--gpu` over BF16's, of `--model` or the checkpoint's."""
+    """By recipe, the planned time per token on `--gpu` over BF16's, for `--model` or the checkpoint's model."""
     from analysis.branches import named_recipes
     from analysis.price import planned_times
 

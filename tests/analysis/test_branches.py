@@ -88,7 +88,7 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     mean = np.mean([a / b - 1 for a, b in zip(_losses(tmp_path / "branch"), _losses(run_dir), strict=True)])
     assert rows[3][1] == f"{100 * mean:+.2f}% (no interval)" and "Not established" in printed
     assert [row[4] for row in rows[2:]] == ["1", "-", "-"], "times of emulated recipes say nothing of native ones"
-    assert "no --curve: prices are by that of Transformers on C4, 30M; this model has" in printed
+    assert "no --curve: prices use the curve of Transformers on C4, 30M; this model has" in printed
 
     # Another order, and a key for all: the seed of rounding is the run's, whatever was trained before.
     again = price_main(checkpoint, "nvfp4", "train.max_skipped_steps=7", *three, "--output", tmp_path / "b.json")
@@ -141,7 +141,7 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
     printed = capsys.readouterr()
     assert "by the curve of 4 runs of yours, all within 0.0000 nats of it (2.000" in printed.out
     assert "planned for transformer_60m" in printed.out
-    other = "another model or text than the checkpoint's; prices are for those: data.kind (builtin, not indexed)"
+    other = "its runs differ from the checkpoint's in model or text: data.kind (builtin, not indexed)"
     assert printed.out.count(other) == 1
     assert "these have 3" in printed.err
 
@@ -176,21 +176,21 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
     with mock.patch.object(branches, "train", side_effect=AssertionError("trained")):
         for folder, arguments, expected in (
             (tmp_path / "none", ["nvfp4"], "is not a folder"),
-            (run_dir, ["nvfp4"], "steps 7 to 66 lie beyond the run's end (train.steps=6)"),
+            (run_dir, ["nvfp4"], "steps 7 to 66 are after the end of the run (train.steps=6)"),
             (switched, ["nvfp4", *steps], "after the precision switch of its run (before step 3)"),
-            (checkpoint, ["bf16", *steps], "name one recipe at least"),
-            (checkpoint, ["nvfp5", *steps], "nvfp5 is no precision config"),
+            (checkpoint, ["bf16", *steps], "name at least one recipe"),
+            (checkpoint, ["nvfp5", *steps], "nvfp5 is not a precision config"),
             (checkpoint, ["a=precision=nvfp5", *steps], "did you mean nvfp4"),
-            (checkpoint, ["nvfp4", "nvfp4", *steps], "a name of its own"),
-            (checkpoint, ["bf16=precision=nvfp4", *steps], "a name of its own"),
+            (checkpoint, ["nvfp4", "nvfp4", *steps], "a different name"),
+            (checkpoint, ["bf16=precision=nvfp4", *steps], "a different name"),
             (checkpoint, ["a=", *steps], "give NAME=OVERRIDES"),
             (checkpoint, ["a=precision='x", *steps], "quote as in a shell"),
             (checkpoint, ["a=precision=nvfp4 data.seed=7", *steps], "data.seed or run.seed would differ from BF16's"),
             (checkpoint, ["a=precision=nvfp4 run.seed=7", *steps], "data.seed or run.seed would differ"),
             (checkpoint, ["a=precision=nvfp4 precision.bf16_blocks.file=none.yaml", *steps], "none.yaml"),
             (checkpoint, ["nvfp4", *steps, "--output", tmp_path], "it is a folder; name a file"),
-            (checkpoint, ["nvfp4", *steps, "--output", tmp_path / "other.json"], "holds no branches"),
-            (checkpoint, ["nvfp4", *steps, "--gpu", "h100"], "name a GPU with tensor cores for FP4: b200"),
+            (checkpoint, ["nvfp4", *steps, "--output", tmp_path / "other.json"], "has no branches"),
+            (checkpoint, ["nvfp4", *steps, "--gpu", "h100"], "name a GPU with FP4 tensor cores: b200"),
             (checkpoint, ["nvfp4", *steps, "--curve", run_dir], "not yet validated; leave it out"),
             (checkpoint, ["--public", tmp_path / "other.json"], "is not for_plots/runs.json"),
         ):

@@ -107,7 +107,7 @@ def test_a_run_is_read_with_its_start_and_its_end(tmp_path: Path) -> None:
     assert weights.pair.start == "initialized_from step 6 (cccccccccccc)" and weights.trunk is None
     assert weights.final is None and weights.problem == "not finished, last validated after 4M tokens"
     lost = read_held_out(write_run(tmp_path / "c", 1, {2: {"a": 3.0}, 4: {"a": None}}))
-    assert lost.final is None and "is no number to compare" in lost.problem and list(lost.losses) == [2_000_000]
+    assert lost.final is None and "is not finite and positive" in lost.problem and list(lost.losses) == [2_000_000]
 
 
 def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert best[5].startswith("-0.95% [") and best[6].startswith("0.50 ±")
     assert by_source[0] == ["recipe above bf16", "a", "b"] and by_source[2][2].startswith("+2.00% [")
-    assert "late (best): no finished run of bf16 has its start (seed 9), data and length" in printed
+    assert "late (best): no finished run of bf16 has the same start (seed 9), data and length" in printed
     assert (tmp_path / "gaps.png").stat().st_size > 10_000
 
 
@@ -141,13 +141,13 @@ def test_what_is_no_group_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     c = write_run(tmp_path / "c", 1, {2: {"t": 2.0}})
     write_run(tmp_path / "twin", 1, {2: {"s": 2.0}})
     for arguments, expected in (
-        ([f"x={a}"], "two groups at least"),
+        ([f"x={a}"], "at least two groups"),
         ([f"x={a}", f"x={b}"], "write each group once"),
         ([f"x={a}", f"y={a}"], "name each run once"),
-        ([f"x={a}", f"y={tmp_path}/none*"], "no folder has such a name"),
+        ([f"x={a}", f"y={tmp_path}/none*"], "no folder matches"),
         ([f"x={a}", f"y={tmp_path}/none"], "does not exist"),
         ([f"x={a}", f"y={b}"], "no pair"),
-        ([f"x={a}", f"y={c}"], "were validated on other sources"),
+        ([f"x={a}", f"y={c}"], "were validated on different sources"),
         ([f"x={a},{tmp_path}/twin", f"y={b}"], "have the same start and seeds"),
         ([f"x={a}", f"y={tmp_path}/twin", "--against", "z"], "no group has this name"),
     ):
@@ -177,7 +177,7 @@ def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.Cap
     with (tmp_path / "bf16_400" / "config.yaml").open("a") as config:
         config.write("model: {hidden_dim: 32}\n")
     assert compare.main(command) == 0
-    other = "--curve: another model or text than bf16's; prices are for those: model.hidden_dim (64, not 32)\n"
+    other = "--curve: its runs differ from bf16's in model or text: model.hidden_dim (64, not 32)\n"
     assert other in capsys.readouterr().out
     # Times that are planned: every interval of tokens times that of its recipe.
     planned = {"bf16": 1.0, "nvfp4": 0.75}
@@ -194,8 +194,8 @@ def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.Cap
     other = write_run(tmp_path / "other", 1, {900: {"b": 2.2}}, steps=900)
     unfinished = write_run(tmp_path / "unfinished", 1, {900: {"a": 2.2}}, steps=901)
     for runs, expected in (
-        ([], "runs of four lengths at least, and these have 3; name more runs, or leave --curve out"),
-        ([other], "runs were validated on other sources (a or b)"),
+        ([], "runs of at least four lengths, and these have 3; name more runs, or leave --curve out"),
+        ([other], "runs were validated on different sources (a or b)"),
         ([unfinished], "unfinished: not finished, last validated after 900M tokens; leave it out"),
     ):
         assert compare.main([*command[:-1], *map(str, runs)]) == 2 and expected in capsys.readouterr().err

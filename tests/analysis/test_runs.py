@@ -38,7 +38,7 @@ def test_24_noisy_steps_have_no_interval(tmp_path: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     _, _, first, second = cells(printed)
     assert first[2] == "-" and second[2].endswith("% (no interval)") and second[4] == "-1.00% (no interval)"
-    assert "b differs from a in optimizer.lr (0.2, not 0.1), too" in printed
+    assert "b also differs from a in optimizer.lr (0.2, not 0.1)" in printed
     assert (tmp_path / "gap.png").stat().st_size > 20_000
 
 
