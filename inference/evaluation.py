@@ -1,22 +1,22 @@
-"""Models examined by lm-eval, side by side: a score for each metric of each task, whether two models differ, from what
-each document contributed, and both as a table and a record.
+"""Evaluates models with lm-eval: a score for each metric of each task, the differences between models with confidence
+intervals, and both as a table and as JSON.
 
-Requests, texts and scores are lm-eval's own. Log-likelihoods are computed in bounded memory (models.py), where lm-eval
-keeps the logits of whole batches.
+Requests, texts and scores are lm-eval's own. Log-likelihoods are computed here in bounded memory (models.py), because
+lm-eval holds the logits of complete batches.
 
-A mean over n documents, x = sum x_i / n, and a quotient of two sums over them, r = sum a_i / sum b_i (nats over bytes),
-passed through a function f, are both estimates whose error is, to first order, a mean of one number per document, its
-influence:
+A score is either a mean over n documents, x = sum x_i / n, or f(r), a function of a quotient of two sums over them,
+r = sum a_i / sum b_i (such as nats over bytes). To first order, the error of both is a mean of one number per document,
+the document's influence u_i:
 
     mean       u_i = x_i - x
     quotient   u_i = f'(r) (a_i - r b_i) / (sum b / n)          f: to bits, or to a perplexity (the delta method)
 
     standard error = sqrt( sum u_i^2 / (n (n - 1)) )
 
-For the mean this is the usual one, which lm-eval also gives; for bits per byte and perplexities lm-eval gives none.
-Two models that answer the same documents are compared document by document: the error of the difference is that of
-u_i^B - u_i^A. What makes a document hard for both models cancels, so it is often much smaller than
-sqrt(se_A^2 + se_B^2), which is taken where documents cannot be paired. All of this takes documents as independent.
+For a mean this is the usual standard error, which lm-eval also gives; for bits per byte and perplexities lm-eval gives
+none. Two models with the same documents are compared document by document: the error of the difference is that of
+u_i^B - u_i^A. What makes a document hard for both models cancels, so this is often much smaller than
+sqrt(se_A^2 + se_B^2), which is used if the documents cannot be paired. All of this assumes independent documents.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ def _no_bar(*arguments: Any, **options: Any) -> Any:
     return tqdm(*arguments, **(options | {"disable": True}))
 
 
-# lm-eval has no option to leave its bars out.
+# lm-eval has no option to disable its progress bars.
 for _module in (lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface):
     _module.tqdm = _no_bar
-# Rows that generate at a time, by default.
+# The default batch size for generation.
 _GENERATING_ROWS = 16
-# For the few metrics whose standard error lm-eval draws.
+# For the few metrics whose standard error lm-eval bootstraps.
 _BOOTSTRAPS = 1000
 _CONFIDENCE = 0.95
 _PACKAGES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", "safetensors", "compressed-tensors")
 Metric = tuple[str, str]
-"""A task or group, and a metric of it."""
+"""(task or group, metric)."""
 Document = tuple[int, str]
-"""A document's number in its task, and the hash of it and of how it was asked."""
+"""(number in its task, hash of the document and its prompt)."""
 
 
 class FolderModel(HFLM):
-    """A Hugging Face folder as lm-eval sees it. Generation is lm-eval's: contexts padded at the left, masked.
+    """The model of a Hugging Face folder for lm-eval. Generation is lm-eval's, with contexts padded at the left.
 
-    title: for the line of progress. batch_rows: rows of a batch; None: by their length. max_length: tokens of a window;
-    None: as the folder says.
+    title: of the progress line. batch_rows: rows of a batch; None: by their length. max_length: tokens of a window;
+    None: the model's.
     """
 
     def __init__(
@@ -89,11 +89,13 @@ class FolderModel(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
-        """(key, context, continuation) -> log-probability of the continuation, and whether it is the greedy one.
+        """For each (key, context, continuation), the log-probability of the continuation, and whether it is the greedy
+        one.
 
-        Choices that share all tokens but the last share a row. What is too long loses its beginning, as in lm-eval.
+        Requests with the same tokens except the last one share a row. A request that is too long loses its beginning,
+        as in lm-eval.
         """
-        rows: dict[tuple[int, ...], list[int]] = {}  # what the model reads -> the requests
+        rows: dict[tuple[int, ...], list[int]] = {}  # input tokens -> numbers of the requests
         for number, (_, context, continuation) in enumerate(requests):
             if not context or not 0 < len(continuation) <= self.max_length:
                 raise ValueError(
@@ -119,8 +121,8 @@ class FolderModel(HFLM):
 
 @dataclass(frozen=True)
 class Score:
-    """stderr: None if there is none. influences: of each document, None if the score is no mean and no quotient.
-    documents: what lm-eval made of each."""
+    """stderr: the standard error; None if there is none. influences: of each document; None if the score is neither a
+    mean nor a quotient. documents: lm-eval's result for each."""
 
     value: float
     stderr: float | None
@@ -135,8 +137,8 @@ class Score:
 
 
 class Difference(NamedTuple):
-    """Of a score to the first model's. margin: half of its 95% interval, None if there is none. paired: from documents
-    that both answered."""
+    """The difference of a score to the first model's. margin: half the width of its 95% interval; None if there is
+    none. paired: whether it was computed document by document."""
 
     value: float
     margin: float | None
@@ -144,7 +146,7 @@ class Difference(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether 0 lies outside of the interval."""
+        """Whether 0 is outside the interval."""
         return self.margin is not None and abs(self.value) > self.margin
 
     def __str__(self) -> str:
@@ -156,18 +158,18 @@ class Difference(NamedTuple):
 
 
 def _digits(error: float | None) -> int:
-    """Decimals that a number with this error is written with."""
+    """How many decimals to print for a number with this error."""
     if error is None or error < 1:
         return 4
     return 2 if error < 100 else 0
 
 
 def score(value: float, stderr: float | None, documents: Mapping[Document, Any], higher: bool | None = None) -> Score:
-    """A score from its documents.
+    """A score with its standard error and the influences of its documents.
 
-    value: what lm-eval made of them; stderr: lm-eval's, taken where there is no other. documents: a number each, or
-    (log-likelihood, length) each. Which statistic it is shows in that it comes out again; if none does, the score
-    stands alone. higher: whether a higher value is better.
+    value, stderr: lm-eval's; stderr is used if there are no influences. documents: for each a number, or
+    (log-likelihood, length). The statistic is the one that gives `value` for these documents; if none does, there are
+    no influences. higher: whether a higher value is better.
     """
     found = _influences(value, list(documents.values()))
     if found is None:
@@ -188,7 +190,7 @@ def difference(first: Score, other: Score) -> Difference:
 
 
 def standard_error(influences: Sequence[float]) -> float | None:
-    """Of what has these influences; None for a single document."""
+    """The standard error of a score with these influences; None for a single document."""
     n = len(influences)
     return math.sqrt(sum(u * u for u in influences) / (n * (n - 1))) if n > 1 else None
 
@@ -203,7 +205,7 @@ def _influences(value: float, documents: Sequence[Any]) -> list[float] | None:
         return None
     ratio = total / length
     perplexity = math.exp(min(-ratio, 700))
-    # f and f' of the statistics that lm-eval makes of log-likelihoods and lengths; and the mean, of numbers.
+    # (f(r), f'(r)) of lm-eval's statistics: bits per byte and perplexity; for plain numbers also the mean.
     statistics = [(-ratio / math.log(2), -1 / math.log(2)), (perplexity, -perplexity)]
     for result, slope in [(ratio, 1.0), *statistics] if numbers else statistics:
         if math.isclose(result, value, rel_tol=1e-9, abs_tol=1e-12):
@@ -212,8 +214,8 @@ def _influences(value: float, documents: Sequence[Any]) -> list[float] | None:
 
 
 class Examined(NamedTuple):
-    """The scores of one model. facts: about it. tasks: of each the version, number of examples and documents, and a
-    sha256 of the documents and prompts that were used, in order."""
+    """The scores of one model. facts: about the model. tasks: of each the version, the number of examples and of
+    documents, and a sha256 of the documents and prompts in order."""
 
     name: str
     facts: Mapping[str, Any]
@@ -226,10 +228,10 @@ def examine(
 ) -> Examined:
     """Run loaded tasks (`tasks.load_tasks`) on a model's opened folder.
 
-    limit: documents of each task, from the first; None: all. batch_rows, max_length: as of `FolderModel`.
-    Raises ValueError for what lm-eval refuses.
+    limit: use only the first documents of each task; None: all. batch_rows, max_length: as for `FolderModel`. Raises
+    ValueError if lm-eval refuses.
     """
-    # As lm-eval's own command: of what examples and answers are drawn.
+    # The seeds of lm-eval's own command, for the examples and the answers.
     random.seed(0)
     np.random.seed(1234)
     torch.manual_seed(1234)
@@ -237,14 +239,26 @@ def examine(
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the table
             results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True)
-    except AssertionError as error:  # such as more to generate than a window has room for
+    except AssertionError as error:  # for example more tokens to generate than a window has
         raise ValueError(f"lm-eval refuses {named.name}: {in_one_line(error)}") from error
-    scores: dict[Metric, Score] = {}
+    facts = {
+        **named.facts,
+        "dtype": str(opened.model.dtype).removeprefix("torch."),
+        "stored_dtype": opened.stored,
+        "parameters": sum(parameter.numel() for parameter in opened.model.parameters()),
+        "max_length": model.max_length,
+    }
+    return Examined(named.name, facts, _scores_of(results), _tasks_of(results))
+
+
+def _scores_of(results: Mapping[str, Any]) -> dict[Metric, Score]:
+    """The score of each metric of each task and group. results: of lm-eval."""
+    scores = {}
     for task, metrics in results["results"].items():
         members = _members(task, results["group_subtasks"])
-        for key in metrics:
+        for key, value in metrics.items():
             metric, comma, filtered = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not isinstance(metrics[key], (int, float)):
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             documents = {
                 _key(sample, member if member != task else ""): plain(sample[metric])
@@ -255,49 +269,47 @@ def examine(
             stderr = metrics.get(f"{metric}_stderr,{filtered}")
             stderr = float(stderr) if isinstance(stderr, (int, float)) else None
             higher = results["higher_is_better"].get(task, {}).get(metric)
-            row = (task, metric if filtered == "none" else f"{metric} ({filtered})")
-            scores[row] = score(float(metrics[key]), stderr, documents, higher)
-    facts = {
-        **named.facts,
-        "dtype": str(opened.model.dtype).removeprefix("torch."),
-        "stored_dtype": opened.stored,
-        "parameters": sum(parameter.numel() for parameter in opened.model.parameters()),
-        "max_length": model.max_length,
-    }
-    done = {}
+            label = metric if filtered == "none" else f"{metric} ({filtered})"
+            scores[task, label] = score(float(value), stderr, documents, higher)
+    return scores
+
+
+def _tasks_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What was run of each task. results: of lm-eval."""
+    tasks = {}
     for task, samples in results["samples"].items():
-        hashes = dict.fromkeys(_key(sample) for sample in samples)
-        done[task] = {
+        keys = dict.fromkeys(_key(sample) for sample in samples)
+        tasks[task] = {
             "version": str(results["versions"].get(task)),
             "num_fewshot": int(results["n-shot"].get(task, 0)),
-            "documents": len(hashes),
-            "sha256": hashlib.sha256("\n".join(of for _, of in hashes).encode()).hexdigest(),
+            "documents": len(keys),
+            "sha256": hashlib.sha256("\n".join(digest for _, digest in keys).encode()).hexdigest(),
         }
-    return Examined(named.name, facts, scores, done)
+    return tasks
 
 
 def _members(task: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """The tasks of a group, those of its groups too; of a task itself."""
+    """The tasks of a group, including those of its subgroups; [task] if it is not a group."""
     if task not in groups:
         return [task]
     return [member for child in groups[task] for member in _members(child, groups)]
 
 
 def _key(sample: Mapping[str, Any], task: str = "") -> Document:
-    """What makes an item the same for two models: the document, and the prompt with its examples. task: of a group."""
+    """Equal for two models if they answered the same document with the same prompt. task: of a group."""
     return sample["doc_id"], f"{task}{sample['doc_hash'][:16]}{sample['prompt_hash'][:16]}"
 
 
 def plain(value: Any) -> Any:
-    """A metric of a document as JSON has it: NumPy's numbers are Python's."""
+    """A metric of a document as JSON values: NumPy's numbers become Python's."""
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
 def evaluation_table(models: Sequence[Examined]) -> str:
-    """Models beside each other, in the shape of the paper's table 2 (arXiv:2509.25149): a row for each task, a column
-    for each model, and the differences to the first; below it what marks and tasks are."""
+    """A table like the paper's table 2 (arXiv:2509.25149): a row for each task, a column for each model and for its
+    difference to the first model; below it the legend and the tasks."""
     first, *others = models
     header = ["task", "metric", "n", first.name]
     header += [text for other in others for text in (other.name, f"less {first.name}")]
@@ -311,9 +323,8 @@ def evaluation_table(models: Sequence[Examined]) -> str:
     lines = ["± is one standard error, over the documents of the task."]
     if others:
         lines.append(
-            "In brackets the 95% interval of a difference; * marks those whose interval does not hold 0: of two "
-            "equally good models, one difference in twenty. Differences are taken document by document; ~ marks those "
-            "that could not be."
+            "In brackets is the 95% interval of a difference. * marks an interval without 0; two equally good models "
+            "get it for one difference in twenty. Differences are computed document by document, except those marked ~."
         )
     lines += [
         f"{task} version {of['version']}: {of['documents']:,} documents, {of['num_fewshot']} examples before each, "
@@ -324,7 +335,7 @@ def evaluation_table(models: Sequence[Examined]) -> str:
 
 
 def record(models: Sequence[Examined], command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything, as JSON has it. Documents are lists of [number, hash, what lm-eval made of it]."""
+    """All results as JSON values. Documents are lists of [number, hash, lm-eval's result]."""
     first, *others = models
     results = []
     for row, own in first.scores.items():

@@ -1,6 +1,5 @@
-"""The models of a command line: Hugging Face folders as they are, and checkpoints, exported for as long as they are
-looked at; opened by transformers, and the log-probabilities that they give to tokens, in bounded memory; and what both
-ways to compare them print."""
+"""Opens the models named on a command line with transformers, and computes the log-probabilities of tokens in bounded
+memory. A model is a Hugging Face folder, or a checkpoint, which is exported into a temporary folder."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _LOGITS = 1 << 26
 
 
 class Model(NamedTuple):
-    """One of the command line. checkpoint: None if it is a folder already."""
+    """A model named on the command line. checkpoint: None if it is a Hugging Face folder."""
 
     name: str
     path: Path
@@ -38,37 +37,37 @@ class Model(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the record."""
+        """Facts for the JSON file."""
         if self.checkpoint is None:
             return {"path": str(self.path)}
         return {"path": str(self.checkpoint.folder), "step": self.checkpoint.step, "tokens": self.checkpoint.tokens}
 
 
 def models_of(texts: Sequence[str], config_dir: Path) -> list[Model]:
-    """The models that are named, each as MODEL or NAME=MODEL; without a name, a run's checkpoint
-    `runs/nvfp4/checkpoints/step_00000200` is `nvfp4@200`, another folder what it is called.
+    """The models of these texts, each MODEL or NAME=MODEL. Without a name, a run's checkpoint
+    `runs/nvfp4/checkpoints/step_00000200` gets the name `nvfp4@200`, another folder its own name.
 
-    Raises ValueError for one that is not there, and for two of one name.
+    Raises ValueError for a model that does not exist, and for two models with the same name.
     """
     found = []
     for text in texts:
         name, equals, rest = text.partition("=")
         if not equals or Path(text).exists():
             name, rest = "", text
-        path, whole = Path(rest), Path(rest).resolve()
+        path, resolved = Path(rest), Path(rest).resolve()
         checkpoint = None if is_folder(path) else open_checkpoint(path, config_dir)
-        of_run = (whole / MANIFEST).is_file() and whole.parent.name == "checkpoints"
-        own = f"{whole.parent.parent.name}@{step_of(whole)}" if of_run else whole.name
-        found.append(Model(name or own, path, checkpoint))
+        of_run = (resolved / MANIFEST).is_file() and resolved.parent.name == "checkpoints"
+        default = f"{resolved.parent.parent.name}@{step_of(resolved)}" if of_run else resolved.name
+        found.append(Model(name or default, path, checkpoint))
     names = [model.name for model in found]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two models are called {twice[0]}; name them, as first={twice[0]} second=...")
+        raise ValueError(f"two models have the name {twice[0]}; name them, as in first={twice[0]} second=...")
     return found
 
 
 @contextmanager
 def as_folder(model: Model, dtype: str, tokenizer: TextTokenizer | None = None) -> Iterator[Path]:
-    """Its Hugging Face folder; of a checkpoint one that is there for as long as it is needed."""
+    """The model's Hugging Face folder; of a checkpoint a temporary one."""
     if model.checkpoint is None:
         yield model.path
         return
@@ -79,22 +78,22 @@ def as_folder(model: Model, dtype: str, tokenizer: TextTokenizer | None = None) 
 
 
 def tokenizers_of(models: Sequence[Model], given: str | None) -> dict[str, TextTokenizer]:
-    """Of the models that are checkpoints, by name. Raises ValueError for one that is not there."""
+    """The tokenizers of the models that are checkpoints, by name. Raises ValueError for one that is missing."""
     found = {}
     for model in models:
         if model.checkpoint is not None:
             tokenizer = tokenizer_of(model.checkpoint, given)
             if tokenizer is None:
-                raise ValueError(f"{model.path}: its run knew of no tokenizer; give the one of its data as --tokenizer")
+                raise ValueError(f"{model.path}: its run has no tokenizer; give the one of its data as --tokenizer")
             found[model.name] = tokenizer
     if given is not None and not found:
-        raise ValueError(f"--tokenizer {given} is for checkpoints, and folders have their own; leave it out")
+        raise ValueError(f"--tokenizer {given} is for checkpoints; folders have their own, so leave it out")
     return found
 
 
 class OpenedFolder(NamedTuple):
-    """model: of transformers, on its device, in evaluation mode. stored: the dtype that the folder says it has, or the
-    format of its quantized weights, which are decoded."""
+    """model: of transformers, on its device, in evaluation mode. stored: the dtype of the weights in the folder, or
+    their quantized format (they are then decoded)."""
 
     model: Any
     tokenizer: Any
@@ -102,15 +101,15 @@ class OpenedFolder(NamedTuple):
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a Hugging Face model may lie there."""
+    """Whether this is the folder of a Hugging Face model."""
     return (path / CONFIG).is_file()
 
 
 def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: bool = True) -> OpenedFolder:
-    """Load a folder without a network.
+    """Load a folder without network access.
 
-    dtype: one of DTYPES, that of the computation; auto: as the folder says. Raises ValueError, in one line, for what
-    transformers cannot load, weights that are missing or left over, and a tokenizer that is not there.
+    dtype: of the computation, one of DTYPES; auto: the folder's. Raises ValueError, in one line, if transformers cannot
+    load the folder, if weights are missing or superfluous, or if the tokenizer is missing.
     """
     try:
         import transformers
@@ -122,35 +121,36 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
     settings = dict(getattr(config, "quantization_config", None) or {})
     if (method := settings.get("quant_method")) not in (None, "compressed-tensors"):
         raise ValueError(
-            f"{folder} is in the layout of {method}, which is not read here; export it again with "
+            f"{folder} has the layout of {method}, which cannot be read here; export it again with "
             "--format nvfp4-compressed-tensors, or without --format"
         )
-    # Left packed, weights are decoded when the whole model is first called, which scoring does not do.
+    # Decode the weights now: by default that happens at the first call of the whole model, which scoring does not make.
     decoded = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if method else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that `decoded` is not what the folder says
+        warnings.simplefilter("ignore")  # transformers warns that `decoded` overrides the folder's configuration
         options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **decoded}
         model, loading = _loaded(folder, transformers.AutoModelForCausalLM, **options)
-    # transformers only warns, and draws what is missing at random.
+    # transformers only warns, and initializes missing weights at random.
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if wrong := sorted(map(str, loading[what])):
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(
-                f"{folder} is not a whole model: {what.replace('_', ' ')} {', '.join(wrong[:3])}{more}; export it again"
+                f"{folder} is not a complete model: {what.replace('_', ' ')} {', '.join(wrong[:3])}{more}; export it "
+                "again"
             )
     tokenizer = None
     if with_tokenizer:
         if not any(folder.glob("tokenizer*")):
-            raise ValueError(f"{folder} has no tokenizer, which tasks of text need; export it again with --tokenizer")
+            raise ValueError(f"{folder} has no tokenizer, which tasks need; export it again with --tokenizer")
         tokenizer = _loaded(folder, transformers.AutoTokenizer)
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer of {folder} has no eos_token, by which a text begins; name it there")
+            raise ValueError(f"the tokenizer of {folder} has no eos_token, with which a text begins; add it there")
     stored = settings.get("format") or getattr(config, "dtype", None) or "float32"
     return OpenedFolder(model.to(device).eval(), tokenizer, str(stored).removeprefix("torch."))
 
 
 def _loaded(folder: Path, kind: Any, **options: Any) -> Any:
-    """By one of transformers' automatic classes."""
+    """Load a folder with one of transformers' Auto classes."""
     try:
         return kind.from_pretrained(folder, local_files_only=True, **options)
     except Exception as error:  # transformers raises any type, with pages of text
@@ -158,24 +158,26 @@ def _loaded(folder: Path, kind: Any, **options: Any) -> Any:
 
 
 def in_one_line(error: BaseException, length: int = 240) -> str:
-    """What an error of another library says, in one line."""
+    """The type and message of another library's error, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:length]}{' ...' if len(text) > length else ''}"
 
 
 def device_named(name: str | None) -> str:
-    """The device of an option: None for CUDA if there is any. Raises ValueError for one that is not there."""
+    """The device of the option --device; None: CUDA if there is any. Raises ValueError for a device that does not
+    exist."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.zeros(1, device=name).item()
     except Exception as error:
-        raise ValueError(f"--device {name} is not here ({in_one_line(error, 80)}); use cpu, cuda or cuda:N") from error
+        problem = in_one_line(error, 80)
+        raise ValueError(f"--device {name} cannot be used ({problem}); use cpu, cuda or cuda:N") from error
     return name
 
 
 class Row(NamedTuple):
-    """tokens: what the model reads, at least one. The logits at positions[i] are to predict targets[i]; both [n]."""
+    """tokens: the input, at least one. positions, targets [n]: the logits at positions[i] predict targets[i]."""
 
     tokens: Sequence[int]
     positions: Sequence[int]
@@ -183,7 +185,7 @@ class Row(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Of a row's n targets, on the CPU: log_probs, FP64 nats; greedy: whether each is the most probable token."""
+    """For a row's n targets, on the CPU: log_probs in nats, FP64; greedy: whether each is the most probable token."""
 
     log_probs: Tensor
     greedy: Tensor
@@ -192,10 +194,10 @@ class Scored(NamedTuple):
 class Scorer:
     """Log-probabilities of given tokens by a causal model of transformers.
 
-    Rows are scored longest first, so that those of a batch are about equally long and a batch that is too large fails
-    at once. A batch is padded at the right, unmasked and without a cache: in a causal model, attention or Mamba, no
-    position sees what follows it. The head multiplies only the positions that are asked for, some at a time, so logits
-    take some hundred MB however long the rows are and however large the vocabulary; their softmax is in FP32.
+    Rows are scored longest first, so that the rows of a batch have similar lengths, and a batch that is too large fails
+    at once. A batch is padded at the right, without a mask or cache: in a causal model, attention or Mamba, no position
+    depends on later ones. The head multiplies only the requested positions, in parts, so logits take a few hundred MB
+    for any length and vocabulary. The softmax is in FP32.
 
     batch_rows: rows of a batch; None: as many as have BATCH_TOKENS padded tokens.
     """
@@ -206,7 +208,7 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row], progress: Progress | None = None) -> list[Scored]:
-        """Of each row, in order."""
+        """The result of each row, in order."""
         found: dict[int, Scored] = {}
         for batch in self.batches([len(row.tokens) for row in rows]):
             found.update(zip(batch, self._score_batch([rows[number] for number in batch]), strict=True))
@@ -215,7 +217,7 @@ class Scorer:
         return [found[number] for number in range(len(rows))]
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """The numbers of all rows in batches of neighbouring lengths, longest first."""
+        """Batches of row numbers with similar lengths, longest first."""
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         while order:
             count = self._batch_rows or max(1, BATCH_TOKENS // max(lengths[order[0]], 1))
@@ -244,8 +246,8 @@ class Scorer:
         return [Scored(*pair) for pair in zip(log_probs.split(ends), greedy.split(ends), strict=True)]
 
     def _states(self, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What the head reads, [rows, length, hidden], and the head; or logits, and what leaves them as they are, of a
-        model that does more than its head to them (some cap or scale them)."""
+        """The input of the head, [rows, length, hidden], and the head. If the model does more than its head computes
+        (some cap or scale logits): the logits, and an identity function."""
         head, decoder = self._model.get_output_embeddings(), self._model.get_decoder()
         if self._plain_head is None:
             probe = tokens[:1, :8]
@@ -258,7 +260,7 @@ class Scorer:
 
 
 class ProgressLine:
-    """How far it is, on a terminal's stderr once a second; elsewhere nothing."""
+    """Prints progress to stderr once a second if it is a terminal."""
 
     def __init__(self, what: str) -> None:
         self._what, self._last = what, 0.0

@@ -1,9 +1,8 @@
-"""What a model writes while it is trained: `validation.prompts` continued after each validation.
+"""Text samples during training: continuations of `validation.prompts` after each validation.
 
-With the weights of the moment in the compute dtype, no operand quantized (as scripts/generate.py has it), drawn at
-temperature 0.8 with the run's seed. The draws are the same every time, so that texts differ by what was learned.
-Training is not disturbed: recipes, mode and StepState are as before afterwards, parameters are sharded, nothing is
-drawn from a generator.
+They use the current weights in the compute dtype without quantization (like scripts/generate.py), temperature 0.8 and
+the run's seed. The random draws are the same every time, so only training changes the texts. Training is not affected:
+recipes, mode and StepState are restored, parameters stay sharded, and no generator is used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ TEMPERATURE = 0.8
 
 
 class Prompts(AtValidation):
-    """Records what the model writes after each of `validation.prompts`, whenever it is validated."""
+    """Records a continuation of each of `validation.prompts` at every validation."""
 
     def record(self, done: int) -> None:
         trainer, config = self.trainer, self.trainer.config.validation
@@ -29,7 +28,7 @@ class Prompts(AtValidation):
         settings = Settings(config.prompt_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
         requests = [Request(prompt_tokens(tokenizer, prompt)) for prompt in config.prompts]
         found: list[Continuation] | None = None
-        # Numbers that are not finite end a run elsewhere, with a diagnosis, if they have to.
+        # Training itself handles numbers that are not finite, with a diagnosis.
         with suppress(NotFiniteError), evaluation_mode(trainer.model), trainer.precision.other_recipes(lambda _: BF16):
             found = generate(trainer.model, requests, settings, trainer.progress.alive)
         samples: list[dict[str, Any]] = []

@@ -1,17 +1,16 @@
-"""Tasks of lm-eval by name, their documents loaded; and those that are made from the text that every Python carries, of
-which no run on the builtin corpus saw anything.
+"""Loads tasks of lm-eval by name, and makes our own tasks (`builtin`) from the text of Python's standard library.
 
-The documents of these are the held-out ones of `data/builtin.py`, as text: any tokenizer will do. Two tasks for each
-source, with their files in inference/task_files:
+Our tasks use the held-out documents of `data/builtin.py`, which no run on the built-in corpus has seen, as text, so
+they work with any tokenizer. There are two tasks for each source, with their files in inference/task_files:
 
-`cloze`: a line of a document without its last word, after up to 400 characters of what comes before it. Which word is
-it? Of four, the others are last words of other held-out lines of the source, drawn at random; so the right one and the
-wrong ones have the same distribution, and knowing how frequent words are tells nothing. A quarter is right by guessing.
+`cloze`: choose the last word of a line, after up to 400 characters of context. The three wrong choices are last words
+of other held-out lines of the source, drawn at random. So right and wrong words have the same distribution, and word
+frequencies do not help. Guessing gives 25%.
 
-`bytes`: passages of up to 2,000 characters, cut at ends of lines, of which the log-probability of every token counts.
+`bytes`: the log-probability of every token in passages of up to 2,000 characters, cut at line ends.
 
-What is chosen follows from hashes of the documents' names and line numbers: the same Python makes the same items. The
-repository has none of the text.
+Items are chosen by hashes of the documents' names and line numbers, so the same Python gives the same items. The
+repository contains none of the text.
 """
 
 from __future__ import annotations
@@ -40,43 +39,43 @@ from data.builtin import (
 from inference.models import MISSING, in_one_line
 
 SHIPPED = Path(__file__).resolve().parent / "task_files"
-# Raise `metadata.version` in inference/task_files with any change to what is chosen.
+# Increase `metadata.version` in inference/task_files with any change to the items.
 CLOZE, BYTES = "cloze", "bytes"
 CLOZE_ITEMS, BYTES_ITEMS = 400, 64
 _DISTRACTORS = 3
 _CONTEXT_CHARACTERS, _LEAST_CONTEXT = 400, 60
 _PASSAGE_CHARACTERS = 2000
-# A space, and then a word with at most punctuation after it: tokenizers cut there.
+# The last word of a line comes after a space, where tokenizers cut; only punctuation may follow it.
 _LAST_WORD = re.compile(r"(.*\S) ([A-Za-z_][A-Za-z0-9_]{2,})[^A-Za-z0-9_]*")
 
 
 def is_shipped(name: str) -> bool:
-    """Whether a name or pattern is of tasks, or the tag, of inference/task_files alone; lm-eval is not imported."""
+    """Whether a name, pattern or tag matches tasks in inference/task_files. Does not import lm-eval."""
     return bool(fnmatch.filter(["builtin", *(file.stem for file in SHIPPED.glob("*.yaml"))], name))
 
 
 def prepare_environment(names: Sequence[str]) -> None:
-    """Before lm-eval is imported, whose libraries read these variables then: no network if all tasks are shipped ones.
-    What the environment says already stays."""
+    """Set environment variables for lm-eval's libraries, which read them when they are imported: no network if all
+    tasks are shipped ones. Variables that are set already are not changed."""
     if all(map(is_shipped, names)):
         for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
             os.environ.setdefault(variable, "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Bootstraps would fork a process that has threads.
+    # Otherwise lm-eval's bootstrap forks this process, which has threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
 
 def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: int | None = None) -> Mapping[str, Any]:
-    """What lm-eval's `evaluate` takes: tasks and groups by name, their documents loaded.
+    """The tasks and groups for lm-eval's `evaluate`, by name, with loaded documents.
 
-    names: of tasks, groups, tags, patterns of these, or task files. include: a folder with task files. Raises
-    ValueError, in one line, for an unknown name, documents that cannot be had, a task that runs what a model writes,
-    and examples where a task wants none.
+    names: tasks, groups, tags, patterns of these, or task files. include: a folder with task files. Raises ValueError,
+    in one line, for an unknown name, documents that cannot be loaded, a task that runs the model's output as code, and
+    examples for a task that has none.
     """
     if include is not None and not include.is_dir():
         raise ValueError(f"--include-path {include} is not a folder; give the one with the task files")
-    manager = _manager(include, own=False)  # lm-eval's own are thousands of files
+    manager = _manager(include, own=False)  # first without lm-eval's own tasks, which are thousands of files
 
     def matching(name: str) -> list[str]:
         return [name] if name.endswith((".yaml", ".yml")) else manager.match_tasks([name])
@@ -87,21 +86,21 @@ def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: i
     for name in names:
         if not (names_of := matching(name)):
             close = difflib.get_close_matches(name, manager.all_tasks, 3)
-            hint = f"did you mean {', '.join(close)}?" if close else "--tasks builtin has all that are shipped"
+            hint = f"did you mean {', '.join(close)}?" if close else "--tasks builtin runs all shipped tasks"
             raise ValueError(f"there is no task {name!r}; {hint}")
         found += names_of
     loaded: Any = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in dict.fromkeys(found):
         try:
             more = manager.load([name])
-        except Exception as error:  # any type: of datasets, of hub and network, of the task's own code
+        except Exception as error:  # any type: from datasets, the hub, the network or the task's own code
             raise ValueError(
-                f"task {name} cannot be loaded ({in_one_line(error)}); a standard task needs a network once, or its "
+                f"task {name} cannot be loaded ({in_one_line(error)}); a standard task needs the network once, or its "
                 "dataset in the cache of Hugging Face (HF_HOME)"
             ) from error
         for part in loaded:
             loaded[part].update(more.get(part, {}))
-    for name, task in loaded["tasks"].items():  # as lm-eval's simple_evaluate does, but that nothing is left out
+    for name, task in loaded["tasks"].items():  # as in simple_evaluate, but an option without effect is an error
         if getattr(task, "UNSAFE_CODE", False):
             raise ValueError(
                 f"task {name} runs the code that the model writes; export the model and run it with lm-eval's own "
@@ -117,7 +116,7 @@ def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: i
 
 
 def _manager(include: Path | None, own: bool) -> Any:
-    """own: with lm-eval's own tasks. Files in folders that are named later override."""
+    """The task files of SHIPPED, then of `include`, which override. own: also lm-eval's own tasks."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -128,9 +127,8 @@ def _manager(include: Path | None, own: bool) -> Any:
 
 
 def load_dataset(kind: str, source: str, **_: Any) -> dict[str, Any]:
-    """What the task files of inference/task_files name as their data, for lm-eval: the split `test`, of the items of
-    this Python. kind, source: CLOZE or BYTES, of CODE or PROSE. Raises ValueError for a Python without its sources.
-    """
+    """The data of a task in inference/task_files, which lm-eval calls: {"test": items of this Python}. kind: CLOZE or
+    BYTES. source: CODE or PROSE. Raises ValueError for a Python without the standard library's source code."""
     import datasets
 
     return {"test": datasets.Dataset.from_list(_items()[f"{kind}_{source}"])}
@@ -145,10 +143,10 @@ def _items() -> dict[str, list[dict[str, Any]]]:
 
 
 def make_items(documents: Sequence[Document]) -> dict[str, list[dict[str, Any]]]:
-    """`cloze_code` and so on -> its items, from the held-out documents among these; as many as there are, up to
-    CLOZE_ITEMS and BYTES_ITEMS. Pure.
+    """The items of `cloze_code`, `bytes_code` and so on, from the held-out documents among these: at most CLOZE_ITEMS
+    and BYTES_ITEMS.
 
-    cloze: origin, context, choices, answer (its number). bytes: origin, text.
+    cloze: origin, context, choices, answer (the index of the right choice). bytes: origin, text.
     """
     _, held_out = split_documents(documents, HELD_OUT_FRACTION)
     items: dict[str, list[dict[str, Any]]] = {}
@@ -164,7 +162,7 @@ def make_items(documents: Sequence[Document]) -> dict[str, list[dict[str, Any]]]
 
 
 def _passages(document: Document) -> Iterator[str]:
-    """The document's text in pieces of whole lines; a line that is longer than a piece is one."""
+    """The document's text in passages of complete lines; a longer line is one passage."""
     piece = ""
     for line in document.text.splitlines(keepends=True):
         if piece and len(piece) + len(line) > _PASSAGE_CHARACTERS:
@@ -183,11 +181,11 @@ def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
             match = _LAST_WORD.fullmatch(line.rstrip("\n"))
             context = before + (match[1] if match else "")
             if match and len(context) >= _LEAST_CONTEXT:
-                # A document may share its origin with others, such as the docstrings of a module.
+                # Several documents may have the same origin, such as the docstrings of a module.
                 name = f"{document.origin}/{_hash(document.text):x}/{line_number}"
                 lines.append((name, document.origin, context, match[2]))
             before += line
-            if len(before) > _CONTEXT_CHARACTERS:  # the last whole lines of it
+            if len(before) > _CONTEXT_CHARACTERS:  # keep the last complete lines
                 before = before[-_CONTEXT_CHARACTERS:]
                 before = before[before.index("\n") + 1 :] if "\n" in before[:-1] else before
     items, words = [], sorted(line[3] for line in lines)
@@ -200,7 +198,7 @@ def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
 
 
 def _distractors(name: str, word: str, words: Sequence[str]) -> list[str]:
-    """Up to three of `words` that differ from the word and each other, each as likely as it is frequent."""
+    """Up to three different words other than `word`, drawn from `words` at random by their frequency."""
     found: list[str] = []
     for draw in range(64):
         other = words[_hash(f"{name}/{draw}") % len(words)]

@@ -1,21 +1,21 @@
-"""Continue texts with a checkpoint's model.
+"""Generate text with a checkpoint's model.
 
     python scripts/generate.py runs/default --prompt "def main("
     python scripts/generate.py runs/default/checkpoints/step_00000200 --prompt Once --prompt Twice --samples 3
-    python scripts/generate.py runs/default --file prompts.txt          a prompt a line
-    git diff | python scripts/generate.py runs/default                  what is piped in is one prompt
+    python scripts/generate.py runs/default --file prompts.txt          one prompt per line
+    git diff | python scripts/generate.py runs/default                  the input is one prompt
 
-Prints every prompt with its continuation: a single one as it is made. A text ends with the token that ends a document,
-or after --max-tokens. An empty prompt begins a new document. The same prompt, seed and settings give the same text,
-whatever else is asked for beside it; another sample is another draw.
+Prints every prompt with its continuation; a single one is printed while it is generated. A text ends at the
+end-of-document token or after --max-tokens. An empty prompt begins a new document. The same prompt, seed and settings
+give the same text, independent of other prompts; each sample has its own random draws.
 
---weights master multiplies with the FP32 masters in the compute dtype; `trained` multiplies, in the linears whose
-weights were quantized in the forward pass at the end of training, with these codes and scales. Activations are not
-quantized in either: their maximum would tie a token to the texts beside it. Attention, scan and convolution run in
-plain PyTorch on any device, in one process.
+--weights master uses the FP32 masters in the compute dtype. --weights trained uses, in the linears whose weights were
+quantized in the forward pass at the end of training, the same codes and scales. Activations are not quantized in either
+case: their amax would make a text depend on the others in its batch. Attention, scan and convolution run in plain
+PyTorch on any device, in one process.
 
-Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the model's numbers are; 130 Ctrl-C; 141 its
-output was closed.
+Exit codes: 0; 2 wrong arguments or logits that are not finite, with one line on stderr; 130 Ctrl-C; 141 the output was
+closed.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def main(arguments: list[str]) -> int:
     try:
         return run_command("generate.py", lambda: run(options), refusals=refusals)
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # a CPU that has too little has no type of its own
+        if "can't allocate memory" not in str(error):  # too little memory on a CPU has no exception type of its own
             raise
-        say("generate.py: not enough memory; give less --max-tokens, --batch or prompt")
+        say("generate.py: not enough memory; lower --max-tokens or --batch, or shorten the prompts")
         return 2
 
 
@@ -71,35 +71,35 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
-    add("--prompt", action="append", default=[], help="a text to continue; may be given again")
-    add("--file", type=Path, help="a file with a prompt on each line; empty lines are left out")
+    add("checkpoint", type=Path, help="folder of a checkpoint, or of a run (its newest checkpoint)")
+    add("--prompt", action="append", default=[], help="a text to continue; may be repeated")
+    add("--file", type=Path, help="a file with one prompt per line; empty lines are skipped")
     add("--max-tokens", type=int, default=128, metavar="N", help="new tokens of a text (default: 128)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)")
-    add("--top-p", type=float, default=0.95, metavar="P", help="draw among the likeliest (default: 0.95)")
-    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default: 0.8)")
+    add("--top-p", type=float, default=0.95, metavar="P", help="draw from the most likely tokens (default: 0.95)")
+    add("--seed", type=int, default=0, help="of the random draws (default: 0)")
     add("--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
     add("--weights", choices=("master", "trained"), default="master", help="see above")
     add("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16"), help="of the computation (default: BF16 on CUDA, else FP32)")
-    add("--tokenizer", help="where the run's tokenizer is now, if it was moved")
-    add("--batch", type=int, default=16, metavar="N", help="texts made side by side (default: 16)")
+    add("--tokenizer", help="path of the run's tokenizer, if it was moved")
+    add("--batch", type=int, default=16, metavar="N", help="texts generated at the same time (default: 16)")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Open, load, write."""
+    """Load the model, generate, print."""
     for name in ("samples", "batch"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)} is less than 1")
     sampling = Sampling(options.temperature, options.top_p, options.seed)
     if options.temperature == 0 and options.samples > 1:
-        raise ValueError(f"--samples {options.samples} with --temperature 0 would all be the same; leave one out")
+        raise ValueError(f"--samples {options.samples} with --temperature 0 would all be equal; leave one of them out")
     given = given_prompts(options)
     checkpoint = open_checkpoint(options.checkpoint, CONFIGS)
     tokenizer = tokenizer_of(checkpoint, options.tokenizer)
     if tokenizer is None:
-        problem = f"the run of {checkpoint.folder} knew of no tokenizer"
+        problem = f"the run of {checkpoint.folder} has no tokenizer"
         raise ValueError(f"{problem}; give the one that made its data as --tokenizer PATH")
     settings = Settings(options.max_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
     prompts = [prompt_tokens(tokenizer, prompt) for prompt in given]
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     say(f"{checkpoint.folder}: step {checkpoint.step:,}, {checkpoint.tokens:,} tokens; {weights}, {where}")
     longest, trained_on = max(map(len, prompts)) + settings.max_tokens, checkpoint.config.train.sequence_length
     if longest > trained_on:
-        say(f"texts of up to {longest} tokens, of a model trained on sequences of {trained_on}")
+        say(f"texts of up to {longest} tokens, but the model was trained on sequences of {trained_on}")
     began = time.monotonic()
     requests = [Request(prompt, sample) for prompt in prompts for sample in range(options.samples)]
     if len(requests) == 1:
@@ -122,13 +122,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def given_prompts(options: argparse.Namespace) -> list[str]:
-    """All that are given, in order."""
+    """The prompts of --prompt and --file, or the standard input."""
     prompts = list(options.prompt)
     if options.file is not None:
         try:
             prompts += [line for line in options.file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except UnicodeDecodeError as error:
-            raise ValueError(f"{options.file} is not UTF-8 ({error}); write it in that encoding") from error
+            raise ValueError(f"{options.file} is not UTF-8 ({error}); convert it to UTF-8") from error
     elif not prompts and not sys.stdin.isatty():
         prompts = list(filter(None, [sys.stdin.read().removesuffix("\n")]))
     if not prompts:
@@ -137,7 +137,7 @@ def given_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridModel, str]:
-    """The model, and which weights it multiplies with, in words."""
+    """The model, and which weights it uses, as text."""
     device = device_named(options.device)
     name = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     model = load_model(checkpoint, compute_dtype=getattr(torch, name), device=device)
@@ -149,17 +149,18 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
         trained_in = getattr(torch, config.precision.compute_dtype)
         count = weights_as_trained(model, plan, trained_in, config.parallel.tensor)
         if not count or checkpoint.weights_only:
+            when = "of its training" if switched_at is None else "since the precision switch"
             raise ValueError(
                 f"--weights trained: {checkpoint.folder} has no linear whose weights were quantized in the forward "
-                f"pass {'of its training' if switched_at is None else 'since the precision switch'}; leave it at master"
+                f"pass {when}; use --weights master"
             )
-        weights = f"weights of {count} of {len(plan.rows)} linears as they were trained"
+        weights = f"weights of {count} of {len(plan.rows)} linears as trained"
     lower_weights(model, model.embedding.dtype)
     return model, weights
 
 
 def follow(model: HybridModel, tokenizer: TextTokenizer, settings: Settings, request: Request) -> int:
-    """Print a prompt with its continuation while it is made; returns how many tokens are new."""
+    """Print a prompt and its continuation while it is generated; returns the number of new tokens."""
     count, text = 0, TextStream(tokenizer, request.tokens)
     write(tokenizer.decode(request.tokens))
     for (token,) in stream(model, [request], settings):
@@ -177,7 +178,7 @@ def write_all(
     requests: list[Request],
     options: argparse.Namespace,
 ) -> int:
-    """Print every prompt with its continuations, under a header each; returns how many tokens are new."""
+    """Print every text under a header; returns the number of new tokens."""
     count = 0
     for first in range(0, len(requests), options.batch):
         part = requests[first : first + options.batch]
@@ -191,13 +192,13 @@ def write_all(
 
 
 def write(text: str) -> None:
-    """To stdout, at once."""
+    """Write to stdout without buffering."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def say(text: str) -> None:
-    """To stderr."""
+    """Print to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -118,9 +118,9 @@ def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
     checkpoint.config = config_from_saved(checkpoint.trainer["config"], overrides, CONFIGS, opens_data=False)
     options = parse([str(run), "--weights", "trained"])
     try:
-        assert load(checkpoint, options)[1] == "weights of 6 of 8 linears as they were trained"
+        assert load(checkpoint, options)[1] == "weights of 6 of 8 linears as trained"
         checkpoint.trainer["switch"]["switched_at"] = 1
-        with pytest.raises(ValueError, match="in the forward pass since the precision switch; leave it at master"):
+        with pytest.raises(ValueError, match="in the forward pass since the precision switch; use --weights master"):
             load(checkpoint, options)
     finally:
         leave_distributed()
@@ -134,9 +134,9 @@ def test_what_is_wrong_is_one_line(run: Path, said, tmp_path: Path) -> None:
     for arguments, wrong in (
         (["nowhere"], "nowhere is not a folder"),
         ([run, "--batch", "0"], "--batch 0 is less than 1"),
-        ([run, "--samples", "2", "--temperature", "0"], "would all be the same"),
+        ([run, "--samples", "2", "--temperature", "0"], "would all be equal"),
         ([run, "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory"),
-        ([bare], "knew of no tokenizer; give the one that made its data as --tokenizer PATH"),
+        ([bare], "has no tokenizer; give the one that made its data as --tokenizer PATH"),
         ([bare, *its_own, "--weights", "trained"], "has no linear whose weights were quantized in the forward pass"),
         ([damaged, *its_own], "has changed since it was written"),
     ):

@@ -179,17 +179,17 @@ def without_a_weight(folder: Path) -> None:
     [
         ("{folder} --tasks fox_chioce", "there is no task 'fox_chioce'; did you mean fox_choice"),
         ("{folder} --tasks fox_text --num-fewshot 2", "task fox_text takes no examples"),
-        ("{folder} {folder} --tasks fox_text", "two models are called hybrid; name them"),
+        ("{folder} {folder} --tasks fox_text", "two models have the name hybrid; name them"),
         ("{folder} --tasks fox_gone", "task fox_gone cannot be loaded .*gone.jsonl"),
-        ("{folder} --tasks fox_text --device cuda:77", "--device cuda:77 is not here"),
+        ("{folder} --tasks fox_text --device cuda:77", "--device cuda:77 cannot be used"),
         ("{folder} --tasks fox_write --max-length 4", "lm-eval refuses hybrid: .*must be less than"),
-        ("{folder} --tasks fox_text --tokenizer x", "--tokenizer x is for checkpoints, and folders have"),
-        ("{checkpoint} --tasks fox_text", "its run knew of no tokenizer; give the one of its data"),
+        ("{folder} --tasks fox_text --tokenizer x", "--tokenizer x is for checkpoints; folders have"),
+        ("{checkpoint} --tasks fox_text", "its run has no tokenizer; give the one of its data"),
         (
             "{layout} --tasks fox_text",
-            r"is in the layout of modelopt, .* --format nvfp4-compressed-tensors, or without",
+            r"has the layout of modelopt, .* --format nvfp4-compressed-tensors, or without",
         ),
-        ("{part} --tasks fox_text", r"is not a whole model: missing keys .*up_proj.weight; export it again"),
+        ("{part} --tasks fox_text", r"is not a complete model: missing keys .*up_proj.weight; export it again"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(

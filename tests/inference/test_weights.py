@@ -73,8 +73,8 @@ STOCHASTIC = replace(NVFP4, fprop=Gemm(Operand(), Operand("nvfp4", (1, 16), "sto
 @pytest.mark.parametrize(
     ("recipe", "shards", "trained_in", "wrong"),
     [
-        (STOCHASTIC, 1, torch.bfloat16, "rounded stochastically"),
-        (replace(TRANSFORMED, rht_signs="fresh"), 1, torch.bfloat16, "signs of a step"),
+        (STOCHASTIC, 1, torch.bfloat16, "stochastic rounding"),
+        (replace(TRANSFORMED, rht_signs="fresh"), 1, torch.bfloat16, "signs of each step"),
         (replace(NVFP4, amax="shard"), 2, torch.bfloat16, "each of 2 shards"),
         (NVFP4, 1, torch.float32, "compute in FP32"),
     ],
