@@ -1,1 +1,1 @@
-"""Commands, each run as `python scripts/NAME.py`; its first lines say how."""
+"""Commands, run as `python scripts/NAME.py`. The docstring at the top of each explains how to use it."""

@@ -1,18 +1,18 @@
-"""Find out which linears suffer most from quantization, and write a plan that keeps those in BF16.
+"""Find the linears with the largest quantization errors, and write a plan file that keeps them in BF16.
 
     python scripts/analyze_precision.py runs/8b/checkpoints/step_00002000 --budget 0.15 --output plan.yaml
     python pretrain.py ... precision.bf16_blocks.first=0 precision.bf16_blocks.last=0 \\
         precision.bf16_blocks.file=plan.yaml
 
-The checkpoint's model runs forward and backward over a few micro-batches of its own run's data, with *every* linear
-quantized by the run's recipe, and each linear's products are compared with unquantized ones of the same inputs (see
-megatron_fp4/measure/diagnostics.py). Nothing is updated or written but the plan. `key=value` changes the run's
-configuration: `precision=nvfp4` for the checkpoint of a BF16 run, `parallel.tensor=1` to analyze it in one process.
-Under torchrun every data-parallel rank contributes its micro-batches.
+The checkpoint's model runs forward and backward on a few micro-batches of its own run's data, with *every* linear
+quantized by the run's recipe. The result of each GEMM is compared with the unquantized GEMM of the same inputs (see
+megatron_fp4/measure/diagnostics.py). Weights are not updated, and only the plan is written. `key=value` changes the
+run's configuration: `precision=nvfp4` for the checkpoint of a BF16 run, `parallel.tensor=1` to analyze it in one
+process. Under torchrun every data-parallel rank measures its own micro-batches.
 
-The ranking is by the error of the forward product, which finds the linears that cost a hybrid of 30M most
-(docs/research.md, "What removes half of it?"). `--gemm wgrad` ranks by the weight gradient's, by which the paper sees
-the last layers stand out (appendix E.2).
+By default linears are ranked by the error of fprop, which finds those that cost a hybrid of 30M most (docs/research.md,
+"What removes half of it?"). `--gemm wgrad` ranks by the error of the weight gradient, which is largest in the last
+layers according to the paper (appendix E.2).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from pretrain import CONFIGS
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
+    """Run the command; returns the exit code: 0, or 2 after an error of the user, with a line on stderr."""
     options = parse(arguments)
     refusals = (ValueError, OSError, CheckpointError)
     return run_command("analyze_precision.py", lambda: analyze(options), options.output, refusals)
@@ -62,12 +62,12 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run (its newest checkpoint)")
     parser.add_argument("overrides", nargs="*", help="key=value: changes of the run's configuration")
     parser.add_argument("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     parser.add_argument("--budget", type=float, default=0.15, help="share of linears to keep in BF16 (default 0.15)")
-    parser.add_argument("--gemm", choices=GEMMS, default="fprop", help="whose error ranks (default fprop)")
-    parser.add_argument("--micro-batches", type=int, default=4, help="to measure, on every rank (default 4)")
+    parser.add_argument("--gemm", choices=GEMMS, default="fprop", help="rank by the error of this GEMM (default fprop)")
+    parser.add_argument("--micro-batches", type=int, default=4, help="to measure on every rank (default 4)")
     parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="the plan to write (default plan.yaml)")
     return parser.parse_intermixed_args(arguments)
 
@@ -75,7 +75,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def analyze(options: argparse.Namespace) -> int:
     """Measure, rank, select, print, write."""
     if options.micro_batches < 1:
-        raise ConfigError(f"--micro-batches {options.micro_batches}: at least 1 must be measured")
+        raise ConfigError(f"--micro-batches {options.micro_batches}: give 1 or more")
     check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
     manifest = read_manifest(checkpoint)
@@ -110,25 +110,26 @@ def analyze(options: argparse.Namespace) -> int:
 
 
 def analysis_config(checkpoint: Path, manifest: Manifest, overrides: list[str], trusted: bool) -> Config:
-    """The run's configuration with every linear quantized, and no switch. ConfigError if the recipe quantizes none."""
+    """The run's configuration with every linear quantized, and without a precision switch. Raises ConfigError if the
+    recipe quantizes nothing."""
     saved = json.loads(read_checked(checkpoint, TRAINER, manifest.files))["config"]
     config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS, trusted=trusted)
     if not recipe_from_config(config.precision).quantized:
         raise ConfigError(
-            f"the run of {checkpoint} quantizes nothing (precision {config.precision.name}), so there is nothing to "
-            "measure; name a recipe, as in precision=nvfp4"
+            f"the run of {checkpoint} quantizes nothing (precision={config.precision.name}), so there is nothing to "
+            "measure; name a recipe, such as precision=nvfp4"
         )
     precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), exceptions=[])
     return replace(config, precision=precision)
 
 
 def measure(run: Trainer, start: int, count: int) -> tuple[dict[str, LinearMeasurement], int]:
-    """Errors of all linears over `count` micro-batches of this rank, those that follow step `start` where there are,
-    and how many they were: all of the run's if it has fewer."""
+    """The errors of all linears over `count` micro-batches of this rank, and how many were measured (fewer if the run
+    has fewer). It uses the micro-batches after step `start`, or the last ones of a finished run."""
     steps = run.config.train.steps
     least = min(run.data.loader.num_micro_batches(span.first_step) for span in run.data.phases.spans)
     num_steps = min(steps, -(-count // least))
-    start = min(start, steps - num_steps)  # a finished run has no data left, and goes over its last again
+    start = min(start, steps - num_steps)  # a finished run has no data left, so use its last steps
     left = count
     probe = Probe(once=False)
     with probe.attached(run.precision.linears):
@@ -149,13 +150,13 @@ Errors = Mapping[str, Mapping[str, float]]  # linear -> GEMM -> relative error o
 
 
 def rank_linears(linears: Iterable[LinearShape], errors: Errors, gemm: str) -> list[LinearShape]:
-    """The linears by the error of `gemm`, worst first (not a number is worst of all); equal ones in the order given.
+    """The linears by the error of `gemm`, the worst first (NaN is the worst); with equal errors in the given order.
 
-    Raises ValueError for a linear without measurements, or a GEMM that no linear was measured at.
+    Raises ValueError for a linear without measurements, or a GEMM without measurements.
     """
     shapes = list(linears)
     if missing := [shape.name for shape in shapes if shape.name not in errors]:
-        raise ValueError(f"nothing was measured at {missing[0]} ({len(missing)} linears in all); is it ever used?")
+        raise ValueError(f"nothing was measured for {missing[0]} ({len(missing)} linears in all); is it ever used?")
     if not any(gemm in errors[shape.name] for shape in shapes):
         raise ValueError(f"--gemm {gemm}: the recipe quantizes no operand of {gemm}; choose another GEMM or recipe")
     scores = {name: math.inf if math.isnan(of.get(gemm, 0.0)) else of.get(gemm, 0.0) for name, of in errors.items()}
@@ -163,11 +164,11 @@ def rank_linears(linears: Iterable[LinearShape], errors: Errors, gemm: str) -> l
 
 
 def number_in_bf16(count: int, budget: float) -> int:
-    """How many of `count` linears a `budget`, their share, keeps in BF16. Raises ValueError for another budget, or if
-    it keeps none."""
+    """How many of `count` linears stay in BF16 with `budget`, their largest share. Raises ValueError for a budget that
+    is no share, or that keeps none."""
     if not 0 < budget < 1:
-        raise ValueError(f"--budget {budget} is not a share of them; give a number above 0 and below 1, such as 0.15")
-    # A product such as 0.15 * 20 may come out a hair under the whole number that it stands for.
+        raise ValueError(f"--budget {budget} is not a share; give a number above 0 and below 1, such as 0.15")
+    # A product such as 0.15 * 20 may be slightly smaller than the integer that it should be.
     kept = math.floor(budget * count * (1 + 1e-12))
     if not kept:
         smallest = math.ceil(1e4 / count) / 1e4
@@ -176,10 +177,10 @@ def number_in_bf16(count: int, budget: float) -> int:
 
 
 def plan_file(ranked: Sequence[LinearShape], kept: int, errors: Errors, facts: Mapping[str, Any]) -> str:
-    """The text of a plan file for `precision.bf16_blocks.file` that keeps the first `kept`.
+    """The text of a plan file for `precision.bf16_blocks.file` that keeps the first `kept` linears in BF16.
 
-    Its list `bf16` is what a run reads, by block; `selection` (`facts` and the shares kept) and `measured` (all
-    linears, worst first) are for people.
+    A run reads only the list `bf16`. `selection` (`facts` and the shares) and `measured` (all linears, the worst first)
+    are for readers.
     """
     chosen = sorted(ranked[:kept], key=lambda shape: (shape.block, shape.name))
     shares = {
@@ -196,7 +197,7 @@ def plan_file(ranked: Sequence[LinearShape], kept: int, errors: Errors, facts: M
 
 
 def table(ranked: Sequence[LinearShape], kept: int, errors: Errors) -> str:
-    """Linears, worst first, with their errors; the first `kept` stay in BF16."""
+    """A table of the linears with their errors, the worst first; the first `kept` stay in BF16."""
     width, total = max(len(shape.name) for shape in ranked), sum(shape.parameters for shape in ranked)
     lines = [f"{'linear':<{width}}   fprop   dgrad   wgrad   {'FLOPs':>6}"]
     for i, shape in enumerate(ranked):
@@ -204,7 +205,7 @@ def table(ranked: Sequence[LinearShape], kept: int, errors: Errors) -> str:
         shown = "  ".join(f"{of[gemm]:.4f}" if gemm in of else "     -" for gemm in GEMMS)
         mark = "BF16" if i < kept else ""
         lines.append(f"{shape.name:<{width}}  {shown}   {shape.parameters / total:>6.1%}  {mark}".rstrip())
-    lines.append("fprop, dgrad, wgrad: relative error of the result; FLOPs: share of those of all linears")
+    lines.append("fprop, dgrad, wgrad: relative error of the result; FLOPs: share of the FLOPs of all linears")
     return "\n".join(lines)
 
 

@@ -1,17 +1,17 @@
-"""How fast this machine trains, and how much memory it takes.
+"""Measure how fast this machine trains, and how much memory training takes.
 
     python scripts/benchmark.py linear     one linear, forward and backward, by recipe
     torchrun --nproc-per-node 4 scripts/benchmark.py parallel [--against one.json] model=... ...
-                                           whole steps on a mesh, and how well it scales from another
+                                           complete steps on a mesh, and how well they scale from another mesh
 
-`parallel` has the overrides of pretrain.py and takes steps as pretrain.py does, on random tokens. The peak of memory
-that it prints is what `pretrain.py run.dry=true` plans (train.cuda_graphs=false). Where the time of a step goes, by
-kernel, is what `pretrain.py logging.profile_steps=[11,13]` writes.
+`parallel` takes the overrides of pretrain.py and makes the same steps as pretrain.py, on random tokens. It prints the
+peak memory, which `pretrain.py run.dry=true` estimates (with train.cuda_graphs=false). For the time of each kernel in a
+step use `pretrain.py logging.profile_steps=[11,13]`.
 
-Times are medians after warming up. Ratios compare times of one run: single figures differ between machines, cards and
-days. A linear's time is that of the GPU with its queue full, as in the middle of a model.
+Times are medians after a warm-up. Compare only the ratios of one run, because single times differ between machines,
+cards and days. The time of a linear is measured with a full GPU queue, as inside a model.
 
-Exit code: 0; 2 with a line on stderr for what the user got wrong.
+Exit code: 0; 2 after an error of the user, with a line on stderr.
 """
 
 from __future__ import annotations
@@ -61,27 +61,27 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options of the command line."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsers = parser.add_subparsers(dest="command", required=True)
     commands = {name: parsers.add_parser(name, description=function.__doc__) for name, function in COMMANDS.items()}
     for name, command in commands.items():
-        command.add_argument("--output", type=Path, help="where to write the JSON")
+        command.add_argument("--output", type=Path, help="JSON file to write")
         if name != "linear":
             command.add_argument("overrides", nargs="*", help="as for pretrain.py")
     add = commands["linear"].add_argument
-    add("--precisions", default="bf16,nvfp4", help="presets, by commas; the first is 1x")
-    add("--shapes", default="8192x4096x21504,8192x2048x6144", help="tokens x inputs x outputs, by commas")
-    add("--iterations", type=int, default=10)
+    add("--precisions", default="bf16,nvfp4", help="precision configs, separated by commas; the first is 1x")
+    add("--shapes", default="8192x4096x21504,8192x2048x6144", help="tokens x inputs x outputs, separated by commas")
+    add("--iterations", type=int, default=10, help="rounds of measurements (default 10)")
     add = commands["parallel"].add_argument
     add("--warmup", type=int, default=5, help="steps before the timed ones")
     add("--steps", type=int, default=10, help="timed steps")
-    add("--against", type=Path, help="the JSON of another mesh, to compare with")
+    add("--against", type=Path, help="JSON file of another mesh to compare with")
     return parser.parse_args(arguments)
 
 
 def written(found: Any, output: Path | None, lines: Iterable[str]) -> int:
-    """Print the lines of the first rank, write what was found as JSON, return 0."""
+    """On rank 0 print the lines and write `found` as JSON. Returns 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
         if output:
@@ -90,7 +90,7 @@ def written(found: Any, output: Path | None, lines: Iterable[str]) -> int:
 
 
 def machine(device: torch.device) -> str:
-    """What the figures were measured on."""
+    """The device and the torch version."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return f"{name}, torch {torch.__version__}"
 
@@ -99,7 +99,8 @@ def machine(device: torch.device) -> str:
 
 
 def linear(options: argparse.Namespace) -> int:
-    """One linear, forward and backward, all three GEMMs, by recipe; weights are quantized anew each time, or kept."""
+    """One linear, forward and backward (all three GEMMs), by recipe; with quantization of the weight at each call, and
+    with the cached quantized weight."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = options.precisions.split(",")
     recipes = [recipe_from_config(compose_config([f"precision={name}"], CONFIGS).precision) for name in names]
@@ -112,7 +113,7 @@ def linear(options: argparse.Namespace) -> int:
                 calls.append(linear_call(shape, recipe, kept, device))
         for call in calls:
             median_milliseconds(call, device, 5)  # compiles
-        # In turns, so that a change of clocks meets all of them.
+        # In turns, so that a change of the clock rate affects all of them.
         rounds = [[median_milliseconds(call, device, 8) for call in calls] for _ in range(options.iterations)]
         times = [statistics.median(of_call) for of_call in zip(*rounds, strict=True)]
         for row, milliseconds in zip(rows[-len(calls) :], times, strict=True):
@@ -129,7 +130,8 @@ def linear(options: argparse.Namespace) -> int:
 
 
 def linear_call(shape: tuple[int, ...], recipe: Recipe, kept: bool, device: torch.device) -> Callable[[], None]:
-    """What runs one linear of tokens x inputs x outputs forward and backward."""
+    """A function that runs a linear with the shape (tokens, inputs, outputs) forward and backward. kept: whether it
+    caches the quantized weight."""
     tokens, in_features, out_features = shape
     x = torch.randn(tokens, in_features, device=device, dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn(tokens, out_features, device=device, dtype=torch.bfloat16)
@@ -145,8 +147,8 @@ def linear_call(shape: tuple[int, ...], recipe: Recipe, kept: bool, device: torc
 
 
 def median_milliseconds(function: Callable[[], Any], device: torch.device, iterations: int) -> float:
-    """Median time of `function`. The GPU gets other work first, so that it never waits for Python (a few hundred
-    kernels at most)."""
+    """Median time of `function`, which may launch a few hundred kernels. The GPU gets other work first, so that it does
+    not wait for Python."""
     times: list[float] = []
     if device.type == "cpu":
         for _ in range(iterations):
@@ -170,8 +172,8 @@ def median_milliseconds(function: Callable[[], Any], device: torch.device, itera
 
 
 def random_micro_batches(config: Config, mesh: ParallelMesh) -> list[MicroBatch]:
-    """This rank's share of a step of random tokens, in pinned memory as the loader's on a GPU; where documents are
-    masked, each row is one."""
+    """This rank's micro-batches of a step, with random tokens; for a GPU in pinned memory, as from the loader. If
+    documents are masked, each row is one document."""
     rows, length = config.train.micro_batch_size, config.train.sequence_length
     num_targets = None if config.data.boundary_loss else rows * length
     batches = []
@@ -187,8 +189,9 @@ def random_micro_batches(config: Config, mesh: ParallelMesh) -> list[MicroBatch]
 
 
 def parallel(options: argparse.Namespace) -> int:
-    """Whole steps (forward, backward, reduction, norm, clipping, update) on this mesh, and how well it scales from that
-    of `--against`. For weak scaling let train.global_batch_size grow with the ranks; for tensor parallelism keep it."""
+    """Complete steps (forward, backward, reduction, norm, clipping, update) on this mesh, and how well it scales from
+    the mesh of `--against`. For weak scaling increase train.global_batch_size with the number of ranks; to compare
+    tensor parallelism keep it."""
     baseline = json.loads(options.against.read_text()) if options.against else None
     config = configure(options.overrides)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
@@ -209,7 +212,7 @@ def parallel(options: argparse.Namespace) -> int:
             torch.cuda.synchronize(device)
 
     def step() -> None:
-        """The next one, on the same tokens each time."""
+        """One step; every step has the same tokens."""
         synchronize()
         dist.barrier()
         synchronize()
@@ -223,7 +226,7 @@ def parallel(options: argparse.Namespace) -> int:
         seconds.append(time.perf_counter() - began)
 
     for number in range(options.warmup + options.steps):
-        if number == 1 and on_gpu:  # a graph's memory shows when it is captured, not in replays
+        if number == 1 and on_gpu:  # after step 0; a graph's memory is counted when it is captured, not in replays
             torch.cuda.reset_peak_memory_stats(device)
         step()
     median = statistics.median(seconds[options.warmup :])

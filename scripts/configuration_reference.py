@@ -1,9 +1,9 @@
 """Write docs/configuration.md: every key of a configuration with its type, default, range and explanation.
 
-Everything is read from the dataclasses of megatron_fp4/config: types, ranges and defaults from their fields,
-explanations from their docstrings, where `key: text` or `key, other: text` explains keys and what comes first the
-section. What the default run sets otherwise (configs/config.yaml and the groups that it chooses) stands beside the
-default.
+Everything comes from the dataclasses of megatron_fp4/config: types, ranges and defaults from their fields, explanations
+from their docstrings. In a docstring `key: text` or `key, other: text` explains keys, and the text before the first key
+explains the section. If the default run (configs/config.yaml and the options that it chooses) sets another value, the
+page shows it beside the default.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ INTRODUCTION = f"""\
 
 <!-- Written by scripts/configuration_reference.py from megatron_fp4/config; a test compares. Change it there. -->
 
-Every key that a run has. On the command line `key=value` sets one (`train.steps=1000`), `group=option` takes a file
-of `configs/` (`model=hybrid_60m`), and `python pretrain.py --help` lists both with the values of the default run. A key
-that does not exist, a value out of its range and combinations that cannot run are refused in one line. Lists
-and mappings are written as in `'data.sources={{web: /data/web}}'`; in files of `configs/` they are YAML. Numbers may be
-written as 10k, 1.5M or 1e3. Integers without another upper limit end at {MOST:,}.
+All keys of a run's configuration. On the command line `key=value` sets a key (`train.steps=1000`) and `group=option`
+selects a file of `configs/` (`model=hybrid_60m`); `python pretrain.py --help` lists both with the values of the default
+run. An unknown key, a value out of range or an impossible combination ends the command with one line. Write lists and
+mappings as in `'data.sources={{web: /data/web}}'`; in files of `configs/` they are YAML. Numbers may be written as 10k,
+1.5M or 1e3. Integers are at most {MOST:,} unless another limit is given.
 
-*Default* is what holds where nothing else says otherwise. What the default run has instead, by `configs/config.yaml`
-and the options marked * below, stands after an arrow.
+*Default* is the value of a key that nothing sets. An arrow leads to the value in the default run, which comes from
+`configs/config.yaml` and the options marked * below.
 """
 
 
@@ -68,24 +68,24 @@ def page() -> str:
 
 
 def _explanations(cls: type) -> tuple[str, dict[str, str]]:
-    """What the docstring of a dataclass says of the whole, and, with those of its bases, of each key."""
-    whole, found = "", dict[str, str]()
+    """The explanation of a dataclass, and of each of its keys, from its docstring and those of its base classes."""
+    section_text, found = "", dict[str, str]()
     for one in reversed([base for base in cls.__mro__ if is_dataclass(base)]):
         text = " ".join(inspect.cleandoc(one.__doc__ or "").split())
         key = "|".join(sorted((field.name for field in fields(one)), key=len, reverse=True))
         # `key: `, `key, other: ` or `key (remark): ` at the beginning of a sentence, and the text between two of them.
         names = rf"`?(?:{key})`?(?:, `?(?:{key})`?)*"
-        whole, *rest = re.split(rf"(?:^|(?<=[.;)] ))({names})(?: \(([^)]*)\))?: ", text)
-        for keys, remark, said in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        section_text, *rest = re.split(rf"(?:^|(?<=[.;)] ))({names})(?: \(([^)]*)\))?: ", text)
+        for keys, remark, explanation in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
             several = keys.replace("`", "").split(", ")
             together = ", ".join(f"`{name}`" for name in several) + ": " if len(several) > 1 else ""
-            found |= dict.fromkeys(several, f"{together}{f'{remark}: ' if remark else ''}{said.strip()}")
-    return whole.strip(), found
+            found |= dict.fromkeys(several, f"{together}{f'{remark}: ' if remark else ''}{explanation.strip()}")
+    return section_text.strip(), found
 
 
 def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Iterator[str]:
-    """A table of the keys of `cls`, whose default run's values `value` has, and those of the classes within. known: the
-    classes that have one already, with its path."""
+    """The tables of the keys of `cls` and of the dataclasses in its fields. value: the instance in the default run, or
+    None. known: the classes that have a table already, with its path."""
     yield f"\n## {path}\n" if "." not in path else f"\n### {path}\n"
     base = next((one for one in cls.__mro__ if one in known), None)
     there = {field.name for field in fields(base)} if base else set()  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
             return
         yield ""
     known[cls] = path
-    whole, said = _explanations(cls)
+    section_text, explanations = _explanations(cls)
     rows: list[str] = []
     inner: list[tuple[str, Any, object]] = []
     hints = get_type_hints(cls, include_extras=True)
@@ -115,12 +115,12 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
         inner += [(f"{name}[...]", one, None) for one in get_args(hint) if isinstance(one, type) and is_dataclass(one)]
         own = _own_default(field)
         default = _shown(own) if current in (MISSING, own) else f"{_shown(own)} → {_shown(current)}"
-        explained = said.get(field.name, "")
+        explained = explanations.get(field.name, "")
         row = f"`{field.name}`", _type_name(hint), default, "as above" if explained == before else explained
         before = explained
         rows.append("| " + " | ".join(map(_escaped, row)) + " |")
-    if whole:
-        yield f"{whole}\n"
+    if section_text:
+        yield f"{section_text}\n"
     if rows:
         yield from ("| key | type | default | |", "|---|---|---|---|", *rows)
     for name, nested_cls, current in inner:
@@ -128,7 +128,7 @@ def _section(path: str, cls: type, value: object, known: dict[type, str]) -> Ite
 
 
 def _type_name(hint: Any) -> str:
-    """A type and its range in words, such as `integer ≥ 1`."""
+    """A type and its range as text, such as `integer ≥ 1`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         limits = [part for one in arguments[1:] for part in (one, *getattr(one, "metadata", ()))]
@@ -161,7 +161,7 @@ def _shown(value: object) -> str:
 
 def _escaped(text: str) -> str:
     text = text.replace("|", "\\|")
-    return re.sub(r"(?<!`)<(?=[^ \d])", "&lt;", text)  # a tag to Markdown, except in code
+    return re.sub(r"(?<!`)<(?=[^ \d])", "&lt;", text)  # otherwise Markdown reads a tag, except in code
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""One line for each of some short runs, which together reach every recipe, switch, mesh and measurement: their bits.
+"""Print hashes of the bits of short runs, which together use every recipe, switch, mesh and measurement.
 
     python scripts/fingerprint.py > before.txt          at the commit before a change
     python scripts/fingerprint.py > after.txt           at the commit after it
-    diff before.txt after.txt                           a refactoring changes nothing
+    diff before.txt after.txt                           empty after a refactoring
 
-A line has the run's name, its last loss, and hashes of what it did: losses, gradient norms and validation losses of
-all steps; weights and moments of its last checkpoint; what diagnostics, gradient noise and rechecks measured, the text
-it generated and the weights it exported. Runs take seconds each and use the GPU if there is one; lines of different
-machines are not to be compared. --tree names another checkout to run, for example a worktree of the commit before. A
-case with more ranks than there are GPUs is left out. Exit code: 0, or 1 if a run failed.
+Each line has a run's name, its last loss, and hashes of its results: losses, gradient norms and validation losses of
+all steps; weights and moments of the last checkpoint; measurements of diagnostics, gradient noise and rechecks,
+generated text and exported weights. A run takes seconds and uses the GPU if there is one. Lines of different machines
+cannot be compared. --tree runs another checkout, for example a worktree of the commit before. A case with more ranks
+than there are GPUs is left out. Exit code: 0, or 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMON = (
     "model.pattern=M-*-M-M- model.nvfp4_bf16_blocks.last=1 schedule.decay_fraction=0.5 validation.interval=3 "
     "validation.num_samples=3 checkpoint.interval=3 logging.interval=1 logging.tensorboard=false data.num_workers=0"
 )
-# name -> (ranks, overrides). {first}: the folder of the first case's run; {corpus}: `write_corpus`'s files.
+# name -> (ranks, overrides). {first}: the folder of the first case's run; {corpus}: the prefix of `write_corpus`.
 CASES: dict[str, tuple[int, str]] = {
     "nvfp4": (1, "precision=nvfp4"),
     "bf16": (1, "precision=bf16"),
@@ -108,17 +108,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parent.parent, help="checkout to run")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default: 2)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time (default: 2)")
     options = parser.parse_args(arguments)
     names = [name for name in CASES if options.only in name]
     if not names:
-        parser.error(f"--only {options.only}: no case's name contains that; there are {', '.join(CASES)}")
+        parser.error(f"--only {options.only}: no name contains it; the cases are {', '.join(CASES)}")
     if gpus := torch.cuda.device_count():
         names = [name for name in names if CASES[name][0] <= gpus]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         scratch = Path(folder)
         write_corpus(scratch)
-        # The first case alone: it prepares the corpus that all read, and others resume from its checkpoint.
+        # The first case runs alone: it prepares the corpus for all, and others resume from its checkpoint.
         first = next(iter(CASES))
         lines = [fingerprint(first, options.tree, scratch)]
         if first in names:
@@ -146,10 +146,10 @@ def arguments_of(name: str, scratch: Path) -> list[str]:
 
 
 def fingerprint(name: str, tree: Path, scratch: Path) -> str:
-    """The line of one case, run in a folder of `scratch` by the pretrain.py of `tree`."""
+    """Run one case with the pretrain.py of `tree`, in a folder of `scratch`; returns its line."""
     ranks, arguments = CASES[name][0], arguments_of(name, scratch)
     run_dir = Path(arguments[-1].removeprefix("run.dir="))
-    # The tree's own packages, whichever are installed.
+    # Import the packages of this tree, not the installed ones.
     paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
@@ -162,14 +162,14 @@ def fingerprint(name: str, tree: Path, scratch: Path) -> str:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records if r["kind"] == "step"]
     losses = [
-        {k: v for k, v in r.items() if k not in ("time", "bits_per_byte")}  # the losses in another unit
+        {k: v for k, v in r.items() if k not in ("time", "bits_per_byte")}  # bits_per_byte follows from the losses
         for r in records
         if r["kind"] == "validation"
     ]
     measured = [r for r in records if r["kind"] in ("diagnostics", "gradient_noise")]
     measured += [r["samples"] for r in records if r.get("event") == "text"]
     measured += [tensors_digest(load_file(path)) for path in sorted(run_dir.glob("exports/*/*.safetensors"))]
-    # When a save in the background has ended is a matter of timing, and with it the order of these lines.
+    # Sorted, because the order depends on when a save in the background ends.
     events = sorted((r["step"], r["event"]) for r in records if r["kind"] == "event")
     newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
     hashes = {"steps": digest([steps, losses, events]), "state": state_digest(newest), "measured": digest(measured)}
@@ -177,12 +177,12 @@ def fingerprint(name: str, tree: Path, scratch: Path) -> str:
 
 
 def digest(value: Any) -> str:
-    """Eight hexadecimal digits of JSON."""
+    """Eight hexadecimal digits of a hash of JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def state_digest(checkpoint: Path) -> str:
-    """Of names, dtypes, shapes and bytes of all tensors of a checkpoint."""
+    """The digest of all tensors of a checkpoint."""
     records = read_manifest(checkpoint).files
     metadata = read_metadata(read_checked(checkpoint, METADATA, records))
     tensors: dict[str, torch.Tensor] = {
@@ -195,7 +195,7 @@ def state_digest(checkpoint: Path) -> str:
 
 
 def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
-    """Of names, dtypes, shapes and bytes."""
+    """The digest of the names, dtypes and bytes of tensors."""
     of_tensors = {
         name: (str(t.dtype), hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
         for name, t in tensors.items()

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# The training processes of one node under a scheduler: one torchrun, and in front of it this shell, which passes
-# requests to stop on. scripts/slurm/pretrain.sbatch and scripts/kubernetes/jobset.yaml run it on every node, from the
-# root of this project:
+# Runs the training processes of one node under a scheduler: one torchrun, and this shell, which forwards requests to
+# stop. scripts/slurm/pretrain.sbatch and scripts/kubernetes/jobset.yaml run it on every node, from the root of this
+# project:
 #
-#     launch_node.sh preflight FOLDER      makes a file of this node's name in FOLDER if its GPUs work as they should
-#     launch_node.sh check OVERRIDES...    only `pretrain.py --check`, as for the processes of all nodes
-#     launch_node.sh train OVERRIDES...    exit code: that of pretrain.py, where run.dir/state.json tells it, else torchrun's
+#     launch_node.sh preflight FOLDER      creates a file with this node's name in FOLDER if its GPUs work
+#     launch_node.sh check OVERRIDES...    only `pretrain.py --check`, for the number of processes of all nodes
+#     launch_node.sh train OVERRIDES...    exit code: pretrain.py's, if run.dir/state.json has it, otherwise torchrun's
 #
-# From the environment; what is not set is taken from Slurm's variables:
-#     NNODES, MASTER_ADDR, MASTER_PORT, RUN_ID    how many torchruns meet, and where
-#     PROCESSES_PER_NODE    default: the GPUs that the job step has on this node, else all that nvidia-smi lists; to
-#                           train on CPUs it has to be given
-#     NUMA_BINDING          torchrun's --numa-binding (node, socket, exclusive, core-complex): which CPU cores a rank
-#                           gets, by its GPU. Default: none; Slurm's step has all cores of the node, bound to nothing
-#     OMP_NUM_THREADS       default: the cores of this node shared out, 8 at most
-#     PYTHON                default: .venv/bin/python, python or python3, the first that is there
-#     WANDB_API_KEY_FILE, HF_TOKEN_FILE    files with these secrets, which other users could read among arguments
+# Environment variables; the defaults come from Slurm's variables:
+#     NNODES, MASTER_ADDR, MASTER_PORT, RUN_ID    the number of torchruns, and their rendezvous
+#     PROCESSES_PER_NODE    default: the GPUs of the job step on this node, or else all that nvidia-smi lists; required
+#                           to train on CPUs
+#     NUMA_BINDING          torchrun's --numa-binding (node, socket, exclusive, core-complex): binds each rank to CPU
+#                           cores near its GPU. Default: no binding; Slurm's step has all cores of the node
+#     OMP_NUM_THREADS       default: the cores of this node divided by its processes, at most 8
+#     PYTHON                default: the first of .venv/bin/python, python and python3 that exists
+#     WANDB_API_KEY_FILE, HF_TOKEN_FILE    files with these secrets; other users could read them in arguments
 #
-# TERM, USR1 and USR2 ask the workers, once, to save a checkpoint and end. torchrun hears of none of them: it would die
-# of USR1 and USR2, and after TERM it gives its workers 30 seconds, too few for a large checkpoint. Some schedulers
-# signal every process of a job, torchrun included (Slurm with ProctrackType=linuxproc), others only this shell.
+# TERM, USR1 and USR2 ask the workers, once, to save a checkpoint and end. torchrun must not get them: USR1 and USR2
+# would kill it, and after TERM it gives its workers 30 seconds, too few for a large checkpoint. Some schedulers signal
+# every process of a job, torchrun included (Slurm with ProctrackType=linuxproc), others only this shell.
 
 set -uo pipefail
 
@@ -45,13 +45,13 @@ for name in WANDB_API_KEY HF_TOKEN; do
 done
 
 nodes="${NNODES:-${SLURM_NNODES:-1}}"
-# In a job step SLURM_GPUS_ON_NODE is what was asked for; in the batch script of a job with --exclusive it is all GPUs.
+# SLURM_GPUS_ON_NODE is the requested number in a job step, but all GPUs in the batch script of an --exclusive job.
 processes="${PROCESSES_PER_NODE:-${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}}"
 [ -n "$processes" ] || processes="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')"
 [ "$processes" != 0 ] || fail "this job has no GPU on $(hostname): ask for some, or set PROCESSES_PER_NODE to train on CPUs"
 [[ "$nodes$processes" =~ ^[0-9]+$ ]] || fail "NNODES=$nodes or PROCESSES_PER_NODE=$processes is not a number"
 
-# An all-reduce among the GPUs of this node, whose result is known.
+# An all-reduce with a known result between the GPUs of this node.
 all_reduce='
 import os, torch, torch.distributed as dist
 rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -83,8 +83,8 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     export OMP_NUM_THREADS=$((threads > 8 ? 8 : threads < 1 ? 1 : threads))
 fi
 
-# Asks those of torchrun's workers that listen to USR1 already; fails if none does. One is enough: the next step's
-# messages tell all ranks, on all nodes.
+# Sends USR1 to torchrun's workers that handle it already; fails if none does. One is enough: in the next step it tells
+# all ranks on all nodes.
 ask_workers() {
     local status pid key value parent caught asked=1
     for status in /proc/[0-9]*/status; do
@@ -105,7 +105,7 @@ before="$(cat "$run_dir/state.json" 2>/dev/null)"
 asked=no
 trap 'if [ "$asked" = no ]; then asked=now; fi' TERM USR1 USR2
 (
-    trap "" TERM USR1 USR2 # inherited; the workers themselves then listen to TERM and USR1
+    trap "" TERM USR1 USR2 # torchrun inherits this; the workers install their own handlers
     exec setsid "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes" \
         ${NUMA_BINDING:+--numa-binding "$NUMA_BINDING"} \
         --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29400}" \
@@ -114,7 +114,7 @@ trap 'if [ "$asked" = no ]; then asked=now; fi' TERM USR1 USR2
 ) &
 launcher=$!
 while kill -0 "$launcher" 2>/dev/null; do
-    # Once: of a second request, seconds later, they leave without saving.
+    # Only once: after a second request within seconds they end without saving.
     if [ "$asked" = now ] && ask_workers; then asked=told; fi
     (trap "" TERM USR1 USR2 && exec sleep 1)
 done

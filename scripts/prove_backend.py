@@ -1,21 +1,21 @@
-"""Prove on this machine, in a minute and without a run, that the backends compute what the recipes say.
+"""Check on this machine, in a minute and without a run, that the backends compute what the recipes define.
 
     python scripts/prove_backend.py                                      every precision and backend, some shapes
-    python scripts/prove_backend.py --page page.md                       and how fast, in ten minutes, in one file
-    python scripts/prove_backend.py model=nemotron_h_8b parallel.tensor=8     the quantized linears of one rank of it
+    python scripts/prove_backend.py --page page.md                       also measures times, in ten minutes
+    python scripts/prove_backend.py model=nemotron_h_8b parallel.tensor=8     the quantized linears of one of its ranks
     python scripts/prove_backend.py precision.wgrad.rht=0 --precision nvfp4 --backend transformer_engine
 
-Arguments are overrides of pretrain.py, before the options. Each linear is computed by its own recipe in the plan; where
-no run is named, every shape by every recipe of the precision. Compared are: every operand's codes, scales and maxima
-with the reference, and those of a preset with fingerprints that a CPU made (`FINGERPRINTS`); the three products with
-FP64; what becomes of NaN and inf; and stochastic rounding is judged by its statistics (precision/verify.py). The output
-is a block of Markdown for a report.
+Arguments before the options are overrides of pretrain.py. With overrides each linear of the model is computed with its
+recipe in the plan; without, some shapes with every recipe of the precision. It compares codes, scales and amax of every
+operand with the reference, and those of the default precisions also with fingerprints from a CPU (`FINGERPRINTS`). The
+results of the three GEMMs are compared with FP64, NaN and inf must arrive in them, and stochastic rounding must pass a
+statistical test (precision/verify.py). The output is a block of Markdown.
 
---page measures as well: GEMMs and quantizers of a linear of the 8B hybrid, the step of a Transformer of eight layers,
-and whether CUDA graphs capture a linear. It ends in rows for docs/measurements.md.
+--page also measures GEMMs and quantizers of a linear of the 8B hybrid, a step of a Transformer with eight layers, and
+whether CUDA graphs capture a linear. It ends with rows for docs/measurements.md.
 
-What this machine cannot run is listed with the reason. Exit codes: 0 all agrees, 1 something does not (no time is
-judged), 2 the arguments are wrong.
+What this machine cannot run is listed with the reason. Exit codes: 0 everything agrees (times are not judged); 1
+something differs; 2 the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ from models import provider as models
 from pretrain import CONFIGS
 from scripts.benchmark import median_milliseconds
 
-# Tokens, inputs, outputs and groups of these where no model is named: whole blocks of every format, and outputs that
-# must be padded.
+# (tokens, inputs, outputs, groups of outputs) without overrides: full blocks of every format, and outputs that must be
+# padded.
 SHAPES: dict[str, list[tuple[int, int, int, int]]] = {
     "cpu": [(128, 256, 256, 1), (256, 128, 400, 2)],
     "cuda": [(1024, 512, 2048, 1), (512, 2048, 1200, 2), (8192, 4096, 8192, 1)],
 }
 _CPU_TOKENS = 256
 
-# What a CPU made of `fingerprint_tensors` by each preset: eight digits for each operand of `SLOTS`, rounded to nearest,
-# then for each that is drawn, by our draws. tests/test_prove_backend.py makes them again.
+# Fingerprints of the operands of `fingerprint_tensors` on a CPU: eight digits for each operand of `SLOTS`, rounded to
+# nearest, then for each operand with stochastic rounding, with our draws. tests/test_prove_backend.py checks them.
 FINGERPRINTS = {
     "nvfp4": "f5dc1818 18cc0fc8 cfd58de8 20da6bd8 813f53b4 25abc71e c193ce0c 8fe8681f",
     "nvfp4_4over6_1x16": "eef5d411 092f192b cfd58de8 d2bda2d8 813f53b4 25abc71e c193ce0c 8fe8681f",
@@ -94,7 +94,7 @@ FINGERPRINTS = {
 
 @dataclass
 class Proof:
-    """One precision on one backend. untested: why not, or empty."""
+    """The results of one precision on one backend. untested: why it could not be tested, or empty."""
 
     precision: str
     backend: str
@@ -107,7 +107,7 @@ class Proof:
         return [finding for finding in self.findings if finding.fault]
 
     def row(self) -> list[str]:
-        """Of the table of comparisons."""
+        """Its row in the table of comparisons."""
         lost = [bool(finding.fault) for finding in self.findings if finding.what == "NaN and inf"]
         arrive = "-" if not lost else "NO" if any(lost) else "yes"
         errors = []
@@ -119,7 +119,7 @@ class Proof:
 
 
 def as_on_a_cpu(findings: list[Finding]) -> str:
-    """How many operands have their committed fingerprint."""
+    """How many operands have the fingerprint of `FINGERPRINTS`, as text."""
     agree = [not finding.fault for finding in findings if finding.what.endswith(FINGERPRINT)]
     return f"{sum(agree)} of {len(agree)}" if agree else "-"
 
@@ -131,12 +131,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of pretrain.py, such as model=hybrid_60m")
     parser.add_argument("--precision", nargs="+", choices=known, default=list(FINGERPRINTS))
     parser.add_argument("--backend", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
-    parser.add_argument("--page", type=Path, metavar="FILE", help="measure as well, and write everything here")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also measure times, and write everything to FILE")
     return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    """Prove, print the Markdown block, and return the exit code."""
+    """Run the command; returns the exit code."""
     options, began = parse(arguments), time.perf_counter()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
             else:
                 found = [finding for case in cases[name] for finding in findings(backend, case, device)]
                 if name in FINGERPRINTS and not options.overrides:
-                    found += unlike_a_cpu(backend, name, device)
+                    found += check_fingerprints(backend, name, device)
                 proofs.append(Proof(name, backend_name, found))
     text = report(proofs)
     if options.page:
@@ -169,12 +169,12 @@ def main(arguments: list[str]) -> int:
 
 
 def say(what: str) -> None:
-    """Tell whoever waits."""
+    """Print what runs now to stderr."""
     print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def composed(precision: str, overrides: list[str], device_type: str) -> Config:
-    """The configuration of a run in this precision, on as many ranks as share its model. Raises ConfigError."""
+    """The configuration of a run in this precision, with the ranks of its mesh. Raises ConfigError."""
     config = compose_config([f"precision={precision}", *overrides], CONFIGS)
     never = replace(config.precision, switch=replace(config.precision.switch, when="never"))
     config = replace(config, precision=never, after_switch=None)
@@ -184,7 +184,7 @@ def composed(precision: str, overrides: list[str], device_type: str) -> Config:
 
 
 def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
-    """The backend, or why this machine or recipe does not go with it."""
+    """The backend, or why it does not support this machine or recipe."""
     wanted = replace(config, precision=replace(config.precision, backend=name))  # type: ignore[arg-type]
     try:
         return choose_backend(wanted, device_type, plans_of(wanted, models)).open()
@@ -193,8 +193,9 @@ def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
 
 
 def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
-    """What to compute: the different quantized linears of one rank by the run's plan, or if no run is `named` some
-    shapes by every recipe of the precision. Raises ConfigError for a plan that the model does not go with."""
+    """What to compute. named: whether there are overrides; then it is each different quantized linear of one rank with
+    its recipe in the plan, otherwise `SHAPES` with every recipe of the precision. Raises ConfigError for a plan that
+    does not fit the model."""
     if not named:
         recipes = dict.fromkeys(recipes_by_key(config.precision, "precision").values())
         return [Case(*shape, recipe) for recipe in recipes if recipe.quantized for shape in SHAPES[device_type]]
@@ -209,7 +210,7 @@ def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
 
 
 def findings(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
-    """All comparisons; a kernel that fails is a fault too."""
+    """All comparisons of a case; a kernel that fails is a fault too."""
     found = check(backend, case, device)
     if backend.draws_ours and not any(finding.what == "kernels" for finding in found):
         fair = fairness_of(backend, case, padded_tensors(backend, case, device))
@@ -220,26 +221,27 @@ def findings(backend: Backend, case: Case, device: torch.device) -> list[Finding
 # -------------------------------------------------------------------------------------------------------- fingerprints
 
 FINGERPRINT = "codes as on a CPU"
-_FINGERPRINT_SHAPE = (256, 256, 384)  # tokens, inputs, outputs: no backend pads them
+_FINGERPRINT_SHAPE = (256, 256, 384)  # tokens, inputs, outputs; no backend needs padding for them
 MakeBoth = Callable[[], dict[OperandSlot, Any]]
 
 
-def unlike_a_cpu(backend: Backend, precision: str, device: torch.device) -> Iterator[Finding]:
-    """For every operand that a preset quantizes, rounded to nearest, and then for the drawn ones, if draws are ours:
-    whether it has the fingerprint that is committed here."""
+def check_fingerprints(backend: Backend, precision: str, device: torch.device) -> Iterator[Finding]:
+    """Compares every quantized operand of a precision with its fingerprint in `FINGERPRINTS`: rounded to nearest, and
+    then the stochastically rounded ones, if the backend uses our draws."""
     recipe = recipe_from_config(compose_config([f"precision={precision}"], CONFIGS).precision)
     case = Case(*_FINGERPRINT_SHAPE, 1, recipe)
     try:
         found = list(fingerprints(backend, recipe, device))
-    except Exception as error:  # the page is written in any case
-        yield Finding(case, FINGERPRINT, f"failed: {said(error)}")
+    except Exception as error:  # the page is still written
+        yield Finding(case, FINGERPRINT, f"failed: {one_line(error)}")
         return
     for (label, mine), right in zip(found, FINGERPRINTS[precision].split(), strict=False):
         yield Finding(case, f"{label} {FINGERPRINT}", "" if mine == right else f"{mine} instead of {right}")
 
 
 def fingerprints(backend: Backend, recipe: Recipe, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Names and fingerprints: eight digits of `code * block scale` and the tensor scale; every zero counts as +0."""
+    """(name, fingerprint) of operands: eight digits of a hash of `code * block scale` and the tensor scale, in which -0
+    counts as +0."""
     tensors = fingerprint_tensors(device)
     drawn = [slot for slot in SLOTS if recipe[slot].drawn and backend.draws_ours]
     for what, used, slots in (("", rounded_to_nearest(recipe), SLOTS), (" drawn", recipe, drawn)):
@@ -252,8 +254,8 @@ def fingerprints(backend: Backend, recipe: Recipe, device: torch.device) -> Iter
 
 
 def fingerprint_tensors(device: torch.device) -> dict[str, Tensor]:
-    """x, W and dy in BF16 by their names in `SLOTS_OF`: the same numbers on every machine. Nine bits each, with larger
-    columns and smaller rows, so that a Hadamard transform is exact in any order of summation."""
+    """x, W and dy in BF16, by their names in `SLOTS_OF`, the same on every machine. Values have nine bits, and some
+    columns are larger and some rows smaller; a Hadamard transform is exact in any order of summation."""
     tokens, inputs, outputs = _FINGERPRINT_SHAPE
     shapes = {"activation": (tokens, inputs), "weight": (outputs, inputs), "gradient": (tokens, outputs)}
     tensors = {}
@@ -267,7 +269,8 @@ def fingerprint_tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def operand_makers(context: LinearContext, tensors: dict[str, Tensor]) -> dict[str, MakeBoth]:
-    """What makes both operands of each tensor of a linear. tensors: padded, by their names in `SLOTS_OF`."""
+    """For each tensor of a linear, a function that makes its two operands. tensors: padded, by their names in
+    `SLOTS_OF`."""
     call = LinearCall(context, tensors["weight"], tensors["activation"])
 
     def both(name: str) -> dict[OperandSlot, Any]:
@@ -278,16 +281,16 @@ def operand_makers(context: LinearContext, tensors: dict[str, Tensor]) -> dict[s
 
 # ------------------------------------------------------------------------------------------------------------- measured
 
-# Tokens, inputs, outputs and groups of the 8B hybrid's up_proj, in a micro-batch of one sequence.
+# (tokens, inputs, outputs, groups) of the 8B hybrid's up_proj, for a micro-batch of one sequence.
 LINEAR = (8192, 4096, 21504, 1)
-# A Transformer of eight layers with the 8B's widths, every linear quantized.
+# A Transformer with eight layers and the widths of the 8B hybrid, with every linear quantized.
 MODEL = [
     *("model=transformer_1_2b", "model.pattern=*-*-*-*-*-*-*-*-", "model.hidden_dim=4096", "model.ffn_dim=21504"),
     *("model.num_query_heads=32", "model.vocab_size=32768", "precision.switch.when=never", "run.deterministic=false"),
     *("train.sequence_length=8192", "train.micro_batch_size=1", "train.global_batch_size=2"),
 ]
 _ALL_QUANTIZED = ["precision.bf16_blocks.first=0", "precision.bf16_blocks.last=0"]
-# What is measured: presets and overrides.
+# Label -> precision and overrides to measure.
 FORMATS = {name: [name] for name in ("bf16", "fp8_block", "mxfp8", "nvfp4")}
 _NEAREST = [f"precision.{gemm}.gradient.rounding=nearest" for gemm in ("dgrad", "wgrad")]
 _PLAIN = ["nvfp4", "precision.wgrad.rht=0", *_NEAREST]
@@ -298,13 +301,13 @@ QUANTIZERS = {
     "Hadamard": ["nvfp4", *_NEAREST],
 }
 
-Found = dict[tuple[str, str], dict[str, str]]  # by precision and backend
-Missing = dict[tuple[str, str], str]  # why not, by the same
+Found = dict[tuple[str, str], dict[str, str]]  # (precision, backend) -> measurements
+Missing = dict[tuple[str, str], str]  # (precision, backend) -> why there are none
 
 
 def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> str:
-    """A table for each of `MEASURED`, under it why something could not be had, and rows for docs/measurements.md of
-    the backends of which something was compared."""
+    """A table for each of `MEASURED` with the reasons for missing rows, and rows for docs/measurements.md of the
+    backends with at least one comparison."""
     native, of_all, parts = [name for name in backends if name != "emulated"], list[Found](), list[str]()
     for title, function, variants in MEASURED:
         found, missing = Found(), Missing()
@@ -318,7 +321,7 @@ def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> 
                     raise ConfigError(backend)
                 found[label, of] = function(backend, recipe_from_config(config.precision), device)
             except Exception as error:
-                missing[label, of] = str(error) if isinstance(error, ConfigError) else said(error)
+                missing[label, of] = str(error) if isinstance(error, ConfigError) else one_line(error)
         of_all.append(found)
         heads = ["precision", "backend", *next(iter(found.values()), [])]
         rows = [[*of, *values.values()] for of, values in found.items()]
@@ -330,13 +333,13 @@ def measured(proofs: list[Proof], backends: list[str], device: torch.device) -> 
     return "\n\n".join(parts)
 
 
-def said(error: BaseException) -> str:
-    """An error in one line, which may stand in a table."""
+def one_line(error: BaseException) -> str:
+    """An error in one line that fits into a table."""
     return first_line(error).replace("|", "/")
 
 
 def times_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
-    """Milliseconds of each GEMM of `LINEAR`, of the three, and of both operands of each tensor."""
+    """Milliseconds of each GEMM of `LINEAR`, of all three, and of making both operands of each tensor."""
     case = Case(*LINEAR, recipe)
     makers = operand_makers(case.context(backend), padded_tensors(backend, case, device))
     made = {slot: operand for make in makers.values() for slot, operand in make().items()}
@@ -352,7 +355,7 @@ def times_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str
 
 
 def step_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
-    """Of `MODEL`, in a process of its own."""
+    """Time and memory of a step of `MODEL`, measured in a separate process."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -374,7 +377,7 @@ def step_of(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str,
 
 
 def capture(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str, str]:
-    """Whether a linear, forward and backward, is captured, and whether a replay has the bits of an eager call."""
+    """Whether a CUDA graph captures a linear, forward and backward, and whether its replay equals an eager call."""
     case = Case(1024, 512, 1024, 1, recipe)
     x, w, dy = sample_tensors(case, device)
     context = case.context(backend)
@@ -400,11 +403,13 @@ def capture(backend: Backend, recipe: Recipe, device: torch.device) -> dict[str,
         graph.replay()
         equal = torch.equal(graph.result, eager)
     except Exception as error:
-        return {"captured": f"no: {said(error.__context__ or error)}"}  # the end of a broken capture fails too
+        return {
+            "captured": f"no: {one_line(error.__context__ or error)}"
+        }  # ending a broken capture raises a second error
     return {"captured": "yes, equal bits" if equal else "yes, other bits"}
 
 
-# What is measured, how, and of which. The last one may leave the device unusable.
+# (title, function, what to measure). The last one may leave the device unusable.
 Measure = Callable[[Backend, Recipe, torch.device], dict[str, str]]
 MEASURED: list[tuple[str, Measure, dict[str, list[str]]]] = [
     ("A linear's GEMMs, and both operands of each tensor, ms", times_of, FORMATS | QUANTIZERS),
@@ -414,7 +419,7 @@ MEASURED: list[tuple[str, Measure, dict[str, list[str]]]] = [
 
 
 def summary(backend: str, proofs: list[Proof], times: Found, steps: Found, graphs: Found) -> dict[str, str]:
-    """A row of docs/measurements.md by its columns, of a native backend."""
+    """The row of a native backend for docs/measurements.md, by column."""
     findings = [finding for proof in proofs if proof.backend == backend for finding in proof.findings]
     versions = surroundings()
     installed = versions["transformer_engine"]
@@ -442,7 +447,7 @@ def summary(backend: str, proofs: list[Proof], times: Found, steps: Found, graph
 
 
 def report(proofs: list[Proof]) -> str:
-    """The Markdown block."""
+    """The results as a block of Markdown."""
     faults = [f"- {proof.backend}: {finding}" for proof in proofs for finding in proof.faults]
     parts = [
         f"### Proof of the backends on {machine()}",
@@ -461,7 +466,7 @@ def report(proofs: list[Proof]) -> str:
 
 
 def with_reasons(heads: list[str], rows: list[list[str]], missing: Missing) -> str:
-    """A table, if it has rows, and a line for each reason why rows are missing."""
+    """A table, if it has rows, and a line for each reason for missing rows."""
     why: dict[str, list[str]] = {}
     for (precision, backend), reason in missing.items():
         why.setdefault(f"{backend}: {reason}", []).append(precision)
@@ -469,7 +474,7 @@ def with_reasons(heads: list[str], rows: list[list[str]], missing: Missing) -> s
     return markdown(heads, rows, lines, left=2) if rows else "\n".join(lines)
 
 
-# Environment variables that change codes, products or kernels begin so.
+# Prefixes of environment variables that change codes, results of GEMMs or kernels.
 _VARIABLES = ("NVTE_", "CUBLAS_", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "TRITON_", "CUDA_MODULE_LOADING")
 
 
@@ -482,8 +487,8 @@ def machine() -> str:
 
 
 def surroundings() -> dict[str, str]:
-    """Commit, versions, torch's switches, and every environment variable that is set and may change bits; of one that
-    holds a path only that it is set: reports are passed on."""
+    """Commit, versions, torch's switches, and the environment variables that may change bits. Of a variable with a path
+    only "set" is shown, because reports are passed on."""
     found = {
         "commit": revision(),
         "Python": platform.python_version(),

@@ -1,19 +1,19 @@
-"""Repeat recorded steps of a run and compare loss and gradient norm with metrics.jsonl, bit for bit.
+"""Repeat steps of a run, and compare loss and gradient norm with its metrics.jsonl, bit for bit.
 
     python scripts/replay.py runs/8b/checkpoints/step_00002000              the step after that checkpoint
     python scripts/replay.py runs/8b/checkpoints/step_00002000 --steps 20   the twenty steps after it
     python scripts/replay.py runs/8b --step 2345                            up to step 2345, from the newest checkpoint
-                                                                            before it, or else from the initial weights
+                                                                            before it, or from the initial weights
     torchrun --nproc-per-node 8 scripts/replay.py ...                       a run of eight ranks
 
-In a deterministic run on the same kind of machine every number comes out again to the last bit. Where one does not, one
-of the two machines computed wrongly, or something changed since: versions, drivers, the configuration of a later start.
-So a spike or a sudden change that repeats itself is the data's or the recipe's, and one that does not is the machine's.
+A deterministic run on the same kind of machine gives every number again, to the last bit. If a number differs, one of
+the two machines computed wrongly, or something changed in the meantime: versions, drivers, the configuration. So a loss
+spike that occurs again is caused by the data or the recipe; one that does not is caused by the machine.
 
-The checkpoint's own configuration is used; `key=value` changes it, as for a moved corpus (`data.sources.web=...`). What
-it names of files and environment variables is used with `--trust-config` alone: whoever made the checkpoint chose that.
-The precision switch, skipped steps and rollbacks happen as they did. Nothing is written into the run's folder.
-Exit code: 0 all equal, 4 something differs, 2 wrong arguments or nothing to compare with.
+The checkpoint's own configuration is used; `key=value` changes it, for example for a moved corpus
+(`data.sources.web=...`). Its paths and environment variables are used only with `--trust-config`, because the author of
+the checkpoint chose them. The precision switch, skipped steps and rollbacks happen as in the run. Nothing is written to
+the run's folder. Exit code: 0 all equal; 4 something differs; 2 wrong arguments or nothing to compare with.
 """
 
 from __future__ import annotations
@@ -81,30 +81,33 @@ def replay(options: argparse.Namespace) -> int:
     origin, start, run_dir = where_to_begin(options)
     last = start + options.steps if options.step is None else options.step
     if last <= start:
-        raise ConfigError(f"step {last} does not lie after step {start} of the checkpoint; give --steps 1 or more")
+        raise ConfigError(f"step {last} is not after step {start} of the checkpoint; give --steps 1 or more")
     metrics = run_dir / METRICS_FILE
     records = list(iterate_records(metrics))
     recorded = {record["step"]: record for record in records if record["kind"] == "step"}
     if missing := [step for step in range(start + 1, last + 1) if step not in recorded]:
         raise ConfigError(
-            f"{metrics} has no record of step {missing[0]}, only of {min(recorded, default=0)} to "
-            f"{max(recorded, default=0)}; name steps of these and a checkpoint before them"
+            f"{metrics} has no record of step {missing[0]}, only of the steps {min(recorded, default=0)} to "
+            f"{max(recorded, default=0)}; name recorded steps, and a checkpoint before them"
         )
-    went_back = {
+    rollbacks = {
         record["step"]: origin if record["checkpoint"] == start else origin.parent / folder_name(record["checkpoint"])
         for record in records
         if record.get("event") == "spike" and record["checkpoint"] is not None and record["step"] < last
     }
-    trainer = open_run(origin, options.overrides, went_back, options.trust_config)
+    trainer = open_run(origin, options.overrides, rollbacks, options.trust_config)
     if last > (planned := trainer.config.train.steps):
-        raise ConfigError(f"{origin} is of a start with train.steps={planned}; give that of the start with step {last}")
+        raise ConfigError(
+            f"{origin} is from a start with train.steps={planned}; give the train.steps of the start that made step "
+            f"{last}"
+        )
     begin(trainer, origin, start)
     differing = compare(trainer, start, last, recorded)
     name_wrong_ranks(trainer, [r for r in records if r.get("event") == "replicas" and r["step"] == last])
     made_with, here = read_manifest(origin).torch_version, str(torch.__version__)
     say(trainer, f"{last - start - differing} of {last - start} steps are equal to the last bit")
     if differing and made_with != here:
-        say(trainer, f"the checkpoint is of torch {made_with}, this is {here}: no two versions have equal kernels")
+        say(trainer, f"the checkpoint is from torch {made_with}, this is {here}: kernels differ between versions")
     return 4 if differing else 0
 
 
@@ -115,7 +118,7 @@ def say(trainer: Trainer, line: str) -> None:
 
 
 def where_to_begin(options: argparse.Namespace) -> tuple[Path, int, Path]:
-    """The checkpoint with the configuration, the steps done to begin with (0: initial weights), the run's folder."""
+    """(the checkpoint to read, the step after which to begin, the run's folder). Step 0: from the initial weights."""
     given: Path = options.checkpoint
     if (given / TRAINER).is_file():
         return given, read_manifest(given).step, given.absolute().parent.parent
@@ -126,76 +129,76 @@ def where_to_begin(options: argparse.Namespace) -> tuple[Path, int, Path]:
             "runs/default/checkpoints/step_00000200"
         )
     if options.step is None:
-        raise ConfigError(f"{given} is a run; name a step of it, as --step 123, or one of its checkpoints")
+        raise ConfigError(f"{given} is a run; give a step of it (--step 123), or one of its checkpoints")
     before = [folder for folder in folders if step_of(folder) < options.step]
     return (before[-1], step_of(before[-1]), given) if before else (folders[0], 0, given)
 
 
 class RecordedSpikes(Spikes):
-    """Refuses what the run refused, and goes back where it did. went_back: to which checkpoint, by step of a spike."""
+    """Skips the same steps as the run, and rolls back where it did. rollbacks: step of a spike -> checkpoint."""
 
-    def __init__(self, config: SpikesConfig, went_back: Mapping[int, Path]) -> None:
+    def __init__(self, config: SpikesConfig, rollbacks: Mapping[int, Path]) -> None:
         super().__init__(config)
-        self._went_back = went_back
+        self._rollbacks = rollbacks
 
     def last_checkpoint(self) -> int | None:
-        """Not asked: where the run went back to is recorded."""
+        """Not used: the rollbacks are recorded."""
         return None
 
     def after_step(self, step: Step) -> None:
-        """As it is recorded."""
+        """Roll back if the run did."""
         self.observe(step.result)
-        if step.done in self._went_back:
-            self.trainer.roll_back(step.done, self._went_back[step.done])
+        if step.done in self._rollbacks:
+            self.trainer.roll_back(step.done, self._rollbacks[step.done])
 
 
-def open_run(checkpoint: Path, overrides: list[str], went_back: Mapping[int, Path], trusted: bool = False) -> Trainer:
-    """The run of a checkpoint, built anew. Raises ConfigError if its bits cannot be repeated here, or it names data and
-    is not `trusted`."""
+def open_run(checkpoint: Path, overrides: list[str], rollbacks: Mapping[int, Path], trusted: bool = False) -> Trainer:
+    """A trainer for the run of a checkpoint. Raises ConfigError if its bits cannot be reproduced here, or if it needs
+    paths and is not `trusted`."""
     saved = read_trainer(checkpoint)
     config: Config = config_from_saved(saved["config"], overrides, CONFIGS, trusted=trusted)
     if not config.run.deterministic:
-        raise ConfigError("the run had run.deterministic=false, whose bits no start repeats")
+        raise ConfigError("the run had run.deterministic=false, so its bits cannot be reproduced")
     ranks, made_with = place_in_run().world_size, read_manifest(checkpoint).world_size
     if ranks != made_with and not config.parallel.reproducible:
         raise ConfigError(
-            f"{checkpoint} was made by {made_with} ranks and this is {ranks}, which add up in another order; start it "
-            f"with torchrun --nproc-per-node {made_with} (times the nodes)"
+            f"{checkpoint} was made by {made_with} ranks, and {ranks} ranks add up in another order; start this "
+            f"command with torchrun on {made_with} ranks"
         )
     check(config, models, data, ranks, "cuda" if torch.cuda.is_available() else "cpu")
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(True)
     kernels = Kernels(data.default_cache_dir() / "autotuning")
-    kernels.load_state_dict(saved.get("autotuning"))  # also where the initial weights are begun with
-    callbacks = [kernels, Switch(), RecordedSpikes(config.spikes, went_back)]
+    kernels.load_state_dict(saved.get("autotuning"))  # also for a replay from the initial weights
+    callbacks = [kernels, Switch(), RecordedSpikes(config.spikes, rollbacks)]
     trainer = Trainer(config, models, data, callbacks, build_mesh(config.parallel, device), quiet=True)
-    trainer.graphs = None  # their bits are those of eager steps, which depend on less
+    trainer.graphs = None  # eager steps give the same bits and can fail in fewer ways
     return trainer
 
 
 def begin(trainer: Trainer, origin: Path, start: int) -> None:
-    """Begin as the run did after `start` steps: from the checkpoint `origin`, or with its initial weights, which may be
-    those of another checkpoint. Raises ConfigError if data or these weights are gone or other ones."""
+    """Begin after `start` steps of the run: from the checkpoint `origin`, or at step 0 with the run's initial weights,
+    which may come from another checkpoint. Raises ConfigError if the data or these weights are missing or have
+    changed."""
     if start:
         trainer.begin_from(origin)
         if changes := trainer.data.loader.changes:
             raise ConfigError(
-                f"the data is not what these steps were computed with: {'; '.join(changes)}; name the files of then, "
-                "as data.sources=..."
+                f"the data is not that of these steps: {'; '.join(changes)}; name the old files, as data.sources=..."
             )
         return
     if (begun := Origin.of(read_trainer(origin), "initialized_from")) is not None:
         parts = trainer.model, trainer.precision.step_state
         found = trainer.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
         if found is None or not begun.is_in(Path(found.path)):
-            raise ConfigError(f"{begun.path} is not the checkpoint any more whose weights the run began with")
+            raise ConfigError(f"{begun.path} is no longer the checkpoint with whose weights the run began")
     trainer.begin(0)
 
 
 def compare(trainer: Trainer, start: int, last: int, recorded: Mapping[int, Mapping[str, Any]]) -> int:
-    """Repeat the steps after `start` up to `last` and print a line for each; returns how many differ.
+    """Repeat the steps from `start` + 1 to `last` and print a line for each; returns how many differ.
 
-    recorded: by step, the records of metrics.jsonl, which have null for what is not finite.
+    recorded: the records of metrics.jsonl by step; null stands for a value that is not finite.
     """
     row, differing = "{!s:>8}  {!s:<20}  {!s:<20}  {!s:<20}  {!s:<20}  {}", 0
     say(trainer, row.format("step", "loss recorded", "loss replayed", "norm recorded", "norm replayed", "").rstrip())
@@ -209,16 +212,16 @@ def compare(trainer: Trainer, start: int, last: int, recorded: Mapping[int, Mapp
 
 
 def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> None:
-    """Where the run ended after the last step because ranks held different numbers (callbacks/replicas.py): print how
-    far each was from what the steps give. A collective.
+    """If the run ended after the last step because ranks had different values (callbacks/replicas.py), print how far
+    each rank was from the replayed values. A collective.
 
-    A wrong weight has changed the gradients of all ranks since, so that none may hold exactly the replayed numbers.
+    No rank may have exactly the replayed values, because a wrong weight has changed the gradients of all ranks since.
     """
     mesh = trainer.mesh
     if events and events[-1]["mesh"] != [mesh.dp_size, mesh.num_replicas, mesh.tp_size]:
-        return say(trainer, "on another mesh nothing can be said of the ranks that held different numbers")
+        return say(trainer, "the ranks with different values cannot be compared, because this is another mesh")
     for difference in events[-1]["differences"] if events else []:
-        name, distance = difference["names"][0], -1.0  # of ranks that are not in the group
+        name, distance = difference["names"][0], -1.0  # -1: this rank is not in the group
         if values := difference["values"].get(str(mesh.rank)):
             tensor, _ = tensors_of(trainer)[name]
             replayed = tensor.flatten()[difference["places"]].tolist()
@@ -228,9 +231,9 @@ def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> N
         dist.all_gather_object(of_ranks, distance)
         farthest = [rank for rank, found in enumerate(of_ranks) if found == max(of_ranks) >= 0]
         if farthest:
-            told = ", ".join(f"on rank {rank} by {found:.3g}" for rank, found in enumerate(of_ranks) if found >= 0)
+            by_rank = ", ".join(f"on rank {rank} by {found:.3g}" for rank, found in enumerate(of_ranks) if found >= 0)
             verdict = f": rank {farthest[0]} was wrong" if len(farthest) == 1 else ""
-            say(trainer, f"{name} differs from these steps' {told}{verdict}")
+            say(trainer, f"{name} differs from these steps' {by_rank}{verdict}")
 
 
 if __name__ == "__main__":

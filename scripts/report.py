@@ -1,11 +1,11 @@
-"""The page of a run, or of several side by side, that opens in any browser and needs no network; and its picture.
+"""Write the HTML page of one or several runs, which needs no network; and pictures of their losses.
 
     python scripts/report.py runs/nvfp4                            writes runs/nvfp4/report.html
-    python scripts/report.py runs/nvfp4 --baseline BF16=runs/bf16  with its gap to another run
+    python scripts/report.py runs/nvfp4 --baseline BF16=runs/bf16  with the gap to another run
     python scripts/report.py BF16=runs/bf16 NVFP4=runs/nvfp4 --output gap.html
-    python scripts/report.py runs/nvfp4 --pictures                 also loss.png
+    python scripts/report.py runs/nvfp4 --pictures                 also writes loss.png
 
-Also of runs that are not finished, and of older versions; what these do not say is shown as unknown.
+Runs may be unfinished or from older versions; values that they did not record are shown as unknown.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pretrain import CONFIGS
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page; returns the exit code: 2, with a line on stderr, if it cannot be."""
+    """Write the page; returns the exit code: 0, or 2 after an error, with a line on stderr."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", metavar="[NAME=]FOLDER", help="folders of runs")
-    parser.add_argument("--baseline", metavar="[NAME=]FOLDER", help="what gaps are measured against")
-    parser.add_argument("--output", help="where to write it (default: report.html in the folder of a single run)")
-    parser.add_argument("--pictures", action="store_true", help="also draw the losses into their folders")
+    parser.add_argument("--baseline", metavar="[NAME=]FOLDER", help="the run to which gaps are computed")
+    parser.add_argument("--output", help="file to write (default: report.html in the folder of a single run)")
+    parser.add_argument("--pictures", action="store_true", help="also draw the losses into the runs' folders")
     options = parser.parse_args(arguments)
     return run_command("report.py", lambda: write(options), options.output)
 
 
 def write(options: argparse.Namespace) -> int:
-    """The page and, if asked for, the pictures."""
+    """Write the page, and the pictures with --pictures."""
     defaults = yaml.safe_load(to_yaml(compose_config([], CONFIGS)))
     print(write_report(options.run, defaults=defaults, baseline=options.baseline, target=options.output))
     for run in options.run if options.pictures else ():

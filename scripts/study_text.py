@@ -1,4 +1,4 @@
-"""Make the text of the study's runs, in the same bytes everywhere: prose.jsonl and code.jsonl.
+"""Make the text for the runs of the study, prose.jsonl and code.jsonl, with the same bytes everywhere.
 
     grep -P '\tgit\t' docs/study_text.tsv | cut -f 3,4 | sort -u | while read -r name commit; do
       git init -q --bare "checkouts/$name"
@@ -7,14 +7,14 @@
     python scripts/study_text.py --checkouts checkouts --output text
 
 docs/study_text.tsv has a line for each source: its kind (prose or code), git or pypi, name, commit or version, sha256
-of a wheel, the share of its files to take (by a hash of their paths), and a pattern that their paths contain.
-pip downloads the wheels. Sources are read in the order of the lines, files in that of their paths.
+of a wheel, the share of its files to use (chosen by a hash of their paths), and a pattern that their paths contain.
+pip downloads the wheels. Sources are read in the order of the lines, files in the order of their paths.
 
-Documents are UTF-8 and 500 to 200,000 bytes long; longer prose is cut between lines. Left out are documents and
-paragraphs that an earlier document has (whitespace aside), tables of numbers, minified and generated code, and prose
-that is no English sentences. Markup becomes paragraphs; front matter and comments of prose go.
+Documents are UTF-8 and have 500 to 200,000 bytes; longer prose is cut between lines. Left out are documents and
+paragraphs that repeat earlier ones (ignoring whitespace), tables of numbers, minified and generated code, and prose
+without English sentences. Markup becomes paragraphs; front matter and comments of prose are removed.
 
-Exit codes: 0 done; 1 the result is not that of --check; 2 a source is missing or differs, in one line on stderr.
+Exit codes: 0 done; 1 the result differs from --check; 2 a source is missing or differs, with one line on stderr.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Source(NamedTuple):
 
     @property
     def wheel(self) -> str:
-        """What the file name of its wheel matches."""
+        """A pattern for the file name of its wheel."""
         return f"{self.name.replace('-', '_')}-{self.version}-*.whl"
 
     def wants(self, path: str) -> bool:
-        """Whether the file is of the source's kind, matches its pattern and belongs to its share."""
+        """Whether a file has the source's kind, matches its pattern and is in its share."""
         drawn = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4]) / 2**32
         return (
             path.endswith(SUFFIXES[self.kind]) and drawn < float(self.share) and re.search(self.paths, path) is not None
@@ -87,29 +87,29 @@ def main(arguments: list[str]) -> int:
     add = parser.add_argument
     add("--manifest", type=Path, default=Path(__file__).parents[1] / "docs/study_text.tsv", metavar="FILE")
     add("--checkouts", required=True, type=Path, metavar="FOLDER", help="git repositories, each as OWNER/NAME in it")
-    add("--wheels", type=Path, default=Path("wheels"), metavar="FOLDER", help="where wheels are, or are downloaded to")
+    add("--wheels", type=Path, default=Path("wheels"), metavar="FOLDER", help="folder of wheels; pip adds missing ones")
     add("--output", required=True, type=Path, metavar="FOLDER", help="its prose.jsonl and code.jsonl are replaced")
-    add("--check", metavar="HASH", help="the hash that the last line must show")
+    add("--check", metavar="HASH", help="the expected hash of the result (its last line)")
     options = parser.parse_args(arguments)
     try:
         sources = read_manifest(options.manifest)
         options.output.mkdir(parents=True, exist_ok=True)
         for source in sources:
             if source.origin == "git":
-                commit_listing(source, options.checkouts)  # a commit that is missing is said before pip begins
+                commit_listing(source, options.checkouts)  # fail before pip begins if a commit is missing
         download([source for source in sources if source.origin == "pypi"], options.wheels)
         found = write(sources, options.checkouts, options.wheels, options.output)
     except (ValueError, OSError) as error:
         print(f"study_text.py: {error_line(error, options.output)}", file=sys.stderr)
         return 2
     if options.check not in (None, found):
-        print(f"study_text.py: this is not the text of --check {options.check}", file=sys.stderr)
+        print(f"study_text.py: the result differs from --check {options.check}", file=sys.stderr)
         return 1
     return 0
 
 
 def read_manifest(path: Path) -> list[Source]:
-    """The sources of a manifest. Raises ValueError for a line that is none."""
+    """The sources of a manifest. Raises ValueError for a line that is not a source."""
     sources = []
     for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines()[1:], start=2):
         try:
@@ -119,13 +119,13 @@ def read_manifest(path: Path) -> list[Source]:
         except (TypeError, ValueError, re.error):
             known = False
         if not known:
-            raise ValueError(f"{path}, line {number}: {line!r} is no source; write it as docs/study_text.tsv has them")
+            raise ValueError(f"{path}, line {number}: {line!r} is not a source; see docs/study_text.tsv for the format")
         sources.append(source)
     return sources
 
 
 def write(sources: list[Source], checkouts: Path, wheels: Path, output: Path) -> str:
-    """Write and print what the sources give; returns a hash of both files."""
+    """Write the documents of all sources, and print their sizes; returns a hash of both files."""
     seen: set[bytes] = set()
     hashes = ""
     for kind in SUFFIXES:
@@ -150,7 +150,7 @@ def write(sources: list[Source], checkouts: Path, wheels: Path, output: Path) ->
 
 
 def download(sources: list[Source], wheels: Path) -> None:
-    """Let pip bring the wheels that are not there."""
+    """Download missing wheels with pip."""
     missing = [source for source in sources if not list(wheels.glob(source.wheel))]
     if missing:
         wheels.mkdir(parents=True, exist_ok=True)
@@ -159,30 +159,30 @@ def download(sources: list[Source], wheels: Path) -> None:
         options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--require-hashes"]
         command = [sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(wheels), "-r", str(wanted)]
         if subprocess.run(command).returncode:
-            raise ValueError(f"pip cannot download {wanted}; mend what it says, or bring these wheels to {wheels}")
+            raise ValueError(f"pip cannot download {wanted}; correct what it reports, or copy these wheels to {wheels}")
 
 
 def _wheel_files(source: Source, wheels: Path) -> Iterator[tuple[str, bytes]]:
-    """The files that the source wants of its wheel, by path."""
+    """(path, content) of the wanted files in the source's wheel, sorted by path."""
     hashes = {hashlib.sha256(path.read_bytes()).hexdigest(): path for path in wheels.glob(source.wheel)}
     if (wheel := hashes.get(source.sha256)) is None:
-        raise ValueError(f"{wheels / source.wheel} has not the sha256 {source.sha256}; remove it, and pip brings that")
+        raise ValueError(f"{wheels / source.wheel} has another sha256 than {source.sha256}; remove it, so pip gets it")
     with zipfile.ZipFile(wheel) as archive:
         for path in sorted(filter(source.wants, archive.namelist())):
             yield path, archive.read(path)
 
 
 def commit_listing(source: Source, checkouts: Path) -> list[str]:
-    """The lines of `git ls-tree -r` for the source's commit. Raises ValueError if it is not there."""
+    """The lines of `git ls-tree -r` for the source's commit. Raises ValueError if the commit is missing."""
     command = ["git", "-C", str(checkouts / source.name), "ls-tree", "-rz", source.version]
     listing = subprocess.run(command, capture_output=True)
     if listing.returncode:
-        raise ValueError(f"{checkouts / source.name} has no commit {source.version}; fetch it as --help says")
+        raise ValueError(f"{checkouts / source.name} has no commit {source.version}; fetch it as shown in --help")
     return listing.stdout.decode().split("\0")
 
 
 def _git_files(source: Source, checkouts: Path) -> Iterator[tuple[str, bytes]]:
-    """The files that the source wants of its commit, by path."""
+    """(path, content) of the wanted files in the source's commit, sorted by path."""
     entries = [line.partition("\t")[::2] for line in commit_listing(source, checkouts) if line.startswith("100")]
     wanted = sorted((path, about.split()[2]) for about, path in entries if source.wants(path))
     git = ["git", "-C", str(checkouts / source.name)]
@@ -193,12 +193,12 @@ def _git_files(source: Source, checkouts: Path) -> Iterator[tuple[str, bytes]]:
             objects.stdin.flush()
             *_, size = objects.stdout.readline().split()
             if size == b"missing":
-                raise ValueError(f"{source.name} {source.version} lacks {path}; fetch the commit whole")
+                raise ValueError(f"{source.name} {source.version} lacks {path}; fetch the complete commit")
             yield path, objects.stdout.read(int(size) + 1)[:-1]
 
 
 def documents(kind: str, path: str, content: bytes, seen: set[bytes]) -> Iterator[str]:
-    """The documents of a file without what is in `seen`, to which their paragraphs are added."""
+    """The documents of a file, without paragraphs in `seen`, to which new ones are added."""
     try:
         text = content.decode("utf-8").replace("\r\n", "\n").removeprefix("\ufeff")
     except UnicodeDecodeError:
@@ -212,13 +212,13 @@ def documents(kind: str, path: str, content: bytes, seen: set[bytes]) -> Iterato
 
 
 def from_markup(markup: str) -> str:
-    """The paragraphs of a document in XML."""
+    """The text of an XML document, as paragraphs."""
     text = html.unescape(_TAG.sub("", _BLOCK.sub("\n", re.sub(r"\s+", " ", _HEADER.sub("", markup)))))
     return "\n\n".join(line for line in map(str.strip, text.split("\n")) if line)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The text, or if it is too long its lines, as many at once as a part may have."""
+    """The text, or parts of it with complete lines if it is too long."""
     if len(text.encode()) <= _MAX_BYTES:
         yield text
         return
@@ -234,7 +234,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _is_for_readers(text: str, kind: str) -> bool:
-    """Whether somebody wrote the text for others to read."""
+    """Whether the text looks as if it was written for readers."""
     content = text.encode()
     size = len(content)
     if not _MIN_BYTES <= size <= _MAX_BYTES or b"\0" in content:
@@ -251,7 +251,8 @@ def _is_for_readers(text: str, kind: str) -> bool:
 
 
 def _new(text: str, kind: str, seen: set[bytes]) -> str | None:
-    """The text without paragraphs that were seen (of code: without a first one that was); None if half or all was."""
+    """The text without paragraphs in `seen` (of code, only the first paragraph can be removed). None if more than half
+    of it was seen, or the rest is too short or was seen."""
     paragraphs = re.split(r"\n\s*\n", text)
     kept, old = [], 0
     for i, paragraph in enumerate(paragraphs):

@@ -1,11 +1,11 @@
-"""Everything that needs a GPU, proved by one command: `make test-gpu`.
+"""Test everything that needs a GPU with one command: `make test-gpu`.
 
     python scripts/test_gpu.py [--only WORD ...] [--jobs 6] [--limit 900] [--output FOLDER] [--commit ID]
 
-Runs the steps below as programs of their own, several at a time, each with its output in a file, and ends in one table
-(Markdown). Steps for two GPUs run where there are two. A step without its packages is not run and says so. What is not
-done after the limit has failed. What is tuned here, on a busy GPU, no later run finds: all steps have one temporary
-XDG_CACHE_HOME. The project itself need not be installed, only what it depends on.
+Runs the steps below as separate programs, several at a time, each with its output in a file, and prints a Markdown
+table. Steps for two GPUs run only if there are two; a step whose packages are missing is reported as not run. A step
+that is not done after the limit has failed. All steps share a temporary XDG_CACHE_HOME, so that later runs do not find
+what was tuned on a busy GPU. The dependencies of the project must be installed, the project itself need not.
 
 Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the command is wrong or there is no GPU.
 """
@@ -42,10 +42,8 @@ VERY_SMALL = (
 
 @dataclass(frozen=True)
 class Step:
-    """command: what Python runs. shows: a pattern whose last match in the output is the result's summary.
-
-    gpus: how many it needs. needs: packages without which it is not run.
-    """
+    """command: the arguments of Python. shows: a pattern whose last match in the output is the summary of the result.
+    gpus: how many GPUs it needs. needs: packages that it needs."""
 
     name: str
     command: tuple[str, ...]
@@ -55,14 +53,14 @@ class Step:
 
 
 def tests(name: str, *files: str, only: str = "", gpus: int = 1, needs: tuple[str, ...] = ()) -> Step:
-    """Files under tests/gpu. only: those of their tests whose names contain this word."""
+    """A step that runs test files of tests/gpu. only: just the tests whose names contain this word."""
     chosen = ("-k", only) if only else ()
     command = ("-m", "pytest", "-m", "gpu", *chosen, *(f"tests/gpu/{file}.py" for file in files))
     return Step(f"GPU tests: {name}", command, r"^\d+ passed.*", gpus, needs)
 
 
 FUSED = ("mamba_ssm", "causal_conv1d")
-# The longest first.
+# The longest steps first.
 STEPS = (
     tests("a run repeated, killed and resumed", "test_repeatable", only="NVFP4", needs=FUSED),
     tests("a switch, repeated", "test_repeatable", only="backward", needs=FUSED),
@@ -95,9 +93,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only steps whose names contain one of these words")
     parser.add_argument("--jobs", type=int, default=6, help="steps at a time (default: 6)")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for all (default: 900)")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for all steps together (default: 900)")
     parser.add_argument("--output", type=Path, help="folder for the outputs (default: a temporary one)")
-    parser.add_argument("--commit", help="what is tested (default: what git says)")
+    parser.add_argument("--commit", help="the commit in the report (default: from git)")
     options = parser.parse_args(arguments)
     steps = [s for s in STEPS if options.only is None or any(word in s.name for word in options.only)]
     if not steps:
@@ -110,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     output.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, ThreadPoolExecutor(options.jobs) as pool:
-        # Steps for one GPU take turns on those that there are.
+        # Distribute the steps for one GPU over all GPUs.
         places = [str(number % count) if step.gpus == 1 else "0,1" for number, step in enumerate(steps)]
         deadline = began + options.limit
         rows = list(pool.map(lambda step, gpus: run(step, gpus, count, output, cache, deadline), steps, places))
@@ -127,10 +125,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(step: Step, gpus: str, num_gpus: int, output: Path, cache: str, deadline: float) -> tuple[str, str, float]:
-    """Run one step on the GPUs of these indices: `passed`, `FAILED` or `not run`; what the program said of it, or why
-    it was not run; seconds.
+    """Run one step on the GPUs with these indices. Returns `passed`, `FAILED` or `not run`; the summary, or why it was
+    not run; seconds.
 
-    cache: its XDG_CACHE_HOME. deadline: when it has to be done, as `time.perf_counter` counts.
+    cache: its XDG_CACHE_HOME. deadline: in the time of `time.perf_counter`.
     """
     if step.gpus > num_gpus:
         return "not run", f"needs {step.gpus} GPUs", 0.0
@@ -138,7 +136,7 @@ def run(step: Step, gpus: str, num_gpus: int, output: Path, cache: str, deadline
         return "not run", f"{', '.join(missing)} not installed", 0.0
     command = list(step.command)
     if command[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist") is not None:
-        # Nearly all of their time is spent compiling kernels.
+        # In several processes, because nearly all of the time is spent on compiling kernels.
         command += ["-n", str(max(4, (os.cpu_count() or 1) // 3))]
     environment = {
         **os.environ,

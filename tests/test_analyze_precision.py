@@ -69,7 +69,7 @@ def test_what_a_user_can_get_wrong(checkpoint: Path, tmp_path: Path, capsys: pyt
         for given, arguments, message in (
             (checkpoint, ["precision=bf16"], "quantizes nothing"),
             (checkpoint, ["nonsense"], "write key=value"),
-            (checkpoint, ["--micro-batches", "0"], "at least 1"),
+            (checkpoint, ["--micro-batches", "0"], "give 1 or more"),
             (checkpoint, ["--budget", "2"], "--budget 2.0 is not a share"),
             (checkpoint, ["--budget", "0.01"], "of 6 linears keeps none in BF16; the smallest is 0.1667"),
             (checkpoint, ["--output", "none/plan.yaml"], "none/plan.yaml cannot be written: there is no folder none"),
@@ -100,7 +100,7 @@ def test_the_worst_come_first() -> None:
     assert rank_linears(SHAPES, ERRORS, "fprop") == SHAPES  # ties: as given
     unknown = rank_linears(SHAPES, ERRORS | {SHAPES[3].name: {"wgrad": math.nan}}, "wgrad")
     assert unknown[0] == SHAPES[3]
-    with pytest.raises(ValueError, match=r"nothing was measured at blocks\.4\.mixer\.down_proj"):
+    with pytest.raises(ValueError, match=r"nothing was measured for blocks\.4\.mixer\.down_proj"):
         rank_linears(SHAPES, {n: e for n, e in ERRORS.items() if n != SHAPES[-1].name}, "wgrad")
     with pytest.raises(ValueError, match="quantizes no operand of dgrad"):
         rank_linears(SHAPES, {shape.name: {"fprop": 0.1} for shape in SHAPES}, "dgrad")

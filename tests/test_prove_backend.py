@@ -51,7 +51,7 @@ def test_other_backends_have_the_fingerprints(precision: str) -> None:
     """Transformer Engine's stand-in has its own draws, and no MXFP8."""
     for name, prints in (("torch", slice(None)), *([("transformer_engine", slice(6))] if precision != "mxfp8" else [])):
         with te_stand_in.installed():
-            found = list(prove_backend.unlike_a_cpu(BACKENDS[name](), precision, CPU))
+            found = list(prove_backend.check_fingerprints(BACKENDS[name](), precision, CPU))
         assert len(found) == len(prove_backend.FINGERPRINTS[precision].split()[prints])
         assert not any(finding.fault for finding in found)
 
@@ -131,7 +131,7 @@ def test_codes_that_are_not_a_cpus_are_named(capsys, monkeypatch) -> None:
 
 def test_a_quantizer_that_fails_is_a_fault(monkeypatch) -> None:
     monkeypatch.setattr(EmulatedBackend, "operands", lambda *_: 1 / 0)
-    (found,) = prove_backend.unlike_a_cpu(EmulatedBackend(), "nvfp4", CPU)
+    (found,) = prove_backend.check_fingerprints(EmulatedBackend(), "nvfp4", CPU)
     assert found.fault == "failed: ZeroDivisionError: division by zero"
 
 

@@ -76,10 +76,10 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     shard.write_bytes(shard.read_bytes()[:-1])
     for arguments, expected in (
         ([str(tmp_path)], "neither a checkpoint nor a run"),
-        ([str(run_dir)], "name a step of it, as --step 123"),
-        ([str(checkpoint), "--steps", "3"], "has no record of step 5, only of 1 to 4"),
-        ([str(checkpoint), "--step", "2"], "step 2 does not lie after step 2"),
-        ([str(checkpoint), "run.deterministic=false"], "run.deterministic=false, whose bits"),
+        ([str(run_dir)], "give a step of it (--step 123)"),
+        ([str(checkpoint), "--steps", "3"], "has no record of step 5, only of the steps 1 to 4"),
+        ([str(checkpoint), "--step", "2"], "step 2 is not after step 2"),
+        ([str(checkpoint), "run.deterministic=false"], "run.deterministic=false, so its bits"),
         ([str(checkpoint), "run.seed=7"], "run.seed"),
         ([str(damaged)], "step_00000002"),
     ):
@@ -88,4 +88,4 @@ def test_wrong_input_is_one_line_and_exit_code_2(
         assert line.startswith("replay.py: ") and expected in line
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     assert replay.main([str(checkpoint), "--trust-config"]) == 2
-    assert "made by 1 ranks and this is 2" in capsys.readouterr().err
+    assert "made by 1 ranks, and 2 ranks add up" in capsys.readouterr().err

@@ -220,7 +220,7 @@ def test_nodes_that_fail_the_preflight_are_excluded_at_the_requeue(cluster: Clus
 
     cluster.job("RUNNING", more="   ReqNodeList=(null) ExcNodeList=node7\n")
     output = cluster.run(**given, UNFIT="1")
-    assert "not fit to train, by the preflight: localhost" in output
+    assert "these nodes failed the preflight: localhost" in output
     update = "until scontrol update JobId=17 ExcNodeList=node7,localhost; do sleep 5; done; scontrol release 17"
     assert cluster.calls() == [*looked, f"sbatch {update}", "scontrol requeuehold 17"], output
 

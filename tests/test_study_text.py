@@ -107,21 +107,21 @@ def test_a_source_that_differs_is_refused(
     (wheel,) = (tmp_path / "wheels").iterdir()
     wheel.write_bytes(wheel.read_bytes() + b"more")
     assert study_text.main([*sources, str(tmp_path / "text")]) == 2
-    assert "has not the sha256" in capsys.readouterr().err
+    assert "has another sha256 than" in capsys.readouterr().err
     wheel.unlink()
     manifest, text = tmp_path / "manifest.tsv", (tmp_path / "manifest.tsv").read_text()
     with mock.patch.object(study_text.sys, "executable", "false"):  # no pip
         assert study_text.main([*sources, str(tmp_path / "unfetched")]) == 2
-        assert "bring these wheels" in capsys.readouterr().err
+        assert "copy these wheels" in capsys.readouterr().err
         manifest.write_text(text.replace("owner/fruits", "owner/nuts"))
         assert study_text.main([*sources, str(tmp_path / "unfetched")]) == 2
         assert "owner/nuts has no commit" in capsys.readouterr().err
     for right, wrong, said in (
         ("\tgit\t", "\tsvn\t", "line 2: 'prose\\tsvn"),
         ("code\t", "music\t", "line 3: 'music"),
-        ("\t1\t", "\tall\t", "is no source"),
-        ("\t1\t", "\t", "is no source"),
-        ("\t.\n", "\t[\n", "is no source"),
+        ("\t1\t", "\tall\t", "is not a source"),
+        ("\t1\t", "\t", "is not a source"),
+        ("\t.\n", "\t[\n", "is not a source"),
         ("owner/fruits", "owner/nuts", "owner/nuts has no commit"),
     ):
         manifest.write_text(text.replace(right, wrong).replace("\tpypi\t", "\tgit\t"))

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Whether a job whose training has ended goes back into the queue: says why on stdout; exit code 0 if it does, 1 if not.
+# Decides whether a job is requeued after its training ended. Prints the reason; exit code 0 if it is, 1 if not.
 #
-#     requeue.sh RUN_DIR begin               before the training: remembers when this start began
-#     requeue.sh RUN_DIR end STOPPING        after it. STOPPING: 1 if Slurm asked the job to stop, else 0
+#     requeue.sh RUN_DIR begin               before the training: records when this start began
+#     requeue.sh RUN_DIR end STOPPING        after it. STOPPING: 1 if Slurm asked the job to stop, otherwise 0
 #
-# A run that was stopped resumes, unless by the file STOP. One that crashed or hung does too, as long as it has saved a
-# checkpoint since the start, or not more than three times in a row without that. One that is finished, was refused,
-# diverged or computes wrong numbers does not: the same would happen again.
+# A run that was stopped is requeued, except by the file STOP. A run that crashed or hung is requeued if it has saved a
+# checkpoint since the start, and without one at most three times in a row. A run that is finished, was refused,
+# diverged or computes wrong numbers is not, because the same would happen again.
 
 set -uo pipefail
 
 run_dir="$1"
-mark="$run_dir/.slurm_start" # its time: when this start began; its text: crashes in a row without a new checkpoint
+mark="$run_dir/.slurm_start" # its time is the begin of this start; its text is the number of crashes in a row
 
-# The manifest of the checkpoint that was saved last, nothing if there is none. Not of the highest step: a run goes back
-# where the newest ones are damaged, and what it then saves is of lower steps than what was moved aside.
+# The manifest of the checkpoint that was saved last; empty if there is none. This is not always the highest step: if
+# the newest checkpoints are damaged, a run goes back and saves lower steps again.
 newest() {
     local newest="" folder
     for folder in "$run_dir"/checkpoints/step_*/; do
@@ -25,7 +25,7 @@ newest() {
     echo "$newest"
 }
 
-# A key of state.json, if this start wrote it.
+# The value of a key of state.json, if this start wrote the file.
 state() {
     if [ "$run_dir/state.json" -nt "$mark" ]; then
         sed -n "s/^ *\"$1\": \"\\(.*\\)\",\{0,1\}$/\\1/p" "$run_dir/state.json"
@@ -34,7 +34,7 @@ state() {
 
 failures=0
 [ -f "$mark" ] && read -r failures <"$mark"
-failures="${failures##* }" # earlier versions had a step before it
+failures="${failures##* }" # earlier versions wrote a step before it
 
 if [ "$2" = begin ]; then
     mkdir -p "$run_dir" && echo "$failures" >"$mark"
