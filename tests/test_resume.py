@@ -234,13 +234,6 @@ def test_what_is_refused_names_the_difference_and_what_accepts_it(
     ]
 
 
-def test_data_that_was_written_anew_is_refused(finished: Path, start: Start, tmp_path: Path) -> None:
-    write_text(tmp_path / "code", 301)
-    output = start(finished, f"data.sources.code={tmp_path}/code", code=2)
-    assert f"source 'code' ({tmp_path}/code) had 60000 tokens" in output and "now has 60200" in output
-    assert "checkpoint.allow_mismatch=true" in output
-
-
 def test_files_are_added_and_phases_to_come_replaced(
     finished: Path, copy: Path, start: Start, data: list[str], tmp_path: Path
 ) -> None:

@@ -33,23 +33,6 @@ def saved_of(config: Config) -> dict[str, Any]:
     return content
 
 
-def parameters(config: Config) -> int:
-    """From the tables of the paper: embedding and head, a norm per block and a final one, and the mixers."""
-    m = config.model
-    inner, state = m.mamba_inner_dim, m.mamba_num_groups * m.mamba_state_dim
-    mixers = {
-        "-": 2 * m.hidden_dim * m.ffn_dim,
-        "*": 2 * m.hidden_dim * m.head_dim * (m.num_query_heads + m.num_kv_heads),
-        "M": m.hidden_dim * (2 * inner + 2 * state + m.mamba_num_heads)  # in_proj
-        + (inner + 2 * state) * (m.mamba_conv_width + 1)  # conv1d and its bias
-        + 3 * m.mamba_num_heads  # A_log, dt_bias, D
-        + inner  # gated norm
-        + inner * m.hidden_dim,  # out_proj
-    }
-    blocks = sum(mixers[letter] + m.hidden_dim for letter in m.pattern)
-    return 2 * m.vocab_size * m.hidden_dim + m.hidden_dim + blocks
-
-
 def test_default_run_is_the_tiny_model_in_nvfp4_with_the_switch_before_the_decay() -> None:
     config = composed()
     assert (config.model.name, config.precision.name, config.data.kind) == ("tiny", "nvfp4", "builtin")
@@ -126,28 +109,6 @@ def test_recipes_of_one_name_are_distinguished(monkeypatch: pytest.MonkeyPatch) 
     assert make("precision.wgrad.rht='${oc.decode:${oc.env:RHT}}'").precision.name == "nvfp4 with wgrad.rht=..."
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "blocks", "rounding", "rht"),
-    [
-        ("nvfp4", "nvfp4", ["1x16", "16x16", "1x16", "16x16", "1x16", "1x16"], "nnsnsn", 16),
-        ("mxfp4", "mxfp4", ["1x32"] * 6, "nnsnsn", 32),
-        ("nvfp4_all_the_way", "nvfp4", ["1x16"] * 6, "nnsnss", 0),
-        ("fp8_block", "fp8", ["1x128", "128x128", "1x128", "128x128", "1x128", "1x128"], "nnnnnn", 0),
-        ("mxfp8", "mxfp8", ["1x32"] * 6, "nnnnnn", 0),
-        ("bf16", "bf16", ["1x16"] * 6, "nnnnnn", 0),
-    ],
-)
-def test_recipes_are_those_of_the_papers(name: str, form: str, blocks: list[str], rounding: str, rht: int) -> None:
-    precision = composed(f"precision={name}").precision
-    fprop, dgrad, wgrad = precision.fprop, precision.dgrad, precision.wgrad
-    table = [fprop.activation, fprop.weight, dgrad.gradient, dgrad.weight, wgrad.gradient, wgrad.activation]
-    assert {(operand.format, operand.four_over_six) for operand in table} == {(form, "none")}
-    assert [operand.block for operand in table] == blocks
-    assert "".join(operand.rounding[0] for operand in table) == rounding
-    assert (fprop.rht, dgrad.rht, wgrad.rht, precision.name) == (0, 0, rht, name)
-    assert (dgrad.weight.source, wgrad.activation.source) == ("tensor", "tensor")
-
-
 def test_exceptions_bring_their_recipes_whole() -> None:
     """Also as the target of a switch, and after a round trip through a checkpoint."""
     model = "model=nemotron_h_12b"
@@ -189,21 +150,20 @@ def test_a_saved_switch_that_is_off_may_name_what_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "count", "blocks", "bf16", "fp8_bf16", "init_std"),
+    ("model", "blocks", "bf16", "fp8_bf16", "init_std"),
     [
-        ("transformer_1_2b", 1_291_929_600, {"*": 20, "-": 20, "M": 0}, (0, 8), ("*-", "*-*-"), 0.02),
-        ("nemotron_h_8b", 8_084_075_520, {"*": 4, "-": 24, "M": 24}, (0, 8), ("M", "M-"), 0.014),
-        ("nemotron_h_12b", 12_314_591_360, {"*": 6, "-": 28, "M": 28}, (2, 8), ("M", "M-"), 0.0125),
-        ("hybrid_60m", 61_803_024, {"*": 2, "-": 11, "M": 11}, (0, 4), ("M", "M-"), 0.02),
-        ("transformer_60m", 60_046_848, {"*": 15, "-": 15, "M": 0}, (0, 6), ("*-", "*-*-"), 0.02),
+        ("transformer_1_2b", {"*": 20, "-": 20, "M": 0}, (0, 8), ("*-", "*-*-"), 0.02),
+        ("nemotron_h_8b", {"*": 4, "-": 24, "M": 24}, (0, 8), ("M", "M-"), 0.014),
+        ("nemotron_h_12b", {"*": 6, "-": 28, "M": 28}, (2, 8), ("M", "M-"), 0.0125),
+        ("hybrid_60m", {"*": 2, "-": 11, "M": 11}, (0, 4), ("M", "M-"), 0.02),
+        ("transformer_60m", {"*": 15, "-": 15, "M": 0}, (0, 6), ("*-", "*-*-"), 0.02),
     ],
 )
-def test_models_have_the_papers_sizes(
-    model: str, count: int, blocks: dict[str, int], bf16: Any, fp8_bf16: Any, init_std: float
+def test_models_have_the_papers_blocks(
+    model: str, blocks: dict[str, int], bf16: Any, fp8_bf16: Any, init_std: float
 ) -> None:
     config = composed(f"model={model}", "precision=fp8_block")
     fp8, pattern = config.precision.bf16_blocks, config.model.pattern
-    assert parameters(config) == count
     assert {letter: pattern.count(letter) for letter in "*-M"} == blocks
     assert (config.model.nvfp4_bf16_blocks.first, config.model.nvfp4_bf16_blocks.last) == bf16
     # Of an FP8 run, the first block and the last two; a transformer block is whole.

@@ -1,6 +1,5 @@
 import pytest
 import torch
-import yaml
 
 import megatron_fp4.precision.emulated as emulated
 from megatron_fp4.config.precision_schema import (
@@ -101,13 +100,6 @@ def test_a_switch_goes_linear_by_linear(scope):
     forward, backward = scope != "backward", scope != "forward"
     assert (changed.fprop.left == ref.MX8) is forward and (changed.wgrad.left == ref.MX8) is backward
     assert (was_bf16.fprop.right == ref.MX8) is forward and (was_bf16.dgrad.right == ref.MX8) is backward
-
-
-def test_a_plan_file_lists_linears(tmp_path):
-    file = tmp_path / "sensitive.yaml"
-    file.write_text(yaml.safe_dump({"bf16": ["blocks.3.mixer.up_proj", "blocks.0.mixer.in_proj"]}))
-    listed = ("bf16", "listed in sensitive.yaml")
-    assert given(plan_of(Bf16BlocksConfig(file=str(file)))) == {"0.in_proj": listed, "3.up_proj": listed}
 
 
 def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
