@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -107,8 +106,3 @@ def spiked_run(
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     """Times and sizes of everything in `folder`."""
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if kind in (record["kind"], record.get("event"))]

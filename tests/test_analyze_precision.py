@@ -14,6 +14,7 @@ from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from scripts import analyze_precision
 from scripts.analyze_precision import plan_file, rank_linears
+from tests.distributed.one_rank import flip_a_bit
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL
 
@@ -63,8 +64,7 @@ def test_another_recipe_and_budget(checkpoint: Path, tmp_path: Path) -> None:
 def test_what_a_user_can_get_wrong(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = tmp_path / "step_00000003"
     shutil.copytree(checkpoint, damaged)
-    tensors = next(damaged.glob("*.distcp"))
-    tensors.write_bytes(tensors.read_bytes()[:-1])
+    flip_a_bit(next(damaged.glob("*.distcp")))
     with mock.patch.object(analyze_precision, "measure", side_effect=AssertionError("measured")):
         for given, arguments, message in (
             (checkpoint, ["precision=bf16"], "quantizes nothing"),

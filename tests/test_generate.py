@@ -70,7 +70,7 @@ def expected(run: Path, prompt: str, sampling: Sampling, new: int, sample: int =
 
 def test_a_run_records_what_its_model_says(run: Path) -> None:
     """Of weights that are not quantized, in the compute dtype, at the documented temperature and the run's seed."""
-    first, last = (event for event in records(run, "event") if event["event"] == "text")
+    first, last = records(run, "text")
     assert (first["step"], last["step"]) == (2, 4) and first["samples"] != last["samples"]
     assert [sample["prompt"] for sample in last["samples"]] == [PROMPT, ""]
     config = open_checkpoint(run, CONFIGS).config

@@ -85,8 +85,9 @@ def run(num_processes: int, overrides: list[str], code: int = 0) -> str:
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+    """kind: also the name of an event."""
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if kind in (record["kind"], record.get("event"))]
 
 
 def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
@@ -140,7 +141,7 @@ def test_a_run_shows_and_writes_everything(straight: Straight, processes: int) -
     assert summary["finished"] and summary["tokens"] == STEPS * 8 * 64
     assert set(validations[0]["losses"]) == set(bits) == {"code", "prose"}
     assert {name: summary[f"validation loss, {name} (bits per byte)"] for name in bits} == pytest.approx(bits, abs=1e-4)
-    (switch,) = [r for r in records(folder, "event") if r["event"] == "switch"]
+    (switch,) = records(folder, "switch")
     assert switch["step"] == 7 and switch["target"] == "bf16"  # the first step of the last quarter, which decays
     plans = [r["plan"] for r in records(folder, "step")]
     assert plans[:6] == ["nvfp4"] * 6 and "bf16" in plans[6]
@@ -170,7 +171,7 @@ def test_switch_by_gradient_noise(straight: Straight, small: list[str], tmp_path
     measured = records(tmp_path, "gradient_noise")
     assert [record["step"] for record in measured] == [1, 3, 5]
     assert all(1 < record["ratio"] < 100 for record in measured)
-    (event,) = [record for record in records(tmp_path, "event") if record["event"] == "switch"]
+    (event,) = records(tmp_path, "switch")
     assert event["step"] == 5
     assert [record["plan"] for record in records(tmp_path, "step")][3:5] == ["nvfp4", "after the switch to bf16"]
     assert [record["step"] for record in records(tmp_path, "diagnostics")] == [1, 4]  # later nothing is FP4

@@ -15,6 +15,7 @@ import pytest
 import pretrain
 from megatron_fp4.training import trainer
 from scripts import replay
+from tests.distributed.one_rank import flip_a_bit
 from tests.spiked_run import FAST, small_corpus, stamps
 from tests.test_pretrain import SMALL
 
@@ -72,8 +73,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     damaged = tmp_path / "damaged" / "checkpoints" / checkpoint.name
     shutil.copytree(checkpoint, damaged)
     shutil.copy(run_dir / "metrics.jsonl", tmp_path / "damaged")
-    shard = next(damaged.glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:-1])
+    flip_a_bit(next(damaged.glob("*.distcp")))
     for arguments, expected in (
         ([str(tmp_path)], "neither a checkpoint nor a run"),
         ([str(run_dir)], "give a step of it (--step 123)"),

@@ -14,8 +14,8 @@ import pytest
 import pretrain
 from data.indexed import write_dataset
 from megatron_fp4.training import trainer
-from tests.spiked_run import printed_by, records
-from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses
+from tests.spiked_run import printed_by
+from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 

@@ -13,8 +13,8 @@ import torch
 
 from megatron_fp4.training import trainer
 from scripts import replay
-from tests.spiked_run import records, small_corpus, spiked_run, spiking
-from tests.test_pretrain import assert_same_checkpoint
+from tests.spiked_run import small_corpus, spiked_run, spiking
+from tests.test_pretrain import assert_same_checkpoint, records
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow

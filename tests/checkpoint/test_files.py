@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_fp4.checkpoint import files
+from tests.distributed.one_rank import names
 
 
 def make(root: Path, step: int, save_index: int, suffix: str = "") -> Path:
@@ -17,10 +18,6 @@ def make(root: Path, step: int, save_index: int, suffix: str = "") -> Path:
     records = {"shard": files.write_file(folder / "shard", b"x" * 100)}
     files.write_manifest(folder, files.Manifest(save_index, step, 0, 0, 1, {"a": 1}, records, "2"))
     return folder
-
-
-def names(root: Path) -> set[str]:
-    return {path.name for path in root.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -91,12 +88,12 @@ def test_prune_keeps_the_newest_the_pointed_and_the_damaged(tmp_path: Path) -> N
     assert files.prune(tmp_path, 0, tmp_path / "step_00000500") == []
     removed = files.prune(tmp_path, 1, just_made=tmp_path / "step_00000500")
     assert {path.name for path in removed} == {"step_00000300", "step_00000400"}
-    assert names(tmp_path) == {"latest", "step_00000100", "step_00000200", "step_00000500"}
+    assert names(tmp_path) == ["latest", "step_00000100", "step_00000200", "step_00000500"]
 
 
 def test_damaged_ones_never_replace_each_other(tmp_path: Path) -> None:
     moved = [files.move_aside(make(tmp_path, 200, index)).name for index in range(3)]
-    assert moved == [f"step_00000200.damaged{more}" for more in ("", ".1", ".2")] and set(moved) == names(tmp_path)
+    assert moved == [f"step_00000200.damaged{more}" for more in ("", ".1", ".2")] and moved == names(tmp_path)
 
 
 def test_clean_stale(tmp_path: Path) -> None:
@@ -108,9 +105,11 @@ def test_clean_stale(tmp_path: Path) -> None:
     make(tmp_path, 200, 3, ".tmp")
     for other in ("notes.tmp", "notes.old", "step_00000300.damaged.old"):
         (tmp_path / other).mkdir()
-    kept = names(tmp_path) - {f"step_00000{name}" for name in ("100.old", "200.old", "200.tmp")}
+    kept = {*names(tmp_path)} - {f"step_00000{name}" for name in ("100.old", "200.old", "200.tmp")}
     (tmp_path / "step_00000900.tmp").symlink_to(tmp_path / "step_00000100")
     done = files.clean_stale(tmp_path)
     assert len(done) == 4 and "restored step_00000200" in done
-    assert names(tmp_path) == kept | {"step_00000200"} and files.read_manifest(tmp_path / "step_00000100").step == 100
+    assert {*names(tmp_path)} == kept | {"step_00000200"} and files.read_manifest(
+        tmp_path / "step_00000100"
+    ).step == 100
     assert files.read_manifest(tmp_path / "step_00000200").save_index == 2

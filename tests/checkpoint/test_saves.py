@@ -21,6 +21,7 @@ from megatron_fp4.checkpoint.checkpointer import CheckpointError, CheckpointGone
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
+from tests.checkpoint.test_shards import Command
 from tests.distributed.one_rank import Job, flip_a_bit, names
 
 FULL = OSError(28, "No space left on device", "shard")
@@ -208,17 +209,12 @@ def rewrite(folder: Path, name: str, content: bytes) -> None:
     files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, name: record}))
 
 
-class Command:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch ran",)
-
-
 def crafted_metadata(folder: Path) -> None:
-    rewrite(folder, METADATA, pickle.dumps(Command()))
+    rewrite(folder, METADATA, pickle.dumps(Command("touch ran")))
 
 
 def crafted_generators(folder: Path) -> None:
-    torch.save([Command()], "crafted.pt")
+    torch.save([Command("touch ran")], "crafted.pt")
     rewrite(folder, files.RANDOM_STATE, Path("crafted.pt").read_bytes())
 
 

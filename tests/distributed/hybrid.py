@@ -200,7 +200,3 @@ def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator
 
 def operand(of: GemmOperand) -> tuple[Tensor, Tensor | None]:
     return of.unpacked().detach().clone(), None if of.scale is None else of.scale.clone()
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()

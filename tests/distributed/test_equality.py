@@ -26,12 +26,12 @@ from tests.distributed.hybrid import (
     Result,
     micro_batches,
     operand,
-    relative_error,
     sharded_model,
     train,
     watched_gemms,
 )
 from tests.exchange.decoding import block_values
+from tests.models.builders import relative_error
 from tests.training.harness import alone, launch, whole
 
 pytestmark = pytest.mark.slow

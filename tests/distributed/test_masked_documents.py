@@ -21,6 +21,7 @@ from tests.distributed.hybrid import (
     masked_micro_batches,
     sharded_model,
 )
+from tests.models.builders import relative_error
 from tests.training.harness import alone, launch, whole
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ def test_a_mesh_is_one_process(one, name):
         assert result.losses == pytest.approx(expected.losses, rel=1e-5)
         assert result.norms == pytest.approx(expected.norms, rel=1e-5)
         for key in expected.gradients:
-            assert hybrid.relative_error(result.gradients[key], expected.gradients[key]) < 1e-5, key
+            assert relative_error(result.gradients[key], expected.gradients[key]) < 1e-5, key
         assert losses == pytest.approx(held_out, rel=1e-5)
 
 
@@ -81,7 +82,7 @@ def test_every_target_that_counts_weighs_the_same(one):
     assert one[0].losses[0] == pytest.approx(loss, rel=1e-5)
     clipping = min(1.0, 1.0 / one[0].norms[0])
     for name, gradient in gradients.items():
-        assert hybrid.relative_error(one[0].gradients[name], gradient * clipping) < 1e-5, name
+        assert relative_error(one[0].gradients[name], gradient * clipping) < 1e-5, name
 
 
 def test_a_batch_without_targets_that_count_has_no_loss_and_no_gradient():

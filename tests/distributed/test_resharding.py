@@ -16,7 +16,8 @@ from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.config.schema import Config, OptimizerConfig
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
-from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, relative_error, sharded_model, whole
+from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, sharded_model, whole
+from tests.models.builders import relative_error
 from tests.training.harness import launch, train_step
 
 pytestmark = pytest.mark.slow

@@ -30,9 +30,10 @@ from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, Ru
 from megatron_fp4.runtime.progress import Progress
 from scripts import convert
 from tests.composing import composed, plans_of
+from tests.distributed.one_rank import names
 from tests.programs import Program, wait_until, wait_until_gone
-from tests.spiked_run import FAST, printed_by, records, small_corpus
-from tests.test_pretrain import SMALL, losses
+from tests.spiked_run import FAST, printed_by, small_corpus
+from tests.test_pretrain import SMALL, losses, records
 from tests.training.harness import launch
 
 COMMAND = exports.SCRIPT
@@ -114,10 +115,6 @@ class Job:
 
     def names(self, folder: str) -> list[str]:
         return names(self.run_dir / folder)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def written(run_dir: Path, name: str) -> dict[str, Any]:

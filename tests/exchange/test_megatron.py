@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import pickle
 import subprocess
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.shards import METADATA, read_metadata
 from megatron_fp4.config.schema import ModelConfig
 from pretrain import CONFIGS
+from tests.checkpoint.test_shards import Command
 from tests.exchange.models import checkpoint_of
 
 # No two sizes alike, so that a mistaken axis shows.
@@ -291,14 +291,6 @@ def test_tokenizers_travel(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_
         import_megatron(bare, tmp_path / "two", CONFIGS, tokenizer=tmp_path / "theirs")
 
 
-class _Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 class _Theirs(dict):
     """A class that this process does not know, filled like a dictionary."""
 
@@ -307,10 +299,11 @@ def test_no_pickle_is_run(checkpoints: dict[str, Checkpoint], tmp_path: Path) ->
     """Objects of others are left out, whatever they would do."""
     export_megatron(checkpoints["hybrid"], tmp_path / "theirs")
     iteration, exploded = tmp_path / "theirs" / ITERATION, tmp_path / "exploded"
+    bomb = Command(f"mkdir {exploded}")
     common = torch.load(iteration / "common.pt", weights_only=False)
-    torch.save({**common, "rerun": _Bomb(exploded), "more": _Theirs(a=_Bomb(exploded))}, iteration / "common.pt")
+    torch.save({**common, "rerun": bomb, "more": _Theirs(a=bomb)}, iteration / "common.pt")
     metadata: Metadata = pickle.loads((iteration / METADATA).read_bytes())
-    metadata.mcore_data = {"a": _Theirs(b=1), "c": [_Bomb(exploded)]}
+    metadata.mcore_data = {"a": _Theirs(b=1), "c": [bomb]}
     (iteration / METADATA).write_bytes(pickle.dumps(metadata))
     import_megatron(tmp_path / "theirs", tmp_path / "back", CONFIGS)
     assert not exploded.exists()

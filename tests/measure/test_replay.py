@@ -18,8 +18,8 @@ from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.fp32_gradients import local_part
 from models.attention import Attention
 from tests.measure.test_diagnostics_run import NVFP4, Run
-from tests.spiked_run import FAST, records, small_corpus
-from tests.test_pretrain import SMALL
+from tests.spiked_run import FAST, small_corpus
+from tests.test_pretrain import SMALL, records
 from tests.training.harness import launch, toy_mesh
 
 

@@ -212,5 +212,5 @@ def test_a_signal_during_evaluation(here: Callable[..., int], tmp_path: Path, mo
     assert here("validation.interval=2", "checkpoint.interval=2") == 75
     assert saved(tmp_path) == [2, 3] and len(losses(tmp_path)) == 3
     assert [record["step"] for record in records(tmp_path, "validation")] == [2]
-    (event,) = [record for record in records(tmp_path, "event") if record["event"] == "stop"]
+    (event,) = records(tmp_path, "stop")
     assert event["step"] == 3 and "SIGTERM" in event["signal"]

@@ -15,8 +15,8 @@ from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.verify import Recheck
 from tests.measure.test_diagnostics_run import LINEARS, NVFP4, Run
 from tests.precision.test_verify import Spoiled, one_changed
-from tests.spiked_run import FAST, records, small_corpus
-from tests.test_pretrain import SMALL
+from tests.spiked_run import FAST, small_corpus
+from tests.test_pretrain import SMALL, records
 from tests.training.harness import launch, toy_mesh
 
 pytestmark = pytest.mark.slow

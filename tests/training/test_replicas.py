@@ -27,8 +27,8 @@ from megatron_fp4.training.callbacks.replicas import Difference, Replicas, Repli
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 from models import provider as models
 from scripts import replay
-from tests.spiked_run import FAST, records, small_corpus
-from tests.test_pretrain import SMALL
+from tests.spiked_run import FAST, small_corpus
+from tests.test_pretrain import SMALL, records
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
