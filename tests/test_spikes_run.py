@@ -29,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def start(folder: Path, corpus: list[str], *overrides: str, spikes: list[int], **settings: Any) -> list[Any]:
     """On two ranks."""
     arguments, kill_before = [*corpus, f"run.dir={folder}", *overrides], settings.pop("kill_before", None)
-    return launch(spiked_run, 2, arguments, spikes, 20.0, kill_before, seconds=600.0, **settings)
+    return launch(spiked_run, 2, arguments, spikes, 20.0, kill_before, **settings)
 
 
 def steps(folder: Path) -> list[tuple[Any, ...]]:
@@ -72,7 +72,7 @@ def test_rolls_back_survives_a_kill_right_after_and_can_be_replayed(corpus: list
     assert steps(killed) == steps(straight)
     assert_same_checkpoint(straight / LAST, killed / LAST, tmp_path)
 
-    (code, printed), _ = launch(_replayed, 2, straight, [9], seconds=600.0)
+    (code, printed), _ = launch(_replayed, 2, straight, [9])
     assert code == 0 and "7 of 7 steps are equal to the last bit" in printed and "DIFFERS" not in printed
 
 

@@ -133,7 +133,7 @@ def test_a_checkpoint_is_loaded_again_or_nothing_changes(
 ) -> None:
     """In the middle of its run, whose steps take less time than the save."""
     publish = files.publish
-    monkeypatch.setattr(files, "publish", lambda *folders: (time.sleep(0.5), publish(*folders)))
+    monkeypatch.setattr(files, "publish", lambda *folders: (time.sleep(0.1), publish(*folders)))
     one = trial(asynchronous=True)
     assert one.checkpointer.last_step() is None
     folder, draws = one.save(1, note=1), torch.get_rng_state()

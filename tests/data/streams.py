@@ -94,3 +94,11 @@ class SteeredStream(CountingStream):
     def readings(self) -> int:
         """How many have begun, by the log."""
         return self.log.read_bytes().count(b"+") if self.log is not None and self.log.exists() else 0
+
+
+class PicklesOnce(Exception):
+    """On its way to the worker, and not back."""
+
+    def __reduce__(self) -> tuple[type[PicklesOnce], tuple[str]]:
+        assert self.args != ("sent",)
+        return PicklesOnce, ("sent",)

@@ -200,10 +200,10 @@ def test_threads_fetch_a_block_once(
     monkeypatch.setattr(data.storage, "RETRY_SECONDS", (1.0,))
     store.fault = lambda number: "500"
     began = time.monotonic()
-    with ThreadPoolExecutor(8) as pool:
-        tried = [pool.submit(remote.tokens, 600_000, 10) for _ in range(8)]
+    with ThreadPoolExecutor(16) as pool:
+        tried = [pool.submit(remote.tokens, 600_000, 10) for _ in range(16)]
         assert all(isinstance(one.exception(), ConnectionError) for one in tried)
-    assert time.monotonic() - began < 5  # 6 one by one
+    assert time.monotonic() - began < 10  # 12 or more one by one
 
 
 def test_on_a_full_disk_nothing_is_kept(

@@ -19,19 +19,11 @@ from data.order import SampleSource
 from data.schedule import Phase, PhaseSchedule
 from data.workers import LoaderError
 from megatron_fp4.runtime.progress import state_of_process
-from tests.data.streams import SteeredStream
+from tests.data.streams import PicklesOnce, SteeredStream
 from tests.programs import ROOT, wait_until, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-
-
-class PicklesOnce(Exception):
-    """On its way to the worker, and not back."""
-
-    def __reduce__(self) -> tuple[type[PicklesOnce], tuple[str]]:
-        assert self.args != ("sent",)
-        return PicklesOnce, ("sent",)
 
 
 def a_loader(stream: SteeredStream, num_workers: int = 1, micro_batches: int = 2) -> MicroBatchLoader:
@@ -185,10 +177,10 @@ def test_a_worker_that_cannot_be_killed_does_not_hold_its_rank(monkeypatch: pyte
     """As one that waits for a dead disk: the rank says so and ends."""
     monkeypatch.setattr("data.workers._EXIT_SECONDS", 0.2)
     loader = a_loader(SteeredStream(seconds=60))
-    loader.timeout_seconds = 3
+    loader.timeout_seconds = 1
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda process: None)
-        with pytest.raises(LoaderError, match=r"no data for step 1 .*nothing for 3 s"):
+        with pytest.raises(LoaderError, match=r"no data for step 1 .*nothing for 1 s"):
             next(loader.steps(0, 1))
     for pid in loader.worker_pids:
         os.kill(pid, signal.SIGKILL)

@@ -59,7 +59,7 @@ def many() -> dict[tuple[str, str], list[Result]]:
     results: dict[tuple[str, str], list[Result]] = {}
     for world in (2, 4):
         names = [name for name in MESHES if LAYOUTS[name].world == world]
-        ranks = launch(_train_all, world, [LAYOUTS[name] for name in names], seconds=300.0)
+        ranks = launch(_train_all, world, [LAYOUTS[name] for name in names])
         keys = [(name, precision) for name in names for precision in PRECISIONS]
         results |= dict(zip(keys, map(list, zip(*ranks, strict=True)), strict=True))
     return results

@@ -102,7 +102,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, str],
     folder, found = tmp_path_factory.mktemp("runs"), {}
     corpus = small_corpus(folder)
     for step, ranks in enumerate((1, 4, 2)):
-        of_ranks = launch(train_all, ranks, ranks, step, corpus, folder, seconds=240.0)
+        of_ranks = launch(train_all, ranks, ranks, step, corpus, folder)
         found |= {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
     return found
 

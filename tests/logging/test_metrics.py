@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +25,7 @@ from megatron_fp4.logging.run_folder import read_records
 from megatron_fp4.logging.run_log import RunLog, TimeLedger, goodput_of
 from pretrain import CONFIGS
 from tests.logging.written import metrics, write, writing
+from tests.programs import wait_until
 
 SAMPLES = [{"prompt": "def", "text": " f(x):\n    é", "ended": False}, {"prompt": "", "text": None, "ended": False}]
 
@@ -143,12 +143,10 @@ def test_a_tensorboard_whose_disk_fails_gets_it_all_later(
     (tmp_path / "tensorboard").touch()  # no folder can be made there
     with writing(tmp_path, 1, tensorboard=True) as writer:
         writer.step(metrics(2))
-        while "LOGGING FAILED" not in caplog.text:
-            time.sleep(0.01)
+        wait_until(lambda: "LOGGING FAILED" in caplog.text)
         (tmp_path / "tensorboard").unlink()
         writer.step(metrics(3))
-        while "tensorboard works again" not in caplog.text:
-            time.sleep(0.01)
+        wait_until(lambda: "tensorboard works again" in caplog.text)
     assert [point.step for point in board(tmp_path).Scalars("loss/train")] == [2, 3]
 
 
@@ -171,8 +169,7 @@ def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(
     with writing(tmp_path, wandb="online") as writer:
         for step in range(1, 7):
             writer.step(metrics(step))
-        while fake.tries:  # a run that ends meanwhile would not try again
-            time.sleep(0.01)
+        wait_until(lambda: not fake.tries)  # a run that ends meanwhile would not try again
     assert [step for step, _ in fake.logged] == [1, 2, 3, 4, 5, 6]  # each once, in order
     assert len(fake.starts) == 4 and len({run_id for _, run_id in fake.starts}) == 1
 
@@ -184,12 +181,13 @@ def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(
 def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, use: Any, settings: Any, said: str
 ) -> None:
-    use(**settings)
-    monkeypatch.setattr(module, "FINISH_SECONDS", 0.2)
-    began = time.monotonic()
-    write(tmp_path, 0, 3, wandb="online")
-    assert time.monotonic() - began < 30
-    assert [record["step"] for record in read_records(tmp_path)] == [0, 1, 2, 3]
+    fake = use(**settings)
+    monkeypatch.setattr(module, "FINISH_SECONDS", 0.2)  # else it waits for half a minute
+    with writing(tmp_path, wandb="online") as writer:
+        for step in (1, 2, 3):
+            writer.step(metrics(step))
+            wait_until(lambda: fake.logged or fake.hangs)
+    assert [record["step"] for record in read_records(tmp_path)] == [1, 2, 3]
     assert f"wandb: {said}" in caplog.text
 
 

@@ -115,7 +115,7 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2], ids=["sharded", "tensor parallel"])
 def test_the_rank_and_the_place_are_named(tp_size: int) -> None:
-    for of_rank in launch(_corrupted, 2, tp_size, list(KINDS), seconds=600.0):
+    for of_rank in launch(_corrupted, 2, tp_size, list(KINDS)):
         for (kind, first), (replayed, text) in zip(KINDS.items(), of_rank, strict=True):
             assert [(one.rank, one.first) for one in replayed.culprits] == [(1, first)], kind
             batch = 0 if tp_size == 2 else 1

@@ -25,7 +25,7 @@ from megatron_fp4.runtime.progress import (
     report_path,
     state_of_process,
 )
-from tests.programs import environments_of_ranks, run_program
+from tests.programs import environments_of_ranks, run_program, wait_until
 
 START = "now"
 HERE = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -76,8 +76,7 @@ def test_a_rank_that_writes_no_more_is_named(tmp_path: Path) -> None:
 def test_a_process_of_this_host_is_looked_at(tmp_path: Path, number: signal.Signals, word: str) -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         child.send_signal(number)
-        while state_of_process(child.pid) is None:
-            time.sleep(0.01)
+        wait_until(lambda: state_of_process(child.pid) is not None)
         write(tmp_path, report(0, **HERE), report(1, host=HERE["host"], pid=child.pid))
         found = diagnose(tmp_path, report(0), 2, wait=lambda: pytest.fail("it is plain to see"))
         child.kill()
@@ -105,13 +104,11 @@ def test_a_hang_is_told_once_with_its_stack(
         assert not (tmp_path / FOLDER / "rank_00005.json").exists()
         progress.at(7, "a phase that hangs")
         other.at(7, "a phase that hangs")
-        printed = ""
-        while "threads stand" not in printed:
-            time.sleep(0.02)
-            printed += capfd.readouterr().err
+        printed: list[str] = []
+        wait_until(lambda: printed.append(capfd.readouterr().err) or "threads stand" in "".join(printed))
         time.sleep(0.6)  # and not again
-        printed += capfd.readouterr().err
-    assert printed.count("rank 0 has been in step 7, a phase that hangs, for") == 1
+        printed.append(capfd.readouterr().err)
+    assert "".join(printed).count("rank 0 has been in step 7, a phase that hangs, for") == 1
     stack = (tmp_path / FOLDER / "rank_00000.stack").read_text()
     assert "step 7, a phase that hangs" in stack and "test_a_hang_is_told_once_with_its_stack" in stack
 
@@ -169,11 +166,12 @@ def test_a_thread_that_gets_on_is_not_blocked(tmp_path: Path) -> None:
     """It reads and reads, in the same call on the same file."""
     os.mkfifo(tmp_path / "pipe")
     descriptor, blocked = os.open(tmp_path / "pipe", os.O_RDWR), BlockedThreads()
-    reader = threading.Thread(target=lambda: [os.read(descriptor, 1) for _ in range(6)])
+    done, seen = list[bytes](), list[float]()
+    reader = threading.Thread(target=lambda: [done.append(os.read(descriptor, 1)) for _ in range(6)])
     reader.start()
-    seen = []
-    for _ in range(6):
-        time.sleep(0.1)
+    for number in range(6):
+        wait_until(lambda: len(done) == number)  # noqa: B023
+        time.sleep(0.05)
         seen += [seconds for thread, _, seconds in blocked.look() if thread == reader.native_id]
         os.write(descriptor, b"x")
     reader.join()

@@ -7,6 +7,7 @@ a second.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import random
@@ -49,7 +50,7 @@ def launch(
     world_size: int,
     *args: Any,
     exit_codes: list[int] | None = None,
-    seconds: float = 60.0,
+    seconds: float = 300.0,
 ) -> list[Any]:
     """function(rank, *args) on every rank of a gloo group; what the ranks returned.
 
@@ -92,17 +93,18 @@ def _join(processes: list[Any], seconds: float, grace: float = 3.0) -> None:
 
 def _enter(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group(
-            "gloo", store=FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
-        )
-        result = function(rank, *args)
-        Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
-        dist.destroy_process_group()
-    except BaseException:
-        Path(folder, f"error_{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
-        raise
+    with open(f"{folder}/error_{rank}", "w") as errors:
+        faulthandler.enable(errors)  # where it stood, if libc aborts it
+        try:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            store = FileStore(f"{folder}/store", world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            result = function(rank, *args)
+            Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
+            dist.destroy_process_group()
+        except BaseException:
+            errors.write(f"rank {rank}: {traceback.format_exc()}")
+            raise
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Dif
 
 def test_a_fault_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
     settings = [*SMALL, *FAST, *small_corpus(tmp_path), f"run.dir={tmp_path}/run"]
-    found = launch(_disturbed, 4, settings, seconds=240.0)
+    found = launch(_disturbed, 4, settings)
     for fault, (_, named, ranks) in FAULTS.items():
         assert len({of_rank[fault][0] for of_rank in found}) == 1
         message, differences = found[0][fault]
@@ -138,7 +138,7 @@ def test_a_run_ends_and_its_replay_says_who_was_wrong(tmp_path: Path) -> None:
     """Before that, over a switch, saves and a resume, nothing is said."""
     settings = [*SMALL, *FAST, *small_corpus(tmp_path), "parallel.replicate=2", "run.replicas_interval=2"]
     settings += ["checkpoint.interval=4", "precision.switch.when=3", "train.steps=12"]
-    (message, printed), (same, _) = launch(_run, 2, settings, tmp_path / "run", seconds=240.0)
+    (message, printed), (same, _) = launch(_run, 2, settings, tmp_path / "run")
     assert message == same and "They agreed after step 4." in message
     (event,) = records(tmp_path / "run", "replicas")
     assert (event["step"], event["agreed"]) == (6, 4)
