@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from megatron_fp4.runtime.errors import ExitCode
+from tests.programs import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = (ROOT / "scripts" / "launch_node.sh").read_text()
 JOBSET = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "jobset.yaml").read_text())
 HOPELESS = {ExitCode.REFUSED, ExitCode.DIVERGED, ExitCode.WRONG_NUMBERS}

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from scripts.test_gpu import STEPS, Step, main, run
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.programs import ROOT
 
 
 def test_steps_name_files_that_exist_and_all_gpu_tests() -> None:

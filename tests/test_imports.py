@@ -6,11 +6,11 @@ from __future__ import annotations
 import ast
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.programs import ROOT
+
 FLOORS = [
     f"megatron_fp4/{room}"
     for room in (

@@ -14,8 +14,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_fp4 import launch
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.programs import ROOT
 
 # A worker without torch: says that it listens; then ends as its run would.
 _WORKER = """

@@ -13,10 +13,10 @@ import yaml
 
 import megatron_fp4
 from megatron_fp4 import __main__ as command
+from tests.programs import ROOT
 from tests.test_pretrain import small
 
 __all__ = ["small"]
-ROOT = Path(__file__).resolve().parent.parent
 # The command with several command lines, one after the other.
 PROGRAM = """
 import sys

@@ -24,8 +24,8 @@ from models.execution import Execution
 from models.hybrid import build_model
 from models.mamba2 import fused_conv_silu
 from models.ssd import ScanInputs, fused_scan, plain_scan
+from tests.programs import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 _MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 32, "mamba_num_groups": 2, "mamba_state_dim": 16}
 MODEL = ModelConfig(pattern="-M", hidden_dim=64, **_MAMBA)
 LATE = {"choices": ["late ones, too"]}

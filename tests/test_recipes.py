@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-import pretrain
-from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.build import initialized_model
 from models import provider as models
+from tests.composing import CONFIGS, composed
 
 pytestmark = pytest.mark.slow
 
-RECIPES = sorted(path.stem for path in (pretrain.CONFIGS / "precision").glob("*.yaml"))
+RECIPES = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
 
 
 def model_and_tokens(mesh: ParallelMesh, name: str) -> tuple[Any, torch.Tensor]:
     """The tiny model under a recipe, and its first tokens and targets, [2, 2, 128]."""
-    config = compose_config([f"precision={name}", "train.sequence_length=128"], pretrain.CONFIGS)
+    config = composed(f"precision={name}", "train.sequence_length=128")
     model = initialized_model(config, models, mesh, StepState(seed=3))[0]
     return model, torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=torch.Generator().manual_seed(0))
 

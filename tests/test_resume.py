@@ -132,7 +132,7 @@ def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: S
     killed = {**json.loads(before), "state": "running", "step": 0}
     for content in (before, json.dumps(killed).encode()):
         (copy / "state.json").write_bytes(content)
-        for override in ("checkpoint.resume=auto", "checkpoint.resume=required", "train.stepz=3"):
+        for override in ("checkpoint.resume=auto", "train.stepz=3"):
             output = start(copy, override, code=2)
             assert ("a run of 8 steps was here" in output and "checkpoint.resume=never" in output) or "stepz" in output
             assert (copy / "state.json").read_bytes() == content

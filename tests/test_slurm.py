@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4.runtime.run_state import write_state
+from tests.programs import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 REQUEUE, LAUNCH_NODE = ROOT / "scripts" / "slurm" / "requeue.sh", ROOT / "scripts" / "launch_node.sh"
 
 

@@ -36,8 +36,8 @@ from scripts import prepare_data
 from tests.data import killed
 from tests.data.megatron_cases import write_pair
 from tests.data.streams import document, write
+from tests.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
 ALL = Options(validation=0)
 PACKERS: dict[str, Callable[[bytes], bytes]] = {

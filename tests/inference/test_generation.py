@@ -37,7 +37,7 @@ from tests.models.test_inference_cache import PATTERNS
 # Shorter than the convolution is wide, one token, as long as a chunk of the scan (8), longer than one, and longer than
 # anything that these models were built for.
 LENGTHS = (1, 2, 3, 8, 17, 50)
-NEW = 12
+NEW = 8
 
 
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:

@@ -12,10 +12,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.logging.console import (
     RunConsole,
-    batch_table,
     facts_table,
     long_time,
     plan_table,
@@ -126,25 +124,7 @@ def test_the_plan_of_a_small_model_has_a_row_per_linear_and_of_a_large_one_range
     assert "blocks.{0..2,5..8,10..11}.mixer.w" in text and "blocks.{3..4,9}.mixer.w" in text
 
 
-def test_rows_of_a_plan_have_the_short_name_unless_two_recipes_would_share_it() -> None:
-    x4 = Operand("nvfp4", (1, 16))
-    changed, nvfp4 = Recipe("nvfp4 with wgrad.rht=0", *[Gemm(x4, x4)] * 3), Recipe("nvfp4", Gemm(x4, x4))
-    shapes = [LinearShape(f"blocks.{n}.mixer.w", n, 16, 16) for n in range(2)]
-    for other, name in ((BF16, "nvfp4"), (nvfp4, changed.name)):
-        rows = (PlannedLinear(shape, recipe, "why") for shape, recipe in zip(shapes, (changed, other), strict=True))
-        table = plan_table(Plan(tuple(rows)), changed.name)
-        assert list(table.columns[2].cells) == [name, other.name] and table.title == f"Precision plan {changed.name}"
-        assert f"1 of 2 linears in {name} (50.0%" in str(table.caption)
-
-
-def test_the_tables_of_batch_and_phases() -> None:
-    train = TrainConfig(steps=100, global_batch_size=768, micro_batch_size=2, sequence_length=8192)
-    text = shown(batch_table(train, ParallelConfig(tensor=4, replicate=2), world_size=256, num_tokens=629_145_600))
-    for part in ("2 replicas x 32 shards x 4 tensor-parallel", "768 sequences / (2 x 64 ranks)", "6,291,456"):
-        assert part in text
-    text = shown(batch_table(train, ParallelConfig(), world_size=1, num_tokens=1))
-    assert "one process has the whole model" in text and "shard" not in text
-
+def test_the_table_of_phases_has_steps_batches_shares_tokens_and_epochs() -> None:
     def use(source: str, share: float, epochs: float) -> SimpleNamespace:
         return SimpleNamespace(source=source, share=share, epochs=epochs, epochs_done=epochs)
 

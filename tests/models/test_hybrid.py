@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from models.hybrid import build_model
@@ -22,6 +20,7 @@ from models.pattern import (
     parameter_count,
     training_flops_per_token,
 )
+from tests.composing import composed
 from tests.models.builders import build, local, small_config, tokens_and_targets
 
 
@@ -50,9 +49,6 @@ def test_gradients_under_fsdp_in_bf16_are_those_of_fp32_masters(mesh, reshard):
         assert name == "embedding.weight" or torch.equal(local(a.grad), local(b.grad)), name
 
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-
 @pytest.mark.parametrize(
     ("name", "published"),
     [
@@ -66,7 +62,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
     ],
 )
 def test_models_have_the_sizes_of_the_paper_and_of_published_checkpoints(mesh, name, published):
-    config = compose_config([f"model={name}"], CONFIGS).model
+    config = composed(f"model={name}").model
     with torch.device("meta"):
         model = build_model(config, mesh, torch.bfloat16)
     assert config.vocab_size == (131072 if published > 1e9 else 16384)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_fp4.parallel.mesh import init_distributed
+from tests.programs import run_program
 from tests.training.harness import launch
 
 _END = """
@@ -29,8 +29,9 @@ mesh.leave_distributed()
 
 
 @pytest.mark.slow
-def test_a_group_that_hangs_in_its_end_does_not_hold_the_machines():
-    done = subprocess.run([sys.executable, "-c", _END], capture_output=True, text=True, timeout=120)
+def test_a_group_that_hangs_in_its_end_does_not_hold_the_machines(tmp_path: Path) -> None:
+    (tmp_path / "end.py").write_text(_END)
+    done = run_program([tmp_path / "end.py"])
     assert (done.returncode, done.stdout) == (1, "") and "in hang" in done.stderr
 
 

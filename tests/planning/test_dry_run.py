@@ -9,21 +9,19 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
-from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_fp4.planning.dry_run import DryRun, dry_run
 from megatron_fp4.training.build import sharded_model
 from models import provider as models
 from models.planned import planned_execution
-from tests.programs import fork_server, run_program
+from tests.composing import composed
+from tests.programs import ROOT, fork_server, run_program
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
     pattern="M*-",
     vocab_size=256,
@@ -42,7 +40,7 @@ MODEL = ModelConfig(
 def configured(
     precision: str = "nvfp4", model: ModelConfig = MODEL, recompute: str = "none", **changes: object
 ) -> Config:
-    base: Config = compose_config([f"precision={precision}"], ROOT / "configs")
+    base = composed(f"precision={precision}")
     train = TrainConfig(global_batch_size=64, micro_batch_size=1, sequence_length=128)
     train = replace(train, activation_checkpointing=recompute)
     config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
@@ -185,7 +183,7 @@ def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16():
     """Promises to compute inputs again, not codes."""
     tensor = 2
     overrides = ["model=nemotron_h_12b", "model.pattern=M*-", "model.vocab_size=256", "model.nvfp4_bf16_blocks.last=0"]
-    model = compose_config([*overrides, "model.nvfp4_bf16_blocks.first=0"], ROOT / "configs").model
+    model = composed(*overrides, "model.nvfp4_bf16_blocks.first=0").model
     kinds = (("nvfp4", "selective"), ("bf16", "selective"), ("nvfp4", "none"))
     configs = [configured(precision, model, recompute, tensor=tensor) for precision, recompute in kinds]
     nvfp4, bf16, everything = (dry.memory.activations for dry in run_each(tensor, *configs))

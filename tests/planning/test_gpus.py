@@ -7,19 +7,17 @@ from typing import get_args, get_type_hints
 import pytest
 
 import pretrain
-from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError, ParallelConfig
 from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
 from megatron_fp4.planning.needs import as_planned
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config
-from megatron_fp4.training.build import plans_of
 from models import provider as models
-from pretrain import CONFIGS
+from tests.composing import composed, plans_of
 
 
 def of_precision(name: str) -> Recipe:
-    return recipe_from_config(compose_config(["model=transformer_60m", f"precision={name}"], CONFIGS).precision)
+    return recipe_from_config(composed("model=transformer_60m", f"precision={name}").precision)
 
 
 def llama(name: str, sizes: tuple[int, ...], in_bf16: int) -> tuple[Plan, float]:
@@ -70,8 +68,8 @@ def test_who_computes_the_linears_there() -> None:
         (["parallel.gpu=b200", "precision=mxfp4"], "emulated"),  # which it does not know
         (["parallel.gpu=b200", "precision.backend=torch"], "torch"),
     ):
-        config = compose_config(given, CONFIGS)
-        assert as_planned(config, plans_of(config, models)).precision.backend == backend
+        config = composed(*given)
+        assert as_planned(config, plans_of(config)).precision.backend == backend
 
 
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,11 +89,11 @@ def test_tensor_cores_that_a_gpu_does_not_have() -> None:
         (["precision.backend=emulated"], "h100"),
         ([], "h100"),
     ):
-        config = compose_config(given, CONFIGS)
-        assert as_planned(config, plans_of(config, models)).parallel.gpu == gpu
-    config = compose_config(["precision.backend=transformer_engine", "parallel.gpu=h200"], CONFIGS)
+        config = composed(*given)
+        assert as_planned(config, plans_of(config)).parallel.gpu == gpu
+    config = composed("precision.backend=transformer_engine", "parallel.gpu=h200")
     with pytest.raises(ConfigError, match="has no tensor cores for 4 bits"):
-        as_planned(config, plans_of(config, models))
+        as_planned(config, plans_of(config))
 
 
 def test_emulated_gemms_take_the_time_of_bf16() -> None:
@@ -108,9 +106,9 @@ def test_emulated_gemms_take_the_time_of_bf16() -> None:
 
 def test_four_over_six_of_activations_costs_its_quantizer() -> None:
     def time(precision: str) -> float:
-        config = compose_config(["model=nemotron_h_8b", f"precision={precision}"], CONFIGS)
+        config = composed("model=nemotron_h_8b", f"precision={precision}")
         flops = models.training_flops_per_token(config.model, config.train.sequence_length)
-        return seconds_of_a_token(GPUS["b200"], plans_of(config, models)[0], flops, 0.5, native=True)
+        return seconds_of_a_token(GPUS["b200"], plans_of(config)[0], flops, 0.5, native=True)
 
     assert time("nvfp4") < time("nvfp4_4over6_1x16") < time("bf16")
     assert time("nvfp4_all_the_way") < time("nvfp4")

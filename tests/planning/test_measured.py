@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from data import provider as data
 from megatron_fp4.config.checks import validate
-from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.planning.gpus import GPUS
 from megatron_fp4.planning.needs import as_planned, plan_run
-from megatron_fp4.training.build import plans_of
 from models import provider as models
-from pretrain import CONFIGS
+from tests.composing import composed, plans_of
+from tests.programs import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs/parallelism.md"
+PAGE = ROOT / "docs" / "parallelism.md"
 # | GPUs | `overrides` | measured (others) | planned |
 ROWS = re.findall(r"^\| (\d) \| `(.+)` \| (\d+)[^|]* \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
 # | `experiment=...` | peak on Hopper, on Blackwell GiB |
@@ -35,8 +33,8 @@ def test_planned_steps_are_within_a_tenth_of_measured_ones() -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if row[0] == "2"])  # the others take as long again
 def test_the_page_has_what_is_planned(row: tuple[str, str, str, str]) -> None:
     ranks, overrides, _, planned = row
-    config = compose_config([*COMMON, *overrides.split()], CONFIGS)
-    config = as_planned(config, plans_of(config, models))
+    config = composed(*COMMON, *overrides.split())
+    config = as_planned(config, plans_of(config))
     _, times = plan_run(config, models, data.phases(config), int(ranks), models.planned_execution(config))
     assert round(1000 * times[0][1].seconds) == int(planned)
 
@@ -44,8 +42,8 @@ def test_the_page_has_what_is_planned(row: tuple[str, str, str, str]) -> None:
 def start_of(overrides: str, gpu: str) -> Config:
     """The configuration of a row of `STARTS`, with data."""
     found = ["data.sources={web: /d/web}", "data.blends={first: {web: 1}, second: {web: 1}, third: {web: 1}}"]
-    config: Config = compose_config([*overrides.split(), *found, f"parallel.gpu={gpu}"], CONFIGS)
-    return as_planned(config, plans_of(config, models))
+    config = composed(*overrides.split(), *found, f"parallel.gpu={gpu}")
+    return as_planned(config, plans_of(config))
 
 
 @pytest.mark.parametrize("gpu", GPUS)

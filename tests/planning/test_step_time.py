@@ -7,16 +7,14 @@ from unittest import mock
 
 import pytest
 
-from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_fp4.planning.dry_run import DryRun, Message
 from megatron_fp4.planning.gpus import GPUS
 from megatron_fp4.planning.needs import PlannedPhase, StepTime, as_planned, axis_bandwidth, hidden, step_time
 from megatron_fp4.precision.plan import Plan, PlannedLinear
-from megatron_fp4.training.build import plans_of
 from models import provider as models
 from models.pattern import training_flops_per_token
-from pretrain import CONFIGS
+from tests.composing import composed, plans_of
 from tests.precision.reference import NVFP4
 
 GB = 10**9
@@ -93,11 +91,9 @@ def test_what_is_computed_again_takes_as_long_as_measured():
     """The 1.2B in BF16 on one H200 (docs/measurements.md)."""
     seconds, host = dict[str, float](), dict[str, float]()
     for what, measured in {"none": 500, "selective": 509, "block": 620}.items():
-        config = compose_config(
-            ["model=transformer_1_2b", "precision=bf16", f"train.activation_checkpointing={what}"], CONFIGS
-        )
+        config = composed("model=transformer_1_2b", "precision=bf16", f"train.activation_checkpointing={what}")
         phase = PlannedPhase("main", 10, config.train.global_batch_size, 8192)
-        plans = plans_of(config, models)
+        plans = plans_of(config)
         planned = as_planned(replace(config, train=replace(config.train, cuda_graphs="false")), plans)
         found = step_time(planned, models, 1, EMPTY, phase, plans)
         seconds[what], host[what] = found.compute, found.host

@@ -1,9 +1,7 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.precision_schema import (
     DgradConfig,
     FpropConfig,
@@ -20,10 +18,10 @@ from megatron_fp4.precision.recipe import (
     recipe_from_config,
     switched_recipe,
 )
+from tests.composing import CONFIGS, composed
 from tests.precision import reference as ref
 from tests.recipes import changed
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
 PUBLISHED = {
     "bf16": BF16,
@@ -41,13 +39,9 @@ PUBLISHED = {
 }
 
 
-def of(name: str) -> PrecisionConfig:
-    return compose_config([f"precision={name}"], CONFIGS).precision
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recipes_of_the_configs_are_the_published_ones(name):
-    assert recipe_from_config(of(name)) == PUBLISHED[name]
+    assert recipe_from_config(composed(f"precision={name}").precision) == PUBLISHED[name]
 
 
 def test_every_field_of_a_config_arrives():

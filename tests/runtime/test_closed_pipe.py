@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT
+
 PROGRAM = """
 import sys
 from megatron_fp4.runtime.closed_pipe import end_without_reader

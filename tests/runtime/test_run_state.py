@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, write_state
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
+from tests.programs import Program, wait_until
 from tests.training.harness import launch
 
-# Holds the lock of the folder argv[1], with a forked child that outlives it.
+# Holds the lock of the folder argv[1], with a forked child that outlives it, whose id is in the file argv[2].
 _HOLDER = """
 import os, sys, time
 from pathlib import Path
@@ -37,7 +36,7 @@ with sole_run(Path(sys.argv[1])):
     if child == 0:
         time.sleep(30)
         os._exit(0)
-    print(child, flush=True)
+    Path(sys.argv[2]).write_text(str(child))
     time.sleep(300)
 """
 
@@ -60,25 +59,25 @@ def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_p
     run_dir = tmp_path / "new" / "run"
     note_refusal(run_dir, "no folder")
     assert not run_dir.exists()
-    with subprocess.Popen([sys.executable, "-c", _HOLDER, run_dir], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        child = int(holder.stdout.readline())
-        first, second = launch(_refused, 2, str(run_dir))
-        assert f"process {holder.pid} on " in first and "is still writing there" in first and first == second
-        named = f"stopped while waiting for process {holder.pid}"
-        with pytest.raises(StoppedError, match=named) as stopped, sole_run(run_dir, lambda: True):
-            pytest.fail("beside another run")
-        assert exit_code_of(stopped.value) is ExitCode.STOPPED
-        note_refusal(run_dir, "train.stepz")  # says nothing about a run that lives
-        assert not (run_dir / "state.json").exists()
-        # However it ends, and whatever it forked: the lock ends with the process.
-        holder.kill()
-        holder.wait()
-        with sole_run(run_dir):
-            assert f"process {os.getpid()} " in (run_dir / LOCK_FILE).read_text()
-        note_refusal(run_dir, "train.stepz")
-        assert (state(run_dir)["state"], state(run_dir)["reason"]) == ("refused", "train.stepz")
-        os.kill(child, signal.SIGKILL)
+    (tmp_path / "holder.py").write_text(_HOLDER)
+    holder, child = Program([tmp_path / "holder.py", run_dir, tmp_path / "child"]), tmp_path / "child"
+    wait_until(lambda: child.exists() and child.read_text(), "no lock", holder)
+    first, second = launch(_refused, 2, str(run_dir))
+    assert f"process {holder.pid} on " in first and "is still writing there" in first and first == second
+    named = f"stopped while waiting for process {holder.pid}"
+    with pytest.raises(StoppedError, match=named) as stopped, sole_run(run_dir, lambda: True):
+        pytest.fail("beside another run")
+    assert exit_code_of(stopped.value) is ExitCode.STOPPED
+    note_refusal(run_dir, "train.stepz")  # says nothing about a run that lives
+    assert not (run_dir / "state.json").exists()
+    # However it ends, and whatever it forked: the lock ends with the process.
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with sole_run(run_dir):
+        assert f"process {os.getpid()} " in (run_dir / LOCK_FILE).read_text()
+    note_refusal(run_dir, "train.stepz")
+    assert (state(run_dir)["state"], state(run_dir)["reason"]) == ("refused", "train.stepz")
+    os.kill(int(child.read_text()), signal.SIGKILL)
 
 
 def test_disks_that_refuse(mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from megatron_fp4.runtime import signals
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
