@@ -9,8 +9,9 @@ import pytest
 
 from scripts.benchmark import main
 from tests.programs import Program, environments_of_ranks
+from tests.test_pretrain import SMALL
 
-TINY = ["model=tiny", "run.device=cpu", "train.sequence_length=64", "train.micro_batch_size=1"]
+TINY = [*SMALL, "run.device=cpu", "train.micro_batch_size=1", "train.global_batch_size=2"]
 
 
 def test_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,9 +33,9 @@ def test_scaling_is_relative_to_another_mesh(tmp_path: Path) -> None:
         return printed
 
     one, two = tmp_path / "one.json", tmp_path / "two.json"
-    parallel(1, "--output", str(one), "train.global_batch_size=2")
+    parallel(1, "--output", str(one))
     # The same global batch on two ranks: the same loss.
-    printed = parallel(2, "--output", str(two), "--against", str(one), "train.global_batch_size=2")
+    printed = parallel(2, "--output", str(two), "--against", str(one))
     first, second = json.loads(one.read_text()), json.loads(two.read_text())
     assert first["losses"][0] == second["losses"][0]
     assert (second["ranks"], second["data"], second["micro_batches_per_rank"]) == (2, 2, 1)

@@ -15,6 +15,7 @@ from megatron_fp4.runtime.revision import revision
 from scripts import prove_backend
 from tests.precision import te_stand_in
 from tests.programs import ROOT, cells, run_program
+from tests.test_benchmark import TINY
 
 CPU = torch.device("cpu")
 
@@ -64,9 +65,8 @@ def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
         possible = formats[0] in ("bf16", "nvfp4") or name == "emulated"
         return BACKENDS[name]() if possible else f"{' by '.join(formats)} needs a Blackwell"
 
-    tiny = ["model=tiny", "run.device=cpu", "train.sequence_length=64", "train.micro_batch_size=1"]
     monkeypatch.setattr(prove_backend, "LINEAR", (128, 128, 144, 2))
-    monkeypatch.setattr(prove_backend, "MODEL", [*tiny, "train.global_batch_size=2"])
+    monkeypatch.setattr(prove_backend, "MODEL", TINY)
     monkeypatch.setattr(prove_backend, "backend_for", backend_for)
     by_fork_server = SimpleNamespace(run=lambda command, **_: run_program(command[1:]))
     monkeypatch.setattr(prove_backend, "subprocess", by_fork_server)
