@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 
 import pretrain
-from megatron_fp4.config.schema import Config, RunConfig
 from megatron_fp4.logging.files import REPORT_FILE
 from megatron_fp4.logging.run_folder import open_run, read_records
 from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.runtime.revision import revision
-from megatron_fp4.training.callbacks.reporting import report as write_page
 from scripts import report
 from tests.spiked_run import FAST, small_corpus, stamps
 from tests.test_pretrain import SMALL
@@ -54,20 +51,3 @@ def test_a_lengthened_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFix
     assert report.main([str(tmp_path)]) == 2
     errors = capsys.readouterr().err
     assert len(errors.splitlines()) == 1 and "name the folder of a run" in errors
-
-
-def test_a_page_that_fails_is_one_warning_of_the_first_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr("megatron_fp4.logging.page.write_report", fails)
-    trainer = MagicMock(config=Config(run=RunConfig(dir=str(tmp_path))))
-    trainer.log.active = False
-    write_page(trainer, pretrain.CONFIGS)  # as on the other ranks, which write nothing
-    assert not caplog.records
-    trainer.log.active = True
-    write_page(trainer, pretrain.CONFIGS)
-    (record,) = caplog.records
-    assert "RuntimeError: no fonts" in record.message and "the run is not affected" in record.message

@@ -18,7 +18,8 @@ import yaml
 import pretrain
 from data.order import SampleSource
 from megatron_fp4.checkpoint import files
-from megatron_fp4.logging import pictures
+from megatron_fp4.logging import page, pictures
+from megatron_fp4.logging.files import REPORT_FILE
 from tests.test_pretrain import SMALL, records
 
 pytestmark = pytest.mark.slow
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[SimpleNamespace]:
-    """A run of four steps whose disk refuses a record once, whose picture fails and whose samples are slow.
+    """A run of four steps whose disk refuses a record once, whose picture and page fail and whose samples are slow.
 
     published: of each checkpoint its step, and the steps whose records were on the disk before it was published.
     """
@@ -66,9 +67,11 @@ def done(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Sim
         patch.setattr(os, "write", write)
         patch.setattr(files, "publish", publish)
         patch.setattr(pictures, "plot_loss", plot)
+        patch.setattr(page, "write_report", plot)
         patch.setattr(SampleSource, "sample", sample)
         overrides = ["train.steps=4", "precision=bf16", "model.pattern=*-", "data.num_workers=0"]
         overrides += ["validation.interval=0", "validation.num_samples=2", "data.cache_dir=${oc.env:MY_CORPUS}"]
+        overrides += ["logging.report=true"]
         assert pretrain.main([*SMALL, *overrides, f"run.dir={done.folder}"]) == 0
         yield done
 
@@ -83,12 +86,12 @@ def test_no_value_of_the_environment_is_in_the_folder(done: SimpleNamespace) -> 
 
 
 def test_records_are_on_the_disk_before_a_checkpoint_is(done: SimpleNamespace) -> None:
-    """And neither a disk that refuses records for a while nor a picture that fails costs the run its exit code."""
+    """And neither a disk that refuses records for a while nor a page that fails costs the run its exit code."""
     assert [step for step, _ in done.published] == [1, 2, 3, 4] and done.refused == 1
     assert all(steps[:step] == list(range(1, step + 1)) for step, steps in done.published)
     assert [record["step"] for record in records(done.folder, "step")] == [1, 2, 3, 4]
     assert json.loads((done.folder / "summary.json").read_text())["finished"]
-    assert not (done.folder / "loss.png").exists()
+    assert not (done.folder / "loss.png").exists() and not (done.folder / REPORT_FILE).exists()
 
 
 def test_steps_take_as_long_as_they_wait(done: SimpleNamespace) -> None:
