@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from data import provider as data
 from megatron_fp4.checkpoint.find import check_resume
-from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.compose import as_saved, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.training import build
@@ -33,6 +34,12 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 @cache
 def composed(*overrides: str) -> Config:
     return compose_config(list(overrides), CONFIGS)
+
+
+def saved_of(config: Config) -> dict[str, Any]:
+    """As it comes out of a checkpoint."""
+    content: dict[str, Any] = json.loads(json.dumps(as_saved(config)))
+    return content
 
 
 def changed(node: Any, changes: dict[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,12 @@ import pytest
 
 import pretrain
 from data import provider as data_provider
-from megatron_fp4.config.compose import as_saved, config_from_saved
+from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.planning import needs
 from models import provider as models
 from pretrain import CONFIGS, configure
+from tests.composing import saved_of
 from tests.composing import validate as check_configuration
 from tests.distributed.one_rank import flip_a_bit
 from tests.test_resume import FEW, checkpoint, cut, data
@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
 @pytest.fixture(scope="module")
 def saved(data: list[str]) -> dict[str, Any]:
     """Composed once."""
-    return json.loads(json.dumps(as_saved(configure([*FEW, *data, f"train.steps={STEPS}"]))))
+    return saved_of(configure([*FEW, *data, f"train.steps={STEPS}"]))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,10 @@ from megatron_fp4.checkpoint.config_diff import (
     identity_differences,
     run_identity,
 )
-from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig, SwitchConfig
 from megatron_fp4.config.schema import Config, DataConfig, ParallelConfig, PhaseConfig, RunConfig, TrainConfig
 from megatron_fp4.precision.plan import PrecisionSwitch
+from tests.composing import saved_of
 
 PHASES = [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"web": 2.0, "code": 1.0})]
 DATA = {"tokenizer": "abc", "train": {"web": {"sha256": "1", "num_tokens": 10}}, "validation": {}}
@@ -33,8 +32,7 @@ def config(**changes: Any) -> Config:
 
 
 def saved(**changes: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(json.dumps(as_saved(config(**changes))))
-    return content
+    return saved_of(config(**changes))
 
 
 def test_another_run_is_named_by_each_field_with_both_values() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megatron_fp4.config.help import help_text
 from megatron_fp4.config.precision_schema import ComposedException, RecipeConfig
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
-from tests.composing import CONFIGS, changed, composed
+from tests.composing import CONFIGS, changed, composed, saved_of
 
 BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: {code: 1.0}}"
 SOURCES = "data.sources={web: /data/web, code: /data/code}"
@@ -25,12 +24,6 @@ SOURCES = "data.sources={web: /data/web, code: /data/code}"
 
 def make(*overrides: str) -> Config:
     return compose_config(list(overrides), CONFIGS)
-
-
-def saved_of(config: Config) -> dict[str, Any]:
-    """As it comes out of a checkpoint."""
-    content: dict[str, Any] = json.loads(json.dumps(as_saved(config)))
-    return content
 
 
 def test_default_run_is_the_tiny_model_in_nvfp4_with_the_switch_before_the_decay() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_fp4.config.compose import as_saved, compose_config, config_from_saved, to_yaml
 from megatron_fp4.config.schema import Config, ConfigError
-from tests.composing import CONFIGS, composed
+from tests.composing import CONFIGS, composed, saved_of
 
 SECRET = "s3cret-value"
 TEXTS = {
@@ -50,7 +50,7 @@ def test_they_are_used_and_not_written(config: Config) -> None:
 
 
 def test_who_reads_it_looks_into_the_environment_of_then(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = json.loads(json.dumps(as_saved(config)))
+    saved = saved_of(config)
     assert config_from_saved(saved, [], CONFIGS, trusted=True) == config
     monkeypatch.setenv("SECRET_DIR", "elsewhere")
     monkeypatch.setenv("NOT_SET", "now")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.config.compose import as_saved, config_from_saved
+from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from scripts import replay
-from tests.composing import CONFIGS, composed
+from tests.composing import CONFIGS, composed, saved_of
 
 SECRET = "canary-1234"
 
@@ -31,7 +31,7 @@ def trap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(section: str = "data", **values: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(json.dumps(as_saved(composed())))
+    content = saved_of(composed())
     content[section] |= values
     return content
 
