@@ -1,24 +1,22 @@
 """A dry run: two steps of the real job on fake tensors, in one process, for any number of ranks.
 
 The model is built and sharded as for training, over torch's `fake` process group, whose collectives return at once.
-Every shape, every division of a size by a mesh and every collective is the program's own; no tensor has memory or
-values. The first step brings everything into the state in which a long run is (moments, quantized weights of the step
-before); the second is measured.
+Every shape, every division of a size by a mesh and every collective is the program's own, but no tensor has memory or
+values. The first step brings the run into its steady state (moments exist, weights are quantized); the second step is
+measured.
 
-Linears are those of the emulated backend on an NVIDIA GPU whose kernels do nothing: operands go through the fused
-quantizers' own code, and what those do not make (four-over-six, unusual transforms, FP32 activations) goes through
-PyTorch, as on a GPU. Native backends send the same bytes, and keep a weight's codes twice in cuBLAS's layout, for fprop
-and for dgrad. Transformer Engine's own temporaries are not known.
+The backend of the linears runs its own code on an NVIDIA GPU whose kernels do nothing. Operands that have no fused
+kernel (four-over-six in square blocks, unusual transforms, FP32 activations) go through PyTorch, as on a GPU. Of
+Transformer Engine the dry run knows the operands and products, but not the temporaries.
 
-A `Ledger` is a dispatch mode: it sees every operation, keeps a list of the storages that are alive (views share one)
-and adds up the messages of `torch.distributed`. Memory is counted as PyTorch's CUDA allocator counts it
-(`torch.cuda.max_memory_allocated`): in units of 512 bytes, without the allocator's own reserve, the CUDA context, the
-buffers of NCCL and the workspaces of cuBLAS (the dry run adds these).
+A `Ledger` is a dispatch mode: it sees every operation, lists the storages that are alive (views share one) and adds up
+the messages of `torch.distributed`. It counts memory as PyTorch's CUDA allocator does
+(`torch.cuda.max_memory_allocated`): in units of 512 bytes, without the allocator's reserve, the CUDA context, NCCL's
+buffers and cuBLAS's workspaces. The dry run adds these workspaces.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,17 +38,20 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
-from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest
-from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, PackedWeight, codes_of, packed_weight
+from megatron_fp4.precision import transformer_engine
+from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups, added
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, codes_of, shared_amax
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.messages import Pending
 from megatron_fp4.precision.plan import PrecisionController
-from megatron_fp4.precision.recipe import FPROP_WEIGHT, Operand
+from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.support import TAKES
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.precision.transformer_engine import NativeOperand
 from megatron_fp4.quantization import cuda
-from megatron_fp4.quantization.microscaling import PackedMXFP8
+from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.tensor import QuantizedTensor
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.providers import MicroBatch
 from megatron_fp4.training.step import accumulate, update
@@ -60,8 +61,10 @@ _WORKSPACES = 2 * 32 * 2**20
 _ALLOCATION_UNIT = 512
 _MULTIPROCESSORS = 132  # of an H100 or H200
 
+# (mesh, step state, execution, backend) -> the model and the controller of its linears.
 Build = Callable[[ParallelMesh, StepState, Any, Backend], tuple[nn.Module, PrecisionController]]
-_COLLECTIVES = {  # torch's operation -> name, and which argument is the whole tensor
+# torch's operation -> its usual name, and which argument is the whole tensor.
+_COLLECTIVES = {
     "_allgather_base_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
     "alltoall_base_": ("all-to-all", 1),
@@ -71,9 +74,11 @@ _COLLECTIVES = {  # torch's operation -> name, and which argument is the whole t
 
 @dataclass(frozen=True)
 class Message:
-    """One kind of collective: operation, the group's name and number of ranks, and the bytes of the whole tensor (the
-    gathered one, the one before scattering, the reduced one). beside: what is asked for before it is waited for, as far
-    as the program waits itself: `GEMM` if there is one among it, `others` if not, `nothing`.
+    """One kind of collective.
+
+    group: the name of its mesh axis. num_bytes: of the whole tensor: the gathered one, the one before scattering, the
+    reduced one. beside: what the program launches between starting the collective and waiting for it: `GEMM` if that
+    includes one, `others` if not, `nothing`.
     """
 
     operation: str
@@ -84,23 +89,27 @@ class Message:
 
     @property
     def sent_bytes(self) -> float:
-        """What each rank sends if the collective goes round a ring."""
+        """Bytes that each rank sends if the collective uses a ring."""
         rounds = 2 if self.operation == "all-reduce" else 1
         return rounds * self.num_bytes * (self.ranks - 1) / self.ranks
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank (the first, which never has less than another).
+    """Bytes on one rank: the first one, which needs at least as much as any other.
 
-    parameters: the FP32 shards; those of the gradients take as much from the reduction to the update. optimizer: its
-    FP32 moments. gathered: whole parameters after a forward pass, in the compute dtype or as they are.
-    quantized_weights: kept from micro-batch to micro-batch, those that were gathered as codes among them; of one
-    data-parallel rank, those that are only rounded too. activations: what one micro-batch's forward pass leaves for its
-    backward pass. unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add
-    up (0 with one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are as
-    large as `parameters`). kept_sums: with parallel.reproducible, those of subtrees. workspaces: of cuBLAS, which
-    PyTorch allocates for it. peak: the most at any moment of a step, temporaries included.
+    parameters: the FP32 shards. Sharded gradients take as much, from their reduction to the update.
+    optimizer: the FP32 moments.
+    gathered: gathered parameters after a forward pass, in the compute dtype or as they are.
+    quantized_weights: weights that linears keep from micro-batch to micro-batch, including those gathered as codes;
+        with one data-parallel rank also those that are only rounded.
+    activations: what the forward pass of one micro-batch keeps for its backward pass.
+    unreduced_gradients: FP32 gradients of the rank's tensor-parallel slice, while micro-batches add to them. 0 with one
+        micro-batch in a step, which reduces at once, and with one data-parallel rank, whose gradients are as large as
+        `parameters`.
+    kept_sums: sums of subtrees with parallel.reproducible.
+    workspaces: what PyTorch allocates for cuBLAS.
+    peak: the most at any moment of a step, temporaries included.
     """
 
     num_parameters: int
@@ -117,10 +126,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Of a step of the largest batch that a phase has; one of `micro_batches` micro-batches on each rank.
+    """What one step needs, for the largest batch of any phase: `micro_batches` micro-batches on each rank.
 
-    first, middle, last: the collectives of a step's micro-batches as the first rank sees them, with their number;
-    groups go by axis name. ends: of these, FSDP's first gathering and last reduction, beside which nothing runs.
+    first, middle, last: the collectives of the step's first micro-batch, of each one in the middle and of the last one,
+    with their number, as the first rank sees them. ends: of these, FSDP's first all-gather and last reduction, which
+    nothing can hide.
     """
 
     memory: RankMemory
@@ -136,17 +146,18 @@ class DryRun:
         return self.messages_of(self.micro_batches)
 
     def messages_of(self, micro_batches: int) -> Mapping[Message, int]:
-        """The collectives of a step of so many micro-batches, as some phase has."""
+        """The collectives of a step of `micro_batches` micro-batches, with their number."""
         total: Counter[Message] = Counter()
         for part, times in ((self.first, 1), (self.middle, micro_batches - 2), (self.last, 1)):
             for message, count in part.items():
-                total[message] += times * count  # a single micro-batch is first and last, and not what is in between
+                total[message] += times * count
+        # A single micro-batch is first and last: the middle counts -1 times. + drops what is not above 0.
         return +total
 
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """A process group of `world_size` ranks of which this process is the first and the only one."""
+    """Inside, this process is the first rank of a process group of `world_size` ranks, and the only one that exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
@@ -155,25 +166,25 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 
 def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> DryRun:
-    """Take two steps of `config` on `world_size` ranks.
+    """Run two steps of `config`, whose backend is not `auto`, as the first of `world_size` ranks.
 
-    build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
-    of its linears, which the given backend computes. execution: these kernels, `planned_execution` of the provider.
+    build: makes the sharded model, its parameters on the meta device, and the controller of its linears. execution: the
+    kernels of the model, from the provider's `planned_execution`.
     """
-    with fake_ranks(world_size), planned_gpu(native=config.precision.backend in TAKES) as backend:
+    with fake_ranks(world_size), planned_gpu(config.precision.backend) as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, step_state = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
-        _ = mesh.dp_group  # of two axes it is made when it is first asked for, which fake tensors cannot do
+        _ = mesh.dp_group  # a group of two axes is made at first use, which fails under fake tensors
         model, controller = build(mesh, step_state, execution, backend)
         batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
         numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}
-        # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
+        # Three micro-batches are enough: all between the first and the last are alike.
         shown = 3 if len(numbers) > 1 else min(*numbers, 3)
         ledger = Ledger(lambda: step_state.micro_batch, lambda: backend.num_products)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer)
-            # The update works in place on a GPU; of fake tensors torch makes copies.
+            # On a GPU the update works in place; on fake tensors torch would copy.
             optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
             watch = _Watch(model, controller.linears, ledger, optimizer)
 
@@ -183,11 +194,11 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
                 lr, clip_norm = config.optimizer.lr, config.optimizer.clip_norm
                 update(optimizer, loss, mesh, step_state, lr=lr, clip_norm=clip_norm)
 
-            # Two micro-batches: whatever DTensor looks up once per kind of operation, it has looked up then.
+            # Two micro-batches: then DTensor's caches are filled.
             step(0, min(shown, 2))
             ledger.sent.clear()
             ledger.restart_peak()
-            step_state.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
+            step_state.micro_batch = 0  # messages before the first micro-batch count as part of it
             step(1, shown)
             memory = watch.memory(max(numbers) > 1 and not mesh.reduce_each and mesh.dp_size > 1)
             if mesh.reproducible:
@@ -203,7 +214,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
 
 
 def _ends(sent: Sequence[Message]) -> Counter[Message]:
-    """FSDP's first gathering and its last reduction, over shards and over replicas."""
+    """FSDP's first all-gather, and its last reduction over shards and over replicas."""
     found: list[Message] = []
     for operation, axis, place in (
         ("all-gather", "dp", 0),
@@ -216,7 +227,7 @@ def _ends(sent: Sequence[Message]) -> Counter[Message]:
 
 
 def _micro_batches(config: Config, count: int) -> list[MicroBatch]:
-    """Of rows that are one document each, where documents are masked."""
+    """`count` micro-batches; where documents are masked, each row is one document."""
     shape, masked = (config.train.micro_batch_size, config.train.sequence_length), config.data.documents == "masked"
     batches = []
     for index in range(count):
@@ -246,7 +257,7 @@ class AllocatingGPU(cuda.NvidiaGPU):
         return _MULTIPROCESSORS
 
     def zeros(self, device: torch.device) -> Tensor:
-        # By themselves: of many made at once, the rest would outlive a fake tensor's mode.
+        # A real GPU makes a stock of them, which would outlive the mode of fake tensors.
         return torch.zeros(2, dtype=torch.int32, device=device)
 
     def start(
@@ -255,54 +266,93 @@ class AllocatingGPU(cuda.NvidiaGPU):
         pass
 
 
-def _packed_mxfp8(x: Tensor) -> GemmOperand:
-    rows, columns = x.shape
-    codes, scales = (x.new_empty(size, columns, dtype=torch.uint8) for size in (rows, rows // 32))
-    return GemmOperand(PackedMXFP8(codes, scales), quantized=True)
+class _CountsProducts(Backend):
+    """num_products: how many GEMMs the linears have computed."""
 
+    num_products = 0
 
-class PlanningBackend(EmulatedBackend):
-    """The emulation with its products counted. native: fprop and dgrad have their own copies of a weight's codes."""
-
-    def __init__(self, native: bool) -> None:
-        self.native, self.transposes, self.num_products = native, not native, 0
-
-    def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:
-        """As the emulation, or as a native backend: of copies."""
-        if not self.native:
-            return super().weight_of_codes(gathered, operand)
-        copies = [replace(gathered, codes=gathered.codes.clone(), scales=gathered.scales.clone()) for _ in range(2)]
-        fprop, dgrad = (GemmOperand(copy, gathered.scale, quantized=True) for copy in copies)
-        return fprop, dgrad.transposed()
-
-    def operands(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
-    ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """As the emulation; of a native backend's weight the codes of each direction."""
-        if self.native and columns is not None and columns.slot is FPROP_WEIGHT:
-            if columns == rows and self.packs(columns):
-                make = functools.partial(packed_weight, x, columns, len(x), len(x))
-                return make, lambda: make().transposed()
-            columns, rows = replace(columns, keep=True), rows and replace(rows, keep=True)
-            if columns.operand.format == "mxfp8":  # whose kernels pack along the rows alone
-                return functools.partial(_packed_mxfp8, x.t()), super().operands(x, None, rows)[1]
-        return super().operands(x, columns, rows)
-
-    def gemm(self, *arguments: Any) -> Tensor:
-        """As the emulation, counted."""
+    def gemm(self, *arguments: Any) -> Any:
+        """As the backend, counted."""
         self.num_products += 1
-        return super().gemm(*arguments)
+        return super().gemm(*arguments)  # type: ignore[safe-super]
+
+
+class _PlannedEmulation(_CountsProducts, EmulatedBackend):
+    """The emulation, on kernels that do nothing."""
+
+
+class _PlannedTorch(_CountsProducts, TorchBackend):
+    """The backend `torch`, on kernels that do nothing."""
+
+
+class _PlannedTransformerEngine(_CountsProducts, transformer_engine.TransformerEngineBackend):
+    """Allocates what quantizers and GEMMs of Transformer Engine return. What they allocate besides is not known."""
+
+    def __init__(self) -> None:  # without the package
+        self._weight_layouts = {}
+
+    def _quantize(
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+    ) -> tuple[NativeOperand, NativeOperand | None]:
+        request = columns or rows
+        assert request is not None
+        x = x.to(request.dtype).contiguous()
+        amax = None
+        if format_of(request.operand.format).tensor_scale:
+            amax = shared_amax(x.new_empty((), dtype=torch.float32), request.amax_group).view(1)
+        along_columns = _native_operand(x, request.operand, amax, "columns")
+        return along_columns, None if rows is None else _native_operand(x, request.operand, amax, "rows")
+
+    def gemm(
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
+    ) -> Tensor:
+        """As Transformer Engine: a GEMM of codes reads them as they are, and adds to `total`."""
+        if isinstance(a, GemmOperand):
+            return super().gemm(a, b, out_dtype, total, rows)  # type: ignore[no-any-return]
+        if rows is not None:
+            return added(self.gemm(a, b, out_dtype), total, rows)
+        self.num_products += 1
+        if total is not None:
+            return total
+        return torch.empty(_num_rows(a), _num_rows(b), dtype=out_dtype, device=a.data.device)
+
+
+def _native_operand(x: Tensor, operand: Operand, amax: Tensor | None, along: str) -> NativeOperand:
+    """An operand of `x` [n, m] along its `columns` or its `rows`, in Transformer Engine's layout."""
+    num_rows, k = x.shape if along == "columns" else reversed(x.shape)
+    codes = x.new_empty(num_rows, k // 2 if operand.format == "nvfp4" else k, dtype=torch.uint8)
+    # FP8 keeps a scale for each square block, the other formats one for each row of the block.
+    scale_rows = num_rows // operand.block[0] if operand.format == "fp8" else num_rows
+    scales = x.new_empty(scale_rows, k // operand.block[1], dtype=format_of(operand.format).scales)
+    layout = transformer_engine._Layout(operand, along, object, ())
+    return NativeOperand.of(QuantizedTensor(codes, scales, operand.block), amax, layout)
+
+
+def _num_rows(operand: NativeOperand) -> int:
+    """Rows of an operand [rows, k]: MXFP8's data along the rows of a tensor is [k, rows]."""
+    exchanged = operand.layout.operand.format == "mxfp8" and operand.layout.along == "rows"
+    return operand.data.shape[1 if exchanged else 0]
+
+
+_BACKENDS: dict[str, Callable[[], _CountsProducts]] = {
+    "emulated": _PlannedEmulation,
+    "torch": _PlannedTorch,
+    "transformer_engine": _PlannedTransformerEngine,
+}
 
 
 @contextmanager
-def planned_gpu(native: bool = False) -> Iterator[PlanningBackend]:
-    """Inside, tensors are on an H100 or H200 that allocates and computes nothing; a linear's backend there."""
+def planned_gpu(backend: str = "emulated") -> Iterator[_CountsProducts]:
+    """Inside, tensors are on an H100 or H200 that allocates and computes nothing. Yields the backend of its linears.
+
+    backend: its name in `precision.backend`.
+    """
     with cuda.other_gpu(AllocatingGPU()):
-        yield PlanningBackend(native)
+        yield _BACKENDS[backend]()
 
 
 class _Watch:
-    """Looks at what is alive before and after every forward pass of the model; keeps what it saw last."""
+    """Measures what is alive before and after every forward pass of the model; the last one counts."""
 
     def __init__(
         self,
@@ -341,8 +391,8 @@ class _Watch:
                 yield from (gathered.codes, gathered.scales)
 
     def memory(self, unreduced: bool) -> RankMemory:
-        """What was seen. unreduced: gradients add up over several micro-batches before they are reduced."""
-        # Every gradient is FP32 and whole on its tensor-parallel rank until it is reduced.
+        """What was measured. unreduced: several micro-batches add to the gradients before these are reduced."""
+        # Until it is reduced, a gradient is FP32 and not sharded over data-parallel ranks.
         whole = sum(4 * parameter.numel() // _tensor_parallel_parts(parameter) for parameter in self.parameters)
         return RankMemory(
             num_parameters=sum(t.numel() for t in self.shards),
@@ -359,7 +409,7 @@ class _Watch:
 
 
 def _tensor_parallel_parts(parameter: Tensor) -> int:
-    """Into how many parts tensor parallelism cuts a parameter."""
+    """Over how many tensor-parallel ranks a parameter is sharded."""
     if not isinstance(parameter, DTensor) or is_replicated(parameter):
         return 1
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -375,8 +425,9 @@ class _Storage:
 class Ledger(TorchDispatchMode):
     """Use it as a context manager inside `FakeTensorMode`.
 
-    sent: all messages as they were sent, each with what `now` said then, the part of the step. num_products: how many
-    GEMMs of linears there have been. live_bytes, peak_bytes: of all storages seen.
+    now: returns the micro-batch that runs. num_products: returns how many GEMMs the linears have computed.
+
+    sent: all messages in order, each with the micro-batch that sent it. live_bytes, peak_bytes: of all storages.
     """
 
     def __init__(self, now: Callable[[], int], num_products: Callable[[], int] = lambda: 0) -> None:
@@ -384,13 +435,13 @@ class Ledger(TorchDispatchMode):
         self.sent: list[tuple[int, Message]] = []
         self.live_bytes = self.peak_bytes = 0
         self._now, self._num_products, self._operations = now, num_products, 0
-        # By what receives a message: its number, the GEMMs and operations before it.
+        # By the storage that receives a message: its index in `sent`, and how many GEMMs and operations came before.
         self._under_way: dict[int, tuple[int, int, int]] = {}
-        self._storages: dict[int, _Storage] = {}  # by address, which others take when a storage is gone
+        self._storages: dict[int, _Storage] = {}  # by address, which a later storage may reuse
         self._count = 0
 
     def __enter__(self) -> Ledger:
-        # FSDP2 frees and allocates gathered parameters by resizing storages, which is no operation.
+        # FSDP2 frees and allocates gathered parameters by resizing storages, which the dispatch mode does not see.
         self._resize, self._wait = torch.UntypedStorage.resize_, Pending.wait
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -423,9 +474,9 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, on local tensors
+            return NotImplemented  # DTensor calls it again, on local tensors
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # fake tensors have no values; a loss and a norm of one let the step go its usual way
+            return 1.0  # fake tensors have no values; with a finite loss and norm the step updates
         self._operations += 1
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
@@ -436,11 +487,11 @@ class Ledger(TorchDispatchMode):
         return result
 
     def storages(self) -> dict[int, int]:
-        """Bytes of every storage that is alive, by a number of its own."""
+        """Bytes of every storage that is alive, by its number."""
         return {storage.number: storage.num_bytes for storage in self._storages.values() if storage.num_bytes}
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
-        """The numbers of the tensors' storages (of the local parts of DTensors), as in `storages`."""
+        """The numbers, as in `storages`, of the tensors' storages; of DTensors the local parts."""
         return {self._storages[local_part(t).untyped_storage()._cdata].number for t in tensors}
 
     def restart_peak(self) -> None:

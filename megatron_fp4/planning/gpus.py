@@ -1,13 +1,13 @@
-"""GPUs that a plan can be for, and how long a token takes to train on one: linears by the rates of its tensor cores,
-quantizers by the bytes that they move, everything else as in BF16.
+"""The GPUs that a plan can be for, and the time that each takes to train on one token.
 
-    BF16        training FLOPs / (mfu * peak)                   everything together
-    a GEMM      FLOPs / (share of the peak of its operands)     both E2M1: FP4's; both quantized: FP8's; else BF16's
-    quantizers  2 bytes an element read, as often as its formats need, and the codes written
+    GEMM        FLOPs / (reached share * peak); the peak is FP4's if both operands are E2M1, FP8's if both are
+                quantized, else BF16's
+    quantizers  bytes / (reached share * bandwidth): each pass reads 2 bytes an element, and the last writes the codes
+    the rest    as in BF16: training FLOPs / (mfu * BF16 peak), without the linears
 
-Emulated GEMMs take BF16's time. Quantizing weights is left out: it is done once a step. These are bounds of the
-hardware with a few shares, not measurements: nothing here ran on Blackwell. tests/planning/test_gpus.py compares them
-with what others measured there.
+Emulated GEMMs take BF16's time. Quantizing weights is left out, because it happens once a step. These are bounds from
+data sheets and assumed shares, not measurements: nothing here ran on Blackwell. tests/planning/test_gpus.py compares
+them with what others measured on Blackwell.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from megatron_fp4.precision.plan import LinearShape, Plan
 from megatron_fp4.precision.recipe import SLOTS_OF, Gemm, Operand, Recipe
 from megatron_fp4.quantization.formats import format_of
 
-# Of the peak that large GEMMs reach: BF16's is measured on an H200 (790 of 989 TFLOP/s); FP4's is from a linear of
-# NVIDIA's documentation of Transformer Engine (3.48 times BF16 on a B300, 4096 wide, its operands quantized before).
+# The share of the peak that large GEMMs reach. BF16: measured on an H200 (790 of 989 TFLOP/s). FP4: from a linear in
+# NVIDIA's documentation of Transformer Engine (3.48 times BF16 on a B300, 4096 wide, operands quantized before).
 _REACHED = {"bf16": 0.8, "fp8": 0.75, "fp4": 0.5}
 _BANDWIDTH_REACHED = 0.9
-# Casts of four over six, in plain ones: of Transformer Engine's kernels, by their authors (pull request 2972).
+# Time of a cast with four over six over that of a plain cast: from the authors of Transformer Engine's kernels (pull
+# request 2972).
 _FOUR_OVER_SIX = 7.0
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Of its data sheet: dense TFLOP/s by the operands' width (0: none), TB/s of its memory. memory: GiB that torch
-    finds, seen on an H100 and an H200, of the others a little below the data sheet. links: GB/s that it sends to others
-    of its host, two thirds of the data sheet's, as measured on H200s."""
+    """Numbers from the GPU's data sheet.
+
+    bf16, fp8, fp4: dense TFLOP/s (0: no such tensor cores). bandwidth: of its memory, TB/s. memory: GiB that torch
+    reports; seen on an H100 and an H200, for the others a little below the data sheet. links: GB/s that it sends to
+    other GPUs of its host: two thirds of the data sheet's, as measured on H200s.
+    """
 
     bf16: float
     fp8: float
@@ -51,10 +55,10 @@ GPUS = {
 
 
 def seconds_of_a_token(gpu: Gpu, plan: Plan, training_flops: float, mfu: float, native: bool) -> float:
-    """Of training on one GPU.
+    """Seconds that one GPU trains on one token.
 
-    training_flops: of a token, forward and backward. mfu: the share of the BF16 peak that BF16 training reaches.
-    native: whether tensor cores multiply the codes.
+    training_flops: FLOPs of a token, forward and backward. mfu: the share of the BF16 peak that training in BF16
+    reaches. native: whether tensor cores multiply the codes.
     """
     bf16 = gpu.bf16 * 1e12
     linears = 3 * plan.linear_flops_per_token / (_REACHED["bf16"] * bf16)
@@ -62,8 +66,8 @@ def seconds_of_a_token(gpu: Gpu, plan: Plan, training_flops: float, mfu: float, 
     return rest + sum(_seconds_of_linear(gpu, row.linear, row.recipe, native) for row in plan.rows)
 
 
-def computes(gpu: Gpu, plan: Plan) -> bool:
-    """Whether the GPU has tensor cores for the codes of every GEMM."""
+def multiplies_codes(gpu: Gpu, plan: Plan) -> bool:
+    """Whether the GPU has tensor cores for the codes of every GEMM of the plan."""
     return all(_rate(gpu, gemm) > 0 for row in plan.rows for gemm in row.recipe.gemms.values())
 
 
@@ -83,8 +87,9 @@ def _rate(gpu: Gpu, gemm: Gemm) -> float:
 
 
 def _bytes_moved(uses: list[Operand]) -> float:
-    """To quantize an element of a BF16 tensor for the GEMMs that it is an operand of: one pass writes both, after one
-    that finds the largest value if a format has a tensor scale."""
+    """Bytes moved to quantize one element of a BF16 tensor for the GEMMs that use the tensor.
+
+    One pass writes both operands. If a format has a tensor scale, an earlier pass finds the largest value."""
     quantized = [use for use in uses if use.quantized]
     if not quantized:
         return 0.0

@@ -1,20 +1,20 @@
-"""What a run would need. `--check` opens what the run would open and ends in one line; `run.dry=true` prints tables:
-memory, messages, FLOPs, time.
+"""What a run would need. `--check` opens what the run would open, and prints whether a start would work; `run.dry=true`
+prints tables: memory, messages, FLOPs, time.
 
-`--check` runs in this process alone and writes nothing but the cache of the built-in corpus. It looks at the checkpoint
-without its tensors; what only the ranks together can find (another file on another node, a shared disk that is slow) a
-start finds.
+`--check` runs in one process and writes nothing but the cache of the built-in corpus. It reads the checkpoint without
+its tensors. Faults that only all ranks together can find (a file that differs between nodes, a slow shared disk) show
+at the start.
 
-How long a step takes, by the largest of three bounds: what the GPU computes, what the links carry, what Python does.
+The time of a step is the longest of three bounds:
 
-    compute    what gpus.py expects of `parallel.gpu`, what is computed again (`train.activation_checkpointing`), and
-               the part of the messages that nothing hides (`hidden`)
-    messages   all those of the busiest axis
-    host       Python for every linear of every micro-batch, and for what is computed again, unless CUDA graphs replay
-               it: the GPU cannot be faster than it is given work
+    compute    the time that gpus.py expects on `parallel.gpu`, recomputation (`train.activation_checkpointing`), and
+               the messages that computation does not hide (`hidden_share`)
+    messages   all messages of the busiest mesh axis
+    host       Python's time for every linear of every micro-batch and for recomputation, unless CUDA graphs replay
+               them: the GPU cannot be faster than the host launches its work
 
-The constants are chosen from profiles on H200s, but those of a replay, which are assumed. docs/parallelism.md compares
-planned steps with measured ones.
+The constants come from profiles on H200s; those of a replay are assumed. docs/parallelism.md compares planned steps
+with measured ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron_fp4.logging.console import (
     with_unit,
 )
 from megatron_fp4.planning.dry_run import DryRun, Message, dry_run
-from megatron_fp4.planning.gpus import GPUS, Gpu, computes, seconds_of_a_token
+from megatron_fp4.planning.gpus import GPUS, Gpu, multiplies_codes, seconds_of_a_token
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, recipes_in
 from megatron_fp4.precision.rng import keyed_operands
 from megatron_fp4.precision.support import why_not_native
@@ -63,26 +63,26 @@ from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
 
 _GIB = 2**30
-# FSDP2 gathers the next unit's parameters while this one computes, and reduces during the backward pass.
+# The axes of FSDP2, which gathers the next unit's parameters while one computes, and reduces during the backward pass.
 _FSDP_AXES = ("dp", "replicate")
-# Of a message, by what is asked for beside it: solved from two profiles on H200s. The 12B at tensor=4 hides 109 of 270
-# ms (planned: 99 beside GEMMs, 17 beside quantizers, 123 beside nothing), a quarter of the 8B at tensor=2 hides 9.4 of
-# 22.1 (planned: 5.6, 5.6, 3.1). FSDP's of the 12B on four: 216 of 230.
+# The share of a message that is hidden, by `Message.beside`. Solved from two profiles on H200s: the 12B at tensor=4
+# hides 109 of 270 ms (planned: 99 beside GEMMs, 17 beside quantizers, 123 beside nothing), a quarter of the 8B at
+# tensor=2 hides 9.4 of 22.1 ms (planned: 5.6, 5.6, 3.1). FSDP of the 12B on four GPUs hides 216 of 230 ms.
 _HIDDEN = {"GEMM": 0.95, "others": 0.15, "nothing": 0.0}
-# What ranks lose besides, of computing: they wait for the slowest, and tensor parallelism does not divide all kernels.
-# 4 to 12% on two and four H200s.
+# The share of compute that several ranks add: they wait for the slowest, and tensor parallelism does not divide all
+# kernels. 4 to 12% on two and four H200s.
 _LOST_AMONG_RANKS = 0.07
-# What selective activation checkpointing adds to computing: the 1.2B in BF16 on an H200 takes 509 ms for 500.
+# The share of compute that selective activation checkpointing adds: the 1.2B in BF16 on an H200 takes 509 ms, not 500.
 _SELECTIVE = 0.02
-# Of a collective of a few bytes among neighbours: those of a step at tensor parallel size 4 on NVLink. A tree's depth
-# multiplies it.
+# Seconds of a collective of a few bytes between two ranks, from a step at tensor-parallel size 4 on NVLink. The depth
+# of a tree of ranks multiplies it.
 _LATENCY = 10e-6
-# Of a micro-batch that is replayed from CUDA graphs, assumed: copying its inputs and two calls.
+# A micro-batch that CUDA graphs replay (assumed): the copies of its inputs and two calls.
 _HOST_MS_OF_A_REPLAY = 1.0
-# Of each draw in it from a generator of its own, assumed: seeding it, and two tiny kernels (precision/rng.py).
+# Each operand in it that draws from a generator (assumed): seeding, and two tiny kernels (precision/rng.py).
 _HOST_MS_OF_A_DRAW = 0.01
-# Of Python, for each linear of a micro-batch; and what tensor parallelism adds, 0.53 s a micro-batch for the 12B's 124
-# linears at size 4.
+# Python's time for each linear of a micro-batch, and what tensor parallelism adds to it: 0.53 s a micro-batch for the
+# 124 linears of the 12B at size 4.
 _HOST_MS = 3.0
 _HOST_MS_OF_TENSOR_PARALLELISM = 1.3
 # GB/s that a rank sends to ranks of other hosts (one adapter of 400 Gb/s).
@@ -91,7 +91,8 @@ _NETWORK_BANDWIDTH = 40.0
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A data phase: steps of batch_size samples of the run's sequence length, cut into sequences of its own."""
+    """A data phase. batch_size: samples of `train.sequence_length` tokens, which are cut into sequences of
+    `sequence_length` tokens."""
 
     name: str
     num_steps: int
@@ -101,8 +102,7 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. exposed: of messages that the computation waits for. links: of all messages on the busiest
-    axis."""
+    """Seconds of a step. exposed: messages that computation waits for. links: all messages of the busiest mesh axis."""
 
     compute: float
     exposed: float
@@ -111,24 +111,24 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The longest of the three."""
+        """The longest of the three bounds."""
         return max(self.compute + self.exposed, self.links, self.host)
 
     @property
     def bound(self) -> str:
-        """What bounds the step: `compute`, `messages` or `host`."""
+        """Which one is the longest: `compute`, `messages` or `host`."""
         if self.host == self.seconds:
             return "host"
         return "compute" if self.compute + self.exposed == self.seconds and self.compute >= self.exposed else "messages"
 
 
 def print_check(config: Config, models: ModelProvider, data: DataProvider) -> None:
-    """Open data, tokenizer, checkpoint and run.dir, and print what the run would take.
+    """Open data, tokenizer and checkpoint, check run.dir, and print what the run would need.
 
-    Raises ConfigError for whatever a start would refuse, as far as one process can see it; OSError.
+    Raises ConfigError for everything that a start would refuse and one process can see; OSError.
     """
     place, steps = place_in_run(), config.train.steps
-    if place.rank:  # under torchrun one rank looks, and says so
+    if place.rank:  # under torchrun the first rank alone checks and prints
         return
     _check_run_dir(Path(config.run.dir))
     with configuration_errors():
@@ -147,7 +147,7 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
     begins = "none yet; begins at step 0" + ("" if weights is None else f" with the weights of {weights}")
     print(f"checkpoint: {begins if found is None else f'{found.folder}, step {start} of {steps}'}")
     for damage in found.damaged if found else ():
-        print(f"checkpoint: NOT WHOLE, would be moved aside: {damage.name}: {damage.problem}")
+        print(f"checkpoint: DAMAGED, would be moved aside: {damage.name}: {damage.problem}")
     for change in opened.loader.changes:
         print(f"data: {change}")
     planned = as_planned(config, plans_of(config, models))
@@ -170,8 +170,11 @@ def print_check(config: Config, models: ModelProvider, data: DataProvider) -> No
 def plan_run(
     config: Config, models: ModelProvider, phases: Any, ranks: int, execution: Any, found: Resumed | None = None
 ) -> tuple[DryRun, list[tuple[PlannedPhase, StepTime]]]:
-    """What `config`, which is `as_planned`, needs on so many ranks with kernels that only allocate, and the time of a
-    step of each phase that is left after the checkpoint `found`."""
+    """What the run needs on `ranks` ranks, and the time of a step in each phase that is left after the checkpoint
+    `found`.
+
+    config: as `as_planned` returns it. execution: kernels that only allocate.
+    """
     start = 0 if found is None else found.step
 
     def build(*parts: Any) -> tuple[torch.nn.Module, PrecisionController]:
@@ -195,7 +198,7 @@ def plan_run(
 def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> None:
     """Print what the run would need on WORLD_SIZE ranks, without running it.
 
-    Raises ConfigError, after that, if it does not fit into the memory of `parallel.gpu`.
+    Raises ConfigError, after printing, if it does not fit into the memory of `parallel.gpu`.
     """
     ranks, plans = place_in_run().world_size, plans_of(config, models)
     limited_to, config = config, as_planned(config, plans)
@@ -215,7 +218,7 @@ def print_dry_run(config: Config, models: ModelProvider, data: DataProvider) -> 
 
 
 def _check_memory(config: Config, needed: int) -> None:
-    """Raise ConfigError if a rank needs more than the GPU has that is named."""
+    """Raise ConfigError if a rank needs more bytes than `parallel.gpu` has; none named: no limit."""
     if config.parallel.gpu is not None and needed > (memory := gpu_of(config.parallel).memory) * _GIB:
         raise ConfigError(
             f"a rank needs {needed / _GIB:.1f} GiB and parallel.gpu={config.parallel.gpu} has "
@@ -225,7 +228,7 @@ def _check_memory(config: Config, needed: int) -> None:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError unless a run could write there; leaves nothing."""
+    """Raise ConfigError unless a run could write to `run_dir`. Leaves no file there."""
     here = run_dir.absolute()
     while not here.exists() and here != here.parent:
         here = here.parent
@@ -240,11 +243,12 @@ def _check_run_dir(run_dir: Path) -> None:
 
 
 def _of_checkpoint(config: Config, start: int) -> str:
+    """The beginning of an error message about the checkpoint that the run starts from."""
     return f"checkpoint.resume={config.checkpoint.resume} starts from step {start}: "
 
 
 def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
-    """How much is in which recipe, before the precision switch and after it."""
+    """Which share of the model has which recipe, before the precision switch and after it."""
     before, after = plans_of(config, models)
     yield f"precision: {plan_shares(before)}"
     if warning := before.warning(config.precision.name):
@@ -258,7 +262,7 @@ def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
 def _memory_facts(
     config: Config, models: ModelProvider, ranks: int, dry: DryRun, plans: tuple[Plan, Plan | None]
 ) -> dict[str, object]:
-    """Name -> size, in GiB."""
+    """What takes the memory of a rank: name -> size in GiB."""
     memory, unreduced = dry.memory, "gradients before their reduction (FP32)"
     if memory.unreduced_gradients and config.parallel.shards(ranks) > 1:
         unreduced += "; none with parallel.reduce_gradients=each"
@@ -281,7 +285,7 @@ def _memory_facts(
 
 
 def _messages_table(dry: DryRun) -> Table:
-    """The collectives of a step of the largest batch, by volume; sizes of a kind are summed up."""
+    """The collectives of a step of the largest batch, one row for each kind, the kind that sends most first."""
     kinds: dict[tuple[str, str, int], list[tuple[int, float, float]]] = {}
     for message, count in dry.messages.items():
         if message.ranks > 1:
@@ -297,7 +301,7 @@ def _messages_table(dry: DryRun) -> Table:
 
 
 def _time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, ranks: int) -> Table:
-    """A step of each phase that differs in batch or sequences: what bounds it."""
+    """The time of a step in each phase. Phases of the same batch size and sequence length share a row."""
     rows: dict[tuple[int, int], Sequence[str]] = {}
     for phase, time in times:
         tokens = phase.batch_size * config.train.sequence_length
@@ -333,8 +337,9 @@ def _time_facts(
     }
 
 
-def hidden(message: Message) -> float:
-    """The share of it that runs beside computing, as measured; FSDP2's run beside GEMMs (`DryRun.ends` apart)."""
+def hidden_share(message: Message) -> float:
+    """The share of a message that runs beside computation, as measured. FSDP2's messages run beside GEMMs, except
+    those in `DryRun.ends`."""
     return _HIDDEN["GEMM" if message.group in _FSDP_AXES else message.beside]
 
 
@@ -346,19 +351,21 @@ def step_time(
     phase: PlannedPhase,
     plans: tuple[Plan, Plan | None],
 ) -> StepTime:
-    """The bounds of a step of `phase` on so many ranks. config: `as_planned`. plans: before and after the switch; time
-    is that before it."""
+    """The bounds of a step of `phase` on `ranks` ranks, before the precision switch.
+
+    config: as `as_planned` returns it. plans: before and after the switch.
+    """
     train, run, parallel, backend = config.train, config.run, config.parallel, config.precision.backend
     micro_batches = phase.batch_size // (train.micro_batch_size * parallel.data_parallel_size(ranks))
     exposed, links = 0.0, dict[str, float]()
     for message, count in dry.messages_of(micro_batches).items():
         if message.ranks == 1:
             continue
-        # Its bytes round a ring, and a tree's latency.
+        # A ring's bandwidth and a tree's latency.
         bandwidth = axis_bandwidth(message.group, message.ranks, parallel, ranks, run)
         seconds = _LATENCY * math.ceil(math.log2(message.ranks)) + message.sent_bytes / (bandwidth * 1e9)
         ends = min(dry.ends.get(message, 0), count)
-        exposed += (ends + (count - ends) * (1 - hidden(message))) * seconds
+        exposed += (ends + (count - ends) * (1 - hidden_share(message))) * seconds
         links[message.group] = links.get(message.group, 0.0) + count * seconds
     of_linear = _HOST_MS + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
     of_replay = _HOST_MS_OF_A_REPLAY
@@ -366,16 +373,16 @@ def step_time(
         of_replay += _HOST_MS_OF_A_DRAW * len(keyed_operands({row.linear.name: row.recipe for row in plans[0].rows}))
     flops = models.training_flops_per_token(config.model, phase.sequence_length)
     of_token = seconds_of_a_token(gpu_of(parallel), plans[0], flops, run.dry_mfu, backend != "emulated")
-    # The forward pass is a third of the FLOPs, and assumed to be a third of Python's time; its head is not computed
-    # again.
-    in_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
-    again = {"none": 0.0, "selective": _SELECTIVE, "block": in_blocks}[train.activation_checkpointing]
+    # The forward pass is a third of the FLOPs, and assumed to be a third of Python's time. `block` computes it again,
+    # except the head.
+    forward_of_blocks = 1 / 3 - 2 * models.parameter_count(config.model).head / flops
+    recomputed = {"none": 0.0, "selective": _SELECTIVE, "block": forward_of_blocks}[train.activation_checkpointing]
     eager = _eager_micro_batches(config, ranks, plans, micro_batches)
-    eager_ms = (1 + again) * len(models.linear_shapes(config.model)) * of_linear
+    eager_ms = (1 + recomputed) * len(models.linear_shapes(config.model)) * of_linear
     host_ms = eager * eager_ms + (micro_batches - eager) * of_replay
     lost = _LOST_AMONG_RANKS if ranks > 1 else 0.0
     return StepTime(
-        compute=(1 + again) * (1 + lost) * phase.batch_size * train.sequence_length * of_token / ranks,
+        compute=(1 + recomputed) * (1 + lost) * phase.batch_size * train.sequence_length * of_token / ranks,
         exposed=exposed,
         links=max(links.values(), default=0.0),
         host=host_ms / 1e3,
@@ -383,23 +390,25 @@ def step_time(
 
 
 def _eager_micro_batches(config: Config, ranks: int, plans: tuple[Plan, Plan | None], micro_batches: int) -> int:
-    """Of a step's `micro_batches` on a rank those that CUDA graphs do not replay."""
+    """How many of a step's `micro_batches` on a rank CUDA graphs do not replay."""
     if graphs_refusal(config, ranks, "cuda", config.precision.backend, recipes_in(plans)) is not None:
         return micro_batches
     return 0 if config.parallel.data_parallel_size(ranks) == 1 else min(2, micro_batches)
 
 
 def as_planned(config: Config, plans: tuple[Plan, Plan | None]) -> Config:
-    """With the GPU and the backend named that are planned for. Without a name the GPU is an H100, or a B200 for a
-    backend whose codes an H100 does not multiply; the backend Transformer Engine's where the GPU has tensor cores for
-    4 bits and it can compute the linears. Raises ConfigError for a backend on a GPU that does not multiply its codes.
+    """`config` with the GPU and the backend that the plan is for.
+
+    A GPU that is not named is an H100, or a B200 for a backend whose codes an H100 does not multiply. The backend
+    `auto` becomes Transformer Engine's where the GPU has tensor cores for 4 bits and Transformer Engine can compute the
+    linears, else the emulation. Raises ConfigError for a backend whose codes the named GPU does not multiply.
     """
     name, backend = config.parallel.gpu or "h100", config.precision.backend
     if backend == "auto":
         quantized = any(plan.num_quantized for plan in plans if plan is not None)
         native = GPUS[name].fp4 and quantized and why_not_native("transformer_engine", config, plans) is None
         backend = "transformer_engine" if native else "emulated"
-    elif backend != "emulated" and not all(computes(GPUS[name], plan) for plan in plans if plan is not None):
+    elif backend != "emulated" and not all(multiplies_codes(GPUS[name], plan) for plan in plans if plan is not None):
         if config.parallel.gpu is not None:
             raise ConfigError(
                 f"parallel.gpu={name} has no tensor cores for 4 bits, which precision.backend={backend} multiplies "
@@ -411,13 +420,15 @@ def as_planned(config: Config, plans: tuple[Plan, Plan | None]) -> Config:
 
 
 def gpu_of(parallel: ParallelConfig) -> Gpu:
-    """The GPU that is planned for."""
+    """The GPU that the plan is for."""
     return GPUS[parallel.gpu or "h100"]
 
 
 def axis_bandwidth(group: str, size: int, parallel: ParallelConfig, ranks: int, run: RunConfig) -> float:
-    """GB/s that each rank of a group of `size` ranks sends: over the links within a host or, where the group spans
-    several, over its ranks' network adapters together, since a ring enters and leaves each host once on every adapter.
+    """GB/s that each rank of a group of `size` ranks sends.
+
+    Within a host it is the bandwidth of the links. A group that spans hosts uses the network adapters of its ranks on a
+    host together, because a ring enters and leaves each host once on every adapter.
     """
     strides = {"tp": 1, "dp": parallel.tensor, "replicate": parallel.tensor * parallel.shards(ranks)}
     neighbours = min(size, max(1, run.dry_ranks_per_host // strides.get(group, 1)))

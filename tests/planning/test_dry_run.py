@@ -44,7 +44,8 @@ def configured(
     train = TrainConfig(global_batch_size=64, micro_batch_size=1, sequence_length=128)
     train = replace(train, activation_checkpointing=recompute)
     config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
-    return replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
+    blocks = type(config.precision.bf16_blocks)()
+    return replace(config, precision=replace(config.precision, bf16_blocks=blocks, backend="emulated"))
 
 
 def run_each(world_size: int, *configs: Config) -> list[DryRun]:
@@ -156,13 +157,25 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
 
 
 def test_a_native_backend_keeps_the_codes_of_both_directions():
-    natives = [
-        replace(config, precision=replace(config.precision, backend="transformer_engine"))
-        for config in map(configured, ("nvfp4", "nvfp4_4over6_1x16", "mxfp8"))
+    model = replace(MODEL, hidden_dim=256, ffn_dim=512, head_dim=32, mamba_head_dim=64, mamba_state_dim=32)
+    # Backend, recipe, whether FP8's scales are powers of two, bytes of a weight's element.
+    rows = [
+        ("transformer_engine", "nvfp4", False, 9 / 16),
+        ("transformer_engine", "nvfp4_4over6_1x16", False, 9 / 16),
+        ("transformer_engine", "mxfp8", False, 33 / 32),
+        ("transformer_engine", "fp8_block", False, 1),
+        ("transformer_engine", "fp8_block", True, 1),
+        ("torch", "nvfp4", False, 9 / 16),
+        ("torch", "mxfp8", False, 33 / 32),
     ]
-    emulated, *all_native = (dry.memory.quantized_weights for dry in run_each(1, configured(), *natives))
-    for memory, of_element in zip(all_native, (9 / 16, 9 / 16, 33 / 32), strict=True):  # and the padding of groups
-        assert memory == pytest.approx(2 * of_element / (9 / 16) * emulated, rel=0.15)
+    natives = []
+    for backend, recipe, power_of_two, _ in rows:
+        config = configured(recipe, model)
+        precision = replace(config.precision, backend=backend, fp8_power_of_two_scales=power_of_two)
+        natives.append(replace(config, precision=precision))
+    emulated, *kept = (dry.memory.quantized_weights for dry in run_each(1, configured(model=model), *natives))
+    for row, memory in zip(rows, kept, strict=True):  # and the padding of groups
+        assert memory == pytest.approx(2 * row[-1] / (9 / 16) * emulated, rel=0.15), row
 
 
 def test_reducing_each_micro_batch_of_masked_documents(on_four):

@@ -10,7 +10,7 @@ import pytest
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_fp4.planning.dry_run import DryRun, Message
 from megatron_fp4.planning.gpus import GPUS
-from megatron_fp4.planning.needs import PlannedPhase, StepTime, as_planned, axis_bandwidth, hidden, step_time
+from megatron_fp4.planning.needs import PlannedPhase, StepTime, as_planned, axis_bandwidth, hidden_share, step_time
 from megatron_fp4.precision.plan import Plan, PlannedLinear
 from models import provider as models
 from models.pattern import training_flops_per_token
@@ -50,7 +50,7 @@ def test_messages_within_a_host_and_between_hosts():
 
 def test_what_runs_beside_a_message_hides_a_share_of_it():
     others = replace(BESIDE_GEMMS, beside="others")
-    assert [hidden(message) for message in (TOKENS, others, BESIDE_GEMMS, WEIGHTS)] == [0, 0.15, 0.95, 0.95]
+    assert [hidden_share(message) for message in (TOKENS, others, BESIDE_GEMMS, WEIGHTS)] == [0, 0.15, 0.95, 0.95]
     found = times({TOKENS: 1, BESIDE_GEMMS: 1, WEIGHTS: 2}, ends={WEIGHTS: 1})
     # Nothing runs beside the step's first gathering.
     assert found.exposed == pytest.approx(2 * 0.2 + 0.05 * 2 * 0.2 + 0.1 + 0.05 * 3 * 0.1, rel=1e-3)
