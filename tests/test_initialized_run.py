@@ -134,7 +134,7 @@ def test_it_resumes_from_its_own_and_remembers(
     printed = start(run_dir, f"checkpoint.initialize_from={imported}", code=2)
     assert f"began from the weights of {checkpoint(mine, 4)}" in printed and "choose another run.dir" in printed
     printed = start(parent, f"checkpoint.initialize_from={imported}", code=2)
-    assert "began with weights of its own" in printed and "checkpoint.initialize_from=null" in printed
+    assert "began from new weights" in printed and "checkpoint.initialize_from=null" in printed
 
 
 def unchanged(folder: Path) -> None:
@@ -147,7 +147,7 @@ REFUSED: list[tuple[Callable[[Path], object], str, str]] = [
     (lambda folder: flip_a_bit(folder / "__0_0.distcp"), "", "__0_0.distcp has changed"),
     (unchanged, "model.rope=true", "model.rope: False in the checkpoint, True now"),
     (unchanged, "model.ffn_dim=256 checkpoint.allow_mismatch=true", "[128, 64] in the checkpoint, torch.float32 [256"),
-    (unchanged, "checkpoint.resume={} checkpoint.initialize_from=null", "weights alone: nothing to resume"),
+    (unchanged, "checkpoint.resume={} checkpoint.initialize_from=null", "only weights: nothing to resume"),
 ]
 
 

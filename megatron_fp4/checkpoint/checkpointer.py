@@ -1,20 +1,20 @@
-"""Save and resume, as all ranks together do it.
+"""Save checkpoints and resume from them, on all ranks together.
 
-A save is a sequence of stages. After each, every rank learns whether any rank failed; if so the attempt is removed, and
-earlier checkpoints are as they were. A process may be killed at any moment: the next start finds the newest checkpoint
-that is whole (files.py says how one tells).
+A save has three stages. After each stage all ranks learn whether any rank failed. If one did, the attempt is removed,
+and earlier checkpoints do not change. A process may be killed at any moment; the next start finds the newest intact
+checkpoint (see files.py).
 
-    1. rank 0 looks whether there is space, and makes step_XXXXXXXX.tmp
-    2. all write their shards of model and optimizer, hashing what they write
+    1. rank 0 checks the free space, and makes step_XXXXXXXX.tmp
+    2. all ranks write and hash their shards of model and optimizer
     3. rank 0 writes generators, trainer state, .metadata and the manifest, renames the folder, replaces the pointer,
        and removes old checkpoints
 
-In the background the tensors are copies of one instant (staging.py), and the stages run in a thread. One save is on its
-way at a time. An attempt that fails is made once more; then the save is given up, and the run continues, as the report
-says. Where `max_failed_saves` in a row came to nothing, the run ends.
+A save in the background writes copies of the tensors at one instant (staging.py), in a thread. There is one save at a
+time. A failed attempt is tried once more (three times for the last save). If it fails again, the save is given up and
+reported, and the run continues. After `max_failed_saves` failed saves in a row the run ends.
 
-find.py says which checkpoint a start resumes from, shards.py how it is read. Tensors are stored by their global shape:
-a checkpoint loads at any world size and mesh, bit for bit. `run.dir` must be on a file system that all nodes share.
+find.py chooses the checkpoint that a start resumes from, and shards.py reads it. Tensors are stored by their global
+shape, so a checkpoint loads on any world size and mesh, bit for bit. All nodes must share the file system of `run.dir`.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ from megatron_fp4.precision.rng import StepState
 
 logger = logging.getLogger(__name__)
 _BACKGROUND_TIMEOUT = datetime.timedelta(hours=6)
-# Seconds between two attempts; the last save of a run is worth more of them.
+# Seconds between two attempts; the last save of a start gets more of them.
 _PAUSES, _LAST_PAUSES = (2.0,), (2.0, 10.0, 30.0)
 
 
 class CheckpointGoneError(CheckpointError):
-    """A checkpoint is not there or not whole; raised on all ranks, before anything was loaded."""
+    """A checkpoint is missing or damaged; raised on all ranks, before anything was loaded."""
 
 
 @dataclass
 class SaveReport:
-    """A save, and once it has ended how it went. seconds: from its begin. stall: seconds in which training waited.
+    """A save and, after its end, its result. seconds: its duration. stall: seconds in which training waited for it.
 
-    error: why there is no checkpoint, None if there is one.
+    error: why there is no checkpoint; None: there is one.
     """
 
     step: int
@@ -91,8 +91,8 @@ class SaveReport:
 
 
 class _Snapshot(NamedTuple):
-    """What a checkpoint will hold. pieces, generators: this rank's. manifest: without files and index. last: of this
-    start."""
+    """The content of a checkpoint. pieces, generators: of this rank. manifest: without files and save index. last: it
+    is the last save of this start."""
 
     manifest: Manifest
     tensors: Sequence[Whole]
@@ -103,8 +103,8 @@ class _Snapshot(NamedTuple):
 
 
 class _OfRank(NamedTuple):
-    """What rank 0 hears of a rank: its files, what lies where in them (nothing if that is as in the save before), its
-    generators."""
+    """What a rank sends to rank 0. records: of its files. layouts: the pieces in its files; empty if they are as in the
+    save before."""
 
     records: dict[str, FileRecord]
     layouts: dict[str, list[Piece]]
@@ -112,16 +112,18 @@ class _OfRank(NamedTuple):
 
 
 class Checkpointer:
-    """Saves to and resumes from the checkpoints under one folder; methods are collectives unless they say otherwise.
+    """Saves checkpoints under one folder and resumes from them. Methods are collectives unless they say otherwise.
 
-    root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see config_diff.py.
-    asynchronous: saves are written in the background, after `prepare`. max_failed_saves: so many in a row that come to
-    nothing end the run. timeout: after which ranks that wait for one give up, where training waits as well.
+    root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see config_diff.py. asynchronous: save in
+    the background; needs `prepare`. max_failed_saves: after this many failed saves in a row the run ends. timeout: how
+    long ranks wait for each other while training waits too.
 
-    before_publish: called on rank 0, in whatever thread, before a checkpoint gets its name. published: called there
-    after that, with its step. needed: asked there for the names of checkpoints that must not be removed yet. alive:
-    called while training waits for a save. origin: the checkpoint of another run that this one began from;
-    initialized_from: the one whose weights, and nothing else, it began with. The trainer state keeps both.
+    before_publish: called on rank 0, in any thread, before a checkpoint gets its final name. published: called there
+    after that, with its step. needed: called there; returns the names of checkpoints that must not be removed yet.
+    alive: called while training waits for a save.
+
+    origin: the checkpoint of another run that this run began from. initialized_from: the checkpoint whose weights alone
+    it began from. The trainer state has both.
     """
 
     def __init__(
@@ -143,19 +145,19 @@ class Checkpointer:
         self.origin: Origin | None = None
         self.initialized_from: Origin | None = None
         self.sync = RankSync(root, timeout)
-        # A shared disk may hang for hours while training runs; its recovery must find the group alive.
+        # A shared disk may hang for hours while training continues; the group must still work when it recovers.
         self._background = RankSync(root, max(timeout, _BACKGROUND_TIMEOUT)) if asynchronous else self.sync
         self._mesh, self._identity, self._asynchronous = mesh, dict(identity), asynchronous
         self._staging: Staging | None = None
         self._max_failed, self._failed_in_a_row = max_failed_saves, 0
-        self._saved_step: int | None = None  # last begun or resumed from
-        self._last: tuple[Path, int] | None = None  # made or loaded last
+        self._saved_step: int | None = None  # of the save that was started last, or of the checkpoint resumed from
+        self._last: tuple[Path, int] | None = None  # the checkpoint that was finished or loaded last
         self._thread: threading.Thread | None = None
         self._current: SaveReport | None = None
         self._reports: list[SaveReport] = []
-        self._broken = False  # the background ended without an agreement of all ranks
+        self._broken = False  # the background save failed on this rank alone
         self._abandoned = threading.Event()
-        # Where pieces lie: this rank's of the last save; on rank 0 everyone's, and the .metadata made of it.
+        # The layouts of the last save: of this rank's files; on rank 0 of all files, and the .metadata made of them.
         self._own_layouts: dict[str, list[Piece]] = {}
         self._layouts: dict[str, list[Piece]] = {}
         self._metadata = b""
@@ -164,23 +166,23 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:  # what is on its way must not become a checkpoint during the next try
+        if kind is not None:  # a save in the background must not become a checkpoint after the run is restarted
             self._abandoned.set()
 
     def has(self, step: int) -> bool:
-        """Whether this run's checkpoint of `step` steps was loaded or saved last; the same on all ranks."""
+        """Whether the checkpoint that was loaded or saved last is this run's of `step` steps; the same on all ranks."""
         return step == self._saved_step
 
     def folder(self, step: int) -> Path:
-        """The folder of the checkpoint of `step` steps, there or not."""
+        """The folder of the checkpoint of `step` steps, which need not exist."""
         return self.root / files.folder_name(step)
 
     # Saving
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take the host memory that saves in the background need: this rank's share of weights and moments.
+        """Allocate the host memory for saves in the background: this rank's share of weights and moments.
 
-        Raises RefusedError on all ranks if a machine does not have it.
+        Raises RefusedError on all ranks if a machine does not have enough.
         """
         if not self._asynchronous:
             return
@@ -191,9 +193,9 @@ class Checkpointer:
             if problem := host_memory_error(needed):
                 raise RefusedError(problem)
 
-        self.sync.on_all("look for memory", look)
+        self.sync.on_all("check the host memory", look)
         staging = self._staging = Staging(pieces, self._mesh.device)
-        # The device waits for a save's copies before it changes what they copy.
+        # The device waits for a save's copies before it changes the copied tensors.
         optimizer.register_step_pre_hook(lambda *_: staging.before_update())
 
     def save(
@@ -207,13 +209,13 @@ class Checkpointer:
         consumed_tokens: int,
         last: bool = False,
     ) -> Path:
-        """Write a checkpoint after `step` optimizer steps and return its folder, where it will be.
+        """Save a checkpoint after `step` optimizer steps; returns the folder that it will have.
 
-        trainer: the loop's own state, JSON types, the same on all ranks (rank 0's is written). Saving a step that
-        was just saved or resumed from does nothing. In the background, this waits for the save before and for nothing
-        else; `reports` tells how one went. last: of this start.
+        trainer: the trainer's state, JSON types, the same on all ranks (rank 0 writes it). last: the last save of this
+        start. Does nothing if the step was just saved or resumed from. In the background, it waits only for the save
+        before; `reports` returns the result.
 
-        Raises CheckpointError on all ranks if so many saves in a row came to nothing that the run must end.
+        Raises CheckpointError on all ranks after too many failed saves in a row.
         """
         if self.has(step) and not self._failed_in_a_row:
             return self.folder(step)
@@ -239,7 +241,7 @@ class Checkpointer:
             self._end()
         else:
             snapshot = snapshot._replace(pieces=self._staging.copy(pieces))
-            # A daemon: a process that dies of something else must not wait for a disk.
+            # A daemon, so that a process that fails for another reason does not wait for a disk.
             self._thread = threading.Thread(
                 target=self._save, args=(snapshot, report, began), name="checkpoint", daemon=True
             )
@@ -250,32 +252,32 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows of a save in the background that came to nothing. For the step's all-reduce."""
+        """Whether this rank knows that the save in the background failed. For the step's all-reduce."""
         return self._current is not None and not self._writing and self._current.error is not None
 
     def reports(self, save_failed: bool = False) -> list[SaveReport]:
         """Saves that have ended since the last call; ranks may notice at different times. save_failed: `failed` of any
-        rank, by the step's all-reduce.
+        rank, from the step's all-reduce.
 
-        Raises CheckpointError on all ranks if so many in a row came to nothing that the run must end.
+        Raises CheckpointError on all ranks after too many failed saves in a row.
         """
         if save_failed:
             self._end()
         elif self._thread is not None and not self._writing and not self.failed:
-            self._take_note()
+            self._finish_report()
         reports, self._reports = self._reports, []
         return reports
 
     def finish(self) -> None:
-        """Wait for the save that is on its way. Raises CheckpointError on all ranks if the last one came to nothing."""
+        """Wait for the save in the background. Raises CheckpointError on all ranks if the last one failed."""
         self._end()
         if self._failed_in_a_row:
-            raise CheckpointError("the last save came to nothing; what was trained since the one before is lost")
+            raise CheckpointError("the last save failed; the steps since the one before are lost")
 
     def last_step(self) -> int | None:
-        """The step of the checkpoint that was written or loaded last, if any.
+        """The step of the checkpoint that was saved or loaded last, if any.
 
-        Waits for the save that is on its way. Raises CheckpointError on all ranks as `save` does.
+        Waits for the save in the background. Raises CheckpointError on all ranks as `save` does.
         """
         self._end()
         return None if self._last is None else self._last[1]
@@ -285,10 +287,10 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def _end(self) -> None:
-        """Wait until no rank writes in the background, and take note of how it went.
+        """Wait until no rank saves in the background, and finish the report.
 
-        By collectives of training's own group, so that a rank that is stopped or gone is found as soon as it is in a
-        step: the background's own has more patience.
+        It uses the process group of training, whose timeout finds a rank that is stopped or gone as soon as in a step.
+        The group of the background has a longer timeout.
         """
         if self._staging is not None:
             began, pause = time.perf_counter(), 0.001
@@ -298,7 +300,7 @@ class Checkpointer:
                 writing, broken = flags.tolist()
                 if broken:
                     error = self._current.error if self._current is not None else None
-                    raise CheckpointError(f"saving in the background broke off: {error or 'on another rank'}")
+                    raise CheckpointError(f"the save in the background failed: {error or 'on another rank'}")
                 if not writing:
                     break
                 self.alive()
@@ -306,9 +308,9 @@ class Checkpointer:
                 pause = min(2 * pause, 0.2)
             if self._current is not None:
                 self._current.stall += time.perf_counter() - began
-        self._take_note()
+        self._finish_report()
 
-    def _take_note(self) -> None:
+    def _finish_report(self) -> None:
         if (report := self._current) is None:
             return
         if self._thread is not None and self._staging is not None:
@@ -321,9 +323,9 @@ class Checkpointer:
             return
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self._max_failed:
-            raise CheckpointError(f"{self._failed_in_a_row} saves in a row came to nothing; the last: {report.error}")
+            raise CheckpointError(f"{self._failed_in_a_row} saves in a row failed; the last: {report.error}")
 
-    # What follows runs in the thread of a save in the background.
+    # The next methods run in the thread of a save in the background.
 
     def _save(self, snapshot: _Snapshot, report: SaveReport, began: float) -> None:
         pauses = list(_LAST_PAUSES if snapshot.last else _PAUSES)
@@ -342,7 +344,7 @@ class Checkpointer:
                     time.sleep(pauses.pop(0))
         except CheckpointError as error:
             report.error = str(error)
-        except Exception as error:  # not agreed upon: another rank is gone, or waits for this one
+        except Exception as error:  # on this rank alone: another rank is gone, or waits for this one
             self._broken = True
             report.error = f"checkpoint under {self.root}: {type(error).__name__}: {error}"
         report.seconds = time.perf_counter() - began
@@ -355,7 +357,7 @@ class Checkpointer:
             written = sync.gather("write model and optimizer", lambda: self._write_own(unfinished, snapshot))
             sync.on_rank0("finish", lambda: self._finish(unfinished, final, snapshot, written))
         except CheckpointError:
-            self._own_layouts = {}  # rank 0 may not have got them
+            self._own_layouts = {}  # rank 0 may not have received them
             if sync.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -370,13 +372,13 @@ class Checkpointer:
     def _finish(self, folder: Path, final: Path, snapshot: _Snapshot, of_ranks: list[_OfRank]) -> None:
         records = {name: record for of_rank in of_ranks for name, record in of_rank.records.items()}
         for name, record in records.items():
-            # Another node's file is missing here if the folder is not shared; better to know now than on resume.
+            # If the folder is not shared, the files of other nodes are missing here. Fail now, not on the resume.
             if not (folder / name).is_file() or (folder / name).stat().st_size != record.size:
-                raise OSError(f"{folder / name} is not as it was written; run.dir must be shared by all nodes")
+                raise OSError(f"{folder / name} is missing or has another size; run.dir must be shared by all nodes")
         if any(of_rank.layouts for of_rank in of_ranks):
             for of_rank in of_ranks:
                 self._layouts |= of_rank.layouts
-            # Of a save that had more tensors there may be files that this one has not.
+            # Drop files of an earlier save that had more tensors.
             self._layouts = {name: layout for name, layout in self._layouts.items() if name in records}
             self._metadata = metadata_of(snapshot.tensors, self._layouts)
         generators = pack([of_rank.generators for of_rank in of_ranks])
@@ -393,8 +395,8 @@ class Checkpointer:
         try:
             if removed := files.prune(self.root, self.keep, just_made=final, needed=self.needed()):
                 logger.info("removed old checkpoints: %s", ", ".join(each.name for each in removed))
-        except OSError as error:  # the new checkpoint is safe, and that is what matters
-            logger.warning("could not clear up after a save: %s", error)
+        except OSError as error:  # the new checkpoint is safe
+            logger.warning("could not remove old checkpoints: %s", error)
 
     # Loading
 
@@ -409,12 +411,13 @@ class Checkpointer:
     ) -> Resumed | None:
         """Load a checkpoint into `model` and `optimizer`; None if the run begins at step 0. Call it once, first.
 
-        resume: `auto` (the newest intact checkpoint under `root`), `required` (the same, and one must be there),
-        `never`, or the folder of a checkpoint; find.py has what each means. allow_mismatch: load although the run's
-        identity differs from the checkpoint's.
+        resume: `auto` (the newest intact checkpoint under `root`), `required` (the same, and one must exist), `never`,
+        or the folder of a checkpoint; see find.py. allow_mismatch: load although the run's identity differs from the
+        checkpoint's.
 
-        Raises RefusedError for what the user has to decide: the identity differs, nothing is intact or left of an
-        earlier run, the given folder is not a checkpoint; and CheckpointError if reading fails otherwise.
+        Raises RefusedError if the user has to decide: the identity differs, no checkpoint is intact, those of an
+        earlier run are lost, or the given folder is not a checkpoint. Raises CheckpointError if reading fails for
+        another reason.
         """
         for line in self.sync.on_rank0("clean up", lambda: files.clean_stale(self.root)):
             self._warn(f"{self.root}: {line}")
@@ -439,11 +442,11 @@ class Checkpointer:
     def initialize(
         self, given: str, model: nn.Module, step_state: StepState, *, resumed: bool, allow_mismatch: bool
     ) -> Origin | None:
-        """Take the weights of the checkpoint that `given` names (find.py) into `model`, and nothing else of it;
-        returns which that was. Call it after `resume`.
+        """Load only the weights of the checkpoint that `given` names (find.py) into `model`; returns that checkpoint.
+        Call it after `resume`.
 
-        resumed: the run resumed from a checkpoint of its own; then this only looks whether it began from `given`, and
-        returns None. Raises RefusedError for what the user has to decide, CheckpointError if reading fails otherwise.
+        resumed: the run has resumed from its own checkpoint. Then this only checks that the run began from `given`, and
+        returns None. Raises RefusedError if the user has to decide, CheckpointError if reading fails.
         """
         if resumed:
             check_begun_from(self.initialized_from, INITIALIZE, given, self.root, self.sync)
@@ -463,16 +466,16 @@ class Checkpointer:
         *,
         allow_mismatch: bool,
     ) -> Resumed:
-        """Load a checkpoint as it is: weights, moments, generators. Nothing on disk changes. folder: None: the one of
-        `last_step`.
+        """Load weights, moments and generators of a checkpoint. Nothing on disk changes. folder: None: the checkpoint
+        of `last_step`.
 
-        What of the trainer's state is to be taken up is the caller's to decide. Raises CheckpointGoneError on all ranks
-        if the checkpoint is not there or not whole; then nothing has changed, for which it is read twice. Raises
-        RefusedError if the run's identity differs, unless `allow_mismatch`.
+        The caller loads the trainer's state. Raises CheckpointGoneError on all ranks if the checkpoint is missing or
+        damaged; then nothing has changed, because all files are checked before they are loaded. Raises RefusedError if
+        the run's identity differs, unless `allow_mismatch`.
         """
         if folder is None:
             self._end()
-            assert self._last is not None, "there is no checkpoint to go back to: ask last_step first"
+            assert self._last is not None, "there is no checkpoint to load: call last_step first"
             folder = self._last[0]
         try:
             manifest = self.sync.on_rank0("read its manifest", lambda: files.read_manifest(folder))
@@ -486,7 +489,7 @@ class Checkpointer:
         return Resumed(folder, manifest, trainer)
 
     def _check_identity(self, folder: Path, manifest: Manifest, allow_mismatch: bool) -> None:
-        # On all ranks: data may differ from node to node.
+        # On all ranks, because data may differ between nodes.
         differences = self.sync.on_all(
             "compare", lambda: check_identity(folder, manifest, self._identity, allow_mismatch)
         )

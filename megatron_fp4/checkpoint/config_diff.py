@@ -1,8 +1,8 @@
-"""How a checkpoint's configuration differs from the run's: what a resume is refused for, and what it says.
+"""Compare a checkpoint's configuration with the run's: differences that forbid a resume, and those that are printed.
 
-The identity of a run is what a checkpoint must not be resumed without: model, batch, data, seed. Everything else may
-change on a resume (the mesh, precision, optimizer and schedule, number of steps, intervals); but a change that was not
-meant (a default of a newer version, an override that was left out) must be seen.
+The identity of a run must be the same on a resume: model, batch, data, seed. Everything else may change (the mesh,
+precision, optimizer and schedule, number of steps, intervals). A resume prints these changes, because they may not be
+intended (a default of a newer version, a forgotten override).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megatron_fp4.precision.plan import PrecisionSwitch
 from megatron_fp4.training.optimizer import WSDSchedule
 
 NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
-"""Keys under `model` that are a label, and precision."""
+"""Keys under `model` that do not change the model: a label, and settings of precision."""
 _ABSENT = "(absent)"
-# Keys, or their beginnings, that say something of a start and nothing of the run.
+# Keys, or beginnings of keys, about one start and not about the run.
 _OF_A_START = ("run.dir", "run.dry", "checkpoint.resume", "checkpoint.initialize_from", "checkpoint.allow_mismatch")
 _SHOWN = 12
 
@@ -29,7 +29,7 @@ _SHOWN = 12
 def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of a run as a flat dict, dotted name -> JSON value.
 
-    data_fingerprint: what data and tokenizer are, of JSON types, nested as one likes; it appears under `data.`.
+    data_fingerprint: identifies data and tokenizer: JSON types, nested at will. Its names begin with `data.`.
     """
     model = dataclasses.asdict(config.model)
     for name in NOT_OF_THE_MODEL:
@@ -38,13 +38,13 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
         "model": model,
         "train": {key: getattr(config.train, key) for key in ("sequence_length", "global_batch_size")},
         "run": {"seed": config.run.seed},
-        "data": json.loads(json.dumps(data_fingerprint)),  # as it will come back from the checkpoint
+        "data": json.loads(json.dumps(data_fingerprint)),  # as a checkpoint returns it
     }
     return dict(leaves(nested))
 
 
 def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for each field that differs, with both values; empty if it is the same run."""
+    """A line for each field that differs, with both values; empty for the same run."""
     pairs = {name: (saved.get(name, _ABSENT), current.get(name, _ABSENT)) for name in sorted({*saved, *current})}
     return [f"{name}: {one!r} in the checkpoint, {now!r} now" for name, (one, now) in pairs.items() if one != now]
 
@@ -58,10 +58,10 @@ class Change(NamedTuple):
 
 
 def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Change]:
-    """The keys whose values differ. saved: a checkpoint's configuration, as JSON gave it back.
+    """The keys whose values differ. saved: a checkpoint's configuration, as read from JSON.
 
-    Keys that the checkpoint's version did not have are left out, and what the precision switch resolves to unless only
-    its contents changed: another target says it all.
+    Keys that the checkpoint's version did not have are left out. The keys of the precision after the switch are left
+    out if the switch has another target, because that change explains them.
     """
     now = json.loads(json.dumps(as_saved(config)))
     changes = [*_differences("", config, renewed(saved), now), *(Change(*value) for value in removed_values(saved))]
@@ -72,14 +72,14 @@ def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Chan
 
 
 def change_lines(changes: list[Change]) -> list[str]:
-    """The changes for a reader, the first dozen of many."""
+    """A line for each change; of many, the first dozen."""
     lines = [f"changed since the checkpoint: {key} {_plain(before)} -> {_plain(now)}" for key, before, now in changes]
     rest = len(lines) - _SHOWN
     return lines if rest <= 1 else [*lines[:_SHOWN], f"and {rest} more, all in metrics.jsonl"]
 
 
 def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:
-    """What a change of the run's length does to the precision switch and the learning rate, after `start` steps."""
+    """Lines about the effects of a changed schedule on precision switch and learning rate, after `start` steps."""
     lines = []
     if switch.switched_at is not None and switch.at_step is not None and switch.at_step > start:
         lines.append(
@@ -97,14 +97,14 @@ def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwit
     now = WSDSchedule.of(config)
     if start > before.decay_start_step and start < now.num_steps and now.lr(start) > last:
         lines.append(
-            f"WARNING: the learning rate had begun to decay and goes back up, from {last:.2e} in step {start} to "
-            f"{now.lr(start):.2e} in step {start + 1}; it decays from step {now.decay_start_step + 1} now"
+            f"WARNING: the learning rate had begun to decay and rises again, from {last:.2e} in step {start} to "
+            f"{now.lr(start):.2e} in step {start + 1}; it now decays from step {now.decay_start_step + 1}"
         )
     return lines
 
 
 def _differences(prefix: str, fields: Any, before: Any, now: Any) -> Iterator[Change]:
-    """Walks `before` and `now` along dataclasses, and lists of them, in `fields`; other values are compared whole."""
+    """Compare `before` and `now` field by field where `fields` is a dataclass or a list of them, else as one value."""
     if dataclasses.is_dataclass(fields) and isinstance(before, Mapping):
         for name in (field.name for field in dataclasses.fields(fields)):
             if name in before and name in now:

@@ -1,17 +1,17 @@
-"""Checkpoints on disk, as one process sees them: folders, manifests, the pointer. No collectives here.
+"""Checkpoints on disk, for one process: folders, manifests, the pointer. No collectives here.
 
     checkpoints/
-      latest                     the name of the newest checkpoint, for people and tools; replaced, never rewritten
-      step_00000200/             whole by construction: renamed into place after its manifest was written
-        manifest.json            what the checkpoint is, and size and SHA-256 of every other file
-        trainer.json             the loop's own state
+      latest                     the name of the newest checkpoint, for people and tools; always replaced as a whole
+      step_00000200/             a complete checkpoint: the folder gets this name after its manifest was written
+        manifest.json            describes the checkpoint, with size and SHA-256 of every other file
+        trainer.json             the trainer's state
         __0_0.distcp, .metadata  model and optimizer, by torch.distributed.checkpoint
         rng.pt                   random generators of all ranks
       step_00000400.tmp/         being written, or left over from an interrupted save or removal
-      step_00000200.old/         the previous holder of that name, for the moment of its replacement
-      step_00000400.damaged/     was not whole when a start wanted it; kept for whoever can mend it, never removed
+      step_00000200.old/         an earlier checkpoint of this step, while it is replaced
+      step_00000400.damaged/     found damaged by a start; never removed, because someone may repair it
 
-"Newest" is what was saved last (`save_index`), not the highest step: a run may have gone back.
+"Newest" means saved last (`save_index`), not the highest step, because a run may roll back.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of manifests. Format 1 is of 0.2.0 and before; of these checkpoints the weights are read."""
+"""The format of manifests. Version 0.2.0 and earlier wrote format 1; only the weights of such checkpoints are read."""
 MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng.pt", "latest"
 _FOLDER = re.compile(r"step_\d{8,}")
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not whole; the message says in what way.
+    """A checkpoint is damaged; the message says how.
 
-    file: whose content is not as it was written; "" where what the files hold is no checkpoint. unreadable: the disk
-    reports an error for it: damage, or a broken way to the disk.
+    file: the one whose content has changed since it was written; "" if the content was never a checkpoint. unreadable:
+    the disk reports an error for the file, because the file is damaged or the connection to the disk is.
     """
 
     def __init__(self, message: str, file: str = "", unreadable: bool = False) -> None:
@@ -54,12 +54,12 @@ class DamagedCheckpointError(ValueError):
 
 
 class OtherFormatError(DamagedCheckpointError):
-    """A checkpoint is of a format that another version writes; it may be whole."""
+    """A checkpoint has the format of another version; it may be intact."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be: size in bytes, SHA-256 as hexadecimal digits."""
+    """The size of a file in bytes, and its SHA-256 as hexadecimal digits."""
 
     size: int
     sha256: str
@@ -67,12 +67,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """Describes a checkpoint.
 
-    save_index: 1 for the first ever made in its folder, then counting up. step: optimizer steps done.
-    consumed_*: training samples and tokens up to it. world_size: of the job that saved it.
-    identity: see config_diff.py. files: by name relative to the checkpoint, all but the manifest itself.
-    weights_only: it has no optimizer state: a run can begin from it, and not resume from it.
+    save_index: 1 for the first checkpoint made in its folder, then 2, 3, ... step: optimizer steps done. consumed_*:
+    training samples and tokens until then. world_size: of the job that saved it. identity: see config_diff.py. files:
+    all but the manifest, by their names in the folder. weights_only: it has no optimizer state, so a run can begin from
+    it, but not resume from it.
     """
 
     save_index: int
@@ -91,8 +91,8 @@ class Manifest:
 class Origin:
     """The checkpoint of another run that a run began from. path: absolute. manifest_sha256: of its manifest.json.
 
-    contents_sha256: of the names and digests of its files but the trainer state, which holds the run's configuration
-    and times: equal where weights, moments and generators are. Empty in what version 0.2 wrote.
+    contents_sha256: of the names and digests of its files, without the trainer state, which has the configuration and
+    times. So it is equal if weights, moments and generators are. Version 0.2 left it empty.
     """
 
     path: str
@@ -102,7 +102,7 @@ class Origin:
 
     @staticmethod
     def at(folder: Path, manifest: Manifest) -> Origin:
-        """The checkpoint in `folder`, an absolute path, with its manifest. Raises OSError."""
+        """The checkpoint in `folder`, an absolute path. manifest: of the checkpoint. Raises OSError."""
         digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
         digests = sorted((name, record.sha256) for name, record in manifest.files.items() if name != TRAINER)
         contents = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
@@ -110,11 +110,11 @@ class Origin:
 
     @staticmethod
     def of(trainer: Mapping[str, Any], key: str = "origin") -> Origin | None:
-        """The origin that a checkpoint's run had when it was saved. key: `origin`, or `initialized_from`."""
+        """The origin in a checkpoint's trainer state. key: `origin`, or `initialized_from`."""
         return Origin(**trainer[key]) if trainer.get(key) else None
 
     def is_in(self, folder: Path) -> bool:
-        """Whether the checkpoint in `folder` is this one or equals it in every bit."""
+        """Whether the checkpoint in `folder` is this one, or has the same bits."""
         try:
             other = Origin.at(folder, read_manifest(folder))
         except DamagedCheckpointError:
@@ -123,7 +123,7 @@ class Origin:
 
 
 def origin_state(origin: Origin | None) -> dict[str, Any] | None:
-    """What a checkpoint's trainer state holds under `origin`: JSON types."""
+    """`origin` as it is in a checkpoint's trainer state: JSON types."""
     return None if origin is None else dataclasses.asdict(origin)
 
 
@@ -138,7 +138,7 @@ def step_of(folder: Path) -> int:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Folders under `root` that bear a checkpoint's name, whole or not; none if there is no root."""
+    """Folders under `root` with the name of a checkpoint, intact or not; none if there is no root."""
     if not root.is_dir():
         return []
     return sorted(path for path in root.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
@@ -147,7 +147,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def scan(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, DamagedCheckpointError | OSError]]]:
     """The checkpoints under `root` with their manifests, the newest first; and those whose manifest cannot be read.
 
-    A manifest that the disk does not hand out is a problem of its checkpoint alone: others are saved all the same.
+    A manifest that the disk cannot read makes only its own checkpoint unusable: new ones can still be saved.
     """
     readable, broken = [], []
     for folder in list_checkpoints(root):
@@ -159,7 +159,7 @@ def scan(root: Path) -> tuple[list[tuple[Path, Manifest]], list[tuple[Path, Dama
 
 
 def checkpoint_in(folder: Path) -> Path:
-    """`folder` if it is a checkpoint, else the newest whole one of the run in it; ValueError if there is none."""
+    """`folder` if it is a checkpoint, else the newest intact one of the run in it; ValueError if there is none."""
     if (folder / MANIFEST).exists():
         return folder
     if not folder.is_dir():
@@ -172,7 +172,7 @@ def checkpoint_in(folder: Path) -> Path:
             return readable[0][0]
         if broken:
             listing = "; ".join(f"{path.name}: {problem}" for path, problem in broken)
-            raise ValueError(f"{folder} has no checkpoint that is whole ({listing}); give another run or checkpoint")
+            raise ValueError(f"{folder} has no intact checkpoint ({listing}); give another run or checkpoint")
     raise ValueError(f"{folder} is neither a checkpoint nor a run with checkpoints; give one that is")
 
 
@@ -180,8 +180,8 @@ def checkpoint_in(folder: Path) -> Path:
 
 
 def open_plain(path: Path) -> io.FileIO:
-    """Open a file of a checkpoint to read it. Raises DamagedCheckpointError if it is missing or no plain file: a link
-    may lead anywhere, and a pipe never ends."""
+    """Open a file of a checkpoint to read it. Raises DamagedCheckpointError if it is missing or no plain file, because
+    a link may lead anywhere and a pipe never ends."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -197,8 +197,8 @@ def open_plain(path: Path) -> io.FileIO:
 
 @contextlib.contextmanager
 def opened(folder: Path, name: str, record: FileRecord | None = None) -> Iterator[io.FileIO]:
-    """A context with `open_plain` of a file, which must have the size in its record. EIO, the disk's own word for
-    damage, is a DamagedCheckpointError inside."""
+    """A context with `open_plain` of a file, which must have the size in its record. EIO, by which a disk reports
+    damage, becomes a DamagedCheckpointError."""
     try:
         with open_plain(folder / name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -213,14 +213,14 @@ def opened(folder: Path, name: str, record: FileRecord | None = None) -> Iterato
 
 
 def changed(name: str) -> DamagedCheckpointError:
-    """The error for a file that is not as it was written."""
+    """The error for a file that has changed since it was written."""
     return DamagedCheckpointError(f"{name} has changed since it was written (its SHA-256 differs)", name)
 
 
 def check_file(folder: Path, name: str, record: FileRecord, from_disk: bool = False) -> DamagedCheckpointError | None:
-    """What is wrong with a file of a checkpoint; None if it is what the manifest says.
+    """What is wrong with a file of a checkpoint; None if it matches its record.
 
-    from_disk: read it anew; what this host's memory holds of it may be what is wrong.
+    from_disk: read it from the disk again, because the copy in this host's page cache may be wrong.
     """
     try:
         with opened(folder, name, record) as file:
@@ -233,7 +233,7 @@ def check_file(folder: Path, name: str, record: FileRecord, from_disk: bool = Fa
 
 
 def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> bytes:
-    """A small file of a checkpoint. Raises DamagedCheckpointError if it is not what the manifest says."""
+    """Read a small file of a checkpoint. Raises DamagedCheckpointError if it does not match its record."""
     if name not in records:
         raise DamagedCheckpointError(f"{MANIFEST} does not name {name}")
     with opened(folder, name, records[name]) as file:
@@ -244,17 +244,19 @@ def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> 
 
 
 def read_trainer(folder: Path) -> Any:
-    """The trainer state of the checkpoint in `folder`, unchecked. Raises OSError, and ValueError for no JSON."""
+    """The trainer state of the checkpoint in `folder`, without a check. Raises OSError, and ValueError if it is no
+    JSON."""
     return json.loads((folder / TRAINER).read_text())
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here; OSError."""
+    """The manifest of a checkpoint. Raises DamagedCheckpointError if it is missing, damaged, or of an unknown format;
+    OSError."""
     with opened(folder, MANIFEST) as file:
         text = file.readall()
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise DamagedCheckpointError(f"{MANIFEST} is not readable: {error}") from error
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise DamagedCheckpointError(str(changed(MANIFEST)))
@@ -270,12 +272,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {error}") from error
     for name in manifest.files:
         if Path(name).name != name or name in ("..", MANIFEST):  # nothing outside the folder is read
-            raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which is not the name of a file beside it")
+            raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which is not a file name")
     return manifest
 
 
 def read_pointer(root: Path) -> str | None:
-    """The name in `latest`; None if the file is missing, empty or no file."""
+    """The name in `latest`; None if it is missing, empty or not a file."""
     path = root / POINTER
     return path.read_text(errors="replace").strip() or None if path.is_file() else None
 
@@ -284,20 +286,20 @@ def read_pointer(root: Path) -> str | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it down to the disk, with a digest of itself."""
+    """Write the manifest, with its own digest, and sync it to the disk."""
     content = dataclasses.asdict(manifest)
     write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
     sync_folder(folder)
 
 
 def next_save_index(root: Path) -> int:
-    """1 + the highest index under `root`."""
+    """1 + the highest save index under `root`."""
     readable, _ = scan(root)
     return 1 + max((manifest.save_index for _, manifest in readable), default=0)
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Give a finished folder its name, then point to it. An earlier holder of the name goes only after that."""
+    """Rename a finished folder to `final`, then point to it. An earlier folder of this name is removed last."""
     replaced = final.with_name(final.name + ".old")
     if final.exists():
         os.rename(final, replaced)
@@ -311,12 +313,12 @@ def publish(staging: Path, final: Path) -> None:
         sync_folder(final.parent)
         write_pointer(final)
     except OSError as error:  # the checkpoint has its name, and the newest is found without a pointer
-        logger.warning("%s is there, but not in `%s`: %s", final, POINTER, error)
+        logger.warning("%s is saved, but `%s` does not name it: %s", final, POINTER, error)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_pointer(folder: Path) -> None:
-    """Let `latest` name `folder`; at every moment the file is either the old one or the new one."""
+    """Make `latest` name `folder`. At any moment the file is either the old one or the new one."""
     new = folder.parent / f"{POINTER}.tmp"
     write_file(new, folder.name + "\n")
     os.replace(new, folder.parent / POINTER)
@@ -324,14 +326,14 @@ def write_pointer(folder: Path) -> None:
 
 
 def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) -> list[Path]:
-    """Remove all but the `keep` newest (0: keep all), never `just_made`, what `latest` names or those whose names are
-    `needed`. Returns removed."""
+    """Remove all but the `keep` newest checkpoints (0: keep all), but not `just_made`, the one that `latest` names, or
+    those with `needed` names. Returns the removed ones."""
     if keep == 0:
         return []
     protected = {just_made.name, read_pointer(root), *needed}
     removed = [folder for folder, _ in scan(root)[0][keep:] if folder.name not in protected]
     for folder in removed:
-        # Renamed first: a removal that is interrupted must not leave something that looks like a checkpoint.
+        # Renamed first, so that an interrupted removal does not leave a folder that looks like a checkpoint.
         doomed = folder.with_name(folder.name + ".tmp")
         os.rename(folder, doomed)
         shutil.rmtree(doomed)
@@ -339,7 +341,7 @@ def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) 
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a checkpoint that is not whole to `NAME.damaged`, `.damaged.1` and so on; returns its new name."""
+    """Rename a damaged checkpoint to `NAME.damaged`, or `NAME.damaged.1` and so on; returns the new path."""
     number, target = 0, folder.with_name(f"{folder.name}.damaged")
     while target.exists():
         number += 1
@@ -350,7 +352,7 @@ def move_aside(folder: Path) -> Path:
 
 
 def clean_stale(root: Path) -> list[str]:
-    """Clear what interrupted saves and removals left behind; returns what was done, a line each."""
+    """Clean up after interrupted saves and removals; returns a line for each thing that was done."""
     if not root.is_dir():
         return []
     done = []
@@ -359,7 +361,7 @@ def clean_stale(root: Path) -> list[str]:
         if path.suffix not in (".tmp", ".old") or not _FOLDER.fullmatch(path.stem):
             continue
         if path.suffix == ".old" and not path.with_suffix("").exists():
-            # Interrupted between the two renames of `publish`: the name's previous holder is still good.
+            # Interrupted between the two renames of `publish`: the earlier checkpoint of this name is still good.
             os.rename(path, path.with_suffix(""))
             done.append(f"restored {path.with_suffix('').name}")
         else:
@@ -369,7 +371,7 @@ def clean_stale(root: Path) -> list[str]:
 
 
 def remove(path: Path) -> None:
-    """Remove whatever has this name: a folder with all in it, a file, or a link, not what that leads to."""
+    """Remove a folder with its content, a file, or a link (not its target), if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -377,7 +379,7 @@ def remove(path: Path) -> None:
 
 
 def write_file(path: Path, content: str | bytes) -> FileRecord:
-    """Write a file down to the disk, text as UTF-8; returns what it is."""
+    """Write a file, text as UTF-8, and sync it to the disk; returns its record."""
     content = content.encode() if isinstance(content, str) else content
     with open(path, "wb") as file:
         file.write(content)
@@ -387,7 +389,7 @@ def write_file(path: Path, content: str | bytes) -> FileRecord:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's list of names down to the disk (renames are safe only then)."""
+    """Sync a folder's list of names to the disk. Only then are renames in it permanent."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

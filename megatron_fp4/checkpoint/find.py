@@ -1,25 +1,25 @@
-"""Which checkpoint a start resumes from, or takes its weights of.
+"""Find the checkpoint that a start resumes from, or takes its weights from.
 
-Rank 0 alone looks at the folder and decides; the others are told, so that a slow file system which shows two ranks
-different folders cannot split them. All then load what was chosen, and a checkpoint is known to be whole only once it
-is loaded: if any rank finds damage all learn it, and rank 0 names the next.
+Only rank 0 reads the folder and decides; the others get its decision, because a slow file system may show different
+folders to two ranks. Then all ranks load the checkpoint. Damage is found only by loading: if any rank finds some, all
+learn it, and rank 0 names the next checkpoint.
 
-    checkpoint.resume   there are checkpoints of this run          there are none
-    auto                the newest intact one                      step 0, unless something says that there was one
+    checkpoint.resume   this run has checkpoints                   this run has none
+    auto                the newest intact one                      step 0, unless there are traces of lost ones
     required            the newest intact one                      refused
-    PATH, elsewhere     the newest intact one, if this run began   PATH, unless something says that there was one
+    PATH, elsewhere     the newest intact one, if this run began   PATH, unless there are traces of lost ones
                         from PATH; otherwise refused
-    PATH, among them    PATH; refused by the caller if there are   -
+    PATH, among them    PATH; the caller refuses if there are      -
                         later ones
-    never               refused by the caller                      step 0
+    never               the caller refuses                         step 0
 
-What was found damaged on the way is moved aside once an intact one is loaded, and kept: `step_00000400.damaged`. One
-rank of many may have a bad client or bad memory and find an intact file damaged: rank 0 reads the file that it named
-anew, and if that is whole the start ends, nothing is moved.
+When an intact checkpoint is loaded, newer damaged ones are moved aside and kept: `step_00000400.damaged`. A single rank
+with a faulty disk client or faulty memory may report an intact file as damaged. So rank 0 reads this file again; if it
+is intact there, the start ends with an error and nothing is moved.
 
-With `checkpoint.initialize_from=PATH` a run begins at step 0 from the weights alone of a checkpoint, of the newest one
-of a run, or of an imported one: moments, generators, precision switch, schedule and data are those of a new run. What a
-run began from is in the trainer state of all its checkpoints: `origin` of a branch, or `initialized_from`.
+With `checkpoint.initialize_from=PATH` a run begins at step 0 with only the weights of a checkpoint: the given one, the
+newest one of a given run, or an imported one. Moments, generators, precision switch, schedule and data are those of a
+new run. The trainer state of all checkpoints has what the run began from: `origin`, or `initialized_from`.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"  # as logging/ writes them
 KEYWORDS = ("auto", "required", "never")
 RESUME, INITIALIZE = "checkpoint.resume", "checkpoint.initialize_from"
-# What weights that are there do not depend on: how others would be drawn, and in what pieces the scan is computed.
+# Keys of the model that existing weights do not depend on: how weights are drawn, and the chunks of the scan.
 _FREE = {"model.init_std", "model.mamba_chunk_size"}
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A checkpoint that is not whole. moved_to: its name since it was moved aside. unreadable: see DamageError."""
+    """A damaged checkpoint. moved_to: its new name, if it was moved aside. unreadable: see DamageError."""
 
     name: str
     problem: str
@@ -64,10 +64,11 @@ class Damage:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that was loaded, apart from what went into model, optimizer and generators (these only where as many
-    ranks saved it). trainer: as it was given to `Checkpointer.save`. damaged: newer ones that were not whole.
+    """A checkpoint whose model, optimizer and generators were loaded (generators only if the same number of ranks saved
+    it).
 
-    origin: where the run began, if that was another run's checkpoint.
+    trainer: as it was passed to `Checkpointer.save`. damaged: newer checkpoints that were damaged. origin: the
+    checkpoint of another run that this run began from, if any.
     """
 
     folder: Path
@@ -78,29 +79,29 @@ class Resumed:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, so also the next step's number."""
+        """Optimizer steps done, which is also the index of the next step."""
         return self.manifest.step
 
 
 class Finder:
-    """Finds the checkpoint to resume from among those under `root`; its methods are collectives.
+    """Finds the checkpoint under `root` to resume from. Its methods are collectives.
 
-    load: loads a checkpoint and returns its trainer state. A collective, which raises DamageError on all ranks if any
-    found the checkpoint not to be what its manifest says; what else it raises, on all ranks too, ends the search.
-    only_look: change nothing on disk, and log nothing.
+    load: loads a checkpoint and returns its trainer state. A collective; raises DamageError on all ranks if any rank
+    finds damage. Any other error, which it raises on all ranks too, ends the search. read_only: change nothing on disk,
+    and log nothing.
     """
 
     def __init__(
-        self, root: Path, sync: RankSync, load: Callable[[Path, Manifest], dict[str, Any]], only_look: bool = False
+        self, root: Path, sync: RankSync, load: Callable[[Path, Manifest], dict[str, Any]], read_only: bool = False
     ) -> None:
-        self.root, self.sync, self.load, self.only_look = root, sync, load, only_look
+        self.root, self.sync, self.load, self.read_only = root, sync, load, read_only
 
     def choose(self, resume: str) -> Resumed | None:
-        """Load what `resume` (see the table above) means; None if the run begins at step 0.
+        """Load the checkpoint that `resume` means (see the table above); None if the run begins at step 0.
 
-        Raises RefusedError on all ranks if nothing is intact or left of an earlier run, if there are checkpoints
-        of another origin, or if a given one is not there or damaged; CheckpointError if it cannot be known, because
-        ranks disagree about damage or nothing can be read.
+        Raises RefusedError on all ranks if no checkpoint is intact, if those of an earlier run are lost, if the
+        checkpoints have another origin, or if the given one is missing or damaged. Raises CheckpointError if ranks
+        disagree about damage, or if no checkpoint can be read.
         """
         if resume == "never":
             return None
@@ -113,10 +114,10 @@ class Finder:
             return self._settle(newest)
         steps, found = self.sync.on_rank0("look for an earlier run", lambda: earlier_run(self.root))
         if found:
-            anew = "" if given else "start from step 0 with checkpoint.resume=never, which moves the records aside, or "
+            fresh = "" if given else "begin at step 0 with checkpoint.resume=never, which moves the records aside, or "
             raise RefusedError(
                 f"run.dir={self.root.parent} is of an earlier run ({'; '.join(found)}), but there is no checkpoint to "
-                f"resume from in {self.root}: restore it, or {anew}choose another run.dir"
+                f"resume from in {self.root}: restore it, or {fresh}choose another run.dir"
             )
         if resume == "required":
             raise RefusedError(
@@ -128,15 +129,15 @@ class Finder:
         if steps:
             self._log(
                 logging.WARNING,
-                f"{self.root.parent}: an earlier start made {steps} steps and no checkpoint; beginning at step 0 "
-                "again, its records are moved aside",
+                f"{self.root.parent}: an earlier start trained {steps} steps and saved no checkpoint; its records are "
+                "moved aside, and this start begins at step 0",
             )
         return None
 
     def _newest_intact(self) -> Resumed | None:
-        """Load the newest checkpoint that is whole; None if there is none at all. Raises as `choose`."""
+        """Load the newest intact checkpoint; None if there are no checkpoints. Raises as `choose`."""
 
-        candidates: list[tuple[Path, Manifest]] = []  # rank 0's: a thousand ranks' manifests are large
+        candidates: list[tuple[Path, Manifest]] = []  # on rank 0 only: the manifests of a thousand ranks are large
 
         def scan() -> list[Damage]:
             readable, broken = files.scan(self.root)
@@ -150,7 +151,7 @@ class Finder:
                 found.append(Damage(folder.name, str(error), unreadable=error.unreadable))
             pointer = files.read_pointer(self.root)
             if candidates and pointer is not None and not (self.root / pointer).is_dir():
-                logger.warning("%s names %s, which is not there", self.root / files.POINTER, pointer)
+                logger.warning("%s names %s, which does not exist", self.root / files.POINTER, pointer)
             return found
 
         damaged = self.sync.on_rank0("scan", scan)
@@ -169,11 +170,11 @@ class Finder:
         if not damaged:
             return None
         listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
-        if any(each.unreadable for each in damaged):  # which may be the way to the disk: a crash, and no refusal
+        if any(each.unreadable for each in damaged):  # maybe the connection to the disk failed: no refusal
             raise CheckpointError(f"no checkpoint under {self.root} can be read ({listing}); nothing was moved")
         raise RefusedError(
-            f"there are checkpoints under {self.root}, but none is whole ({listing}). Not starting again at step 0 "
-            "unasked: restore one, or begin anew in another run.dir"
+            f"there are checkpoints under {self.root}, but none is intact ({listing}). Restore one, or start from step "
+            "0 in another run.dir"
         )
 
     def _given(self, given: str) -> Resumed:
@@ -186,9 +187,9 @@ class Finder:
         return Resumed(folder, manifest, trainer, origin=Origin.of(trainer) if is_own(self.root, folder) else origin)
 
     def _settle(self, chosen: Resumed) -> Resumed:
-        """Rename damaged checkpoints, and let the pointer name what was loaded: a run that was killed before it could
-        may be finished, and save no more."""
-        if self.only_look:
+        """Move damaged checkpoints aside, and make the pointer name the loaded one: a run that was killed before it
+        wrote the pointer may be finished, and then saves no more."""
+        if self.read_only:
             return chosen
 
         def move() -> tuple[Damage, ...]:
@@ -212,13 +213,13 @@ class Finder:
         self._log(logging.ERROR, f"CHECKPOINT DAMAGED: {damage.name}: {damage.problem}")
 
     def _log(self, level: int, message: str) -> None:
-        if self.sync.rank == 0 and not self.only_look:
+        if self.sync.rank == 0 and not self.read_only:
             logger.log(level, message)
 
 
 def confirm(folder: Path, error: DamageError, sync: RankSync) -> None:
-    """Return if rank 0, too, finds damaged what `error` names. Raises CheckpointError on all ranks otherwise: on other
-    machines the same checkpoint may well be read."""
+    """Return if rank 0 finds the files that `error` names damaged too. Otherwise raise CheckpointError on all ranks,
+    because other machines may be able to read the checkpoint."""
 
     def is_damaged() -> bool:
         records = files.read_manifest(folder).files
@@ -226,13 +227,13 @@ def confirm(folder: Path, error: DamageError, sync: RankSync) -> None:
 
     if error.files and files.MANIFEST not in error.files and not sync.on_rank0("read it again", is_damaged):
         raise CheckpointError(
-            f"{folder} is damaged, says {error.reasons}; but rank 0 reads it anew and finds it whole. Nothing was "
-            "moved; start again, on other machines if this comes back"
+            f"{folder} is damaged for {error.reasons}; but rank 0 has read it again and finds it intact. Nothing was "
+            "moved; start again, on other machines if this repeats"
         )
 
 
 def refuse_damaged(key: str, folder: Path, error: DamageError, sync: RankSync) -> NoReturn:
-    """Refuse the one checkpoint that the user gave as `key`, after `confirm`; on all ranks."""
+    """After `confirm`, refuse the checkpoint that the user gave as `key`, on all ranks."""
     confirm(folder, error, sync)
     if error.unreadable:
         raise CheckpointError(f"{key} cannot be read: {error.reasons}") from error
@@ -240,19 +241,19 @@ def refuse_damaged(key: str, folder: Path, error: DamageError, sync: RankSync) -
 
 
 def check_resumable(folder: Path, manifest: Manifest) -> None:
-    """Raise RefusedError for a checkpoint of which only the weights are of use, from which no run can resume."""
+    """Raise RefusedError for a checkpoint that only has usable weights, so that no run can resume from it."""
     if manifest.weights_only:
-        problem = "is an imported checkpoint, which holds weights alone: nothing to resume"
+        problem = "is an imported checkpoint, which has only weights: nothing to resume"
     elif manifest.format == 1:
-        problem = "is of format 1, whose order of samples is no more: nothing to resume"
+        problem = "is of format 1, whose order of samples this version does not have: nothing to resume"
     else:
         return
-    raise RefusedError(f"{folder} {problem}; begin a run from it with {INITIALIZE}={folder}, in a run.dir of its own")
+    raise RefusedError(f"{folder} {problem}; begin a run from it with {INITIALIZE}={folder}, in another run.dir")
 
 
 def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any], allow_mismatch: bool) -> list[str]:
-    """Raise RefusedError unless a run of this `identity` may resume from the checkpoint; returns in what that differs,
-    where `allow_mismatch` lets it."""
+    """Raise RefusedError unless a run of this `identity` may resume from the checkpoint. Returns the differences that
+    `allow_mismatch` allows."""
     check_resumable(folder, manifest)
     differences = identity_differences(manifest.identity, identity)
     if differences and not allow_mismatch:
@@ -264,13 +265,13 @@ def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]
 
 
 def named(key: str, given: str) -> tuple[Path, Manifest, Origin]:
-    """The checkpoint that `given` means, by manifests alone. key: RESUME or INITIALIZE, which takes a run, too.
+    """The checkpoint that `given` means; reads only manifests. key: RESUME or INITIALIZE, which also takes a run.
 
-    Raises RefusedError, and OSError.
+    Raises RefusedError and OSError.
     """
-    whole = Path(os.path.realpath(given))
+    path = Path(os.path.realpath(given))
     try:
-        folder = files.checkpoint_in(whole)
+        folder = files.checkpoint_in(path)
         manifest = files.read_manifest(folder)
     except DamagedCheckpointError as error:
         how = "of another version" if isinstance(error, OtherFormatError) else "damaged"
@@ -278,20 +279,20 @@ def named(key: str, given: str) -> tuple[Path, Manifest, Origin]:
     except ValueError as error:
         raise RefusedError(f"{key}={error}") from error
     if key == RESUME:
-        if folder != whole:
-            raise RefusedError(f"{key}={given} is no checkpoint, but has some inside: give {folder}")
+        if folder != path:
+            raise RefusedError(f"{key}={given} is not a checkpoint, but contains some: give {folder}")
         check_resumable(folder, manifest)
     return folder, manifest, Origin.at(folder, manifest)
 
 
 def is_own(root: Path, given: str | Path) -> bool:
-    """Whether `given` is one of the checkpoints under `root`, there or not."""
+    """Whether `given` is a checkpoint's path directly under `root`; it need not exist."""
     return Path(os.path.realpath(given)).parent == Path(os.path.realpath(root))
 
 
 def refuse_to_overwrite(resume: str, start: int, root: Path, aside: Collection[str] = ()) -> None:
-    """Raise RefusedError if a start from step `start` would come to replace checkpoints under `root`, whole or not.
-    aside: names of those that it moves away before."""
+    """Raise RefusedError if a start from step `start` would later overwrite checkpoints under `root`, intact or not.
+    aside: names of those that it moves aside before."""
     last = max((files.step_of(each) for each in files.list_checkpoints(root) if each.name not in aside), default=0)
     if last > start:
         raise RefusedError(
@@ -301,26 +302,25 @@ def refuse_to_overwrite(resume: str, start: int, root: Path, aside: Collection[s
 
 
 def earlier_run(root: Path) -> tuple[int, list[str]]:
-    """Traces of a run whose checkpoints under `root` are gone: the last step in its records, and what says that there
-    were checkpoints.
+    """Traces of a run without checkpoints under `root`: the last step in its records, and lines about lost checkpoints.
 
-    A run that was killed before its first checkpoint leaves none, and may begin again where it began. Raises OSError.
+    A run that was killed before its first checkpoint leaves no such lines, and may start again. Raises OSError.
     """
     run_dir, found, steps, saved = root.parent, [], 0, 0
-    anew = False  # told to begin at step 0, whatever there was before
+    fresh = False  # the run was started with checkpoint.resume=never
     for line in (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).is_file() else []:
         with contextlib.suppress(ValueError, AttributeError, TypeError):  # a damaged line must not hide the others
             record = json.loads(line)
             steps = max(steps, int(record["step"])) if record.get("kind") == "step" else steps
             saved += record.get("event") == "checkpoint"
-            anew |= record.get("resume") == "never"
+            fresh |= record.get("resume") == "never"
     if saved:
-        found.append(f"{METRICS} has {steps} steps, and {saved} checkpoints saved")
+        found.append(f"{METRICS} has {steps} steps and {saved} saved checkpoints")
     if last := checkpoint_in_state(run_dir):
-        found.append(f"{STATE_FILE} says that a run of {last} steps was here")
-    if not anew:  # otherwise the rest is of the run before, which was given up knowingly
+        found.append(f"{STATE_FILE} has a checkpoint of step {last}")
+    if not fresh:  # otherwise the other traces are of an earlier run, which the user gave up
         if (run_dir / SUMMARY).exists():
-            found.append(f"{SUMMARY} says that it was finished")
+            found.append(f"{SUMMARY} exists, so the run was finished")
         if (pointer := files.read_pointer(root)) is not None:
             found.append(f"checkpoints/{files.POINTER} names {pointer}")
         if damaged := sorted(folder.name for folder in root.glob("step_*.damaged*")):
@@ -328,13 +328,13 @@ def earlier_run(root: Path) -> tuple[int, list[str]]:
     return steps, found
 
 
-# What one process can say before any rank waits for others, from manifests, sizes and the trainer's state alone
+# Checks that one process can make before ranks wait for each other; they read manifests, sizes and the trainer's state
 
 
 def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
-    """What a start of `config` would resume from; None if it begins at step 0. Changes nothing on disk.
+    """The checkpoint that a start of `config` would resume from; None if it begins at step 0. Changes nothing on disk.
 
-    identity: the run's. Raises RefusedError for what a start would refuse, as far as it can be seen so; ValueError,
+    identity: of the run. Raises RefusedError for what a start would refuse, if it can be found here; ValueError,
     OSError.
     """
     resume, root = config.checkpoint.resume, Path(config.run.dir) / "checkpoints"
@@ -347,20 +347,20 @@ def preview(config: Config, identity: Mapping[str, Any]) -> Resumed | None:
             for name, record in manifest.files.items():
                 with files.opened(folder, name, record):
                     pass
-            files.read_checked(folder, METADATA, manifest.files)  # whole; `check_weights` reads what is in it
+            files.read_checked(folder, METADATA, manifest.files)  # `check_weights` reads its content
             return json.loads(files.read_checked(folder, files.TRAINER, manifest.files))  # type: ignore[no-any-return]
 
         return sync.on_rank0("read it", look)
 
-    found = Finder(root, sync, load, only_look=True).choose(resume)
+    found = Finder(root, sync, load, read_only=True).choose(resume)
     start, broken = (0, ()) if found is None else (found.step, [damage.name for damage in found.damaged])
     refuse_to_overwrite(resume, start, root, broken)
     return found
 
 
 def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> None:
-    """Raise RefusedError if the weights that a start of `config` would load are not of the names, types and shapes of
-    `model`'s. found: by `preview`; without one it is the checkpoint that `checkpoint.initialize_from` names, if any.
+    """Raise RefusedError if the weights that a start of `config` would load differ from `model`'s in names, types or
+    shapes. found: from `preview`; None: the weights are those of `checkpoint.initialize_from`, if it is set.
     """
     given = config.checkpoint.initialize_from
     if found is not None:
@@ -377,17 +377,17 @@ def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> No
 
 
 def check_resume(config: Config) -> None:
-    """Raise RefusedError if no start could begin from what `checkpoint.resume` or `checkpoint.initialize_from` names:
-    no checkpoint, or weights of another model.
+    """Raise RefusedError if `checkpoint.resume` or `checkpoint.initialize_from` names no checkpoint, or weights of
+    another model.
 
-    A run that has checkpoints of its own resumes from these, also when what it began from is gone; the start sees
-    whether they are its own.
+    A run with checkpoints resumes from these, even if the checkpoint that it began from is gone. The start checks
+    whether they belong to it.
     """
     settings, root = config.checkpoint, Path(config.run.dir) / "checkpoints"
     resume, given = settings.resume, settings.initialize_from
     if given is not None and resume not in KEYWORDS:
         raise RefusedError(
-            f"{INITIALIZE}={given} takes weights alone and checkpoint.resume={resume} all of a checkpoint; give one of "
+            f"{INITIALIZE}={given} loads only weights and checkpoint.resume={resume} a whole checkpoint; give one of "
             "them"
         )
     if given is None and resume in KEYWORDS:
@@ -406,8 +406,8 @@ def check_resume(config: Config) -> None:
 
 
 def _check_model(folder: Path, manifest: Manifest, identity: Mapping[str, Any], keys: tuple[str, ...]) -> None:
-    """Raise RefusedError, with every key that differs, if the checkpoint's weights are not for the run of this
-    `identity`. keys: compare those that begin so."""
+    """Raise RefusedError, with all keys that differ, if the checkpoint's weights do not fit a run of this `identity`.
+    keys: the beginnings of the keys to compare."""
     saved, own = (
         {name: value for name, value in facts.items() if name not in _FREE and name.startswith(keys)}
         for facts in (manifest.identity, identity)
@@ -415,22 +415,21 @@ def _check_model(folder: Path, manifest: Manifest, identity: Mapping[str, Any], 
     if differences := identity_differences(saved, own):
         raise RefusedError(
             f"{INITIALIZE}={folder} is of another model or tokenizer: {'; '.join(differences)}. Set these keys back, "
-            "give another checkpoint, or begin all the same with checkpoint.allow_mismatch=true"
+            "give another checkpoint, or begin anyway with checkpoint.allow_mismatch=true"
         )
 
 
 def initialize_weights(
     given: str, model: nn.Module, identity: Mapping[str, Any], sync: RankSync, *, allow_mismatch: bool
 ) -> Origin:
-    """Load the weights that `given` names into `model`; a collective. Returns where they are from.
+    """Load the weights that `given` names into `model`, on any mesh. A collective. Returns the checkpoint.
 
-    Any mesh reads them, every rank the files that hold something of its shards, each compared with its SHA-256.
-    identity: the run's. Raises RefusedError on all ranks for what the user has to decide: no checkpoint, another model
-    or tokenizer, damage; CheckpointError if reading fails otherwise.
+    Every rank reads the files that have parts of its shards, and compares each file with its SHA-256. identity: of the
+    run. Raises RefusedError on all ranks for no checkpoint, another model or tokenizer, or damage; CheckpointError if
+    reading fails.
     """
-
     folder, manifest, origin = sync.on_rank0("find it", lambda: named(INITIALIZE, given))
-    if not allow_mismatch:  # on all ranks: the tokenizer's file may be another on another node
+    if not allow_mismatch:  # on all ranks, because the tokenizer's file may differ between nodes
         sync.on_all("compare", lambda: _check_model(folder, manifest, identity, ("model.", "data.tokenizer")))
     try:
         load_tensors(folder, manifest, {"model": model.state_dict()}, sync)
@@ -440,11 +439,10 @@ def initialize_weights(
 
 
 def check_begun_from(begun: Origin | None, key: str, given: str, root: Path, sync: RankSync) -> None:
-    """Refuse to resume from checkpoints under `root` of a run that did not begin from what `key`, RESUME or INITIALIZE,
-    names.
+    """Refuse to resume a run that did not begin from the checkpoint `given` as `key` (RESUME or INITIALIZE).
 
-    begun: what it began from. That may be gone by now, moved, made again in the same bits, or have newer checkpoints
-    beside it.
+    begun: the checkpoint that the run began from. By now it may be removed, moved, or made again with the same bits,
+    and there may be newer ones beside it. root: the run's checkpoints.
     """
     path = Path(os.path.realpath(given))
 
@@ -460,7 +458,7 @@ def check_begun_from(begun: Origin | None, key: str, given: str, root: Path, syn
     if key == RESUME:
         began, instead = "at step 0" if begun is None else f"from {begun.path}", "auto"
     elif begun is None:
-        began, instead = "with weights of its own", "null"
+        began, instead = "from new weights", "null"
     else:
         began, instead = f"from the weights of {begun.path}", begun.path
     raise RefusedError(

@@ -1,13 +1,13 @@
-"""The tensors and generators of a run as files: what each rank writes, and how any mesh reads it back.
+"""The tensors and generators of a run as files: what each rank writes, and how any mesh reads it.
 
-A rank writes `__RANK_0.distcp` and, if it has much, `__RANK_1.distcp` and so on, side by side: one torch.save after
-another, which torch.distributed.checkpoint's readers understand. Of what several ranks hold alike, one writes it; its
-placement says which. A file is hashed while it is written, and while it is read: the ranks that need something in it
-read it once from the first byte to the last. That is the whole check of a checkpoint; what no rank needs is read too.
+A rank writes `__RANK_0.distcp` and, if it has much data, `__RANK_1.distcp` and so on, in parallel. A file is a sequence
+of torch.save outputs, in the format of torch.distributed.checkpoint. If several ranks hold the same data, one of them
+writes it. A file is hashed while it is written, and while it is read: each rank that needs a part of a file reads the
+whole file once. Files that no rank needs are read too. This is the only check of a checkpoint's content.
 
-`.metadata` says what lies where, as torch.distributed.checkpoint has it: a pickle, which torch reads by `pickle.load`.
-Whoever can write a checkpoint could run commands as the one who reads it. Here nothing that it names is called and no
-class that it names is touched: it makes stand-ins, and what of them describes tensors is taken over.
+`.metadata` says where each tensor is, as a pickle in the format of torch.distributed.checkpoint. torch reads it with
+`pickle.load`, so whoever can write a checkpoint could run code as its reader. This module calls nothing that the pickle
+names, and uses none of its classes. It makes stand-in objects instead, and takes from them only what describes tensors.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _MAX_FILES = 4
 class Piece(NamedTuple):
     """A part of a tensor in a rank's file.
 
-    tensor: its place in the list of names. offsets, sizes: where in the tensor. start, length: where in the file, in
-        bytes.
+    tensor: its index among the tensors. offsets, sizes: of the part in the tensor. start, length: of the part in the
+        file, in bytes.
     """
 
     tensor: int
@@ -74,7 +74,7 @@ class Whole(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As torch.distributed.checkpoint flattens it."""
+        """Its name in torch.distributed.checkpoint."""
         return ".".join(self.path)
 
     @property
@@ -83,9 +83,9 @@ class Whole(NamedTuple):
 
 
 class OwnPiece(NamedTuple):
-    """A part of a tensor that this rank writes; `tensor` is its place among the names. values: the live ones.
+    """A part of a tensor that this rank writes. tensor: its index among the tensors. values: the live tensor.
 
-    common: ranks that need nothing else of this one's need it.
+    common: whether ranks that need no other piece of this rank need it.
     """
 
     tensor: int
@@ -96,20 +96,20 @@ class OwnPiece(NamedTuple):
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The live tensors of a run, sharded: writing into them changes the run."""
-    # In this order: asking an FSDP model for its state leaves it sharded, which optimizer_state needs.
+    """The live tensors of a run, sharded. Writing into them changes the run."""
+    # In this order: model.state_dict() leaves an FSDP model sharded, as optimizer_state needs it.
     return {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
 
 
 def wholes_of(state: dict[str, Any]) -> list[Whole]:
-    """The tensors of `state_of`, in an order that is the same on all ranks."""
+    """The tensors of `state_of`, in the same order on all ranks."""
     return [
         Whole((part, name), tensor.dtype, tuple(tensor.shape)) for part in state for name, tensor in state[part].items()
     ]
 
 
 def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
-    """What this rank writes of `state_of`; together the ranks write every tensor once."""
+    """The pieces of `state_of` that this rank writes. Together, the ranks write every tensor once."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, None, is_coordinator=rank == 0)
     numbers = {whole.name: number for number, whole in enumerate(wholes_of(state))}
@@ -119,7 +119,7 @@ def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
         assert data is not None
         if not _is_writer(whole, number, rank) or data.chunk.sizes.numel() == 0:
             continue
-        if isinstance(whole, DTensor):  # ranks with other shards hold the same: those of a tensor-parallel group
+        if isinstance(whole, DTensor):  # ranks of the tensor-parallel group have other shards, but the same piece
             common = whole.placements[-1].is_replicate() and whole.device_mesh.size(-1) > 1
         else:
             common = dist.get_world_size() > 1
@@ -130,14 +130,14 @@ def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
 
 
 def _is_writer(tensor: Tensor, number: int, rank: int) -> bool:
-    """Whether `rank` writes its part of the tensor, of those that hold the same part."""
+    """Whether, of all ranks that hold the same part of the tensor, `rank` writes it."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None or not bool((mesh.mesh == 0).any()):
-        return False  # the mesh does not span the job, and the part of it with rank 0 has the same
-    # Tensor by tensor another of those that hold the same, so that each writes about as much.
+        return False  # the mesh does not span the job; the mesh with rank 0 has the same parts
+    # Ranks that hold the same take turns, tensor by tensor, so that all write about the same amount.
     return all(
         place == number % mesh.size(axis)
         for axis, (place, placement) in enumerate(zip(coordinate, tensor.placements, strict=True))
@@ -149,7 +149,7 @@ def _is_writer(tensor: Tensor, number: int, rank: int) -> bool:
 
 
 class Written(NamedTuple):
-    """A file of a rank: what it is, and where each piece lies in it."""
+    """A file that a rank has written: its record, and the pieces in it."""
 
     record: FileRecord
     layout: list[Piece]
@@ -158,9 +158,9 @@ class Written(NamedTuple):
 def write_shards(
     folder: Path, rank: int, pieces: Sequence[OwnPiece], abandoned: Callable[[], bool]
 ) -> dict[str, Written]:
-    """Write this rank's pieces down to the disk, as some files at a time; returns the files by name.
+    """Write this rank's pieces to the disk as several files, in parallel; returns the files by name.
 
-    abandoned: asked between pieces; when true, an error ends the writing. Raises OSError.
+    abandoned: called between pieces; if it returns true, writing ends with an error. Raises OSError.
     """
     parts = {f"__{rank}_{number}.distcp": part for number, part in enumerate(_split(pieces))}
     with ThreadPoolExecutor(_MAX_FILES + 1, thread_name_prefix="checkpoint") as pool:
@@ -169,9 +169,9 @@ def write_shards(
 
 
 def _split(pieces: Sequence[OwnPiece]) -> list[list[OwnPiece]]:
-    """Into parts of about the same size, so many that hashing them side by side does not take long.
+    """Split pieces into parts of about the same size, enough of them that hashing in parallel is fast.
 
-    What others need besides their own has a part to itself: they must not read a large file for it.
+    The common pieces are a separate part, so that other ranks need not read a large file for them.
     """
     own, common = ([piece for piece in pieces if piece.common == kind] for kind in (False, True))
     own.sort(key=lambda piece: -piece.values.nbytes)
@@ -189,7 +189,7 @@ def write_shard(path: Path, pieces: Sequence[OwnPiece], abandoned: Callable[[], 
                 raise InterruptedError("the run ended while it was being written")
             start = file.size
             values = piece.values.cpu()
-            if values.untyped_storage().nbytes() != values.nbytes:  # torch.save writes storages whole
+            if values.untyped_storage().nbytes() != values.nbytes:  # torch.save writes the whole storage
                 values = values.clone()
             file.save(values)
             layout.append(Piece(piece.tensor, piece.offsets, piece.sizes, start, file.size - start))
@@ -197,7 +197,7 @@ def write_shard(path: Path, pieces: Sequence[OwnPiece], abandoned: Callable[[], 
 
 
 class _HashingFile:
-    """Hashes what is written through it."""
+    """A file that hashes what is written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -216,13 +216,13 @@ class _HashingFile:
         return len(data)
 
     def flush(self) -> None:
-        """torch.save asks for it after every tensor; `finish` does it once."""
+        """Does nothing: torch.save calls it after every tensor, and `finish` flushes once."""
 
     def save(self, tensor: Tensor) -> None:
         try:
             torch.save(tensor, self)  # type: ignore[arg-type]
         except Exception:
-            if self._error is not None:  # of a full disk torch says `unexpected pos 704 vs 598`
+            if self._error is not None:  # torch's own error on a full disk is `unexpected pos 704 vs 598`
                 raise self._error from None
             raise
 
@@ -236,11 +236,11 @@ class _HashingFile:
 
 
 def read_shards(folder: Path, metadata: Metadata, records: Mapping[str, FileRecord], state: dict[str, Any]) -> set[str]:
-    """Copy the tensors of a checkpoint into `state_of`, those parts that this rank holds.
+    """Copy the tensors of a checkpoint into `state`, the parts that this rank holds.
 
-    metadata, state: of the same tensors (`check_tensors`). records: what the files must be. Returns the names of the
-    files that were read and are as they must be. Raises DamagedCheckpointError if one is not, after which `state` holds
-    nothing that can be used.
+    metadata, state: of the same tensors (`check_tensors`). records: of the checkpoint's files. Returns the names of the
+    files that were read; all of them match their records. Otherwise raises DamagedCheckpointError; then the values in
+    `state` are unusable.
     """
     planner = DefaultLoadPlanner()
     planner.set_up_planner(state, metadata, is_coordinator=False)
@@ -258,7 +258,7 @@ def read_shards(folder: Path, metadata: Metadata, records: Mapping[str, FileReco
     return set(wanted)
 
 
-@torch.no_grad()  # which holds for one thread
+@torch.no_grad()  # here, because it applies to one thread only
 def _read_file(
     folder: Path,
     name: str,
@@ -266,8 +266,10 @@ def _read_file(
     wanted: dict[int, list[tuple[int, ReadItem]]],
     planner: DefaultLoadPlanner,
 ) -> None:
-    """Read the whole file, hand over what is `wanted` (by its beginning: its length, and what takes it), and compare
-    the file with its record."""
+    """Read the whole file, copy the `wanted` parts into their tensors, and compare the file with its record.
+
+    wanted: start of a part -> its length and the tensor's item, for each item that takes it.
+    """
     if (record := records.get(name)) is None:
         raise DamagedCheckpointError(f"{METADATA} names the file {name!r}, which the checkpoint does not have")
     digest, position = hashlib.sha256(), 0
@@ -296,7 +298,7 @@ def _put(content: bytes, item: ReadItem, planner: DefaultLoadPlanner, name: str)
     try:
         saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         part = saved[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
-    except Exception as error:  # whatever torch makes of damaged bytes
+    except Exception as error:  # on damaged bytes, torch may raise anything
         raise DamagedCheckpointError(f"{name}: {item.storage_index.fqn} is not readable: {error}", name) from error
     target = planner.resolve_tensor(item).detach()
     if target.shape != part.shape or target.dtype != part.dtype:
@@ -317,7 +319,7 @@ def check_tensors(folder: Path, metadata: Metadata, state: dict[str, Any]) -> No
 
 
 def _difference(saved: Mapping[str, Any], wholes: Sequence[Whole]) -> str:
-    """The first one, in words; "" if there is none."""
+    """The first difference, as text; "" if there is none."""
     for whole in wholes:
         one = saved.get(whole.name)
         if not isinstance(one, TensorStorageMetadata):
@@ -331,7 +333,7 @@ def _difference(saved: Mapping[str, Any], wholes: Sequence[Whole]) -> str:
 
 
 def check_files(folder: Path, manifest: Manifest, sync: RankSync, names: Collection[str] | None = None) -> None:
-    """Read `names` (None: all files), each rank its share. Raises DamageError on all ranks if one is not whole."""
+    """Check the files `names` (None: all), each rank a share. Raises DamageError on all ranks if one is damaged."""
     mine = sorted(manifest.files if names is None else names)[sync.rank :: sync.world_size]
 
     def check() -> None:
@@ -343,8 +345,8 @@ def check_files(folder: Path, manifest: Manifest, sync: RankSync, names: Collect
 
 
 def load_tensors(folder: Path, manifest: Manifest, state: dict[str, Any], sync: RankSync) -> set[str]:
-    """Read tensors of a checkpoint into `state`, each rank the parts that it holds, as all ranks together; returns the
-    names of the files that this rank read. Raises as `load_checkpoint`."""
+    """Read tensors of a checkpoint into `state`, each rank the parts that it holds. A collective. Returns the names of
+    the files that this rank has read. Raises as `load_checkpoint`."""
     content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, manifest.files))
     metadata = sync.on_all("read it", lambda: read_metadata(content))
     sync.on_all("compare", lambda: check_tensors(folder, metadata, state))
@@ -359,13 +361,13 @@ def load_checkpoint(
     sync: RankSync,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Read a checkpoint into model, optimizer and generators, as all ranks together; returns the trainer's state.
+    """Read a checkpoint into model, optimizer and generators. A collective. Returns the trainer's state.
 
-    device: whose generators these are. Raises DamageError on all ranks if it is not whole (what was read into must then
-    be read into again), RefusedError if it is of another model, CheckpointError if it cannot be read.
+    device: of the generators. Raises on all ranks: DamageError if the checkpoint is damaged (then model and optimizer
+    must be loaded again), RefusedError if it is of another model, CheckpointError if it cannot be read.
     """
     records = manifest.files
-    generators: list[bytes] = []  # rank 0's
+    generators: list[bytes] = []  # on rank 0, those of all ranks
 
     def read_small() -> dict[str, Any]:
         trainer: dict[str, Any] = json.loads(files.read_checked(folder, files.TRAINER, records))
@@ -386,7 +388,7 @@ def load_checkpoint(
     return trainer
 
 
-# What lies where
+# The metadata: where each tensor is
 
 
 def metadata_of(
@@ -394,10 +396,10 @@ def metadata_of(
     pieces: Mapping[str, Sequence[Piece]],
     objects: Mapping[str, tuple[str, int, int]] | None = None,
 ) -> bytes:
-    """The content of `.metadata`. pieces: of each file, by its name. objects: what else others look for by a name: in
-    which file, where and how long.
+    """The content of `.metadata`. pieces: of each file, by its name. objects: other objects that a reader may look up:
+    name -> file, start and length.
 
-    Raises ValueError unless the pieces make up every tensor.
+    Raises ValueError unless the pieces cover every tensor.
     """
     chunks: list[list[ChunkStorageMetadata]] = [[] for _ in tensors]
     storage: dict[MetadataIndex, filesystem._StorageInfo] = {}
@@ -422,16 +424,16 @@ def metadata_of(
         state_dict_metadata=described,
         planner_data={name: (name,) for name in objects or ()} | {tensor.name: tensor.path for tensor in tensors},
         storage_data=storage,
-        version="1.0.0",  # torch's, of the format
+        version="1.0.0",  # of torch's format
     )
     return pickle.dumps(content)
 
 
 def read_metadata(content: bytes, foreign: bool = False) -> Metadata:
-    """The inverse of `metadata_of`, also of what torch itself wrote.
+    """The inverse of `metadata_of`; also reads what torch itself wrote.
 
-    foreign: another program wrote it, with objects besides tensors and classes of its own, which are left out.
-    Raises DamagedCheckpointError if it is anything but the description of tensors.
+    foreign: another program wrote it, with objects other than tensors and its own classes, which are left out. Raises
+    DamagedCheckpointError if it does not describe tensors.
     """
     try:
         return StandIns(content, foreign).metadata()
@@ -457,9 +459,9 @@ _NAMES = (
 
 
 class _Thing:
-    """What a pickle made: of a class that only this one reading has, because a pickle can set attributes of classes.
+    """An object of a pickle. Each reading makes its own subclasses, because a pickle can set attributes of classes.
 
-    It takes whatever fills a list, a set or a dictionary, and keeps nothing of that.
+    It accepts the calls that fill a list, a set or a dictionary, and ignores them.
     """
 
     state: Any = None
@@ -481,7 +483,7 @@ class _Thing:
 
 
 class StandIns(pickle.Unpickler):
-    """Makes a stand-in for every class that a checkpoint holds (foreign: for whatever is named)."""
+    """An unpickler that makes stand-ins for the classes of a checkpoint (foreign: for any class)."""
 
     def __init__(self, content: bytes, foreign: bool) -> None:
         super().__init__(io.BytesIO(content))
@@ -497,7 +499,7 @@ class StandIns(pickle.Unpickler):
         return self._classes.setdefault(full, type("Foreign", (_Thing,), {}))
 
     def metadata(self) -> Metadata:
-        """The real thing, of values of the expected types. Raises whatever other values come to."""
+        """The real Metadata, from values of the expected types. Other values raise any exception."""
         state = self._made(self.load(), Metadata).state
         tensors = {
             str(name): self._tensor(saved)
@@ -543,13 +545,13 @@ def _expect(condition: bool) -> None:
 
 
 # Random generators of one rank: Python, NumPy, torch on the CPU and on its GPU. Data order and stochastic rounding do
-# not draw from these (they are functions of the seed and the step); whatever else draws resumes with them.
+# not use these (they are functions of the seed and the step); everything else that draws resumes with them.
 
 
 def capture_random_state(device: torch.device) -> bytes:
-    """This process's generator states."""
+    """The generator states of this process."""
     numpy_state: Any = np.random.get_state(legacy=False)
-    # Tensors and plain types only, so that loading never runs code from the file.
+    # Only tensors and plain types, so that loading runs no code from the file.
     state = {
         "python": random.getstate(),
         "numpy_key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
@@ -563,7 +565,7 @@ def capture_random_state(device: torch.device) -> bytes:
 
 
 def restore_random_state(content: bytes, device: torch.device) -> None:
-    """Put this process's generators where `capture_random_state` found them. A GPU's only if one was saved."""
+    """Restore this process's generators from `capture_random_state`; a GPU's only if one was saved."""
     state = torch.load(io.BytesIO(content), weights_only=True)
     random.setstate(state["python"])
     position, has_gauss, gauss = state["numpy_rest"]

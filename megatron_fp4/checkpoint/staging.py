@@ -1,8 +1,8 @@
-"""The tensors of one instant, copied to the host while training continues.
+"""Copy the tensors of one instant to the host while training continues.
 
-On a GPU the copies run on a stream of their own, into page-locked memory that is taken once, for the life of the run.
-Weights and moments do not change before the next update: so the next forward and backward pass run beside the copies,
-and only the optimizer waits for them.
+On a GPU the copies run on their own stream, into page-locked memory that is allocated once for the whole run. Weights
+and moments do not change before the next update, so the next forward and backward passes run beside the copies, and
+only the optimizer waits for them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _ALIGNMENT = 4096
 class Staging:
     """Host memory for the pieces of one rank, and the copies into it.
 
-    pieces: of the run; later ones are some or all of them, with the same sizes and types. device: where they are.
+    pieces: all pieces of the rank; `copy` takes some or all of them, with the same sizes and types. device: of the
+    pieces.
     """
 
     def __init__(self, pieces: Sequence[OwnPiece], device: torch.device) -> None:
         self._device = device
         sizes = [-(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces]
         *starts, size = [0, *itertools.accumulate(sizes)]
-        # Shared, not private: the loader's processes are forked from this one, and what a device writes into must not
-        # be copied on that occasion.
+        # Shared memory, because loader processes are forked from this one, and the pages that a device writes to must
+        # not be copied by the fork.
         self._memory = mmap.mmap(-1, max(size, 1))
         self._staged = {
             (piece.tensor, piece.offsets): torch.frombuffer(
@@ -49,23 +50,23 @@ class Staging:
             self._lock_pages(size)
 
     def _lock_pages(self, size: int) -> None:
-        """So that copies run beside the host and at full speed."""
+        """Page-lock the memory, so that copies are asynchronous and run at full speed."""
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        whole.zero_()  # the pages come into being here, instead of one by one in the driver
+        whole.zero_()  # allocates all pages here, instead of one by one in the driver
         result = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 0)
         if int(result) != 0:
             logger.warning("host memory for checkpoints could not be page-locked (%s); copies will be slow", result)
-            # CUDA keeps the error for the next one who asks, which would be some kernel's launch.
+            # CUDA reports the error again at the next call, which would be the launch of some kernel. Clear it here.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device).add_(1)
 
     def copy(self, pieces: Sequence[OwnPiece]) -> list[OwnPiece]:
-        """Begin to copy; returns the pieces with the host's tensors, which hold the values after `wait`."""
+        """Start to copy; returns the pieces with tensors on the host, which have the values after `wait`."""
         staged = [piece._replace(values=self._staged[piece.tensor, piece.offsets]) for piece in pieces]
         if self._stream is not None:
             self._waits.clear()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):  # nothing, without one
+        with torch.cuda.stream(self._stream):  # does nothing if the stream is None
             for target, piece in zip(staged, pieces, strict=True):
                 target.values.copy_(piece.values, non_blocking=True)
             if self._stream is not None:
@@ -74,7 +75,7 @@ class Staging:
         return staged
 
     def before_update(self) -> None:
-        """Let the device wait for the copies before it changes what they copy."""
+        """Make the device wait for the copies before it changes the copied tensors."""
         if self._copied is None or self._copied.query():
             return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -99,7 +100,7 @@ class Staging:
 
 
 def host_memory_error(num_bytes: int) -> str | None:
-    """Why this machine cannot hold `num_bytes` more; None if it can, or does not say what it has."""
+    """Why this machine cannot hold `num_bytes` more; None if it can, or if its free memory is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         (available,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -1,7 +1,8 @@
-"""What all ranks do together around a checkpoint: run it, learn whether any failed, and fail alike.
+"""Run an action on ranks, learn whether any rank failed, and raise the same error on all ranks.
 
-Rank 0 hears of every rank and tells all the verdict, so that what is sent grows with the number of ranks on rank 0
-alone. The group is one of its own, on the CPU: a save in the background must not mix with the collectives of training.
+Rank 0 collects the results and sends the verdict to all, so only rank 0's messages grow with the number of ranks. The
+process group is a separate one on the CPU, because a save in the background must not mix with the collectives of
+training.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class CheckpointError(RuntimeError):
 
 
 class RefusedError(CheckpointError, ConfigError):
-    """What is for the user to decide; the message has the remedies. An action that raises it on one rank raises it on
-    all."""
+    """The user has to decide something; the message has the remedies. If an action raises it on one rank, all raise
+    it."""
 
 
 class DamageError(CheckpointError):
-    """A checkpoint could not be read because it is not as it was written; raised on all ranks.
+    """A checkpoint could not be read because it has changed since it was written; raised on all ranks.
 
-    reasons: which rank found what. files: those whose content is not as it was written; none where what they hold is no
-    checkpoint. unreadable: the disk reported an error for one of them.
+    reasons: what each rank found. files: those whose content has changed; none if the content was never a checkpoint.
+    unreadable: the disk reported an error for one of them.
     """
 
     def __init__(self, message: str, reasons: str, damages: Sequence[DamagedCheckpointError]) -> None:
@@ -45,9 +46,9 @@ class DamageError(CheckpointError):
 
 
 class RankSync:
-    """A process group for checkpoints under `root`; making one is a collective, and so is every method.
+    """A process group for checkpoints under `root`. The constructor and all methods are collectives.
 
-    timeout: after which a rank that waits for another gives up.
+    timeout: how long a rank waits for another one.
     """
 
     def __init__(self, root: Path, timeout: datetime.timedelta) -> None:
@@ -70,7 +71,7 @@ class RankSync:
         return results  # type: ignore[return-value]
 
     def on_rank0(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0; its result on all ranks, or CheckpointError on all."""
+        """Run `action` on rank 0; returns its result on all ranks, or raises CheckpointError on all."""
         outcome: list[Any] = [_attempt(action) if self.rank == 0 else None]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         result, error = outcome[0]
@@ -79,7 +80,7 @@ class RankSync:
         return result  # type: ignore[no-any-return]
 
     def scatter(self, items: list[T]) -> T:
-        """Give every rank its own of rank 0's `items`, one a rank."""
+        """Send each rank one of rank 0's `items`, and return it."""
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, items if self.rank == 0 else None, src=0, group=self.group)
         return mine[0]  # type: ignore[no-any-return]
@@ -90,9 +91,9 @@ class RankSync:
         return items
 
     def _agree(self, what: str, error: Exception | None) -> None:
-        """Raise on all ranks, with who failed at `what` and why, if any has an error."""
+        """If any rank has an error, raise on all ranks; the message says which ranks failed at `what`, and why."""
         errors = self._to_rank0(error)
-        # A full disk fails everywhere for the same reason, which is said of the lowest rank that has it.
+        # If several ranks have the same error, such as a full disk, the message names the lowest one.
         first = {str(one): (rank, one) for rank, one in reversed([*enumerate(errors)]) if one is not None}
         verdict: list[Any] = [sorted(first.values(), key=lambda failure: failure[0])]
         dist.broadcast_object_list(verdict, src=0, group=self.group)
@@ -111,7 +112,7 @@ class RankSync:
 
 
 class OneProcess(RankSync):
-    """For a program that looks at checkpoints alone, without ranks: errors that are no damage come as they are."""
+    """For a program that reads checkpoints in a single process. Errors other than damage are raised unchanged."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.rank, self.world_size = root, 0, 1
@@ -126,7 +127,8 @@ class OneProcess(RankSync):
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result, or what went wrong: anything, because a rank that leaves alone lets the others wait for ever."""
+    """The result or the error. Catches any error, because if one rank raised it alone, the others would wait
+    forever."""
     try:
         return action(), None
     except DamagedCheckpointError as error:

@@ -103,7 +103,7 @@ def test_a_longer_run_decays_again_and_stays_switched() -> None:
     lines = consequences(saved(train__steps=100), now, switch, start=100)
     assert "switched before step 86 and stays switched" in lines[0] and "now means step 171" in lines[0]
     # By hand: the last step of 100 has 1% of 2e-3; at step 101 of 200 nothing has decayed yet.
-    assert "from 2.00e-05 in step 100 to 2.00e-03 in step 101; it decays from step 171 now" in lines[1]
+    assert "from 2.00e-05 in step 100 to 2.00e-03 in step 101; it now decays from step 171" in lines[1]
     not_yet = consequences(saved(train__steps=100), now, replace(switch, switched_at=None), start=80)
     assert not_yet == []  # the decay had not begun
     assert consequences({}, now, PrecisionSwitch(), start=3) == []  # a configuration of another version

@@ -73,7 +73,7 @@ def test_failing_saves_are_left_out_until_there_are_too_many(
     tries = failing(monkeypatch, 99)
     one.save(2)
     one.save(3)
-    with pytest.raises(CheckpointError, match=r"3 saves in a row came to nothing; the last: .*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"3 saves in a row failed; the last: .*No space left on device"):
         one.save(4)
         one.checkpointer.reports(save_failed=True)
     reports = one.checkpointer.reports()
@@ -232,7 +232,7 @@ def metadata_of_a_file_outside(folder: Path) -> None:
         (crafted_metadata, "system, which no checkpoint holds"),
         (crafted_generators, "WeightsUnpickler|weights_only|Weights only"),
         (metadata_of_a_file_outside, "which the checkpoint does not have"),
-        (lambda folder: rewrite(folder, "../outside", b"x"), "not the name of a file beside it"),
+        (lambda folder: rewrite(folder, "../outside", b"x"), "is not a file name"),
     ],
 )
 def test_a_crafted_checkpoint_with_a_valid_manifest_runs_and_reads_nothing(

@@ -40,7 +40,7 @@ def test_the_newest_or_a_given_one(root: Path, tmp_path: Path, mesh: ParallelMes
     flip_a_bit(root / SECOND / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"is damaged: .*__0_0\.distcp has changed"):
         Job(root, mesh).resume(str(root / SECOND))
-    with pytest.raises(ValueError, match=r"is no checkpoint, but has some inside: give .*step_00000003"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint, but contains some: give .*step_00000003"):
         Job(root.parent / "another", mesh).resume(str(root.parent))
 
 
@@ -102,7 +102,7 @@ def test_whatever_the_pointer_is(
         (root / "latest").write_text(content)
     job = Job(root, mesh)
     assert job.resume() == 3
-    assert ("latest names step_99999999, which is not there" in caplog.text) == (content == "step_99999999\n")
+    assert ("latest names step_99999999, which does not exist" in caplog.text) == (content == "step_99999999\n")
     assert job.save(4).is_dir()
 
 
@@ -175,7 +175,7 @@ def test_what_one_rank_alone_finds_damaged_is_not_moved(root: Path, trouble: str
     for kind, message in results[0]:
         assert kind is CheckpointError  # neither a refusal nor the damage itself
         assert f"rank {sick}: " in message and f"(on {socket.gethostname()})" in message
-        assert NEWEST in message and "finds it whole" in message
+        assert NEWEST in message and "finds it intact" in message
     assert names(root) == before
 
 
@@ -227,9 +227,9 @@ SAVED = {"kind": "event", "event": "checkpoint", "step": 7}
 @pytest.mark.parametrize(
     ("trace", "found", "resume"),
     [
-        ("metrics.jsonl", "7 steps, and 2 checkpoints saved", "required"),
-        ("state.json", "a run of 7 steps was here", "branch"),
-        ("summary.json", "says that it was finished", "auto"),
+        ("metrics.jsonl", "7 steps and 2 saved checkpoints", "required"),
+        ("state.json", "has a checkpoint of step 7", "branch"),
+        ("summary.json", "exists, so the run was finished", "auto"),
         ("checkpoints/latest", "names step_00000007", "branch"),
         ("checkpoints/step_00000003.damaged.1", "moved aside", "auto"),
     ],
@@ -260,7 +260,7 @@ def test_killed_before_the_first_checkpoint(
 ) -> None:
     records(tmp_path, BEGUN, STEP)
     assert Job(tmp_path / "checkpoints", mesh).resume() is None
-    assert "made 7 steps and no checkpoint; beginning at step 0 again" in caplog.text
+    assert "trained 7 steps and saved no checkpoint" in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint\.resume=required, but there is no checkpoint .*mount its disk"):
         Job(tmp_path / "checkpoints", mesh).resume("required")
     # And in the place of one that was given up by checkpoint.resume=never.
@@ -274,7 +274,7 @@ def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
     for step in (1, 2, 3):
         flip_a_bit(root / f"step_0000000{step}" / "__0_0.distcp")
     before = names(root)
-    with pytest.raises(ValueError, match=r"none is whole.*step_00000001.*another run\.dir"):
+    with pytest.raises(ValueError, match=r"none is intact.*step_00000001.*another run\.dir"):
         Job(root, mesh).resume()
     assert names(root) == before and Job(root, mesh).resume("never") is None
 
@@ -302,7 +302,7 @@ def test_a_branch_resumes_from_its_own(root: Path, branch: Job, mesh: ParallelMe
     assert once_more.resume(str(root / SECOND)) == 6 and once_more.checkpointer.origin == origin
     for step in (5, 6):
         flip_a_bit(branch.root / f"step_0000000{step}" / "__0_0.distcp")
-    with pytest.raises(ValueError, match="none is whole"):  # not from the parent unasked
+    with pytest.raises(ValueError, match="none is intact"):  # not from the parent unasked
         Job(branch.root, mesh).resume(str(root / SECOND))
 
 

@@ -51,7 +51,7 @@ def shard_outside(folder: Path) -> None:
 PLAIN, OTHER = "{it} {out}", "{it} {out} --tokenizer {tmp}/other/tokenizer.json"
 REFUSED: list[tuple[str, Change, str, str]] = [
     ("export-hf", lambda folder: flip_a_bit(folder / SHARD), PLAIN, f"{SHARD} has changed since it was written"),
-    ("export-hf", damaged_run, PLAIN, "no checkpoint that is whole (step_00000004: manifest.json is not"),
+    ("export-hf", damaged_run, PLAIN, "no intact checkpoint (step_00000004: manifest.json is not"),
     ("export-hf", bool, OTHER, "not the tokenizer of the run"),
     ("export-hf", bool, "{it} {tmp}/other", "other exists already; name another folder"),
     ("export-hf", lambda folder: folder.with_name("out").symlink_to("nowhere"), PLAIN, "out exists already"),
