@@ -1,7 +1,7 @@
-"""A step that failed, computed again under watch: where numbers stopped being finite, or what made it a spike.
+"""Compute a failed step again to find where numbers stopped being finite, or what made it a spike.
 
-All ranks call these functions together, before weights change; the StepState must still be the failed step's, so that
-stochastic rounding repeats itself. Gradients are dropped.
+All functions are collectives. Call them before weights change, with the StepState of the failed step, so that
+stochastic rounding repeats itself. They drop the gradients.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LISTED = 3
 
 @dataclass
 class NonFiniteReport:
-    """Where one rank met numbers that are not finite while it computed one micro-batch.
+    """Where one rank found numbers that are not finite while it computed one micro-batch.
 
-    weights: parameters that were not finite to begin with. output: the first module, in execution order, whose
-    output was not. output_gradient: the first module, in backward order, whose output's gradient was not; the
-    fault then lies in what consumed that output. gradients: parameters whose gradient was not.
+    weights: parameters that were not finite before. output: the first module, in execution order, whose output was not
+    finite. output_gradient: the first module, in backward order, whose output's gradient was not finite; the fault is
+    then in the module that takes this output. gradients: parameters whose gradient was not finite.
     """
 
     weights: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class NonFiniteReport:
 
     @property
     def has_origin(self) -> bool:
-        """Whether it names a place in this rank's own computation, not only (reduced) gradients."""
+        """Whether it names a place in this rank's own computation, and not only gradients, which may be reduced."""
         return bool(self.weights or self.output or self.output_gradient)
 
     def __str__(self) -> str:
@@ -66,9 +66,9 @@ class NonFiniteReport:
 def find_nonfinite(
     model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, step_state: StepState, whole: GlobalBatch = ALONE
 ) -> NonFiniteReport:
-    """Run forward and backward of one micro-batch of each rank again and report where numbers stop being finite.
+    """Run forward and backward of one micro-batch of each rank again, and report where numbers stop being finite.
 
-    whole: the step's global batch, of whose loss this is a part as in the step.
+    whole: the step's global batch; the micro-batch has the same part in its loss as in the step.
     """
     report = NonFiniteReport(weights=[name for name, p in model.named_parameters() if not _is_finite(p)])
 
@@ -98,7 +98,10 @@ def find_nonfinite(
 def diagnose_nonfinite(
     model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, step_state: StepState
 ) -> str:
-    """Run a failed step's micro-batches, equally many on each rank, again and say where numbers stop being finite."""
+    """Run the micro-batches of a failed step again; returns a line that says where numbers stop being finite.
+
+    micro_batches: the same number on each rank.
+    """
     whole = global_batch_of(micro_batches, mesh)
     mine = [(batch.index, find_nonfinite(model, batch, mesh, step_state, whole)) for batch in micro_batches]
     of_ranks: list[list[tuple[int, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
@@ -114,7 +117,8 @@ def diagnose_nonfinite(
             "Computed again, every micro-batch is finite: suspect the reduction of gradients, or a device that "
             "does not repeat its results."
         )
-    # One culprit spoils the reduced gradients of all ranks, so gradients alone accuse no rank while there is better.
+    # One faulty rank spoils the reduced gradients of all: a rank that found only gradients is named only if no rank
+    # found more.
     lines = [line for line, has_origin in found if has_origin] or [line for line, _ in found]
     more = f", and {len(lines) - 4} more micro-batches" if len(lines) > 4 else ""
     return f"Not finite: {'. '.join(lines[:4])}{more}."
@@ -123,8 +127,9 @@ def diagnose_nonfinite(
 def diagnose_spike(
     model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, step_state: StepState, result: StepResult
 ) -> str:
-    """Run the refused step's micro-batches again and say, the same on all ranks: whether loss and gradient norm come
-    out as they were in `result`, which micro-batches have the largest losses, which parameters most of the gradient."""
+    """Run the micro-batches of a refused step again; returns a line, the same on all ranks, that says whether loss and
+    gradient norm are those of `result`, which micro-batches have the largest losses, and which parameters have most of
+    the gradient."""
     losses: list[Tensor] = []
     hook = model.register_forward_hook(lambda module, inputs, loss: losses.append(loss.detach()))
     try:
@@ -141,7 +146,7 @@ def diagnose_spike(
     dist.all_reduce(squares)
 
     mine = [
-        # A micro-batch weighs as much as it has targets that count.
+        # The last number is the micro-batch's weight: how many of its targets count.
         (loss.item(), batch.index, mesh.rank, batch.targets.numel() if batch.num_targets is None else batch.num_targets)
         for loss, batch in zip(losses, micro_batches, strict=True)
     ]
@@ -150,9 +155,9 @@ def diagnose_spike(
     found = sorted((entry for entries in of_ranks for entry in entries), reverse=True)
     num_targets, total = max(sum(entry[3] for entry in found), 1), squares.sum().item()
     loss, norm = math.fsum(entry[0] * entry[3] for entry in found) / num_targets, math.sqrt(total)
-    # Sums in another order: the last bits may differ, a machine that errs does not stay within them.
-    again = math.isclose(loss, result.loss, rel_tol=1e-5) and math.isclose(norm, result.grad_norm, rel_tol=1e-4)
-    verdict = "as before" if again else "NOT as before: suspect a device that does not repeat its results"
+    # These sums have another order, so the last bits may differ. A faulty machine differs by more.
+    repeats = math.isclose(loss, result.loss, rel_tol=1e-5) and math.isclose(norm, result.grad_norm, rel_tol=1e-4)
+    verdict = "as before" if repeats else "NOT as before: suspect a device that does not repeat its results"
     worst = ", ".join(f"{value:.4g} in micro-batch {index} on rank {rank}" for value, index, rank, _ in found[:_LISTED])
     middle = statistics.median(entry[0] for entry in found)
     shares = sorted(zip(squares.tolist(), named, strict=True), key=lambda share: -share[0])[:_LISTED]
@@ -164,7 +169,7 @@ def diagnose_spike(
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """The tensors among what a module takes or gives: one, or tuples and lists of them."""
+    """The tensors among a module's inputs or outputs: a tensor, or nested tuples and lists of tensors."""
     if isinstance(values, Tensor):
         return [values]
     return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, (tuple, list)) else []

@@ -5,31 +5,31 @@
         ...                                     train one step
     record = diagnostics_record(probe.collect(list(linears)))
 
-A `Probe` hangs on every linear's context. The linear's autograd function shows it the raw x, W and dy and the results
-y, dx and dW of the first micro-batch; it quantizes each operand again, with the same draws and the same tensor maxima,
-and computes each product again from the unquantized tensors with FP32 accumulation. The *actual* results are compared
-with those, so a backend that computes something else than it should is seen too. (y and dx are in BF16, so with BF16
-training their errors have a floor of about 0.002 from that last rounding.) A measured step computes exactly what it
-would have computed otherwise; the probe draws from no generator and never waits for the device.
+A `Probe` is attached to every linear's context. In the first micro-batch, the linear's autograd function passes it the
+unquantized x, W and dy and the results y, dx and dW. The probe quantizes each operand again, with the same draws and
+the same tensor maxima, and computes each product again from the unquantized tensors with FP32 accumulation. It compares
+the *actual* results with these, so it also detects a backend that computes wrong products. (y and dx are in BF16, so in
+BF16 training their errors are at least about 0.002, from that last rounding.) A measured step has the same bits as any
+other: the probe draws from no generator, and it never waits for the device.
 
-    snr_db      10 log10( sum x^2 / sum (q - x)^2 ), x what the quantizer saw (after a Hadamard transform), q what it
-                made of it
+    snr_db      10 log10( sum x^2 / sum (q - x)^2 ), x: the quantizer's input (after a Hadamard transform), q: the
+                quantized x
     zeroed      share of the nonzero x that became zero
-    saturated   share of the nonzero x beyond the largest value that their block's scale can express; a scale of zero
-                expresses nothing, and what it covers counts as zeroed alone
+    saturated   share of the nonzero x above the largest value that their block's scale can express; elements of a block
+                with scale zero count only as zeroed
     amax, rms   largest magnitude and root mean square before the transform; crest = amax / rms
-    *_rht       the same three after the transform; its purpose is a smaller crest
+    *_rht       the same three after the transform, which is meant to make the crest smaller
     error       ||q - exact|| / ||exact|| of a product (Frobenius norms)
-    gradient_to_noise   ||dW exact|| / ||dW - dW exact|| of a linear or a block, for one micro-batch and the dy that
-                arrived: the noise that this wgrad adds. (gradient_noise.py measures all of a step's.)
+    gradient_to_noise   ||dW exact|| / ||dW - dW exact|| of a linear or a block, for one micro-batch and its actual dy:
+                the noise that this wgrad adds. (gradient_noise.py measures the noise of a whole step.)
 
-Everything is a sum or a maximum over elements in FP64, so that chunks, micro-batches and ranks combine to the whole.
-Tensors that several ranks hold are counted once for each, which changes no ratio; partial products of tensor-parallel
-ranks are added up before they are compared; the weight gradient is that of one rank's micro-batch.
+Everything is a sum or a maximum over elements, in FP64, so chunks, micro-batches and ranks can be combined. A tensor
+that several ranks hold is counted once for each rank, which changes no ratio. Partial products of tensor-parallel ranks
+are added up before they are compared. The weight gradient is that of one rank's micro-batch.
 
-A large operand is measured by a sample: half a million elements or more, bands of whole rows that lie evenly over the
-tensor, quantized with the whole tensor's maximum and other draws. Its SNR is good to a few hundredths of a decibel
-unless a few rows hold most of the tensor's energy.
+A large operand is measured on a sample: at least half a million elements, in bands of rows spread evenly over the
+tensor, quantized with the maximum of the whole tensor and with other draws. The SNR is then accurate to a few
+hundredths of a decibel, unless a few rows have most of the tensor's energy.
 """
 
 from __future__ import annotations
@@ -70,26 +70,26 @@ from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_tran
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import scale_values
 
-# FP64, of an operand; of a product its first two.
+# The sums of an operand, in FP64; a product has the first two.
 OPERAND_SUMS = ("signal", "error", "nonzero", "zeroed", "saturated", "raw_signal", "raw_count")
 PARTS = (*(slot.name for slot in SLOTS), *GEMMS)
 
-# Block scales are themselves rounded numbers: an element this close to the largest code is on it, not beyond.
+# Block scales are rounded, so an element within this factor of the largest value does not count as above it.
 _ON_THE_LIMIT = 1.0 + 2.0**-20
-LARGE = 2**21  # elements; larger operands are measured by a sample
-SAMPLE = 2**19  # elements that a sample has at least
+LARGE = 2**21  # elements; larger operands are measured on a sample
+SAMPLE = 2**19  # least number of elements of a sample
 _BAND_ROWS = 128  # the rows of the largest block
-# FP32 elements that are computed with together: bounds the memory, fills a GPU.
+# FP32 elements of a chunk: few enough to save memory, enough to fill a GPU.
 _CHUNK_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
 class LinearMeasurement:
-    """What a probe found at one linear, over all ranks.
+    """What a probe measured at one linear, over all ranks.
 
-    recipe: its name. operands: name -> statistics (see the top of this file), quantized operands only.
-    errors: GEMM -> relative error of its result, GEMMs with a quantized operand only.
-    wgrad_sums: squared norms of the exact weight gradient and of its error, or None without an error of wgrad.
+    recipe: its name. operands: name -> statistics (see the top of this file), of quantized operands only.
+    errors: GEMM -> relative error of its result, of GEMMs with a quantized operand only.
+    wgrad_sums: squared norms of the exact weight gradient and of its error; None if wgrad was not measured.
     """
 
     recipe: str
@@ -99,11 +99,11 @@ class LinearMeasurement:
 
 
 def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> dict[str, Any]:
-    """What `metrics.jsonl` gets (besides `kind` and `step`):
+    """The fields of a record in `metrics.jsonl`, besides `kind` and `step`.
 
     linears: name -> recipe, operands (name -> statistics), gemms (fprop, dgrad, wgrad -> relative error) and
-    gradient_to_noise; blocks: name -> gradient_to_noise over the block's linears. Linears and GEMMs without a
-    quantized operand are left out, and a gradient-to-noise ratio where wgrad is not quantized.
+    gradient_to_noise. blocks: name -> gradient_to_noise over the block's linears. Linears and GEMMs without a quantized
+    operand are left out, and so is gradient_to_noise where wgrad is not quantized.
     """
     linears: dict[str, Any] = {}
     sums_of_blocks: dict[str, list[tuple[float, float]]] = {}
@@ -118,17 +118,17 @@ def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> dict[str, Any]
 
 
 def diagnostics_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """A record as a few curves for TensorBoard and wandb, `quantization_<quantity>/<operand or GEMM>_<median or worst>`
-    over all linears; of gradient-to-noise ratios over all linears and all blocks.
+    """A record as a few curves for TensorBoard and wandb: `quantization_<quantity>/<operand or GEMM>_<median or worst>`
+    over all linears. Gradient-to-noise ratios have a median and a worst over linears, and over blocks.
 
-    What each linear has is in `metrics.jsonl`, of which `scripts/report.py` makes a picture.
+    The numbers of each linear are in `metrics.jsonl`; `scripts/report.py` draws them.
     """
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for linear in record["linears"].values():
         for operand, statistics in linear["operands"].items():
             for quantity in ("snr_db", "zeroed", "saturated", "crest"):
                 found[quantity, operand].append(statistics[quantity])
-            if "crest_rht" in statistics:  # beside the one that the transform found
+            if "crest_rht" in statistics:
                 found["crest", f"{operand}_rht"].append(statistics["crest_rht"])
         for product, error in linear["gemms"].items():
             found["error", product].append(error)
@@ -152,7 +152,7 @@ def _ratio(signal: float, noise: float) -> float:
 
 
 class Probe:
-    """Measures the calls of the linears it hangs on.
+    """Measures the calls of the linears that it is attached to.
 
     once: measure only the first call of each linear (one micro-batch), not all.
     """
@@ -167,7 +167,7 @@ class Probe:
 
     @contextmanager
     def attached(self, linears: Mapping[str, LinearContext]) -> Iterator[Probe]:
-        """Hang on `linears` (name -> context) inside a `with`."""
+        """Inside, the probe is attached to `linears` (name -> context)."""
         for context in linears.values():
             context.probe = self
         try:
@@ -177,7 +177,7 @@ class Probe:
                 context.probe = None
 
     def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> ProbedCall | None:
-        """Measure the forward pass; returns whom to tell about the backward pass, None if the call is of no interest.
+        """Measure the forward pass; returns what measures the backward pass, or None if this call is not measured.
 
         x: [tokens, in]. y: [tokens, out], the linear's local result. Collective over tensor-parallel ranks.
         """
@@ -190,9 +190,10 @@ class Probe:
         return probed
 
     def collect(self, names: list[str]) -> dict[str, LinearMeasurement]:
-        """The measurements of those of `names` that were measured, over all ranks. A collective, and a host sync.
+        """The measurements of the linears in `names`, over all ranks; unmeasured ones are left out. A collective, and a
+        host sync.
 
-        All ranks must give the same names in the same order and have measured the same linears.
+        All ranks give the same names in the same order, and have measured the same linears.
         """
         for (name, slot), of in self._repeated.items():
             if (name, of) in self._sums:
@@ -222,7 +223,7 @@ class Probe:
         return found
 
     def add(self, name: str, part: str, sums: Tensor, maxima: Tensor | None = None, transformed: bool = False) -> None:
-        """Take in the sums of one operand (with its maxima) or GEMM of one call of linear `name`."""
+        """Add the sums of one operand (with its maxima) or of one GEMM, from one call of linear `name`."""
         key = (name, part)
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
         if maxima is not None:
@@ -231,7 +232,7 @@ class Probe:
             self._transformed.add(key)
 
     def repeat(self, name: str, slot: OperandSlot, of: OperandSlot) -> None:
-        """The operand at `slot` of linear `name` has the codes of the one at `of`, and so its sums."""
+        """The operand at `slot` of linear `name` has the same codes as the one at `of`, and so the same sums."""
         self._repeated[name, slot.name] = of.name
 
 
@@ -243,7 +244,7 @@ class ProbedCall:
         self.x: Tensor | None = x
 
     def forward(self, y: Tensor) -> None:
-        """Measure fprop and its operands, and the weight as dgrad will see it. y: [tokens, out], local."""
+        """Measure fprop, its operands, and dgrad's weight. y: [tokens, out], local."""
         call, x = self.call, self.x
         assert x is not None
         weight = call.pad_rows(call.weight)
@@ -257,9 +258,9 @@ class ProbedCall:
         self._product("fprop", x, call.weight, y, self._ranks_that_shard_weight(1))
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-        """Measure dgrad and wgrad. dy: [tokens, out], dx: [tokens, in], dw: [out, in], the local parts; then forget."""
+        """Measure dgrad and wgrad, and drop x. dy: [tokens, out], dx: [tokens, in], dw: [out, in], the local parts."""
         call, x = self.call, self.x
-        assert x is not None, "a graph that is walked through twice cannot be measured"
+        assert x is not None, "a second backward pass through one graph cannot be measured"
         padded = call.pad(dy)
         if dx is not None:
             self._operand(DGRAD_GRADIENT, padded, dy.numel())
@@ -275,12 +276,12 @@ class ProbedCall:
         self.x = None
 
     def _source(self, slot: OperandSlot, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the operand at `slot` is made of, and its unit, FP32 0-dim (None: 1): `x` [rows, cols], or what fprop's
-        codes of it stand for, which is `code * block scale` in units of fprop's tensor scale."""
+        """The tensor that the operand at `slot` is quantized from, and its unit, FP32 0-dim (None: 1). It is `x`
+        [rows, cols], or the values of fprop's codes of it: `code * block scale`, in units of fprop's tensor scale."""
         call = self.call
         if call.recipe[slot].source != "forward":
             return x, None
-        # Of all tokens: x of a call is gathered, whether or not the linear quantizes slices. So are its draws.
+        # The probe gets x of all tokens, also where the linear quantizes slices; so the draws start at token 0.
         of = SLOTS_OF[slot.tensor][0]
         request = replace(call.request(of), key=call.draws(of), amax_group=call.context.amax_group(slot.tensor))
         make, _ = call.backend.operands(x, request, None)
@@ -289,7 +290,8 @@ class ProbedCall:
         return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `LinearCall.derived`
 
     def _operand(self, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
-        """x: [rows, k] as the linear quantizes it, `count` elements no padding; in units of `unit`, as `_source`."""
+        """Measure one operand. x: [rows, k] as the linear quantizes it, in units of `unit` (see `_source`); `count` of
+        its elements are not padding."""
         call = self.call
         operand, rht = call.recipe[slot], call.recipe.gemms[slot.gemm].rht
         if not operand.quantized:
@@ -311,16 +313,17 @@ class ProbedCall:
             amax = amax.clone()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         sums = operand_sums(part.to(torch.float32), operand, call.draws(slot), amax)
-        # The transform is orthogonal: but for its rounding to BF16 it changes no sum of squares.
+        # The transform is orthogonal: apart from rounding to BF16, it does not change the sum of squares.
         raw_signal = _sums_of_squares(x) if rht and not large else sums[:1]
         sums = torch.cat((sums, raw_signal, torch.full_like(raw_signal, count * part.numel() / x.numel())))
         if unit is not None:
             maxima, square = maxima * unit, unit.to(torch.float64).square()
-            sums = torch.cat((sums[:2] * square, sums[2:5], sums[5:6] * square, sums[6:]))  # signals and the error
+            sums = torch.cat((sums[:2] * square, sums[2:5], sums[5:6] * square, sums[6:]))  # not the counts
         self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
-        """a: [m, k], b: [n, k], result: [m, n]; group: ranks whose results and exact products add up, or None."""
+        """Measure one product. a: [m, k], b: [n, k], result: [m, n]. group: ranks whose partial products add up, or
+        None."""
         if not self.call.recipe.gemms[name].quantized:
             return
         sums = torch.zeros(2, dtype=torch.float64, device=a.device)
@@ -337,7 +340,7 @@ class ProbedCall:
         self.probe.add(self.call.context.name, name, sums)
 
     def _ranks_that_shard_weight(self, dim: int) -> ProcessGroup | None:
-        spec = self.call.gradient_spec  # a gradient lies as its weight does
+        spec = self.call.gradient_spec  # a gradient is placed as its weight
         if spec is None:
             return None
         axes = [axis for axis, placement in enumerate(spec.placements) if placement.is_shard(dim)]
@@ -345,7 +348,7 @@ class ProbedCall:
 
 
 def sample_rows(x: Tensor) -> Tensor:
-    """Bands of rows of `x` [rows, cols] that lie evenly over it, at least `SAMPLE` elements (of at least as many)."""
+    """Bands of rows spread evenly over `x` [rows, cols]: at least `SAMPLE` elements, which `x` must have."""
     band = math.gcd(x.shape[0], _BAND_ROWS)
     num_bands = x.shape[0] // band
     wanted = -(-SAMPLE // (band * x.shape[1]))
@@ -353,7 +356,7 @@ def sample_rows(x: Tensor) -> Tensor:
 
 
 def _transformed_amax(x: Tensor, transform: Tensor) -> Tensor:
-    """The largest magnitude of `x` [rows, cols] after a Hadamard transform, which is a matrix here: FP32 0-dim.
+    """The largest magnitude of `x` [rows, cols] after a Hadamard transform: FP32 0-dim. transform: as a matrix.
 
     A BF16 product with +-1 moves a seventh of the bytes of the exact butterflies; the last bit may differ.
     """
@@ -365,13 +368,13 @@ def _transformed_amax(x: Tensor, transform: Tensor) -> Tensor:
 
 @functools.cache
 def _device_signs(size: int, device: torch.device) -> Tensor:
-    """`fixed_signs`, kept: made anew they would be copied from the host, which waits for the device."""
+    """`fixed_signs`, cached: making them copies from the host, which waits for the device."""
     return fixed_signs(size, device)
 
 
 def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> Tensor:
-    """The first five of `OPERAND_SUMS` of what `operand` makes of `x`, FP32 [rows, k]: FP64 [5]. (The other two are of
-    the tensor before a transform.) key: of stochastic rounding. amax: FP32 0-dim, of the whole tensor."""
+    """The first five of `OPERAND_SUMS` for `x`, FP32 [rows, k], quantized as `operand` says: FP64 [5]. (The other two
+    are about the tensor before a transform.) key: of stochastic rounding. amax: FP32 0-dim, of the whole tensor."""
     encoded = operand.encode(x, key, amax)
     values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
     if scale is not None:
@@ -381,16 +384,17 @@ def operand_sums(x: Tensor, operand: Operand, key: RoundingKey | None, amax: Ten
     reach = torch.where(limits > 0, limits * _ON_THE_LIMIT, math.inf)
     saturated = torch.count_nonzero(magnitude > reach[..., None])
     counts = torch.stack((torch.count_nonzero(x), torch.count_nonzero(values), saturated)).to(torch.float64)
-    # Zeros stay zeros in every format, so a count of what is left is a count of what was lost.
+    # Zeros stay zeros in every format, so the difference of the counts is what became zero.
     counts[1] = counts[0] - counts[1]
     return torch.cat((_sums_of_squares(x, values - x), counts))
 
 
 def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transformed: bool) -> dict[str, float]:
-    """The statistics at the top of this file from totals in the order of `OPERAND_SUMS`, and the two maxima.
+    """The statistics that the top of this file lists.
 
-    transformed: whether a Hadamard transform stood before the quantizer; without one, the `*_rht` are left out.
-    A tensor without a nonzero element has an SNR of infinity and shares of 0.
+    sums: totals in the order of `OPERAND_SUMS`. maxima: before and after the transform. transformed: whether there was
+    a Hadamard transform; without one, the `*_rht` are left out. A tensor of zeros has an SNR of infinity and shares of
+    0.
     """
     signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums
     raw_amax, amax = maxima

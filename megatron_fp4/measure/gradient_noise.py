@@ -1,26 +1,26 @@
-"""How much of a gradient is quantization noise: the measurement of the switch `gradient_noise`.
+"""How much of a gradient is quantization noise: the measurement behind `precision.switch.when=gradient_noise`.
 
 The criterion ("FP4 All the Way", arXiv 2505.19115, section 4.1 and appendix B.1): a step along g = grad L + e, with
-zero-mean noise e of standard deviation sigma_q in each of d coordinates, stops paying when
+zero-mean noise e of standard deviation sigma_q in each of d coordinates, no longer reduces the loss when
 
     ||grad L|| / (sigma_q sqrt(d))  <  sqrt(3)
 
-since sigma_q sqrt(d) is the (root mean square) norm of e, the measured ratio is
+sigma_q sqrt(d) is the (root mean square) norm of e, so the measured ratio is
 
     ||g_ref|| / ||g_q - g_ref||
 
     g_q     the gradient that the next training step would use: its micro-batches, plan and rounding draws
     g_ref   the gradient of the same micro-batches with dgrad and wgrad in BF16 and the forward pass as it is
 
-over all coordinates of all parameters on all ranks, before clipping. How this stands to the paper's quantities:
+over all coordinates of all parameters on all ranks, before clipping. How these differ from the paper's quantities:
 
 - ||g_q - g_ref|| is one draw of the norm of e, not its expectation. For d independent coordinates the two agree to a
   relative 1/sqrt(d), so sigma_q = ||g_q - g_ref|| / sqrt(d).
-- e is *all* that quantizing the backward pass does, also the part that is no noise: nearest rounding of W in dgrad and
-  of x in wgrad displaces the gradient, which the paper's zero-mean e leaves out. It makes the ratio smaller.
-- g_ref is the gradient of one global batch, with that batch's sampling noise: it is longer than grad L, most of all
-  with small batches. That makes the ratio larger.
-- g_ref is itself computed in BF16, whose rounding (relative 1e-3) is far below the ratios that matter.
+- e is the *whole* effect of quantizing the backward pass. It includes a bias, because W in dgrad and x in wgrad are
+  rounded to nearest; the paper's zero-mean e has none. This makes the ratio smaller.
+- g_ref is the gradient of one global batch and has its sampling noise, so it is longer than grad L, most of all with
+  small batches. This makes the ratio larger.
+- g_ref is computed in BF16; this rounding (relative 1e-3) is far below the ratios that matter.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class GradientNoise:
         return _ratio(self.reference_norm, self.noise_norm)
 
     def as_record(self) -> dict[str, Any]:
-        """What `metrics.jsonl` gets besides `kind` and `step`; sigma_q: the noise's standard deviation per coordinate;
-        `parameters` maps names to their own ratios."""
+        """The fields of a record in `metrics.jsonl`, besides `kind` and `step`. sigma_q: the standard deviation of the
+        noise in each coordinate. parameters: the ratio of each parameter, by name."""
         return {
             "ratio": self.ratio,
             "gradient_norm": self.reference_norm,
@@ -73,7 +73,7 @@ class GradientNoise:
 
 
 def bf16_backward(recipe: Recipe) -> Recipe:
-    """`recipe` with dgrad and wgrad unquantized; fprop unchanged."""
+    """`recipe` without quantization in dgrad and wgrad. fprop does not change."""
     return replace(recipe, name=f"{recipe.name}, backward bf16", dgrad=Gemm(), wgrad=Gemm())
 
 
@@ -85,20 +85,20 @@ def gradient_noise(
     *,
     reshard: bool = False,
 ) -> GradientNoise:
-    """Measure the gradient of the controller's step twice, without updating; see the top of this file.
+    """Compute the gradient of the controller's step twice, without an update; see the top of this file. A collective.
 
-    model, micro_batches, mesh, reshard: as for `accumulate`, which may follow: gradients are dropped, weights and
-    recipes are as before, and kept quantized weights are dropped (and made again, the same). controller: of all
-    linears; its StepState says which step it is. The model must draw nothing from torch's generators.
+    model, micro_batches, mesh, reshard: as for `accumulate`, which the caller may call next: gradients are dropped,
+    weights and recipes are as before, and quantized weights are dropped and made again, with the same codes.
+    controller: of all linears; its StepState has the step. The model must not draw from torch's generators. All ranks
+    have the same number of micro-batches.
 
     Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
-    Collective: all ranks call it, with equally many micro-batches.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
 
     def gradients() -> list[Tensor | None]:
-        """The mean gradient over the global batch of each parameter, as a training step has it: the local part."""
+        """The local part of each parameter's mean gradient over the global batch, as in a training step."""
         accumulate(model, micro_batches, mesh, controller.step_state, reshard=reshard)
         sum_replicated_gradients(parameters, mesh)
         found = [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]

@@ -1,18 +1,18 @@
-"""Silent data corruption: one micro-batch computed twice, every number compared.
+"""Detect silent data corruption: compute one micro-batch twice and compare every number.
 
-A processor that sometimes computes wrongly says nothing; the run only gets worse (Dixit et al., "Silent Data
+A processor that sometimes computes wrong numbers reports no error; the run only gets worse (Dixit et al., "Silent Data
 Corruptions at Scale", arXiv:2102.11245; Llama 3, arXiv:2407.21783, section 3.3.4, counts six in 54 days). With
-deterministic kernels the same computation gives the same bits, so a difference between two is a fault of the machine.
+deterministic kernels the same computation gives the same bits, so any difference is a fault of the machine.
 
-Before a step is trained on, each rank runs forward and backward over the first of its micro-batches twice and keeps a
-checksum of everything that it made itself, in the order of execution: its shards of the weights; inputs, results and
-gradients of modules; of linears also what their GEMMs were given and gave before any collective; gradients of
-parameters before they are reduced. Collectives carry a wrong number to other ranks, so the rank is named whose first
-difference comes earliest. Ranks agree on that by one all-reduce of a number; only a difference costs more.
+Before a training step, each rank runs forward and backward over its first micro-batch twice. It keeps a checksum of
+everything that it computes itself, in the order of execution: its shards of the weights; inputs, outputs and gradients
+of modules; inputs and outputs of the GEMMs of linears, before any collective; gradients of parameters before they are
+reduced. Collectives carry a wrong number to other ranks, so the rank whose first difference comes earliest is named.
+Ranks find it by one all-reduce of a number; only after a difference they exchange more.
 
-Nothing of the run changes: gradients are dropped, and nothing draws from a generator. It costs two micro-batches of
-compute, and reading what is checked. It cannot see a fault that repeats itself exactly, nor what happens outside of
-these two computations: the reduction of gradients and the update.
+The run does not change: gradients are dropped, and nothing draws from a generator. The check costs the compute of two
+micro-batches and one read of everything that is checked. It cannot detect a fault that repeats itself exactly, or one
+outside these two computations: in the reduction of gradients or the update.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplayError(WrongNumbersError):
-    """A rank computed the same thing twice and differently; the message is the same on all ranks."""
+    """A rank computed the same micro-batch twice, with different results. All ranks raise it with the same message."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What one rank found. first, in order of execution: its place there, and what it is."""
+    """The differences on one rank. where: its host and device. place, first: the first differing number's place in the
+    order of execution, and its name. count: how many checksums differ."""
 
     rank: int
     where: str
@@ -61,8 +62,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One micro-batch of each rank in `step` (from 0). differences: of all ranks, those first to differ in front; the
-    same on all ranks. checked: checksums compared on this rank."""
+    """The result for one micro-batch of each rank in `step` (from 0).
+
+    differences: of all ranks, the earliest first; the same on all ranks. checked: how many checksums this rank
+    compared.
+    """
 
     step: int
     checked: int
@@ -70,7 +74,7 @@ class Replayed:
 
     @property
     def culprits(self) -> list[Difference]:
-        """The ranks whose first difference comes before any other's."""
+        """The ranks whose first difference comes earliest."""
         return [one for one in self.differences if one.place == self.differences[0].place]
 
     def __str__(self) -> str:
@@ -89,10 +93,10 @@ def replay(
     model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, controller: PrecisionController
 ) -> Replayed:
     """Compute the first of this rank's micro-batches of the controller's step twice. A collective."""
-    # Divided as in the step: the computation is the one that is about to be trained on.
+    # The loss is divided as in the step, so that the computation is the same.
     whole = global_batch_of(micro_batches, mesh)
     once, again = (compute(model, micro_batches[0], whole, mesh, controller) for _ in range(2))
-    assert once.names == again.names, "the same computation took another course"
+    assert once.names == again.names, "the second computation ran other modules"
     step, checked = controller.step_state.step, len(once.names)
     differs = (torch.stack(once.sums) != torch.stack(again.sums)).any(1)
     first = torch.where(differs, torch.arange(checked, device=differs.device), checked).min()
@@ -113,11 +117,11 @@ def replay(
 def compute(
     model: nn.Module, micro_batch: MicroBatch, whole: GlobalBatch, mesh: ParallelMesh, controller: PrecisionController
 ) -> Trace:
-    """Run forward and backward of a micro-batch that is a part of `whole`; checksums of all that was made."""
+    """Run forward and backward of a micro-batch, which is a part of `whole`; returns checksums of all results."""
     trace = Trace()
 
     def forget() -> None:
-        """Drop gradients, and the codes that linears keep of their weights: they would not be made a second time."""
+        """Drop gradients and the codes of weights that linears keep, so that the next computation makes them again."""
         for parameter in model.parameters():
             parameter.grad = None
         for context in controller.linears.values():
@@ -133,21 +137,21 @@ def compute(
 
 
 class Trace:
-    """Names and checksums (int64 [3], on the device) of what one computation made, in order."""
+    """Names and checksums (int64 [3], on the device) of all results of one computation, in order."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.sums: list[Tensor] = []
 
     def add(self, name: str, *tensors: Tensor) -> None:
-        """Keep the checksums of this rank's parts of tensors."""
+        """Add the checksums of this rank's parts of tensors."""
         for tensor in tensors:
             self.names.append(name)
             self.sums.append(checksum(local_part(tensor)))
 
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """A context in which everything that `model` computes is added."""
+        """Inside, everything that `model` computes is added."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if isinstance(module, QuantizedLinear):
@@ -155,7 +159,7 @@ class Trace:
                     probe, module.context.probe = module.context.probe, _LinearTrace(self, name)
                     stack.callback(setattr, module.context, "probe", probe)
                 gathers = isinstance(module, FSDPModule) or module is model
-                if gathers:  # only here are the parameters those of the forward pass
+                if gathers:  # hooks on parameters must be set here, where FSDP has gathered them
                     see = partial(self._see_gradients, f"{name}." if name else "", set(), stack)
                     stack.callback(module.register_forward_pre_hook(see).remove)
                 see_outputs = partial(self._see_outputs, name or "the model (its loss)")
@@ -183,28 +187,29 @@ class Trace:
 
 @dataclass
 class _LinearTrace:
-    """Sees the GEMMs of a linear: what they are given and what they give, before any collective."""
+    """Adds the inputs and products of a linear's GEMMs, before any collective."""
 
     trace: Trace
     name: str
     reads_weights: ClassVar[bool] = False
 
     def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> _LinearTrace:
-        self.trace.add(f"what fprop of {self.name} is given", x)
+        self.trace.add(f"the input of fprop of {self.name}", x)
         self.trace.add(f"the fprop product of {self.name}", y)
         return self
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-        self.trace.add(f"what dgrad and wgrad of {self.name} are given", dy)
+        self.trace.add(f"the input of dgrad and wgrad of {self.name}", dy)
         for gemm, product in (("dgrad", dx), ("wgrad", dw)):
             if product is not None:
                 self.trace.add(f"the {gemm} product of {self.name}", product)
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 [3] on the tensor's device, modulo 2**64: the sum of its bits as integers, and two sums in which each
-    counts by its place. One number that changes always shows in the first, two that are exchanged in the others.
+    """A checksum of the tensor's bits: int64 [3] on its device, modulo 2**64.
 
+    The first number is the sum of the elements' bits, read as integers; the others are sums weighted by the element's
+    column and row. One changed element always changes the first number, two exchanged elements change the others.
     Sums of integers are exact in any order. Large tensors are read twice and not copied.
     """
     bits = tensor.detach().contiguous().flatten().view(_BITS[tensor.element_size()])
@@ -217,5 +222,5 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _weighted(numbers: Tensor) -> Tensor:
-    """The sum of each number times its place, from 1."""
+    """The sum of each number times its position, counted from 1."""
     return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()
