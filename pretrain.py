@@ -2,22 +2,22 @@
 
     torchrun --nproc-per-node 8 pretrain.py model=nemotron_h_8b precision=nvfp4 data=my_corpus run.dir=runs/8b
     python pretrain.py --help                            every group and key
-    python pretrain.py --check ...                       whether a start would go well, and what the run takes
-    WORLD_SIZE=736 python pretrain.py ... run.dry=true   what it would need there: memory, messages, time
+    python pretrain.py --check ...                       would a start work, and what does the run need?
+    WORLD_SIZE=736 python pretrain.py ... run.dry=true   what 736 ranks would need: memory, messages, time
 
-The same command again resumes from the newest checkpoint in run.dir. A signal (TERM, USR1, HUP, INT, QUIT), a file
-run.dir/STOP or run.max_minutes stops the run after a step, with a checkpoint; a second signal, 5 seconds later, ends it
-at once. Exit codes, also in run.dir/state.json:
+To resume from the newest checkpoint in run.dir, run the same command again. A signal (TERM, USR1, HUP, INT, QUIT), a
+file run.dir/STOP or run.max_minutes stops the run after a step, with a checkpoint; a second signal, 5 seconds later,
+ends it at once. Exit codes, also in run.dir/state.json:
 
-    0  finished                              4  wrong numbers: hardware or kernels err
-    2  refused: one line says what to mend   5  hung in a call or a section
-    3  diverged: too many skipped steps      75 stopped on request, and saved
+    0  finished                             4  wrong numbers: a fault of hardware or kernels
+    2  refused: one line says what to fix   5  hung in a system call or a section
+    3  diverged: too many skipped steps     75 stopped on request, and saved
     1  anything else
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch is imported, which takes seconds: a signal then must not be lost
+if __name__ == "__main__":  # importing torch takes seconds, in which no signal must be lost
     import gc
     import sys
     from pathlib import Path
@@ -28,7 +28,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: a s
     STOP = stop_request(sys.argv[1:])
     if (code := answer(sys.argv[1:], Path(__file__).with_name("configs"))) is not None:
         sys.exit(code)
-    gc.disable()  # until the end of this file: of what imports make, hardly anything is garbage
+    gc.disable()  # until the end of this file: imports make hardly any garbage
 
 import logging
 import sys
@@ -63,8 +63,11 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
 def main(arguments: list[str], signals: StopRequest | None = None) -> int:
-    """Run the command with Hydra overrides and `--check` as `arguments`; returns the exit code. signals: listens since
-    this process began, which ends with the run; None: the process lives on, and gets back its signals and its group."""
+    """Run the command; returns the exit code.
+
+    arguments: Hydra overrides and `--check`. signals: listens since the process began; the process ends with the run.
+    None: the process goes on after the run, so its signal handlers are restored and its process group is left.
+    """
     if signals is None:
         with StopRequest() as signals:
             try:
@@ -79,7 +82,7 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
         config = configure(overrides)
         if checks or config.run.dry:
             signals.decline()
-            from megatron_fp4.planning.needs import print_check, print_dry_run  # imports much that no run needs
+            from megatron_fp4.planning.needs import print_check, print_dry_run  # imports much that a run does not need
 
             (print_check if checks else print_dry_run)(config, models, data)
             return ExitCode.FINISHED
@@ -87,19 +90,19 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
         with only_run(config, times, signals) as (trainer, state):
             stops = StopConditions(Path(config.run.dir), config.run.max_minutes, signals, trainer.mesh.rank == 0)
             code = state.ended(*trainer.train(stops))
-            signals.over()  # first: torchrun may already be ending the other ranks
+            signals.ignore()  # first: torchrun may already be ending the other ranks
             if code is ExitCode.FINISHED:
                 report(trainer, CONFIGS)
         return code
     except Exception as error:
         if exit_code_of(error) is ExitCode.CRASHED:
             raise
-        signals.over()
+        signals.ignore()
         return explain(error, None if checks else run_dir, lambda: signals.requested)
 
 
 def configure(overrides: list[str]) -> Config:
-    """The configuration, checked. Raises ConfigError."""
+    """Compose and check the configuration. Raises ConfigError."""
     config = compose_config(overrides, CONFIGS)
     check_start(config, models, data)
     if config.checkpoint.export_interval:
@@ -109,7 +112,7 @@ def configure(overrides: list[str]) -> Config:
 
 @contextmanager
 def only_run(config: Config, times: TimeLedger, signals: StopRequest) -> Iterator[tuple[Trainer, RunState]]:
-    """Inside, this start is the only run in run.dir: its trainer, and its state.json."""
+    """Inside, this process holds run.dir alone; yields the trainer and the run's state.json."""
     run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
     progress.observer = times.at
     progress.at(0, "process group")
@@ -120,7 +123,7 @@ def only_run(config: Config, times: TimeLedger, signals: StopRequest) -> Iterato
     logging.basicConfig(level=logging.WARNING if mesh.rank else logging.INFO, format="%(message)s")
     with (
         sole_run(run_dir, lambda: signals.requested),
-        RunState(run_dir, mesh.rank == 0, progress, anew=config.checkpoint.resume == "never") as state,
+        RunState(run_dir, mesh.rank == 0, progress, from_scratch=config.checkpoint.resume == "never") as state,
         progress.watched(run_dir, timeout),
     ):
         trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress, times=times)
@@ -129,29 +132,29 @@ def only_run(config: Config, times: TimeLedger, signals: StopRequest) -> Iterato
 
 
 def callbacks_of(config: Config) -> list[Callback]:
-    """What the run does besides its training steps, in this order. Kernels are pinned before any of them runs."""
+    """What the run does besides training steps. The order matters: kernels, for example, are pinned before one runs."""
     callbacks = [
         Banner(),
         Kernels(data.default_cache_dir() / "autotuning") if device_type_of(config) == "cuda" else None,
         SelfTest(),
-        LinearCheck() if config.precision.recheck_interval else None,  # raises before anything else judges a step
-        Switch(),  # before all that read a recipe
+        LinearCheck() if config.precision.recheck_interval else None,  # raises before others use the step's numbers
+        Switch(),  # before all callbacks that read a recipe
         ReplayCheck() if config.run.replay_interval else None,
         QuantizationDiagnostics() if config.precision.diagnostics.interval else None,
         SkippedSteps(config.train.max_skipped_steps, config.train.steps),
         Records(),  # after measurements, which are part of a step's time
         Replicas() if config.run.replicas_interval else None,
-        Spikes(config.spikes),  # answered after the step's record
+        Spikes(config.spikes),  # may roll back, after the step's record
         Validation(),  # after a rollback, before a save
         Prompts() if config.validation.prompts else None,
         Exports(last_exportable(config, plans_of(config, models))) if config.checkpoint.export_interval else None,
         Summary(),
-        Profile() if config.logging.profile_steps else None,  # innermost: it sees the step alone
+        Profile() if config.logging.profile_steps else None,  # innermost: it measures only the step
     ]
     return [callback for callback in callbacks if callback is not None]
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is imported stays: no collection looks at it again, at the start or between two steps
+    gc.freeze()  # imported objects stay: no later collection scans them
     gc.enable()
     run_program(lambda: main(sys.argv[1:], STOP))

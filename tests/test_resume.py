@@ -124,7 +124,7 @@ def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: S
     shutil.rmtree(copy / "checkpoints")
     metrics = (copy / "metrics.jsonl").read_bytes()
     output = start(copy, code=2)
-    for text in ("metrics.jsonl has 8 steps, and 4 checkpoints saved", "state.json", "checkpoint.resume=never"):
+    for text in ("metrics.jsonl has 8 steps and 4 saved checkpoints", "state.json", "checkpoint.resume=never"):
         assert text in output
     assert (copy / "metrics.jsonl").read_bytes() == metrics
     start(copy, "train.stepz=3", code=2)
@@ -176,7 +176,7 @@ def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Sta
     for text in (
         "changed since the checkpoint: train.steps 8 -> 16",
         "the precision switched before step 7 and stays switched",
-        "WARNING: the learning rate had begun to decay and goes back up, from 2.00e-05 in step 8",
+        "WARNING: the learning rate had begun to decay and rises again, from 2.00e-05 in step 8",
         "was before step 7, to bf16",
         "resumed after step 8 of 16",
     ):
@@ -205,7 +205,7 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
     (copy / "summary.json").write_text("")  # a power cut while it was written
     rewrite_metrics(copy, lambda record: record["step"] < STEPS or record["kind"] == "step")
     output = start(copy)
-    assert "lacks its last checkpoint's event, its last validation, loss.png, summary.json; writing that now" in output
+    assert "lacks its last checkpoint's event, its last validation, loss.png, summary.json; writing it now" in output
     assert summary(copy) == summary(finished)
     assert (copy / "loss.png").stat().st_size > 10_000
     assert records(copy, "validation") == records(finished, "validation")

@@ -1,1 +1,1 @@
-"""Around a run: signals, the lock of its folder, limits for its sections, exit codes."""
+"""What surrounds a run: signals, the lock of its folder, time limits, exit codes."""

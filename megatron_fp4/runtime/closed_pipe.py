@@ -1,8 +1,8 @@
-"""A program whose reader leaves, as in `scripts/compare.py ... | head -1`, ends without a word, as Unix tools do; one
-whose output goes to a full disk ends with a line that says so.
+"""End a program silently when the reader of its output has closed the pipe, as in `scripts/compare.py ... | head -1`;
+and with one line when its output goes to a full disk.
 
-Not by SIGPIPE, which Python ignores: that would also come of the pipes and sockets between processes, where whoever
-writes has something to say, and would leave what exceptions clean up. A run of pretrain.py trains on
+SIGPIPE, which Python ignores, would not do: it also comes from pipes and sockets between processes, whose errors must
+be reported, and it skips the cleanup that an exception does. A run of pretrain.py continues training
 (logging/console.py).
 """
 
@@ -19,17 +19,17 @@ EXIT_CODE = 128 + signal.SIGPIPE
 
 
 class ReaderLeftError(SystemExit):
-    """No process reads standard output any more."""
+    """No process reads standard output any longer."""
 
 
 def end_without_reader() -> None:
-    """Let this process raise ReaderLeftError where it writes to a standard output that no process reads any more.
+    """Make writes to standard output raise ReaderLeftError once no process reads it.
 
-    It ends with exit code 141 then, or with its own if only the last of its output was still to be written.
+    The process then ends with exit code 141. If only buffered output was left to write, it keeps its own exit code.
     """
     stream = sys.stdout
     if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
-        return  # a test, or a program that contains this one, keeps what is printed
+        return  # a test or a calling program captures the output
     stream.flush()
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False)),
@@ -45,7 +45,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # which takes what is still in buffers
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for what is still in buffers
             if isinstance(error, BrokenPipeError):
                 raise ReaderLeftError(EXIT_CODE) from None
             raise OSError(error.errno, error.strerror, "standard output") from None
@@ -54,7 +54,7 @@ class _Output(io.FileIO):
 def _write_rest() -> None:
     try:
         sys.stdout.flush()
-    except ReaderLeftError:  # the program is done, and has its exit code
+    except ReaderLeftError:  # the program has ended and has its exit code
         pass
     except OSError as error:
         print(f"standard output: {error.strerror}; make room", file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""How a run ends: its exit code, one line for an error that a user can cause, and a process that ends in any case.
+"""How a run ends: its exit code, one line for an error that the user has to correct, and the end of its process.
 
-Under torchrun every failure of a worker becomes torchrun's own exit code 1; `state.json` (run_state.py) keeps the
-difference. A run that finished or stopped has written everything before it comes here; its process group, which may
-hang in its end for minutes, gets some seconds. A run that failed says why and does not wait for its group: other ranks
-may never come.
+Under torchrun every failure of a worker becomes torchrun's exit code 1; `state.json` (run_state.py) keeps the real one.
+A run that finished or stopped has written everything by now. Leaving its process group may hang for minutes, so it gets
+some seconds. A run that failed prints why and does not wait for its process group, because other ranks may not end.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.closed_pipe import EXIT_CODE as CLOSED_PIPE
 from megatron_fp4.runtime.closed_pipe import ReaderLeftError
 
-# For a process group to end.
+# How long leaving the process group may take.
 GROUP_SECONDS = 10.0
-# Seconds to wait for torchrun to end this process.
+# How many seconds to wait for torchrun to end this process.
 _END = 20.0
 
 
 class ExitCode(IntEnum):
-    """What pretrain.py's process returns. A second signal leaves with 128 + its number instead."""
+    """The exit codes of pretrain.py. After a second signal the code is 128 + the signal's number instead."""
 
     FINISHED = 0
     CRASHED = 1
     REFUSED = 2
-    """The configuration is wrong, or something that only the user can decide."""
+    """The configuration is wrong, or the user has to decide something."""
     DIVERGED = 3
-    """Too many steps in a row were skipped or undone: training on needs another configuration."""
+    """Too many steps in a row were skipped or undone: to continue, change the configuration."""
     WRONG_NUMBERS = 4
-    """Hardware or kernels compute something else than they should: training on needs another machine."""
+    """Hardware or kernels compute wrong numbers: to continue, use another machine."""
     HUNG = 5
-    """A section of the run got nowhere for too long (progress.py): the same command resumes, on other machines."""
+    """A section of the run made no progress for too long (progress.py): run the command again, on other machines."""
     STOPPED = 75
-    """Stopped on request, saved: the same command resumes. EX_TEMPFAIL of sysexits.h: try again later."""
+    """Stopped on request, and saved: the same command resumes. EX_TEMPFAIL of sysexits.h, "try again later"."""
 
     @property
     def state(self) -> str:
@@ -61,19 +60,19 @@ class ExitCode(IntEnum):
 
 
 class DivergedError(RuntimeError):
-    """Training does not get on with this configuration; raised on all ranks alike."""
+    """Training makes no progress with this configuration. Raised on all ranks alike."""
 
 
 class StoppedError(RuntimeError):
-    """The run was asked to stop before it began; raised on all ranks alike."""
+    """The run was asked to stop before it began. Raised on all ranks alike."""
 
 
 class WrongNumbersError(RuntimeError):
-    """Two computations that have to agree bit for bit do not."""
+    """Two computations that must have the same bits differ."""
 
 
 def exit_code_of(error: BaseException) -> ExitCode:
-    """The exit code of a run that ended by `error`."""
+    """The exit code of a run that ended with `error`."""
     if isinstance(error, ConfigError):
         return ExitCode.REFUSED
     if isinstance(error, DivergedError):
@@ -86,10 +85,10 @@ def exit_code_of(error: BaseException) -> ExitCode:
 
 
 def is_users_to_mend(error: OSError) -> bool:
-    """Whether the next start would meet the same: a path that is not what it must be, which the user has to mend.
+    """Whether the user has to correct a path, because the next start would fail in the same way.
 
-    Any other error of a disk or network (EIO, ESTALE, ETIMEDOUT, EAGAIN, ENOSPC, ...) may be over by then, or not be
-    there on other nodes: it is a crash, which a scheduler starts again, and no refusal, which it gives up.
+    Any other error of a disk or network (EIO, ESTALE, ETIMEDOUT, EAGAIN, ENOSPC, ...) may be gone at the next start or
+    on other nodes. It is a crash, after which a scheduler starts the run again; after a refusal it does not.
     """
     kinds = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
     return isinstance(error, kinds) or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
@@ -105,8 +104,10 @@ _REMEDIES = {
 
 
 def error_line(error: BaseException, output: str | os.PathLike[str] | None = None) -> str:
-    """What a command prints of an error that its user can mend: one line, for an error of the system with the path and
-    what to do. output: what the command writes, for errors in which the system names no path (a full disk)."""
+    """The line that a command prints for an error that its user can correct; for an OSError with the path and a remedy.
+
+    output: what the command writes, for errors without a path (a full disk).
+    """
     remedy = next((text for text, codes in _REMEDIES.items() if getattr(error, "errno", None) in codes), None)
     if not isinstance(error, OSError) or remedy is None:
         return " ".join(str(error).split())
@@ -120,8 +121,8 @@ def run_command(
     output: str | os.PathLike[str] | None = None,
     refusals: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> int:
-    """The exit code of a command: that of `body`, or 2 for one of `refusals`, errors that its user can mend, of which
-    the first rank prints the `error_line`. Leaves the process group, if there is one."""
+    """Run a command; returns the exit code of `body`, or 2 after one of `refusals`: errors that the user can correct.
+    The first rank prints their `error_line`. Leaves the process group, if there is one."""
     try:
         return body()
     except refusals as error:
@@ -133,15 +134,15 @@ def run_command(
 
 
 def run_program(body: Callable[[], int]) -> NoReturn:
-    """Run `body`, the whole of a program, and end the process with its exit code, 1 if it raises."""
-    faulthandler.enable()  # where a crash in C was
+    """Run `body`, which is the whole program, and end the process with its exit code, or 1 if it raises."""
+    faulthandler.enable()  # prints where a crash in C happened
     try:
         code = body()
-    except KeyboardInterrupt:  # of a program that does not listen, such as --check: a person knows why it ends
+    except KeyboardInterrupt:  # in a program that does not listen to signals, such as --check
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         end_process(128 + signal.SIGINT)
-    except ReaderLeftError:  # of what --check or a dry run prints
+    except ReaderLeftError:  # from --check or a dry run
         end_process(CLOSED_PIPE)
     except BaseException as error:
         _print_traceback(error)
@@ -155,7 +156,7 @@ def run_program(body: Callable[[], int]) -> NoReturn:
     leaving.join(GROUP_SECONDS)
     if leaving.is_alive():
         print(
-            f"pretrain.py: its process group has not ended after {GROUP_SECONDS:.0f} s; leaving without it. Everything "
+            f"pretrain.py: the process group did not end within {GROUP_SECONDS:.0f} s; ending without it. Everything "
             f"is written; exit code {int(code)}",
             file=sys.stderr,
             flush=True,
@@ -164,16 +165,16 @@ def run_program(body: Callable[[], int]) -> NoReturn:
 
 
 def code_for_launcher(code: int) -> int:
-    """What a run that ends with `code` tells torchrun: one that has restarts left (`--max-restarts`) would start a run
-    that was asked to stop again, so there that is no failure."""
+    """The exit code that torchrun gets. A torchrun with restarts left (`--max-restarts`) would start a stopped run
+    again, so there a stop counts as success."""
     done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return ExitCode.FINISHED if code == ExitCode.STOPPED and done < most else code
 
 
 @contextlib.contextmanager
 def printed_at_once() -> Iterator[None]:
-    """A context whose unforeseen exceptions are on stderr before anything else is left: outer contexts, such as a save
-    in the background, may take their time, or hang."""
+    """A context that prints the traceback of an unexpected exception at once, before outer contexts close: these, such
+    as a save in the background, may take long or hang."""
     try:
         yield
     except BaseException as error:
@@ -186,23 +187,24 @@ def _print_traceback(error: BaseException) -> None:
     if not getattr(error, "_printed", False):
         traceback.print_exception(error)
         sys.stderr.flush()
-        error._printed = True  # type: ignore[attr-defined] # once
+        error._printed = True  # type: ignore[attr-defined]
 
 
 def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
-    """Print on stderr what ranks found, once on each machine; returns whether this rank did. ended: whether torchrun
-    has asked this process to end.
+    """Print an error on stderr, once on each machine; returns whether this rank printed it.
 
-    The first rank of a machine prints. torchrun ends the others as soon as that has left; they wait for it and leave
-    with exit code 0, so that torchrun's report names the one that printed. Whoever is not ended found it alone, and
-    prints it.
+    ended: returns whether torchrun has asked this process to end.
+
+    The first rank of a machine prints. When it has exited, torchrun ends the others. These wait for that and exit with
+    code 0, so that torchrun's report names the rank that printed. A rank that torchrun does not end is the only one
+    with the error, and prints it itself.
     """
     local_rank, path = None, os.environ.get("TORCHELASTIC_ERROR_FILE")
-    with contextlib.suppress(ConfigError):  # of a wrong place in the run each rank says so
+    with contextlib.suppress(ConfigError):  # if the place itself is the error, each rank prints
         place = place_in_run()
         local_rank = place.rank if place.local_rank is None else place.local_rank
     if local_rank:
-        if path is None:  # one of Slurm's, which do not end each other
+        if path is None:  # started by Slurm, where ranks do not end each other
             return False
         deadline = time.monotonic() + _END
         while time.monotonic() < deadline:
@@ -210,7 +212,7 @@ def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
                 os._exit(0)
             time.sleep(0.02)
     print(line, file=sys.stderr, flush=True)
-    if path is not None:  # torchrun's report of failed workers then ends with the line instead of a traceback
+    if path is not None:  # so that torchrun's report of failed workers shows the line instead of a traceback
         details = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))

@@ -1,21 +1,22 @@
-"""What each rank is doing, in `run.dir/ranks`; who holds up a run; and when a rank ends itself.
+"""Record what each rank is doing in `run.dir/ranks`, diagnose which rank holds up a run, and end a rank that hangs.
 
-The loop says where it is (`Progress.at`, a tuple written). A thread writes that every few seconds to
-`ranks/rank_00003.json`, one small write, whether or not anything changed: a process that is stopped or gone shows by
-its file not being rewritten. On a thousand ranks each writes every 20 seconds, 50 small writes a second in all.
+The training loop reports its place (`Progress.at`, which sets a tuple). Every few seconds a thread writes the place to
+`ranks/rank_00003.json`, whether or not it changed; if a process is stopped or gone, its file is no longer rewritten. On
+a thousand ranks each writes every 20 seconds: 50 small writes a second in all.
 
-When a rank has not moved for half of `parallel.timeout_seconds`, its thread appends where all its threads stand to
-`ranks/rank_00003.stack`, and the first such rank of a step prints one diagnosis. Suspected is a rank that failed; whose
-process, on this host, is stopped or gone; whose file is no longer rewritten; or that is at an earlier place than
-others. It comes at half time because NCCL's watchdog aborts a process without Python: there is no later moment. When a
-collective fails with an exception, gloo's way, the diagnosis is added to that.
+When a rank has been in one place for half of `parallel.timeout_seconds`, its thread appends the stacks of all threads
+to `ranks/rank_00003.stack`, and the first such rank of a step prints one diagnosis. It suspects a rank that failed, a
+rank whose process on this host is stopped or gone, a rank whose file is no longer rewritten, and a rank in an earlier
+place than the others. The diagnosis comes at half the timeout because NCCL's watchdog aborts the process without
+running Python. If a collective fails with an exception, as gloo's do, the diagnosis is added to the exception.
 
-Collectives fail after `parallel.timeout_seconds`. A disk that hangs may fail no collective: all ranks read it, or the
-save in the background does. So a rank also ends itself, with the state `hung` in `state.json`, an exit code with which
-schedulers start again and the system call in stderr, where
-    its main thread stands in one call on a file for 0.9 of that time: before the ranks that wait for it give up,
-    another thread, such as that of a save, stands in one for six times that time: meanwhile training gets on,
-    its main thread shows no sign of life for six times that time, whatever for.
+Collectives fail after `parallel.timeout_seconds`. A disk that hangs need not make a collective fail: all ranks may read
+from it, or only the save in the background. So a rank ends itself, with the state `hung` in `state.json`, an exit code
+after which schedulers start the run again, and the system call on stderr, if
+
+    its main thread is in one system call on a file for 0.9 of the timeout, before other ranks stop waiting for it,
+    another thread, such as that of a save, is in one for six times the timeout, while training continues,
+    its main thread shows no sign of life for six times the timeout, for any reason.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ from megatron_fp4.runtime.errors import ExitCode
 T = TypeVar("T")
 
 FOLDER = "ranks"
-# Of `parallel.timeout_seconds`: until a rank says what it sees; until it ends itself, for a call of the main thread on
-# a file, for one of another thread, and without a sign of life.
+# Multiples of `parallel.timeout_seconds`: until a rank prints a diagnosis; until it ends itself because of a system
+# call of the main thread, of another thread, or without a sign of life.
 _SPEAK, _BLOCKED, _BLOCKED_BESIDE, _WITHOUT_LIFE = 0.5, 0.9, 6.0, 6.0
 _STATE_SECONDS = 10.0
 _RECORD_BYTES = 1024
-# Of the ranks with one and the same fault, so many are described one by one.
+# The most suspected ranks that a diagnosis describes one by one.
 _NAMED = 8
-# Errors of a rank that waited for another one.
+# Errors that mean that the rank waited for another one.
 _OF_OTHERS = re.compile(r"gloo|nccl|timed out|timeout|connection", re.IGNORECASE)
 
 
 class Place(NamedTuple):
-    """Where a rank is. step: that of metrics.jsonl, 0 before the first. order: of the phase within the step, the same
-    on all ranks. since: `time.time()` of the last sign of life there."""
+    """What a rank is doing. step: as in metrics.jsonl, 0 before the first. order: the phase's number within the step,
+    the same on all ranks. since: `time.time()` of the last sign of life in this phase."""
 
     step: int
     phase: str
@@ -65,9 +66,10 @@ class Place(NamedTuple):
 
 
 class Progress:
-    """Where this rank is; watched and written down inside `with progress.watched(...)`.
+    """The place of this rank; watched and written inside `with progress.watched(...)`.
 
-    observer: told step and phase as each begins. on_hang: told step and reason before the process ends itself.
+    observer: called with step and phase when a phase begins. on_hang: called with step and reason before the process
+    ends itself.
     """
 
     def __init__(self) -> None:
@@ -76,19 +78,20 @@ class Progress:
         self.on_hang: Callable[[int, str], None] | None = None
 
     def at(self, step: int, phase: str) -> None:
-        """This rank begins `phase` of `step` (as in metrics.jsonl, from 1; 0: before the first). All ranks say the same
-        phases in the same order."""
+        """This rank begins `phase` of `step` (as in metrics.jsonl, from 1; 0: before the first). All ranks report the
+        same phases in the same order."""
         order = self.place.order + 1 if step == self.place.step else 0
         self.place = Place(step, phase, order, time.time())
         if self.observer is not None:
             self.observer(step, phase)
 
     def alive(self) -> None:
-        """This rank gets on within its phase."""
+        """This rank makes progress within its phase."""
         self.place = self.place._replace(since=time.time())
 
     def loading(self, batches: Iterable[T], first_step: int) -> Iterator[T]:
-        """`batches`, one a step from `first_step` on, with the phase `data` while each is waited for."""
+        """Yield `batches`, one for each step from `first_step` on. The phase is `data` while this rank waits for
+        one."""
         iterator = iter(batches)
         for step in itertools.count(first_step):
             self.at(step, "data")
@@ -102,9 +105,13 @@ class Progress:
 
 
 def record_collectives(run_dir: Path) -> None:
-    """Switch NCCL's flight recorder on by torch's environment variables, unless they are set; before the process group
-    is made: the last collectives of each rank, written to the run's folder when one times out. NCCL ends a process in
-    C++ then. `torchfrtrace` of torch reads the files and says which rank did not join which collective."""
+    """Switch on NCCL's flight recorder by torch's environment variables, unless these are set. Call it before the
+    process group is made.
+
+    When a collective times out, NCCL ends the process in C++; the recorder then writes the last collectives of each
+    rank to the run's folder. torch's `torchfrtrace` reads these files and finds which rank did not join which
+    collective.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run_dir / FOLDER / "nccl_trace_rank_").absolute()))
@@ -114,12 +121,12 @@ class _Watch:
     def __init__(self, progress: Progress, folder: Path, timeout_seconds: float) -> None:
         self._progress, self._folder, self._timeout = progress, folder, timeout_seconds
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        # Often enough to be told from a stopped one in time, seldom enough for a shared disk.
+        # Often enough to notice a stopped rank in time, rarely enough for a shared disk.
         self.interval = min(max(5.0, self._world_size / 50), timeout_seconds / 20)
         self._start = self._error = ""
         self._diagnosed: Place | None = None
         self._end = threading.Event()
-        # Two: writing the place may hang with the disk, and what sees that must not.
+        # Two threads: writing the place may hang with the disk, and the thread that notices this must not hang too.
         self._threads = [
             threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True)
             for run in (self._progress_loop, self._limits_loop)
@@ -128,7 +135,7 @@ class _Watch:
     def __enter__(self) -> None:
         if self._rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            # Of an earlier start, maybe with more ranks.
+            # Files of an earlier start, maybe with more ranks.
             for old in [*self._folder.glob("rank_*.json"), *self._folder.glob("diagnosis_*")]:
                 old.unlink(missing_ok=True)
         start = [f"{time.time():.3f} {os.getpid()}"]
@@ -150,8 +157,7 @@ class _Watch:
             error.add_note(found)
 
     def diagnosis(self) -> str:
-        """`diagnose`; waits for some intervals if that is what it takes to tell a waiting rank from one that is
-        gone."""
+        """`diagnose`, which may wait some intervals to tell a waiting rank from one that is gone."""
         return diagnose(self._folder, self._report(), self._world_size, wait=lambda: time.sleep(2.5 * self.interval))
 
     def _progress_loop(self) -> None:
@@ -162,7 +168,7 @@ class _Watch:
                 self._diagnosed = place
                 try:
                     self._print_diagnosis(place)
-                except OSError as error:  # a dying disk must not end the run from here
+                except OSError as error:  # a failing disk must not end the run here
                     print(f"pretrain.py: no diagnosis of a hang: {error}", file=sys.stderr, flush=True)
 
     def _print_diagnosis(self, place: Place) -> None:
@@ -172,18 +178,18 @@ class _Watch:
             faulthandler.dump_traceback(file, all_threads=True)
             print(file=file)
         self._write()
-        self._end.wait(2.5 * self.interval)  # the others come to the same point, and a stopped one shows
+        self._end.wait(2.5 * self.interval)  # until all ranks that are alive have written
         if self._progress.place != place or self._end.is_set():
             return  # it has moved
         try:
             (self._folder / f"diagnosis_{place.step:08d}").touch(exist_ok=False)
-        except FileExistsError:  # another rank was the first, which speaks for all
+        except FileExistsError:  # another rank was first, and prints
             return
-        text = self.diagnosis() or "all ranks are there and alive: slow work, or a collective that never ends"
+        text = self.diagnosis() or "all ranks are alive: slow work, or a collective that never ends"
         print(
             f"pretrain.py: rank {self._rank} has been in step {place.step}, {place.phase}, for "
             f"{time.time() - place.since:.0f} s (collectives fail after {self._timeout:.0f} s).\n{text}\n"
-            f"Where threads stand: {self._folder}/*.stack",
+            f"The stacks of all threads: {self._folder}/*.stack",
             file=sys.stderr,
             flush=True,
         )
@@ -193,7 +199,7 @@ class _Watch:
         while not self._end.wait(self.interval):
             for thread, call, seconds in blocked.look():
                 if seconds >= (_BLOCKED if thread == main else _BLOCKED_BESIDE) * self._timeout:
-                    self._end_hung(f"{line_of(thread)} stands in the system call `{call}`", seconds)
+                    self._end_hung(f"{line_of(thread)} is in the system call `{call}`", seconds)
             seconds = time.time() - self._progress.place.since
             if seconds >= _WITHOUT_LIFE * self._timeout:
                 self._end_hung(f"no sign of life of {line_of(main)}", seconds)
@@ -204,7 +210,7 @@ class _Watch:
             f"rank {self._rank} on {socket.gethostname()} hangs in step {step}, {phase}: {what} for {seconds:.0f} s"
         )
         print(f"pretrain.py: {reason}; ending", file=sys.stderr, flush=True)
-        if self._progress.on_hang is not None:  # in a thread: the disk with state.json may be what hangs
+        if self._progress.on_hang is not None:  # in a thread: it writes state.json, whose disk may hang too
             writes = threading.Thread(target=self._progress.on_hang, args=(step, reason), daemon=True)
             writes.start()
             writes.join(_STATE_SECONDS)
@@ -218,23 +224,23 @@ class _Watch:
     def _write(self) -> None:
         content = json.dumps(self._report()._asdict()).ljust(_RECORD_BYTES).encode()
         try:
-            # In place and of one length: one write, nothing for the disk to make or rename; closed, so that network
-            # disks show it to other hosts.
+            # Written in place, always with the same length: one write, and no file to create or rename. Closed, so that
+            # network file systems show it to other hosts.
             descriptor = os.open(report_path(self._folder, self._rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 os.pwrite(descriptor, content, 0)
             finally:
                 os.close(descriptor)
         except OSError:
-            pass  # a full disk is for the checkpoints to report
+            pass  # saving a checkpoint reports a full disk
 
 
-# Who holds up a run, from what the ranks wrote
+# Which rank holds up a run, from the files of all ranks
 
 
 class Report(NamedTuple):
-    """What a rank writes about itself. start: the same on all ranks of one start of the run. step, phase, order, since:
-    its Place. time: of writing. error: the exception it ended with, or ""."""
+    """The content of a rank's file. start: identifies the start of the run, the same on all ranks. step, phase, order,
+    since: its Place. time: of writing. error: the exception that it ended with, or ""."""
 
     start: str
     rank: int
@@ -259,8 +265,8 @@ def report_path(folder: Path, rank: int) -> Path:
 
 
 def read_report(folder: Path, rank: int, start: str) -> Report | None:
-    """What `rank` wrote in this start; None if it wrote nothing yet or it cannot be read."""
-    for _ in range(3):  # it may be in the middle of being written
+    """The report of `rank` in this start; None if there is none yet or it cannot be read."""
+    for _ in range(3):  # the rank may be writing it right now
         try:
             report = Report(**json.loads(report_path(folder, rank).read_text()))
         except (OSError, ValueError, TypeError):
@@ -271,10 +277,11 @@ def read_report(folder: Path, rank: int, start: str) -> Report | None:
 
 
 def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], None]) -> str:
-    """Who is behind, stopped, gone or failed, and where the others are, in a few lines; "" if none is suspected.
+    """A few lines about the ranks that are behind, stopped, gone or failed, and where the others wait; "" if no rank is
+    suspected.
 
-    wait: lets so much time pass that every rank that is alive writes again; called only if none failed or stopped
-    visibly on this host.
+    wait: waits until every rank that is alive has written again. Called only if no rank has visibly failed or stopped
+    on this host.
     """
 
     def read() -> dict[int, Report | None]:
@@ -289,7 +296,7 @@ def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], Non
         suspects = _visible(reports)
         for rank in reports.keys() - suspects.keys() - {mine.rank}:
             if reports[rank] is None or reports[rank] == before[rank]:
-                suspects[rank] = "its process writes nothing any more: stopped, gone, or its host is"
+                suspects[rank] = "its process no longer writes: stopped or gone, or its host is gone"
     present = [report for report in reports.values() if report is not None]
     furthest = max((report.step, report.order) for report in present)
     waiting = defaultdict(list)
@@ -311,7 +318,7 @@ def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], Non
 
 
 def _visible(reports: dict[int, Report | None]) -> dict[int, str]:
-    """What is certain at once: exceptions, and the processes of this host."""
+    """The faults that are certain at once: exceptions, and stopped or gone processes on this host."""
     found = {}
     for rank, report in reports.items():
         if report is None:
@@ -327,16 +334,16 @@ def _visible(reports: dict[int, Report | None]) -> dict[int, str]:
 
 def _described(report: Report | None, rank: int, fault: str) -> str:
     if report is None:
-        return f"  rank {rank}: nothing is known of it: it never came as far as this, or its host is gone"
+        return f"  rank {rank}: it has written nothing yet, or its host is gone"
     heard, there = max(0.0, time.time() - report.time), max(0.0, report.time - report.since)
     return (
-        f"  rank {rank} (process {report.pid} on {report.host}): {fault}; last heard of {heard:.0f} s ago: "
+        f"  rank {rank} (process {report.pid} on {report.host}): {fault}; its last report, {heard:.0f} s ago: "
         f"{report.where}, for {there:.0f} s"
     )
 
 
 def _ranks(ranks: list[int]) -> str:
-    """`ranks 0-2, 5`: ascending numbers, neighbours together."""
+    """`ranks 0-2, 5`: ascending numbers, with ranges."""
     known = {*ranks}
     firsts, lasts = ([rank for rank in ranks if rank + step not in known] for step in (-1, 1))
     words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
@@ -344,7 +351,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def state_of_process(pid: int) -> str | None:
-    """What is wrong with a process of this host: stopped or gone; None if it runs."""
+    """`stopped` or `gone`: the fault of a process on this host; None if it runs."""
     if not Path("/proc/self/stat").exists():  # another operating system
         return None
     try:
@@ -357,7 +364,7 @@ def state_of_process(pid: int) -> str | None:
 
 # What threads of this process wait for
 
-# System calls of Linux that may wait for a disk or a pipe, by number.
+# Linux system calls that may wait for a disk or a pipe, by number.
 _CALLS = {
     "x86_64": {0: "read", 1: "write", 2: "open", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 73: "flock"}
     | {74: "fsync", 75: "fdatasync", 77: "ftruncate", 82: "rename", 83: "mkdir", 87: "unlink", 257: "openat"}
@@ -365,23 +372,23 @@ _CALLS = {
     "aarch64": {63: "read", 64: "write", 67: "pread64", 68: "pwrite64", 82: "fsync", 83: "fdatasync", 46: "ftruncate"}
     | {56: "openat", 34: "mkdirat", 35: "unlinkat", 38: "renameat", 276: "renameat2", 79: "newfstatat", 80: "fstat"},
 }
-# Of those, the ones whose first argument is a file descriptor.
+# Those whose first argument is a file descriptor.
 _OF_DESCRIPTORS = re.compile(r"p?(read|write)(64|v)?|f(data)?sync|ftruncate|flock")
 
 
 class BlockedThreads:
-    """Threads of this process that stand in one system call on a file: the same call, and not run since."""
+    """Finds threads of this process that stay in one system call on a file."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, ...], float] = {}
 
     def look(self) -> list[tuple[int, str, float]]:
-        """(native thread id, call, seconds since it was first seen so) of each; to be called now and then."""
+        """(native thread id, system call, seconds since an earlier look first saw it) of each. Call it regularly."""
         now, seen, found = time.monotonic(), {}, []
         for task in Path("/proc/self/task").glob("*"):
             try:
                 call, signature = _file_call(task)
-            except (OSError, ValueError, IndexError):  # it has just ended, or this system does not say
+            except (OSError, ValueError, IndexError):  # the thread has just ended, or the system has no such files
                 continue
             if call:
                 key = (task.name, *signature)
@@ -392,10 +399,11 @@ class BlockedThreads:
 
 
 def _file_call(task: Path) -> tuple[str, list[str]]:
-    """The call on a file that a thread is in, such as `fsync /runs/a/x`, or "", and what differs if it ran between."""
+    """The system call on a file that a thread is in, such as `fsync /runs/a/x`, or "". Also a signature of it, which
+    changes when the thread runs."""
     call = (task / "syscall").read_text().split()
     switches = [line.split()[1] for line in (task / "status").read_text().splitlines() if "ctxt_switches" in line]
-    if call[0] == "-1":  # no call: reading mapped memory, which a disk has to fill
+    if call[0] == "-1":  # no system call; but a page fault of mapped memory waits for the disk too
         waits = (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"
         return "a page fault" if waits else "", switches
     name = _CALLS.get(os.uname().machine, {}).get(int(call[0]), "") if call[0] != "running" else ""
@@ -406,7 +414,7 @@ def _file_call(task: Path) -> tuple[str, list[str]]:
 
 
 def line_of(native_id: int) -> str:
-    """Which thread of this process that is, and the line of Python where it stands."""
+    """The thread's name and the line of Python that it runs."""
     for thread in threading.enumerate():
         if thread.native_id == native_id and (frame := sys._current_frames().get(thread.ident or 0)) is not None:
             last = traceback.extract_stack(frame)[-1]

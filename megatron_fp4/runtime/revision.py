@@ -1,4 +1,4 @@
-"""Which code runs: what runs, checkpoints, exports and reports carry."""
+"""Which version of the code runs, for runs, checkpoints, exports and reports."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @cache
 def revision() -> str:
-    """The commit of the checkout, `0123456789ab`; if its files were changed, `0123456789ab+` and eight digits of a hash
-    of the changes; without git, `version 0.2.0`."""
-    if not (_ROOT / ".git").exists():  # a folder above may be another repository
+    """The commit of the checkout, such as `0123456789ab`. With uncommitted changes, `+` and eight digits of their hash
+    follow. Without git, `version 0.2.0`."""
+    if not (_ROOT / ".git").exists():  # a parent folder may be another repository
         return f"version {__version__}"
     try:
         commit, changes = _git("rev-parse", "--short=12", "HEAD").decode().strip(), _git("diff", "HEAD")
@@ -26,6 +26,6 @@ def revision() -> str:
 
 
 def _git(*arguments: str) -> bytes:
-    # A checkout of another user, as in a container, is refused by git unless it is named safe.
+    # Git refuses a checkout of another user, as in a container, unless it is named safe.
     command = ["git", "-c", f"safe.directory={_ROOT}", *arguments]
     return subprocess.run(command, cwd=_ROOT, capture_output=True, check=True, timeout=10).stdout

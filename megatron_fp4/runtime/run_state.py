@@ -1,18 +1,19 @@
-"""A run's folder belongs to one run at a time (`run.dir/.lock`), and says how its newest start stands (`state.json`).
+"""Two files of a run's folder: `.lock`, so that one run at a time uses it, and `state.json`, the state of the newest
+start.
 
 The lock is a POSIX record lock (`fcntl.lockf`): the kernel drops it when the process ends, however it ends; forked
-loader workers do not inherit it; and network file systems pass it on to other hosts. Where a file system has no locks,
-a warning says so and the run trains on.
+loader workers do not inherit it; and it works between hosts on network file systems. If a file system has no locks, the
+run warns and trains without one.
 
-torchrun turns every exit code of its workers into 1, and a killed process has none, so what a restart should do is
-written down: {"state", "step", "checkpoint", "reason", "pid", "host", "time"}. state is `running` or one of
-errors.ExitCode; `running` of a process that is gone means that it was killed. step: while the run goes on that of its
-last save, in the end the last one begun, as in metrics.jsonl. checkpoint: the step of the newest one, 0 if the run has
-none. The first rank writes the file anew, and only while it holds the run's lock: who was refused because of another
-run says nothing about that one.
+torchrun turns every exit code of its workers into 1, and a killed process has no exit code, so `state.json` records
+what a restart needs to know: {"state", "step", "checkpoint", "reason", "pid", "host", "time"}. state: `running` or one
+of errors.ExitCode; `running` of a process that is gone means that it was killed. step: of the last save while the run
+trains, of the last step begun at its end, as in metrics.jsonl. checkpoint: the step of the newest one, 0 if the run has
+none. The first rank writes the file, and only while it holds the lock: a start that is refused because of another run
+does not touch that run's state.
 
-Where `checkpoint` names one and `checkpoints/` has none, a disk is not mounted or a folder is lost. The start is
-refused (checkpoint/find.py) and leaves the file alone, which may be all that tells of the run.
+If `checkpoint` is not 0 and `checkpoints/` is empty, a disk is not mounted or a folder is lost. Then the start is
+refused (checkpoint/find.py) and does not change the file, which may be the only trace of the run.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from megatron_fp4.runtime.progress import Progress
 log = logging.getLogger(__name__)
 
 LOCK_FILE, STATE_FILE = ".lock", "state.json"
-# A predecessor that is just leaving may take EXIT_SECONDS to be gone.
+# An earlier run that is ending may need EXIT_SECONDS.
 LOCK_SECONDS = EXIT_SECONDS + 30.0
 
 
 @contextlib.contextmanager
 def sole_run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Hold the lock of `run_dir` inside; every rank enters, the first one locks.
+    """Hold the lock of `run_dir` inside. A collective; the first rank locks.
 
-    Waits up to `LOCK_SECONDS` for a run that is there, saying so, unless the first rank is asked to stop. Raises on all
-    ranks ConfigError if it stays, or if the folder is none that can be written to; StoppedError; and RuntimeError if
-    its disk fails.
+    If another run holds the lock, prints that and waits up to `LOCK_SECONDS`. Raises on all ranks: ConfigError if that
+    run does not end, or if the folder cannot be written to; StoppedError if the first rank is asked to stop meanwhile;
+    RuntimeError if the disk fails.
     """
     failed: list[Exception | None] = [None]
     descriptor = None
@@ -71,7 +72,7 @@ def sole_run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -
         yield
     finally:
         if descriptor is not None:
-            os.close(descriptor)  # and with it the lock
+            os.close(descriptor)  # releases the lock
 
 
 def _open_lock(run_dir: Path) -> int:
@@ -79,7 +80,8 @@ def _open_lock(run_dir: Path) -> int:
 
 
 def _acquire(descriptor: int, run_dir: Path, asked_to_stop: Callable[[], bool]) -> None:
-    """Lock the open file and write down who holds it. Raises as `sole_run` if another process keeps it."""
+    """Lock the open file and write this process's id into it. Raises as `sole_run` if another process keeps the
+    lock."""
     began = None
     while True:
         try:
@@ -101,22 +103,22 @@ def _acquire(descriptor: int, run_dir: Path, asked_to_stop: Callable[[], bool]) 
         except OSError as error:
             log.warning("run.dir=%s: its file system has no locks (%s); start no second run there", run_dir, error)
             return
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+    with contextlib.suppress(OSError):  # on a full disk the lock has no name in it
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 class RunState:
-    """The state of a start, from `running` when entered to what `ended` says or the exception means.
+    """Writes the state of a start: `running` on entering the context, at the end that of `ended` or of the exception.
 
-    active: whether this rank writes. progress: has the step that an exception came in. anew: it begins at step 0,
-    whatever was in `run_dir`.
+    active: whether this rank writes. progress: has the step of an exception. from_scratch: the run begins at step 0,
+    whatever is in `run_dir`.
     """
 
-    def __init__(self, run_dir: Path, active: bool, progress: Progress, anew: bool = False) -> None:
+    def __init__(self, run_dir: Path, active: bool, progress: Progress, from_scratch: bool = False) -> None:
         lost = has_lost_checkpoints(run_dir)
         self._run_dir, self._progress = run_dir, progress
-        self._active = active and (anew or not lost)
+        self._active = active and (from_scratch or not lost)
         self._checkpoint = 0 if lost else checkpoint_in_state(run_dir)
         self._now = "running", 0, ""
 
@@ -126,7 +128,7 @@ class RunState:
         return self
 
     def saved(self, step: int) -> None:
-        """Write down that the checkpoint of `step` is the newest; on the first rank, from any thread."""
+        """Record that the checkpoint of `step` is the newest; on the first rank, from any thread."""
         self._checkpoint = step
         state, begun, reason = self._now
         self._write(state, max(begun, step), reason)
@@ -135,22 +137,22 @@ class RunState:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.on_hang = None
-        # Another rank hung, and this one failed of waiting for it: that it hung is the news.
+        # If another rank hung and this one failed while it waited, the state stays `hung`.
         if error is not None and read_state(self._run_dir).get("state") != ExitCode.HUNG.state:
             self._write(exit_code_of(error).state, self._progress.place.step, f"{type(error).__name__}: {error}")
 
     def ended(self, code: ExitCode, step: int, reason: str = "") -> ExitCode:
-        """Write down that this start ended with `code` after `step` steps, wait until all ranks have written
-        everything, and return it.
+        """Record that this start ended with `code` after `step` steps, wait for all ranks, and return `code`.
 
-        A collective: torchrun ends all workers as soon as one leaves with an exit code other than 0.
+        A collective, because torchrun ends all workers as soon as one exits with a code other than 0: all must have
+        written everything before.
         """
         self._write(code.state, step, reason)
-        dist.all_reduce(torch.zeros(1))  # on the CPU, by gloo: waits for nothing on a GPU
+        dist.all_reduce(torch.zeros(1))  # on the CPU, by gloo: does not wait for a GPU
         return code
 
     def _hung(self, step: int, reason: str) -> None:
-        """Any rank writes that it hangs: others do not know."""
+        """Record that this rank hangs. Any rank does so, because no other rank knows."""
         write_state(self._run_dir, ExitCode.HUNG.state, step, reason, checkpoint_in_state(self._run_dir))
 
     def _write(self, state: str, step: int, reason: str) -> None:
@@ -160,7 +162,7 @@ class RunState:
 
 
 def write_state(run_dir: Path, state: str, step: int | None, reason: str, checkpoint: int) -> None:
-    """Replace `state.json` of `run_dir`; a disk that refuses it is a warning."""
+    """Replace `state.json` of `run_dir`. Logs a warning if the disk refuses it."""
     record = {
         "state": state,
         "step": step,
@@ -179,7 +181,7 @@ def write_state(run_dir: Path, state: str, step: int | None, reason: str, checkp
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:
-    """What `state.json` says, empty if it cannot be read."""
+    """The content of `state.json`; empty if it cannot be read."""
     try:
         record = json.loads((run_dir / STATE_FILE).read_text())
     except (OSError, ValueError):
@@ -188,21 +190,21 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
 
 def checkpoint_in_state(run_dir: Path) -> int:
-    """The step of the newest checkpoint that the run in `run_dir` has, by `state.json`; 0 if there is none."""
+    """The step of the newest checkpoint of the run in `run_dir`, from `state.json`; 0 if there is none."""
     saved = read_state(run_dir).get("checkpoint")
     return saved if isinstance(saved, int) else 0
 
 
 def has_lost_checkpoints(run_dir: Path) -> bool:
-    """Whether `state.json` tells of a checkpoint and there is none."""
+    """Whether `state.json` names a checkpoint although `run_dir` has none."""
     return checkpoint_in_state(run_dir) > 0 and not any(run_dir.glob("checkpoints/step_*"))
 
 
 def explain(error: Exception, run_dir: str | None, ended: Callable[[], bool] = lambda: False) -> ExitCode:
-    """Print in one line why a run ended by a foreseen error; returns the exit code. Of the ranks that have the error
-    one prints it.
+    """Print the line of an expected error that ended a run; returns the exit code. If several ranks have the error, one
+    prints it.
 
-    run_dir: where to write down a refusal that came before the run had its folder, None for nowhere. ended: whether
+    run_dir: where to record a refusal that came before the run locked its folder; None: nowhere. ended: returns whether
     this process was asked to end.
     """
     code = exit_code_of(error)
@@ -212,8 +214,8 @@ def explain(error: Exception, run_dir: str | None, ended: Callable[[], bool] = l
 
 
 def note_refusal(run_dir: Path, reason: str) -> None:
-    """Write down that a start was refused before it held the lock of `run_dir`, unless another run holds it now, there
-    is no such folder, or its checkpoints are lost."""
+    """Record that a start was refused before it locked `run_dir`. Does nothing if another run holds the lock, the
+    folder does not exist, or its checkpoints are lost."""
     with contextlib.suppress(OSError):
         descriptor = _open_lock(run_dir)
         try:

@@ -1,19 +1,19 @@
-"""Stopping on request: a signal to any rank, `run.max_minutes` or a file in run.dir ends the run on all ranks after
-the same step.
+"""Stop a run on request: a signal to any rank, `run.max_minutes` or a file in run.dir ends it on all ranks after the
+same step.
 
-SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT and SIGQUIT (of schedulers, launchers, terminals and people) only set a flag.
-Each step's all-reduce carries it (`requests`), so no rank stops alone; the loop then saves and leaves. A signal
-that comes `SECOND_AFTER` seconds after the first, or later, leaves at once: schedulers and torchrun deliver the same
-request twice within moments, a person who insists takes longer.
+SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT and SIGQUIT (from schedulers, launchers, terminals and people) only set a
+flag. Each step's all-reduce carries the flag (`requests`), so no rank stops alone; the training loop then saves and
+ends. A signal that comes `SECOND_AFTER` seconds after the first, or later, ends the process at once. Schedulers and
+torchrun may send the same request twice, but within a shorter time.
 
-`touch run.dir/STOP` stops after a step with a checkpoint, `touch run.dir/SAVE` saves one and trains on; each is removed
-when it was obeyed. Only the first rank looks, at most once a second.
+`touch run.dir/STOP` stops the run after a step, with a checkpoint; `touch run.dir/SAVE` saves a checkpoint and training
+continues. The file is removed when that is done. Only the first rank looks for it, at most once a second.
 
-A worker of torchrun also asks the kernel for SIGHUP when torchrun dies: it would otherwise train on alone, holding the
-machines. Such a SIGHUP never counts as a second signal.
+A worker of torchrun asks the kernel for SIGHUP when torchrun dies; otherwise it would train on alone and hold the
+machine. This SIGHUP never counts as a second signal.
 
-pretrain.py listens before it imports anything else, so this file must not import torch: that takes seconds, in which
-a signal would kill the process instead of being remembered.
+pretrain.py listens before it imports anything else. So this file must not import torch: that takes seconds, in which a
+signal would kill the process instead of setting the flag.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 SECOND_AFTER = 5.0
-SAYS_SOMETHING = ("--help", "-h", "--version", "--check", "--cfg", "--multirun", "-m")
+PRINTING_OPTIONS = ("--help", "-h", "--version", "--check", "--cfg", "--multirun", "-m")
 STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 LOOK_EVERY = 1.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,27 +44,27 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class StopRequest:
     """Listens for signals to this process, from `listen` (or entering it as a context) to `close`.
 
-    received: the first signal that came, or None. said: whether the line about it is printed, where this rank prints.
-    began: `time.monotonic()` of when it was made.
+    received: the first signal, or None. said: whether the line about it is printed, on a rank that prints. began:
+    `time.monotonic()` at construction.
     """
 
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.received: signal.Signals | None = None
         self._first_at = 0.0
-        self.said = self._over = False
+        self.said = self._ignoring = False
         self._previous: dict[signal.Signals, Any] = {}
         self._parent = os.getppid()
         self._wakeup: tuple[int, int] | None = None
 
     def listen(self) -> StopRequest:
-        """Take over the signals; only in the main thread.
+        """Install the signal handlers; only in the main thread.
 
-        A SIGHUP that is ignored stays so (nohup), but not under torchrun: its workers get none from a terminal.
+        If SIGHUP is ignored (nohup), it stays ignored, except under torchrun, where it means that torchrun died.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # The main thread may be inside a collective that never ends and then runs no handler: a thread reads along.
+        # A main thread inside a collective that never ends runs no handler. So another thread reads the signals too.
         self._wakeup = writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -74,12 +74,12 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._receive)
         if under_torchrun and sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGHUP), 0, 0, 0)
-            if self.orphaned:  # it died before the line above
+            if self.orphaned:  # torchrun died before the line above
                 self._receive(signal.SIGHUP, None)
         return self
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -90,17 +90,17 @@ class StopRequest:
             self._wakeup = None
 
     def decline(self) -> None:
-        """This program has no steps to stop after, only something to say: from now on signals do what they did before,
-        one that has already come included, and it ends without a reader."""
+        """For a program that only prints, and has no step to stop after: signals do again what they did before, also
+        one that has already come, and the program ends when no process reads its output."""
         end_without_reader()
         self.close()
         if self.received is not None:
             os.kill(os.getpid(), self.received)
 
-    def over(self) -> None:
-        """The run has ended, everything is written and said: a signal that comes while the process leaves is only
-        remembered. torchrun sends TERM to whoever is still there when another worker has left."""
-        self._over = True
+    def ignore(self) -> None:
+        """From now on, signals are only recorded: the run has ended and has written everything. torchrun sends TERM to
+        the remaining workers as soon as one has ended."""
+        self._ignoring = True
 
     def __enter__(self) -> StopRequest:
         return self.listen()
@@ -110,16 +110,16 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether this process was asked to stop; others may not know yet."""
+        """Whether this process was asked to stop. Other ranks may not know it yet."""
         return self.received is not None
 
     @property
     def orphaned(self) -> bool:
-        """Whether the process that started this one is gone."""
+        """Whether the parent process has ended."""
         return os.getppid() != self._parent
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, or the watching one, whichever is first."""
+        """Record the first signal; called in the main thread or the watching one, whichever comes first."""
         if self.received is None:
             self._first_at = time.monotonic()
             self.received = signal.Signals(number)
@@ -131,39 +131,39 @@ class StopRequest:
                     continue
                 self._receive(number, None)
                 name, again = signal.Signals(number).name, time.monotonic() - self._first_at >= SECOND_AFTER
-                if self._over:
+                if self._ignoring:
                     continue
                 if not self.said:
                     self._say(f"{name}: stopping after this step; another signal leaves at once")
                     self.said = True
                 elif again and not (number == signal.SIGHUP and self.orphaned):
                     self._say(f"{name}, the second signal: leaving at once, nothing is saved")
-                    if os.isatty(1):  # a progress bar hides the cursor, which nothing else brings back
+                    if os.isatty(1):  # show the cursor again, which a progress bar has hidden
                         os.write(1, b"\x1b[?25h")
                     os._exit(128 + number)
         os.close(reader)
 
     def _say(self, text: str) -> None:
-        if os.environ.get("RANK", "0").strip() == "0":  # a wrong value is refused elsewhere
-            # On a terminal the cursor is after a progress bar and "^C", which give way to the line.
+        if os.environ.get("RANK", "0").strip() == "0":  # place_in_run refuses a wrong value
+            # On a terminal, the line replaces the progress bar and "^C".
             begin = "\r\x1b[2K" if os.isatty(2) else ""
             os.write(2, f"{begin}pretrain.py: {text}\n".encode())
 
 
 def stop_request(arguments: list[str]) -> StopRequest:
-    """For a program with these command line arguments: listens, unless they only have it say something. Such a program
-    ends by Ctrl-C as any command does."""
-    if {*arguments} & {*SAYS_SOMETHING}:
+    """A StopRequest that listens, unless the command line `arguments` only ask the program to print something. Ctrl-C
+    ends such a program like any command."""
+    if {*arguments} & {*PRINTING_OPTIONS}:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return StopRequest()
     return StopRequest().listen()
 
 
 class StopConditions:
-    """What this rank was told to do: by signals, and on the first rank (`active`) by files and by the clock.
+    """What this rank is asked to do: by signals and, on the first rank (`active`), by files and `run.max_minutes`.
 
-    max_minutes: of the process, 0 for no limit. A STOP file that is there already was meant for the run before: it is
-    removed.
+    max_minutes: since the process began; 0: no limit. A STOP file that exists at the start was meant for an earlier
+    run, and is removed.
     """
 
     def __init__(self, run_dir: Path, max_minutes: float, signals: StopRequest, active: bool) -> None:
@@ -172,7 +172,7 @@ class StopConditions:
         self._files: set[str] = set()
         if active and (run_dir / STOP_FILE).exists():
             self._remove(STOP_FILE)
-            log.warning("%s was there at the start, meant for the run before: removed", run_dir / STOP_FILE)
+            log.warning("removed %s: it was there before this start, so it was for an earlier run", run_dir / STOP_FILE)
 
     @property
     def stop(self) -> bool:
@@ -187,7 +187,7 @@ class StopConditions:
 
     @property
     def why_stop(self) -> str | None:
-        """What asked this rank to stop: a signal's name, a file, a setting; None if nothing did."""
+        """What asked this rank to stop: a signal's name, a file or a setting; None: nothing."""
         if self._signals.received is not None:
             return self._signals.received.name
         if self._active and 0 < self._max_minutes <= (time.monotonic() - self._signals.began) / 60:
@@ -195,11 +195,11 @@ class StopConditions:
         self._look()
         return f"the file {STOP_FILE}" if STOP_FILE in self._files else None
 
-    def obeyed(self) -> None:
-        """A checkpoint was saved after the step that carried what this rank was told: remove the files that said so."""
+    def saved(self) -> None:
+        """A checkpoint was saved after the step that carried the requests: remove their files."""
         for name in self._files:
             self._remove(name)
-        self._files.discard(SAVE_FILE)  # the request to stop stays in force
+        self._files.discard(SAVE_FILE)  # a request to stop stays
 
     def _look(self) -> None:
         if self._active and time.monotonic() - self._looked >= LOOK_EVERY:

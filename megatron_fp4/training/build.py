@@ -1,6 +1,6 @@
-"""From a configuration and a model provider to plans, kernels and the sharded model; what cannot run is refused first.
+"""From a configuration and a model provider to precision plans, kernels and the sharded model; and the checks before.
 
-Nothing here opens data, writes a file or trains. Code that needs a model without a Trainer begins here.
+Nothing here opens data, writes a file or trains. Code that needs a model without a Trainer starts here.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from megatron_fp4.training.providers import DataProvider, ModelProvider
 
 
 def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int, device_type: str) -> None:
-    """Raise ConfigError for the first thing in `config` that cannot run on `ranks` ranks.
+    """Raise ConfigError for the first setting of `config` that cannot run on `ranks` ranks.
 
-    device_type: what the machine offers, `cuda` or `cpu`.
+    device_type: of the machine, `cuda` or `cpu`.
     """
     models.check(config)
     validate(config, ranks, device_type, models.shared_by_tensor_ranks(config.model))
@@ -64,7 +64,7 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
 
 
 def plans_by_key(config: Config, models: ModelProvider) -> dict[str, Plan]:
-    """The plan of each of `precisions_by_key` by itself, whatever the scope of the switch. Raises ValueError."""
+    """The plan of each of `precisions_by_key`, without regard to the scope of the switch. Raises ValueError."""
     model, shapes, plans = config.model, models.linear_shapes(config.model), {}
     for key, precision in precisions_by_key(config).items():
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
@@ -74,7 +74,7 @@ def plans_by_key(config: Config, models: ModelProvider) -> dict[str, Plan]:
 
 
 def plans_of(config: Config, models: ModelProvider) -> tuple[Plan, Plan | None]:
-    """The plans before and after the precision switch, None without one.
+    """The plans before and after the precision switch; the second is None without a switch.
 
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
@@ -84,12 +84,12 @@ def plans_of(config: Config, models: ModelProvider) -> tuple[Plan, Plan | None]:
 
 
 def execution_of(config: Config, models: ModelProvider) -> Any:
-    """Kernels and recomputation on the device that the run will use. Raises ConfigError."""
+    """Which kernels compute the model on the run's device, and what is recomputed. Raises ConfigError."""
     return models.choose_execution(config, device_type_of(config))
 
 
 def backend_of(config: Config, models: ModelProvider) -> BackendChoice:
-    """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
+    """Which backend quantizes and multiplies on the run's device. Raises ConfigError."""
     return choose_backend(config, device_type_of(config), plans_of(config, models))
 
 
@@ -102,48 +102,48 @@ def why_eager(config: Config, models: ModelProvider) -> str | None:
 def graphs_refusal(
     config: Config, ranks: int, device_type: str, backend: str, recipes: Iterable[Recipe] = ()
 ) -> str | None:
-    """Why micro-batches of a run on `ranks` ranks are not replayed by CUDA graphs, or None if they are.
+    """Why CUDA graphs do not replay the micro-batches of a run on `ranks` ranks, or None if they do.
 
-    backend: the name of the one that computes the linears. recipes: of these linears.
+    backend: the name of the linears' backend. recipes: of the linears.
 
-    Raises ConfigError if `train.cuda_graphs` is `true` where graphs cannot be.
+    Raises ConfigError if `train.cuda_graphs` is `true` and graphs are not possible.
     """
     parallel, wanted = config.parallel, config.train.cuda_graphs
     data_parallel = parallel.data_parallel_size(ranks)
     if wanted == "false":
-        return "as train.cuda_graphs says"
+        return "train.cuda_graphs=false"
     obstacles = {
-        f"the run is on {device_type}, and graphs are CUDA's": device_type != "cuda",
-        f"precision.compute_dtype={config.precision.compute_dtype} has no kernels of its own": (
+        f"the run is on {device_type}, and graphs need CUDA": device_type != "cuda",
+        f"precision.compute_dtype={config.precision.compute_dtype} has no fused kernels": (
             config.precision.compute_dtype != "bfloat16"
         ),
-        "data.documents=masked gives every micro-batch other shapes": config.data.documents == "masked",
+        "with data.documents=masked the shapes of micro-batches differ": config.data.documents == "masked",
         "train.kernels=torch asks for plain PyTorch": config.train.kernels == "torch",
     }
-    if data_parallel > 1:  # what FSDP2 has to do in every micro-batch is not captured
+    if data_parallel > 1:  # a graph cannot capture what FSDP2 does in a micro-batch
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * data_parallel)
-        few = f"a rank has {micro_batches} micro-batches in a step, and FSDP2 needs the first and the last eager"
-        each = "parallel.reduce_gradients=each adds gradients up after every micro-batch"
+        few = f"a step has {micro_batches} micro-batches on a rank, and FSDP2 needs the first and the last eager"
+        each = "parallel.reduce_gradients=each reduces gradients after every micro-batch"
         obstacles |= {
             "parallel.reshard=true gathers parameters in every micro-batch": parallel.reshard,
             each: parallel.reduce_gradients == "each",
-            "parallel.reproducible=true takes gradients away after every micro-batch": parallel.reproducible,
+            "parallel.reproducible=true moves gradients away after every micro-batch": parallel.reproducible,
             few: micro_batches < 3,
-            "with FSDP they never ran on several GPUs; train.cuda_graphs=true captures them": wanted == "auto",
+            "graphs with FSDP were not tested on several GPUs; train.cuda_graphs=true captures them": wanted == "auto",
         }
-    refusal = next((why for why, there in obstacles.items() if there), None)
-    if refusal is None and torch.cuda.is_available():  # a plan may be made elsewhere
+    refusal = next((why for why, applies in obstacles.items() if applies), None)
+    if refusal is None and torch.cuda.is_available():  # a machine without a GPU may plan for one
         refusal = kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
-    if backend != "transformer_engine":  # which quantizes by its own kernels
+    if backend != "transformer_engine":  # it has its own quantization kernels
         refusal = refusal or next(filter(None, map(operand_without_kernel, recipes)), None)
     if refusal is not None and wanted == "true":
-        raise ConfigError(f"train.cuda_graphs=true cannot be: {refusal}; leave it at auto")
+        raise ConfigError(f"train.cuda_graphs=true is not possible: {refusal}; leave it at auto")
     return refusal
 
 
 def operand_without_kernel(recipe: Recipe) -> str | None:
-    """A line about the first operand of `recipe` that no fused kernel makes, or None. PyTorch makes it with copies from
-    the host, which a CUDA graph cannot capture."""
+    """A line about the first operand of `recipe` that has no fused kernel, or None. PyTorch quantizes such an operand
+    with copies from the host, which a CUDA graph cannot capture."""
     draws = RoundingKey(0)
     for slot, operand in recipe.operands.items():
         if not operand.quantized or operand.source == "codes":
@@ -157,7 +157,7 @@ def operand_without_kernel(recipe: Recipe) -> str | None:
 
 
 def device_type_of(config: Config) -> str:
-    """`cuda` or `cpu`."""
+    """The device that the run uses, `cuda` or `cpu`."""
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -173,7 +173,7 @@ def sharded_model(
 ) -> tuple[Any, PrecisionController]:
     """The sharded model on the meta device, and the controller of its linears.
 
-    backend: who quantizes and multiplies; None: the emulation.
+    backend: of the linears; None: the emulation.
     """
     compute_dtype = getattr(torch, config.precision.compute_dtype)
     with torch.device("meta"):
@@ -203,7 +203,7 @@ def sharded_model(
 def initialized_model(
     config: Config, models: ModelProvider, mesh: ParallelMesh, step_state: StepState
 ) -> tuple[Any, PrecisionController]:
-    """`sharded_model` of the configuration's kernels and backend, on the mesh's device with its initial weights."""
+    """`sharded_model` with the configuration's kernels and backend, on the mesh's device, with initial weights."""
     execution, backend = execution_of(config, models), backend_of(config, models).open()
     model, controller = sharded_model(config, models, mesh, step_state, execution, backend)
     initialize(model, config, models, mesh)
@@ -211,7 +211,7 @@ def initialized_model(
 
 
 def initialize(model: Any, config: Config, models: ModelProvider, mesh: ParallelMesh) -> None:
-    """Bring a `sharded_model` to the mesh's device, with its initial weights."""
+    """Move a `sharded_model` to the mesh's device and initialize its weights."""
     model.to_empty(device=mesh.device)
     models.initialize(model, config.model, config.run.seed)
 
@@ -219,8 +219,11 @@ def initialize(model: Any, config: Config, models: ModelProvider, mesh: Parallel
 def graphs_for(
     config: Config, models: ModelProvider, mesh: ParallelMesh, model: Any, linears: Any, warn: Callable[[str], None]
 ) -> MicroBatchGraphs | None:
-    """The CUDA graphs of `model`'s micro-batches; None where these run eagerly. linears: contexts by name. warn: prints
-    a line if a capture fails on the first rank; the console of others is silent, so they print to stderr."""
+    """The CUDA graphs of `model`'s micro-batches; None if these run eagerly.
+
+    linears: contexts by name. warn: prints a line if a capture fails on the first rank. The console of other ranks is
+    silent, so these print to stderr.
+    """
     if why_eager(config, models) is not None:
         return None
     if mesh.rank:
@@ -229,13 +232,13 @@ def graphs_for(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether an error of opening data, plans or checkpoints is the user's to mend: no failing disk or network."""
+    """Whether the user has to correct this error of data, plans or checkpoints: not a failing disk or network."""
     return isinstance(error, ValueError) or (isinstance(error, OSError) and is_users_to_mend(error))
 
 
 @contextlib.contextmanager
 def configuration_errors(prefix: str = "") -> Iterator[None]:
-    """Inside, errors that the user has to mend (`is_refusal`) become ConfigErrors: one line instead of a traceback."""
+    """Inside, errors that the user has to correct (`is_refusal`) become ConfigErrors: one line, no traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -245,34 +248,34 @@ def configuration_errors(prefix: str = "") -> Iterator[None]:
 
 
 def check_samples(phases: Any, start: int, consumed: int) -> None:
-    """Raise ValueError if `start` steps of a checkpoint took another number of samples than the run's."""
+    """Raise ValueError unless the first `start` steps of this run take `consumed` samples, as in the checkpoint."""
     if (expected := phases.samples_before(start)) != consumed:
         raise ValueError(
-            f"its {start} steps took {consumed} samples, which in this run would have been {expected}; restore "
-            "train.global_batch_size and the batches of the phases up to there"
+            f"its {start} steps took {consumed} samples, and {expected} in this run; restore "
+            "train.global_batch_size and the batch sizes of the phases up to this step"
         )
 
 
 def when_it_switches(switch: PrecisionSwitch, steps: int) -> str:
-    """When the precision changes in a run of `steps` steps, or changed, in words."""
+    """When the precision switches, or has switched, in a run of `steps` steps."""
     if switch.switched_at is not None:
         return f"was before step {switch.switched_at + 1:,}, to {switch.config.target}"
     if switch.config.when == "never":
         return "never"
     if switch.at_step is None:
-        return f"when the gradient noise asks for it, to {switch.config.target}"
+        return f"when the gradient noise is too large, to {switch.config.target}"
     if switch.at_step >= steps:
         return f"never: {switch.config.when} is the end of the run"
     return f"before step {switch.at_step + 1:,} ({switch.config.when}), to {switch.config.target}"
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Deterministic kernels where torch has them (it warns where not)."""
+    """Use deterministic kernels. Where torch has none, it warns."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # mamba-ssm then has its kernels tuned (callbacks/kernels.py pins them), instead of taking the smallest ones.
+        # mamba-ssm then tunes its kernels (callbacks/kernels.py pins them); without it, it uses the smallest ones.
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
-        # Read when Inductor is imported, which is later. Without it a reduction's block size may be a matter of timing.
+        # Inductor reads it when it is imported, later. Without it, timing may decide a reduction's block size.
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,31 +1,31 @@
-"""Forward and backward of a micro-batch as CUDA graphs: captured once, replayed by a single call.
+"""Forward and backward of a micro-batch as CUDA graphs: captured once, then replayed by a single call.
 
-A small model's GPU waits for Python: some ten thousand calls a micro-batch. A graph repeats the kernels of a
-micro-batch without them, with the same arguments, so whatever changes from one to the next lies in memory at a fixed
-address: tokens, targets and the keys of stochastic rounding (precision/rng.py). The kernels are the same, and
-so is every bit.
+The GPU of a small model waits for Python, which makes about ten thousand calls for a micro-batch. A graph repeats the
+kernels of a micro-batch without these calls, and with the same arguments. So everything that changes between
+micro-batches is in memory at a fixed address: tokens, targets and the keys of stochastic rounding (precision/rng.py).
+The kernels are the same as without graphs, and so are all bits.
 
-Two graphs make a step: the `first` micro-batch quantizes the weights and writes gradients, a `later` one uses the
-weights' codes and adds to the gradients. The sum over ranks, norm, clipping and update stay as they are. With
-parallel.reproducible every leaf of the tree of sums begins with the first.
+A step has two graphs: the `first` micro-batch quantizes the weights and writes the gradients; every `later` one uses
+the weights' codes and adds to the gradients. The sum over ranks, norm, clipping and update are not in a graph. With
+parallel.reproducible every leaf of the tree of sums begins with the `first` graph.
 
     steps            1, 2              3                                      4, 5, ...
-    micro-batches    eagerly           the first two captured and replayed    replayed
+    micro-batches    eager             the first two captured and replayed    replayed
 
-With data-parallel ranks FSDP2 gathers weights before a step's first micro-batch and reduces gradients after its last:
-these two run eagerly, and those between are replayed, the first of them by the `first` graph, which adds to gradients
-as the other does. While there are graphs, gradients and the memory that weights are gathered into stay where they are.
-What is replayed sends nothing to data-parallel ranks, so each captures by itself, and may fail to.
+With data-parallel ranks, FSDP2 gathers weights before a step's first micro-batch and reduces gradients after its last
+one. These two run eagerly. Those between are replayed, the first of them by the `first` graph, which then adds to the
+gradients too. As long as graphs exist, gradients and gathered weights keep their addresses. A replay has no messages
+to data-parallel ranks, so each of them captures by itself, and one may fail to.
 
-The eager ones compile, tune and allocate what a capture must not. They take their keys from device memory already, so
-that the kernels of the graphs are among those compiled. When shapes, the batch's size, recipes or the addresses of
-weights change, the graphs are dropped and all begins anew. A step whose linears are being watched runs eagerly.
+The eager steps compile, tune and allocate, which a capture must not do. They already read their keys from device
+memory, so that they compile the same kernels as the graphs use. When shapes, the batch size, recipes or the addresses
+of weights change, the graphs are dropped and captured again. A step with a probe or a watcher runs eagerly.
 
-Memory: what one micro-batch needs lies in a pool of its own, from capture to release. Gradients and kept weights are in
-it too and stay from step to step; a step's peak is that of an eager one. What runs eagerly in between (a watched step,
-validation) cannot have the pool's memory: where there is not as much beside it, the graphs are dropped for that time
-(`make_room`) and captured again afterwards, which takes about a second. With FSDP every step has eager micro-batches:
-where there is no room for them, there are no graphs.
+Memory: a micro-batch's memory is in its own pool, from capture to release. The pool also has the gradients and
+quantized weights, which stay from step to step; a step's peak is that of an eager step. What runs eagerly in between (a
+probed step, validation) cannot use the pool. If there is not as much memory beside the pool, the graphs are dropped
+(`make_room`) and later captured again, which takes about a second. With FSDP every step has eager micro-batches; if
+there is no memory for them beside the pool, there are no graphs.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ EAGER_STEPS = 2
 
 
 class GpuGraph:
-    """A CUDA graph of `function`, in the memory of `pool`. The capture computes nothing. generators: which the function
-    draws from. result: what it returned, written anew by every replay."""
+    """A CUDA graph of `function`, in the memory of `pool`. The capture computes nothing. generators: those that the
+    function draws from. result: what the function returned; every replay overwrites it."""
 
     def __init__(self, function: Callable[[], Tensor], pool: Any, generators: Sequence[torch.Generator] = ()) -> None:
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         for generator in generators:
             self._graph.register_generator_state(generator)
-        # Other threads (loaders that pin memory, NCCL's watchdog) may do what this one must not.
+        # Other threads (loaders that pin memory, NCCL's watchdog) may make calls that are not allowed in a capture.
         try:
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self.result = function()
         finally:
-            torch.cuda.set_stream(stream)  # of a broken capture torch leaves its own
+            torch.cuda.set_stream(stream)  # after a failed capture, torch leaves its own stream set
 
     def replay(self) -> None:
         self._graph.replay()
@@ -75,8 +75,9 @@ class GpuGraph:
 class MicroBatchGraphs:
     """The graphs of a model's micro-batches, for `accumulate`.
 
-    linears: the contexts of all linears of the plan by name. required: a capture that fails is an error; otherwise
-    `warn` is told, and the run continues without graphs. capture: what stands for a `GpuGraph` where there is no GPU.
+    linears: the contexts of all linears of the plan, by name. required: whether a failed capture is an error; if not,
+    `warn` is called with a line, and the run continues without graphs. capture: replaces `GpuGraph` in tests without a
+    GPU.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class MicroBatchGraphs:
         parameters = [parameters_of(unit) for unit in units]
         for one in itertools.chain(*parameters):
             one.keep_memory(lambda gathered: gathered in self._gathered)
-        # What FSDP reduces at a time: messages of two units and what becomes of them.
+        # The memory of FSDP's reductions: messages of two units, and a result.
         unit_sizes = (sum(one.size.numel() for one in of_unit) for of_unit in parameters)
         self._reduced_bytes = 3 * 4 * max(unit_sizes, default=0)
         self._sharded, self._failed = bool(units), False
@@ -110,7 +111,7 @@ class MicroBatchGraphs:
         self._first: GpuGraph | None = None
         self._later: GpuGraph | None = None
         self._gradients: list[Tensor | None] = []
-        # With FSDP, of each parameter that the graphs read: the memory it is gathered into, and its gradient.
+        # With FSDP, for each parameter that the graphs read: the memory that it is gathered into, and its gradient.
         self._gathered: dict[nn.Parameter, tuple[list[Tensor], Tensor]] = {}
         self._weight_caches: dict[str, Any] = {}  # of the linears, in the graphs' memory
         self._tokens = self._targets = torch.empty(0)
@@ -125,8 +126,8 @@ class MicroBatchGraphs:
     def step(
         self, micro_batches: Sequence[MicroBatch], num_micro_batches: int, step_state: StepState
     ) -> Iterator[MicroBatchGraphs | None]:
-        """A context for this rank's micro-batches of one step, out of `num_micro_batches` of all ranks; inside, these
-        graphs, or None if all micro-batches run eagerly."""
+        """A context for this rank's micro-batches of one step, out of `num_micro_batches` of all ranks. Yields these
+        graphs, or None if all micro-batches of the step run eagerly."""
         contexts = self._linears.values()
         watched = any(context.probe is not None or context.watcher is not None for context in contexts)
         if self._failed or watched or not _alike(micro_batches):
@@ -151,8 +152,8 @@ class MicroBatchGraphs:
 
     def run(self, micro_batch: MicroBatch, step_state: StepState, position: int) -> Tensor | None:
         """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, which the next call overwrites.
-        None: the caller has to compute it eagerly, because FSDP has to see it, or because a capture failed. position:
-        how many this rank had before it, of the step or of a leaf of the tree of sums; the first writes gradients."""
+        Returns None if the caller has to compute it eagerly: for FSDP, or after a failed capture. position: of the
+        micro-batch on this rank, within the step or within a leaf of the tree of sums; position 0 writes gradients."""
         if self._failed:
             return None
         if self._sharded and position in (0, self._last):
@@ -171,7 +172,7 @@ class MicroBatchGraphs:
         self._keys.fill(step_state.seed, step_state.step, step_state.micro_batch)
         graph = self._first if first else self._later
         if graph is None and (graph := self._captured_on_all_ranks(first)) is None:
-            step_state.keys = None  # a broken capture may leave their generators broken
+            step_state.keys = None  # a failed capture may leave their generators unusable
             return None
         graph.replay()
         if first:
@@ -179,7 +180,7 @@ class MicroBatchGraphs:
         return graph.result
 
     def _captured_on_all_ranks(self, first: bool) -> GpuGraph | None:
-        """The graph, None if the capture failed on a rank: collectives are captured on all ranks or on none."""
+        """The graph; None if the capture failed on any rank, because all ranks or none must capture collectives."""
         graph, failure = self._try_to_capture(first)
         if self._on_all_ranks(failure is None):
             return graph
@@ -187,26 +188,27 @@ class MicroBatchGraphs:
         if self._required:
             raise failure
         self._failed = True
-        error = failure.__context__ or failure  # the end of a broken capture fails too
+        error = failure.__context__ or failure  # ending a failed capture raises a second error
         self._warn(f"CUDA graphs: none, because a capture failed: {first_line(error)}")
         if first:
             self._drop_gradients_and_weights()
-        self.release()  # at once: what follows needs the room
+        self.release()  # at once, because the eager micro-batches need the memory
         return None
 
     def _trained(self) -> list[nn.Parameter]:
-        """The trainable parameters that the model has now: with FSDP shards, or gathered ones."""
+        """The trainable parameters that the model has now; with FSDP, shards or gathered ones."""
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     def _empty_gradients(self) -> None:
-        """Before FSDP's first micro-batch: let it write gradients to where the graphs add to them. Minus zero plus any
-        number is that number, in every bit."""
+        """Before FSDP's first micro-batch: make it write gradients to the memory that the graphs add to. Minus zero
+        plus any number is that number, bit for bit."""
         for parameter, (_, gradient) in self._gathered.items():
             local_part(gradient).fill_(-0.0)
             parameter.grad = gradient
 
     def _find_gathered(self) -> None:
-        """After FSDP's first micro-batch: note where it gathered parameters; drop graphs that read other memory."""
+        """After FSDP's first micro-batch: record where it gathered parameters, and drop graphs that read other
+        memory."""
         found = {}
         for parameter in self._trained():
             gradient = parameter.grad
@@ -219,14 +221,14 @@ class MicroBatchGraphs:
             self._gathered = found
 
     def make_room(self) -> None:
-        """Before a micro-batch runs eagerly: drop the graphs unless as much memory as they hold is free."""
-        # FSDP keeps what the graphs read of gathered parameters; eagerly it may gather others, with their gradients.
+        """Before a micro-batch runs eagerly: drop the graphs unless there is as much free memory as they use."""
+        # FSDP keeps the gathered parameters that the graphs read. Eagerly it may gather others, with their gradients.
         own = sum(local_part(t).nbytes for one, (_, gradient) in self._gathered.items() for t in (one, gradient))
         if self._first is not None and not self._on_all_ranks(self._has_room(own)):
             self.release()
 
     def _on_all_ranks(self, here: bool) -> bool:
-        """Whether `here` is true on all ranks of the tensor-parallel group, whose collectives are captured."""
+        """Whether `here` is true on all ranks of the tensor-parallel group, whose collectives a graph contains."""
         if self._mesh.tp_size == 1:
             return here
         everywhere = torch.tensor(int(here), dtype=torch.int32, device=self._mesh.device)
@@ -234,29 +236,29 @@ class MicroBatchGraphs:
         return bool(everywhere)
 
     def _has_room(self, needed: int = 0) -> bool:
-        """Whether free memory exceeds what the graphs hold, what FSDP reduces at a time and `needed` bytes more."""
+        """Whether free memory exceeds the memory of the graphs, of FSDP's reductions and `needed` bytes together."""
         if self._mesh.device.type != "cuda":
             return True
-        torch.cuda.empty_cache()  # what earlier eager passes left
+        torch.cuda.empty_cache()  # the memory that earlier eager passes cached
         return torch.cuda.mem_get_info(self._mesh.device)[0] > self._bytes + self._reduced_bytes + needed
 
     def release(self) -> None:
-        """Drop the graphs and give their memory back; they are captured again when they are next to run."""
+        """Drop the graphs and free their memory. They are captured again when they are needed next."""
         self._forget()
         for context in self._linears.values():
-            context.weight_cache = None  # it lies in the graphs' memory
+            context.weight_cache = None  # it is in the graphs' memory
         gc.collect()
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
             torch.cuda.empty_cache()
 
     def _try_to_capture(self, first: bool) -> tuple[GpuGraph | None, Exception | None]:
-        """The graph, or why there is none."""
+        """The graph, or the error of its capture."""
         try:
             if first:
                 self._drop_gradients_and_weights()
                 self._pool = torch.cuda.graph_pool_handle() if self._mesh.device.type == "cuda" else None
-            # A living autograd graph would tie gradients to the stream that it was made on.
+            # An autograd graph that is still alive would tie gradients to its own stream.
             gc.collect()
             before = self._reserved()
             graph = self._capture(self._compute, self._pool, self._keys.generators)
@@ -285,15 +287,15 @@ class MicroBatchGraphs:
         return loss.detach()
 
     def _drop_gradients_and_weights(self) -> None:
-        """Before the first capture, so that the graph makes them where its replays write them. Gradients of gathered
-        parameters stay: the graph adds to them."""
+        """Before the first capture, so that the graph allocates them where its replays write them. Gradients of
+        gathered parameters stay, because the graph adds to them."""
         for parameter in () if self._sharded else self._parameters:
             parameter.grad = None
         for context in self._linears.values():
             context.weight_cache = None
 
     def _hand_out(self, step_state: StepState) -> None:
-        """Put the gradients and weights that the first graph writes in the place of what eager passes made since."""
+        """Use the gradients and quantized weights that the first graph writes, instead of those of eager passes."""
         if not self._sharded:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
@@ -305,7 +307,7 @@ class MicroBatchGraphs:
 
 
 def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
-    """Whether micro-batches differ in tokens and targets alone."""
+    """Whether micro-batches differ only in tokens and targets."""
     shape = micro_batches[0].tokens.shape
     return all(
         batch.tokens.shape == shape and batch.documents is None and batch.num_targets is None for batch in micro_batches
@@ -313,7 +315,7 @@ def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
 
 
 def _identities(gathered: Mapping[nn.Parameter, tuple[list[Tensor], Tensor]]) -> list[tuple[int, ...]]:
-    """Equal as long as graphs that read these parameters can be replayed."""
+    """Identifies the memory of these parameters; graphs can be replayed as long as it stays equal."""
     return [
         (id(parameter), id(gradient), *(part.data_ptr() for part in parts))
         for parameter, (parts, gradient) in gathered.items()

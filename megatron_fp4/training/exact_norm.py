@@ -1,7 +1,7 @@
-"""The norm of all gradients as the same bits on any number of ranks (`parallel.reproducible`).
+"""The norm of all gradients, with the same bits on any number of ranks (`parallel.reproducible`).
 
-FSDP cuts parameters between rows, so the sum of squares of a row is a rank's own work. It is added up in an order that
-depends on the number of columns alone. The sum over rows is exact, and so has one result in any order.
+FSDP shards parameters by rows, so one rank has all elements of a row. It adds up their squares in an order that depends
+only on the number of columns. The sum over rows is exact, so its order does not matter.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megatron_fp4.parallel.reproducible import tree_sum
 
 @torch.no_grad()
 def exact_norm_share(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """This rank's share of the squared L2 norm of all ranks' `gradients`, rounded so that sums of shares are exact:
+    """This rank's share of the squared L2 norm of all ranks' `gradients`, rounded so that a sum of shares is exact:
     0-dim FP64 on `device`, not finite if an element is not. A collective.
 
     As in reproducible summation (Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013): a sum of
-    FP64 integers below 2^53 is exact in any order. All ranks first compute the whole roughly; rows are scaled by the
-    power of two that brings it below 2^51, and rounded to integers. The last bits of the rough sum depend on the mesh;
-    the scale does only if they lie on both sides of a power of two, estimated at once in 10^13 steps.
+    FP64 integers below 2^53 is exact in any order. All ranks first compute the sum approximately. Rows are scaled by
+    the power of two that brings this sum below 2^51, and rounded to integers. The last bits of the approximate sum
+    depend on the mesh; the scale depends on it only if they cross a power of two, estimated once in 10^13 steps.
     """
     rows = row_squares(gradients, device)
     rough = rows.sum()
@@ -35,7 +35,7 @@ def exact_norm_share(gradients: Sequence[Tensor], device: torch.device) -> Tenso
 
 
 def row_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of every row of every gradient [rows, ...], FP64; a row of a vector is an element."""
+    """The sum of squares of every row of every gradient [rows, ...], FP64. Each element of a vector is a row."""
     empty = torch.zeros(0, device=device)
     of_vectors = torch.cat([empty, *(gradient.flatten() for gradient in gradients if gradient.ndim < 2)])
     matrices = [gradient.flatten(1) for gradient in gradients if gradient.ndim > 1]
@@ -49,6 +49,6 @@ def row_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _sum_columns(squares: Tensor) -> Tensor:
-    """[rows, columns] -> [rows], by one tree: `Tensor.sum` has another order for another number of rows."""
+    """[rows, columns] -> [rows], as a tree. The order of `Tensor.sum` depends on the number of rows."""
     columns = squares.shape[1]
     return tree_sum(pad(squares, (0, (1 << (columns - 1).bit_length()) - columns)).T)

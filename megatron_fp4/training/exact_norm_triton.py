@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 8, 512  # of a tile: 32 sums in FP64 for each of 128 threads
+ROWS, COLUMNS = 8, 512  # size of a tile: 32 sums in FP64 for each of 128 threads
 
 
 def sum_row_squares(matrix: Tensor) -> Tensor:
-    """[rows, columns], FP32 -> [rows], FP64. A row's sum does not depend on which other rows there are."""
+    """[rows, columns], FP32 -> [rows], FP64. A row's sum does not depend on the other rows."""
     matrix = matrix.contiguous()
     sums = torch.empty(len(matrix), dtype=torch.float64, device=matrix.device)
     _sum_row_squares_kernel[(triton.cdiv(len(matrix), ROWS),)](
@@ -20,7 +20,7 @@ def sum_row_squares(matrix: Tensor) -> Tensor:
     return sums
 
 
-# Specialized on alignment, which differs between ranks, the compiler would choose another order of sums.
+# Alignment differs between ranks; a kernel specialized on it might have another order of sums.
 @triton.jit(do_not_specialize=["x_ptr", "out_ptr", "num_rows", "num_columns"])
 def _sum_row_squares_kernel(x_ptr, out_ptr, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

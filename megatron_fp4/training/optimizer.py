@@ -9,16 +9,15 @@
             0  warmup_steps     |   num_steps - 1
                              decay_start_step
 
-Steps count from 0, and lr(step) is what update `step` uses. Nothing is remembered between calls, so a resumed run
-needs no schedule state.
+Steps count from 0, and update `step` uses lr(step). The schedule has no state, so a resumed run needs none.
 
-The parameters, FP32 and sharded, are themselves the master weights. Each rank updates its own shards; moments are FP32
-DTensors placed like their parameter. The implementation is torch's fused one, which can leave out an update without the
-host waiting for the norm.
+The master weights are the parameters themselves, FP32 and sharded. Each rank updates its own shards; moments are FP32
+DTensors placed like their parameter. The implementation is torch's fused one: it can skip an update without making the
+host wait for the norm.
 
-The moments exist from the start instead of from the first update: a run that does not fit in memory fails at once,
-and a checkpoint has the same tensors before the first update, after it, and when every step so far was skipped.
-Hyperparameters (betas, decay, ...) are not in the state: on resume the configuration's hold.
+The moments are made at the start, not in the first update: so a run that does not fit in memory fails at once, and a
+checkpoint has the same tensors before the first update, after it, and if all steps so far were skipped. Hyperparameters
+(betas, decay, ...) are not in the state: a resume takes them from the configuration.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from megatron_fp4.config.schema import Config, OptimizerConfig, ScheduleConfig
 from megatron_fp4.precision.plan import switch_step
 
 OPTIMIZER = "torch.optim.AdamW (fused)"
-"""For the log."""
+"""Its name in the log."""
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, reproducible: bool = False) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) over all trainable parameters of `model`.
 
-    Call it after `model` has been sharded and its parameters hold values. The learning rate starts at config.lr;
-    `set_lr` changes it. reproducible: elements are updated alike wherever ranks cut a parameter.
+    Call it after `model` is sharded and its parameters have values. The learning rate starts at config.lr; `set_lr`
+    changes it. reproducible: the update of an element does not depend on how ranks shard its parameter.
     """
     groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
-    # On a CPU torch's fused kernel, unlike its foreach one, rounds the last elements, which do not fill a vector, in
-    # another way.
+    # On a CPU, torch's fused kernel rounds the last elements, which do not fill a vector, differently. foreach does
+    # not.
     fused = not (reproducible and next(model.parameters()).device.type == "cpu")
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused, foreach=not fused)
     for parameter in optimizer_parameters(optimizer):  # as torch.optim.Adam._init_group does in the first step
@@ -57,10 +56,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, reproducible: boo
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """The decayed parameters and the others, in the order of model.named_parameters().
+    """Two groups in the order of model.named_parameters(): parameters with weight decay, and those without.
 
-    Not decayed: parameters with fewer than two dimensions (norm scales, A_log, D, dt_bias) and biases. Matrices,
-    embeddings and convolution weights (more than one dimension) are decayed.
+    Parameters with fewer than two dimensions (norm scales, A_log, D, dt_bias) and biases have no weight decay.
+    Matrices, embeddings and convolution weights have it.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
@@ -77,15 +76,15 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters that `optimizer` updates: with FSDP always the shards, in the same order on all ranks."""
+    """The parameters that `optimizer` updates, in the same order on all ranks; with FSDP, the shards."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The live state tensors as `<parameter name>.<state name>`, e.g. `blocks.0.in_proj.weight.exp_avg`.
 
-    Writing into a returned tensor changes the optimizer: this is how a checkpoint is loaded. `model` must be in
-    its sharded state (not between forward and backward).
+    Writing into a returned tensor changes the optimizer; a checkpoint is loaded this way. `model` must be in its
+    sharded state (not between forward and backward).
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = optimizer_parameters(optimizer)
@@ -94,8 +93,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Update, or where `skip` (0-dim FP32 on the device: 0 or 1) is 1 leave weights, moments and step counts as they
-    are, bit for bit. The host does not wait for it: torch's fused AdamW reads it on the device."""
+    """Update, unless `skip` (0-dim FP32 on the device: 0 or 1) is 1; then weights, moments and step counts keep their
+    bits. The host does not wait for `skip`: torch's fused AdamW reads it on the device."""
     if not optimizer.defaults["fused"]:
         if not skip:
             optimizer.step()
@@ -107,8 +106,8 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-# What is left of (peak - minimum) once a fraction p of the decay is done; every shape is exactly 0 at p = 1, so the
-# last step gets the minimum bit for bit. "1-sqrt" is from Hägele et al., arXiv:2405.18392, section 4.
+# The remaining share of (peak - minimum) after a fraction p of the decay. It is exactly 0 at p = 1, so the last step
+# has exactly the minimum. "1-sqrt" is from Hägele et al., arXiv:2405.18392, section 4.
 _REMAINDERS: dict[str, Callable[[float], float]] = {
     "linear": lambda p: 1.0 - p,
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
@@ -119,10 +118,10 @@ _REMAINDERS: dict[str, Callable[[float], float]] = {
 class WSDSchedule:
     """Warm-up, stable, decay over `num_steps` steps.
 
-    warmup_steps: how many steps warm up; the last of them already has the peak rate.
-    decay_start_step: the first step whose rate lies below the peak again (num_steps if nothing decays).
+    warmup_steps: number of warm-up steps; the last one has the peak rate.
+    decay_start_step: the first step with a rate below the peak again (num_steps if there is no decay).
 
-    Raises ValueError for what no run can mean: fractions that overlap, exponential decay to zero.
+    Raises ValueError for fractions that overlap, and for exponential decay to zero.
     """
 
     def __init__(self, config: ScheduleConfig, peak_lr: float, num_steps: int) -> None:
@@ -140,18 +139,19 @@ class WSDSchedule:
         self.peak_lr, self.num_steps = peak_lr, num_steps
         self.decay, self.min_lr_ratio = config.decay, config.min_lr_ratio
         self.decay_start_step = num_steps - _count(config.decay_fraction, num_steps)
-        # In a very short run both roundings go up; the decay wins, because it must end at the minimum.
+        # In a very short run both counts may be rounded up. Then warm-up is shorter: the decay must reach the minimum.
         self.warmup_steps = min(_count(config.warmup_fraction, num_steps), self.decay_start_step)
 
     @classmethod
     def of(cls, config: Config) -> WSDSchedule:
-        """The schedule of the run that `config` describes. Raises ValueError as the class does."""
+        """The schedule of a run with this configuration. Raises ValueError as the class does."""
         return cls(config.schedule, config.optimizer.lr, config.train.steps)
 
     def switch_step(self, when: str) -> int | None:
-        """The step before which a precision switch `when` happens, as `switch_step` in precision/plan.py has it.
+        """The step before which the precision switches, for `precision.switch.when`; see `switch_step` in
+        precision/plan.py.
 
-        Raises ValueError as that does, and for a switch before a decay that does not come.
+        Raises ValueError as that does, and for a switch before the decay if there is no decay.
         """
         if when == "before_decay" and self.decay_start_step == self.num_steps:
             raise ValueError(
@@ -163,9 +163,9 @@ class WSDSchedule:
     def lr(self, step: int, switched_at: int | None = None, rewarm_steps: int = 0) -> float:
         """The learning rate of update `step`, from 0 to num_steps - 1.
 
-        Warm-up climbs linearly from peak / warmup_steps (never 0); decay ends at exactly peak * min_lr_ratio on
-        the last step. If the precision switched at step `switched_at`, the rate climbs once more over
-        `rewarm_steps` steps (0: it does not) from its scheduled value / rewarm_steps to its scheduled value.
+        Warm-up rises linearly from peak / warmup_steps (never 0); decay ends at exactly peak * min_lr_ratio in the last
+        step. If the precision switched at step `switched_at`, the rate rises again over `rewarm_steps` steps (0: it
+        does not), from its scheduled value / rewarm_steps to its scheduled value.
         """
         assert 0 <= step < self.num_steps, f"step {step} of {self.num_steps}"
         lr = self._scheduled(step)

@@ -1,24 +1,25 @@
 """One training step: `accumulate` the gradient over micro-batches, then `update` the weights, or skip the step.
 
-A step talks to other ranks twice beyond what the model and FSDP do: the sum over the tensor axis (with sequence
-parallelism only) and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and what ranks request (to
-stop, to save, ...). Since all ranks have the same, they clip, skip and stop alike. Reading these is its only host sync,
-which must not let the device run dry: whether to update and by how much to clip is decided on the device, and the host
-reads once it has launched the update. Only where spikes are judged, by the host, does the update wait for the numbers.
-Where not all targets count, one number goes before: how many do.
+Besides the collectives of the model and FSDP, a step has two: a sum over the tensor axis (only with sequence
+parallelism), and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and requests of ranks (to stop, to
+save, ...). All ranks get the same numbers, so they clip, skip and stop alike. Reading these numbers is the step's only
+host sync. It must not stall the device: the device decides whether to update and by how much to clip, and the host
+reads the numbers after it has launched the update. Only if the host judges spikes does the update wait for the numbers.
+If not all targets count, an earlier all-reduce sums how many do.
 
-The loss of a global batch is the mean over its targets. Where all targets count, every micro-batch has equally many and
-their means are averaged. Where some do not (`data.boundary_loss=false`), the mean is
+The loss of a global batch is the mean over its targets. If all targets count, all micro-batches have the same number of
+them, and their means are averaged. If some do not count (`data.boundary_loss=false`), the loss is
 
     (sum of the losses of all targets that count) / (their number),     both over the global batch,
 
-so that every one of them weighs the same however the batch is cut into micro-batches and ranks: ranks add up how many
-they have before the first backward pass, and a micro-batch's mean is weighted by its share of that number.
+so every target has the same weight, whatever the micro-batches and ranks. Ranks sum the number before the first
+backward pass, and the mean of a micro-batch is weighted by its share of that number.
 
 A gradient is a DTensor placed like its parameter; FSDP has summed it over data-parallel ranks.
 
-With `mesh.reproducible` none of this depends on the number of data-parallel ranks: gradients are summed by a tree
-(parallel/reproducible.py), losses travel one by one, and the norm is summed exactly (exact_norm.py).
+With `mesh.reproducible`, no result depends on the number of data-parallel ranks: a tree sums the gradients
+(parallel/reproducible.py), the losses of micro-batches are sent one by one, and the sum of the norm is exact
+(exact_norm.py).
 """
 
 from __future__ import annotations
@@ -50,22 +51,22 @@ from megatron_fp4.training.providers import MicroBatch
 
 
 class GlobalBatch(NamedTuple):
-    """What a micro-batch is a part of. num_targets: how many targets of the global batch count, int64 0-dim on the
-    device; None: all do."""
+    """The global batch that a micro-batch belongs to. num_targets: how many of its targets count, int64 0-dim on the
+    device; None: all."""
 
     num_micro_batches: int
     num_targets: Tensor | None = None
 
 
 ALONE = GlobalBatch(1)
-"""For a micro-batch of which only its own mean is wanted."""
+"""For a micro-batch on its own."""
 
 
 class StepRequests(NamedTuple):
-    """What ranks tell each other with a step: of one rank when given to `update`, of any rank in its result.
+    """Requests that ranks send each other with a step. `update` takes those of this rank and returns those of any rank.
 
-    stop: to end after this step, with a checkpoint (runtime/signals.py). save: a checkpoint now. save_failed:
-    this rank's last save in the background came to nothing.
+    stop: end after this step, with a checkpoint (runtime/signals.py). save: save a checkpoint now. save_failed: the
+    last save in the background failed.
     """
 
     stop: bool = False
@@ -78,11 +79,11 @@ NO_REQUESTS = StepRequests()
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; the same on all ranks.
+    """The result of a step; the same on all ranks.
 
     loss: mean NLL in nats over the targets of the global batch that count, before the update. grad_norm: global L2 norm
-    before clipping. skipped: weights and optimizer are as they were, because loss or norm was not finite or, with
-    `spike`, was refused. requests: of any rank.
+    before clipping. skipped: there was no update, because loss or norm was not finite or (spike) not accepted.
+    requests: of any rank.
     """
 
     loss: float
@@ -104,16 +105,16 @@ def accumulate(
     graphs: MicroBatchGraphs | None = None,
 ) -> Tensor:
     """Add the gradient of `micro_batches` to `.grad`; returns their loss as FP64, 0-dim (`mesh.reproducible`: 1-dim,
-    of each micro-batch of `whole`, 0 for those of other ranks).
+    one for each micro-batch of `whole`, 0 for those of other ranks).
 
-    Both are sums over this rank's micro-batches of their parts of `whole`, so that the sums over ranks are means over
-    the global batch; None: `global_batch_of(micro_batches, mesh)`, which all ranks then call together. FSDP adds the
-    gradients up over ranks, once, after the last micro-batch, or (`mesh.reduce_each`) after each.
+    Gradient and loss are this rank's parts of those of `whole`: their sums over ranks are means over the global batch.
+    whole: None: `global_batch_of(micro_batches, mesh)`, a collective. FSDP sums the gradients over ranks after the last
+    micro-batch or, with `mesh.reduce_each`, after each one.
 
-    model: as `inputs_of` feeds it; returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's,
-    equally many and equally large on all ranks. step_state: its step is the caller's to set. reshard: also free
-    gathered parameters between micro-batches. progress: is told which micro-batch it is. graphs: those of `model`,
-    replayed where they can be; None: all is computed eagerly.
+    model: called with `inputs_of` of a micro-batch; returns its mean loss (0-dim FP32). micro_batches: this rank's, of
+    the same number and size on all ranks. step_state: the caller sets its step. reshard: also free gathered parameters
+    between micro-batches. progress: learns which micro-batch runs. graphs: of `model`, replayed if possible; None: all
+    micro-batches run eagerly.
     """
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
     whole, progress = whole or global_batch_of(micro_batches, mesh), progress or Progress()
@@ -141,8 +142,8 @@ def accumulate(
 def _computed(
     model: nn.Module, micro_batch: MicroBatch, whole: GlobalBatch, mesh: ParallelMesh, step_state: StepState
 ) -> Tensor:
-    """Forward and backward pass of a micro-batch; returns its part of the loss of `whole`: where all targets count its
-    mean loss, which the caller divides by the number of micro-batches."""
+    """Run forward and backward of a micro-batch; returns its part of the loss of `whole`. If all targets count, this is
+    its mean loss, and the caller divides by the number of micro-batches."""
     tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
     loss: Tensor = model(tokens, targets, **options)
     if whole.num_targets is None:
@@ -155,9 +156,9 @@ def _computed(
 
 
 def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> GlobalBatch:
-    """The global batch that data-parallel ranks have `micro_batches` of, equally many each. Collective if not all
-    targets count."""
-    # The backward pass of a micro-batch must not depend on how many ranks share the work.
+    """The global batch of which this rank has `micro_batches`, and other data-parallel ranks the same number. A
+    collective if not all targets count."""
+    # The backward pass of a micro-batch must not depend on the number of ranks.
     num_micro_batches = len(micro_batches) * mesh.dp_size
     counts = [batch.num_targets for batch in micro_batches if batch.num_targets is not None]
     if not counts:
@@ -171,10 +172,10 @@ def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> 
 def inputs_of(
     micro_batch: MicroBatch, mesh: ParallelMesh, step_state: StepState
 ) -> tuple[Tensor, Tensor, dict[str, Tensor | int | None]]:
-    """What the model is called with for a micro-batch, on the device; `step_state` is set to it.
+    """The model's arguments for a micro-batch, on the device. Sets `step_state` to the micro-batch.
 
-    model(tokens, targets), with `documents`, `num_documents` and `num_targets` by name where there are any, returns the
-    mean loss over the targets that count, FP32 0-dim, 0 if none does.
+    model(tokens, targets, **options) returns the mean loss over the targets that count, FP32 0-dim; 0 if none counts.
+    options: `documents`, `num_documents` and `num_targets`, if the micro-batch has them.
     """
     step_state.micro_batch = micro_batch.index
     if step_state.keys is not None:
@@ -192,11 +193,11 @@ def inputs_of(
 def _prepare_fsdp(
     model: nn.Module, mesh: ParallelMesh, is_first: bool, is_last: bool, reshard: bool
 ) -> AbstractContextManager[None]:
-    """Tell FSDP what the next backward pass is to reduce and free; returns a context for both passes."""
+    """Set what FSDP reduces and frees in the next backward pass; returns a context for forward and backward."""
     if isinstance(model, FSDPModule):
         if is_first or is_last:
             model.set_requires_gradient_sync(is_last or mesh.reduce_each)
-            model.set_requires_all_reduce(is_last)  # between replicas the sum over micro-batches is enough
+            model.set_requires_all_reduce(is_last)  # replicas exchange only the sum over micro-batches
             model.set_is_last_backward(is_last)
             # The optimizer updates shards, so the last backward must leave only them.
             model.set_reshard_after_backward(is_last or reshard)
@@ -217,10 +218,11 @@ def update(
     accept: Callable[[float, float], bool] | None = None,
     progress: Progress | None = None,
 ) -> StepResult:
-    """Update the weights by the gradients of `accumulate`, or skip the step; drop the gradients. loss: its result.
+    """Update the weights with the gradients of `accumulate`, or skip the step; drop the gradients.
 
-    clip_norm: limit of the global gradient's norm, 0 for none. requests: this rank's. accept: decides from finite loss
-    and norm (`StepResult`), alike on all ranks, whether to update; None: always. progress: is told where this rank is.
+    loss: returned by `accumulate`. clip_norm: limit of the global gradient's norm, 0 for none. requests: this rank's.
+    accept: decides from a finite loss and norm (`StepResult`) whether to update, the same on all ranks; None: always.
+    progress: learns what this rank does.
     """
     parameters, progress = optimizer_parameters(optimizer), progress or Progress()
     progress.at(step_state.step + 1, "sums over all ranks")
@@ -228,7 +230,7 @@ def update(
 
     # All ranks of a tensor-parallel group have the same loss; it counts once.
     counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
-    # Pinned: a copy from pageable memory would wait for what the device still does.
+    # Pinned, because a copy from pageable memory would wait for the device.
     requested = torch.tensor([*map(float, requests)], dtype=torch.float64, pin_memory=loss.is_cuda)
     share = squared_norm_share(parameters, mesh)
     totals = torch.cat((counted_loss.view(-1), share.view(1), requested.to(mesh.device, non_blocking=True)))
@@ -265,10 +267,10 @@ def update(
 
 @torch.no_grad()
 def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> None:
-    """Add up, over the tensor-parallel group, the gradients of parameters that are replicated over it.
+    """Sum the gradients of parameters that are replicated over the tensor-parallel group, over that group, in place.
 
-    With sequence parallelism each rank of the group has seen only its slice of the sequence, so a replicated
-    parameter (a norm's scale) holds a part of its gradient on each. One all-reduce for all of them, in place.
+    With sequence parallelism each rank of the group computes only its slice of the sequence, so it has only a part of
+    the gradient of a replicated parameter (a norm's scale). There is one all-reduce for all of them.
     """
     if not mesh.sequence_parallel or mesh.tp_size == 1:
         return
@@ -285,25 +287,24 @@ def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelM
 def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> Tensor:
     """This rank's share of the squared L2 norm of all gradients: 0-dim FP64 on the mesh's device.
 
-    The sum over all ranks counts every element once: of the ranks that hold the same shard, only the first contributes.
-    The caller reduces, so that the sum can travel with other numbers. Collective with `mesh.reproducible`.
+    The sum of all shares counts every element once: of the ranks that hold the same shard, only the first one counts
+    it. The caller reduces the shares together with other numbers. A collective with `mesh.reproducible`.
     """
     mine = [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
     if mesh.reproducible:
         return exact_norm_share(mine, mesh.device)
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
-    # Accumulated in FP64: squares of FP32 gradients neither overflow nor vanish in it.
+    # In FP64, squares of FP32 gradients neither overflow nor underflow.
     norms = torch._foreach_norm(mine, 2.0, dtype=torch.float64)  # type: ignore[attr-defined]
     return torch.stack(norms).square().sum()
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, clip_norm: float) -> None:
-    """Scale all gradients so that their global norm, `norm` before (0-dim FP64), becomes at most `clip_norm` (0: no
-    limit).
+    """Scale all gradients so that their global norm is at most `clip_norm` (0: no limit). norm: before, 0-dim FP64.
 
-    A norm within the limit makes the factor 1, which is multiplied too, so that the host need not know the norm.
+    If the norm is within the limit, the gradients are multiplied by 1, so that the host does not need the norm.
     """
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if clip_norm == 0 or not gradients:
@@ -314,7 +315,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, clip_norm: 
 
 
 def holds_first_copy(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
-    """Whether this rank is the first of those that hold the same shard of `parameter`."""
+    """Whether this rank is the first of the ranks that hold the same shard of `parameter`."""
     sharded: set[str] = set()
     if isinstance(parameter, DTensor):
         assert not any(isinstance(placement, Partial) for placement in parameter.placements)

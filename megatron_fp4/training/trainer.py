@@ -1,10 +1,11 @@
-"""The spine of a run: build, resume, train, save, roll back.
+"""The trainer of a run: build, resume, train, save, roll back.
 
     trainer = Trainer(config, models, data, callbacks, mesh)
     ending = trainer.train(stops)
 
-What a run can do besides training steps is in its callbacks, one ordered list in pretrain.py; the trainer knows none of
-them. What lives longer than a run's parts (process group, lock, signals, state.json) is pretrain.py's.
+Everything that a run does besides training steps is a callback. pretrain.py has the ordered list of callbacks; the
+trainer does not know any of them. pretrain.py also has what lives longer than the trainer: process group, lock, signals
+and state.json.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule, build_optimi
 from megatron_fp4.training.providers import DataProvider, MicroBatch, ModelProvider
 from megatron_fp4.training.step import StepRequests, StepResult, accumulate, update
 
-# So many failed saves in a row end the run.
+# After this many failed saves in a row, the run ends.
 _MAX_FAILED_SAVES = 3
-# What a finished run may lack: the record of its last save.
+# The record that a finished run may lack: that of its last save.
 _LAST_SAVE = "its last checkpoint's event"
 
 
 class Ending(NamedTuple):
-    """How a start ended after `done` steps. reason: what asked it to stop."""
+    """How a start of the run ended, after `done` steps. reason: what asked it to stop."""
 
     code: ExitCode
     done: int
@@ -73,8 +74,8 @@ class Ending(NamedTuple):
 
 @dataclass
 class Step:
-    """A training step. index: from 0. batch: this rank's micro-batches. began: `time.perf_counter()` of when it began
-    to wait for them. save: a checkpoint is wanted after it, on all ranks alike."""
+    """A training step. index: from 0. batch: this rank's micro-batches. began: `time.perf_counter()` when the wait for
+    them began. save: whether to save a checkpoint after the step, the same on all ranks."""
 
     index: int
     batch: Sequence[MicroBatch]
@@ -84,33 +85,34 @@ class Step:
 
     @property
     def done(self) -> int:
-        """Steps done with it, as metrics.jsonl counts."""
+        """Number of steps done, this one included, as metrics.jsonl counts."""
         return self.index + 1
 
 
 class Callback:
-    """An ability of a run. It overrides the hooks that it needs; they stand in the order in which a run calls them.
+    """A feature of a run. It overrides the hooks that it needs; they are defined here in the order of their calls.
 
-    Hooks are called on all ranks in the order of the list. So they may use collectives, where all ranks decide alike.
-    trainer: set before any hook is called.
+    The trainer calls each hook on all ranks, for all callbacks in the order of the list. So a hook may use collectives,
+    if all ranks decide alike. trainer: set before any hook is called.
     """
 
     name = ""
-    """The key of its state in checkpoints; "" for none. A callback that is not in the list keeps no state."""
+    """The key of its state in checkpoints; "": no state. A callback that is not in the list loses its state."""
     accept: Callable[[float, float], bool] | None = None
-    """(loss, norm) -> whether to update, all ranks alike; None: it does not judge."""
+    """(loss, norm) -> whether to update, the same on all ranks. None: this callback does not decide."""
     trainer: Trainer
 
     def load_state_dict(self, state: Any) -> None:
-        """Take the `state_dict` of a checkpoint; None: it has none."""
+        """Take its state from a checkpoint; None: the checkpoint has none."""
 
     def lacking(self, done: int) -> list[str]:
-        """Names of what a run that has done all its steps did not write; asked on the first rank."""
+        """Names of the records and files that a run of `done` steps, which is all, has not written. Called on the first
+        rank alone."""
         return []
 
     def start(self, done: int) -> None:
-        """The run is resumed after `done` steps, its records are open, no step and no kernel has run. Where all steps
-        are done: write what is lacking."""
+        """The run has resumed after `done` steps and its records are open; no step and no kernel has run yet. If all
+        steps are done: write what `lacking` named."""
 
     def before_step(self, step: Step) -> None:
         """The micro-batches of `step` are loaded."""
@@ -123,39 +125,40 @@ class Callback:
         """`step.result` is known; set `step.save` for a checkpoint."""
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
-        """After `done` steps weights, moments and generators are those of the checkpoint of step `checkpoint` again.
-        state: this callback's in it, None if it has none."""
+        """After `done` steps, weights, moments and generators were restored from the checkpoint of step `checkpoint`.
+        state: this callback's state in the checkpoint; None: it has none."""
 
     def on_checkpoint(self, done: int) -> None:
         """A checkpoint of `done` steps is about to be saved."""
 
     def state_dict(self) -> Any:
-        """For the checkpoint: JSON types, the same on all ranks."""
+        """Its state for the checkpoint: JSON types, the same on all ranks."""
         return None
 
     def saved(self, reports: Sequence[SaveReport]) -> None:
-        """Saves have ended; asked after every step and at the end. Reports differ between ranks: no collective here."""
+        """Called after every step and at the end, with the saves that have ended since. Reports differ between ranks,
+        so use no collective here."""
 
     def finish(self, done: int, stop: Callable[[], bool]) -> bool:
-        """Training is over after `done` steps, the last checkpoint is on the disk: finish work in the background. stop:
-        whether this rank is asked to stop. Returns False if that came first."""
+        """Training has ended after `done` steps and the last checkpoint is on disk: wait for work in the background.
+        stop: returns whether this rank is asked to stop. Returns False if it was, before the work was finished."""
         return True
 
     def close(self) -> None:
-        """Release resources, however the run ends, even if `start` failed; called in the reverse order."""
+        """Release resources. Called however the run ends, even if `start` failed, and in the reverse order."""
 
     def conclude(self) -> None:
         """The run has done all its steps, and its records are closed."""
 
 
 class Trainer:
-    """The parts of a run, built and wired. Raises ConfigError for data that cannot be opened or does not fit.
+    """Builds the parts of a run and connects them. Raises ConfigError for data that cannot be opened or does not fit.
 
-    models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does. quiet:
-    record and print nothing, for a caller that repeats some steps of a run. times: how long the start took until now.
+    models, data: providers (providers.py). callbacks: in their order. progress: learns what the run does. quiet: write
+    no records and print nothing, for callers that repeat some steps of a run. times: the time that the start has taken.
 
-    precision: plans, switch and StepState of the linears. graphs: None where micro-batches run eagerly. missing: names
-    of what a run that has done all its steps did not write.
+    precision: plans, switch and StepState of the linears. graphs: None if micro-batches run eagerly. missing: names of
+    the records and files that a run with all steps done has not written.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class Trainer:
         random.seed(config.run.seed)
         np.random.seed(config.run.seed)
         torch.manual_seed(config.run.seed)
-        self.progress.at(0, "open the data")  # first: what is wrong with it is said before minutes of initialization
+        self.progress.at(0, "open the data")  # first, so that its errors come before minutes of initialization
         with configuration_errors():
             self.data = data.open_data(config, mesh, is_refusal)
             identity = run_identity(config, self.data.fingerprint)
@@ -206,12 +209,12 @@ class Trainer:
             callback.trainer = self
 
     def train(self, stops: StopConditions) -> Ending:
-        """Resume, train to the last step or to a request to stop, and finish what is on its way."""
+        """Resume, train to the last step or until a request to stop, and finish work in the background."""
         start, steps = self.resume(), self.config.train.steps
         self.missing = self._find_missing() if start == steps else []
         if start == steps and not self.missing:
             self.log.console.text(
-                f"{self.config.run.dir} is finished: the checkpoint it starts from is of step {start} of {steps}. "
+                f"{self.config.run.dir} is finished: its checkpoint is of step {start} of {steps}. "
                 "Raise train.steps to continue, or choose another run.dir."
             )
             return Ending(ExitCode.FINISHED, start)
@@ -225,7 +228,7 @@ class Trainer:
                 last = stop or done == steps
                 if last or requests.save or step.save or is_due(self.config.checkpoint.interval, done):
                     self.save(done, last)
-                    stops.obeyed()
+                    stops.saved()
                 if stop:
                     break
             if stop:
@@ -240,7 +243,7 @@ class Trainer:
         return Ending(ExitCode.FINISHED, done)
 
     def steps(self, first: int, last: int, stops: StopConditions | None = None) -> Generator[Step]:
-        """Train the steps [first, last), and yield each when it is done. stops: what this rank is asked to do."""
+        """Train the steps [first, last), and yield each one when it is done. stops: the requests to this rank."""
         config, mesh, state, progress = self.config, self.mesh, self.precision.step_state, self.progress
         accept = next((callback.accept for callback in self.callbacks if callback.accept is not None), None)
         for index, batch in enumerate(self._batches(first, last), start=first):
@@ -254,7 +257,7 @@ class Trainer:
                     around.enter_context(callback.around_step(step))
                 reshard, graphs = config.parallel.reshard, self.graphs
                 loss = accumulate(self.model, batch, mesh, state, reshard=reshard, progress=progress, graphs=graphs)
-                # What this rank asks all to do, read as late as possible.
+                # This rank's requests to all ranks, read as late as possible.
                 requests = (stops.stop, stops.save, self.checkpointer.failed) if stops is not None else ()
                 step.result = update(
                     self.optimizer,
@@ -272,10 +275,10 @@ class Trainer:
             yield step
 
     def resume(self) -> int:
-        """Load a checkpoint if the configuration says so; returns steps done.
+        """Load a checkpoint as the configuration says; returns the number of steps done.
 
-        Raises ConfigError if the checkpoint is of another run or after a switch that this one does not have, or if
-        resuming would overwrite checkpoints of run.dir.
+        Raises ConfigError if the checkpoint is of another run or after a precision switch that this run does not have,
+        or if the run would overwrite checkpoints in run.dir.
         """
         self.progress.at(0, "load")
         settings, checkpointer, state = self.config.checkpoint, self.checkpointer, self.precision.step_state
@@ -298,7 +301,7 @@ class Trainer:
         return start
 
     def begin_from(self, folder: Path, allow_mismatch: bool = False) -> None:
-        """`begin` from the checkpoint in `folder`, whose run this need not be. Raises ConfigError if it does not fit,
+        """`begin` from the checkpoint in `folder`, which may be of another run. Raises ConfigError if it does not fit,
         CheckpointError if it cannot be read."""
         parts = self.model, self.optimizer, self.precision.step_state
         with configuration_errors():
@@ -308,13 +311,14 @@ class Trainer:
         self.begin(resumed.step)
 
     def begin(self, done: int) -> None:
-        """Prepare a quiet trainer, which saves nothing, for a call of `steps` after `done` steps."""
+        """Prepare a quiet trainer, which saves no checkpoints, to call `steps` after `done` steps."""
         self.log.open(done)
         for callback in self.callbacks:
             callback.start(done)
 
     def save(self, done: int, last: bool = False) -> None:
-        """Write the checkpoint of `done` steps, or begin to. last: of this start."""
+        """Save the checkpoint of `done` steps, or start to save it in the background. last: it is the last one of this
+        start."""
         self.progress.at(done, "save")
         for callback in self.callbacks:
             callback.on_checkpoint(done)
@@ -329,11 +333,11 @@ class Trainer:
         )
 
     def roll_back(self, done: int, folder: Path | None = None) -> int:
-        """After `done` steps: take weights, moments, generators and precision of the last checkpoint, or of the one in
-        `folder`, and continue with the next step. Returns the checkpoint's step.
+        """After `done` steps, restore weights, moments, generators and precision from the last checkpoint, or from the
+        one in `folder`; training continues with the next step. Returns the checkpoint's step.
 
-        What the steps since did to the run is undone; their data counts as seen. Raises CheckpointGoneError, and
-        changes nothing, if the checkpoint is no longer whole.
+        This undoes the updates since the checkpoint; their data counts as used. If the checkpoint is gone or damaged,
+        raises CheckpointGoneError and changes nothing.
         """
         self.progress.at(done, "go back to a checkpoint")
         parts = self.model, self.optimizer, self.precision.step_state
@@ -343,7 +347,7 @@ class Trainer:
         return resumed.step
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs besides model and optimizer: JSON types, the same on all ranks."""
+        """The state of the run besides model and optimizer: JSON types, the same on all ranks."""
         return {
             "version": __version__,
             "commit": revision(),
@@ -356,8 +360,8 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], start: int) -> None:
-        """Resume after `start` steps from a checkpoint's `state_dict`. Raises ConfigError if it is of other data, after
-        a switch that this run does not have, or of a run with an ability that is gone."""
+        """Resume after `start` steps from the `state_dict` of a checkpoint. Raises ConfigError if the checkpoint is of
+        other data, after a precision switch that this run does not have, or of a run with a removed feature."""
         with configuration_errors(f"checkpoint.resume={self.config.checkpoint.resume} starts from step {start}: "):
             refuse_removed(state.get("config", {}))
             self.data.loader.load_state_dict(state["loader"])
@@ -367,21 +371,21 @@ class Trainer:
             check_samples(self.data.phases, start, self.data.loader.consumed_samples)
 
     def make_room(self) -> None:
-        """Before a forward pass outside of a step: CUDA graphs leave it their memory."""
+        """Call it before a forward pass outside a step: CUDA graphs then free memory for it."""
         if self.graphs is not None:
             self.graphs.make_room()
 
     def compute_again(self, diagnose: Callable[..., str], batch: Sequence[MicroBatch], *more: Any) -> str:
-        """What `diagnose` (measure/diagnosis.py) finds by running the micro-batches `batch` once more."""
+        """Run the micro-batches `batch` again; returns what `diagnose` (measure/diagnosis.py) finds."""
         self.make_room()
         return diagnose(self.model, batch, self.mesh, self.precision.step_state, *more)
 
     def samples(self, done: int) -> int:
-        """Samples of the first `done` steps."""
+        """Number of samples of the first `done` steps."""
         return int(self.data.phases.samples_before(done))
 
     def tokens(self, done: int) -> int:
-        """Tokens of the first `done` steps."""
+        """Number of tokens of the first `done` steps."""
         return self.samples(done) * self.config.train.sequence_length
 
     def lr(self, step: int) -> float:
@@ -390,17 +394,18 @@ class Trainer:
         return WSDSchedule.of(self.config).lr(step, switch.switched_at, switch.config.rewarm_steps)
 
     def phase(self, step: int) -> str:
-        """The data phase of `step` (from 0)."""
+        """The name of the data phase of `step` (from 0)."""
         return str(self.data.phases.span(step).name)
 
     @property
     def plan_name(self) -> str:
-        """The precision in effect, as records call it."""
+        """The name of the current precision, for records."""
         switch, name = self.precision.switch, self.config.precision.name
         return name if switch.switched_at is None else f"after the switch to {switch.config.target}"
 
     def _find_missing(self) -> list[str]:
-        """Names of what a run that has done all its steps was killed before it wrote. A collective."""
+        """Names of the records and files that a run with all steps done has not written, because it was killed. A
+        collective."""
         steps = self.config.train.steps
 
         def look() -> list[str]:
@@ -409,13 +414,13 @@ class Trainer:
             lacking = [what for callback in self.callbacks for what in callback.lacking(steps)]
             return lacking if saved else [_LAST_SAVE, *lacking]
 
-        missing = self.checkpointer.sync.on_rank0("look for what the run lacks", look)
+        missing = self.checkpointer.sync.on_rank0("look for missing records", look)
         return missing if self.checkpointer.has(steps) else []
 
     @contextmanager
     def _opened(self, start: int) -> Iterator[None]:
-        """Inside, records are open and callbacks have started. At an exception its traceback is printed, saves in the
-        background are given up, callbacks close, and records close last."""
+        """Inside, records are open and callbacks have started. After an exception its traceback is printed, saves in
+        the background are given up, callbacks close, and records close last."""
         log, plan = self.log, self.precision.plans[0].as_dict()
         forward = self.models.forward_flops_per_token(self.config.model, self.config.train.sequence_length)
         log.open(
@@ -434,7 +439,7 @@ class Trainer:
         )
         if self.missing:
             what = ", ".join(self.missing)
-            log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing that now")
+            log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing it now")
         self.checkpointer.before_publish = log.metrics.sync
         self.checkpointer.alive = self.progress.alive
         log.settings(plan)
@@ -451,7 +456,7 @@ class Trainer:
                 yield
 
     def _report_changes(self, resumed: Resumed) -> None:
-        """Print and record what was damaged, and what of configuration and data has changed since the checkpoint."""
+        """Print and record damaged checkpoints, and changes of configuration and data since the checkpoint."""
         saved, switch, start = resumed.trainer.get("config", {}), self.precision.switch, resumed.step
         for damage in resumed.damaged:
             line = f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step "
@@ -469,28 +474,28 @@ class Trainer:
                 yield from self.progress.loading(batches, first + 1)
 
     def _saves_ended(self, save_failed: bool = False) -> None:
-        """Record which saves have ended. save_failed: of any rank."""
+        """Record the saves that have ended. save_failed: whether one failed on any rank."""
         reports = self.checkpointer.reports(save_failed)
         self.log.saves(reports)
         for callback in self.callbacks:
             callback.saved(reports)
 
     def _finish(self, done: int, stops: StopConditions) -> bool:
-        """Wait for the last save and for callbacks; returns whether callbacks are finished."""
+        """Wait for the last save and for callbacks; returns whether the callbacks have finished their work."""
         self.progress.at(done, "save")
         self.checkpointer.finish()
         self._saves_ended()
         finished = all(callback.finish(done, lambda: stops.stop) for callback in self.callbacks)
         if done == self.config.train.steps and not finished:
-            stops.obeyed()
+            stops.saved()
             self.log.stop(done, stops.why_stop)
         return finished
 
 
 def check_start(config: Config, models: ModelProvider, data: DataProvider) -> None:
-    """Raise ConfigError for the first thing that forbids a start with `config`, or its dry run, as far as this process
-    sees before any data is opened."""
-    # A dry run plans for machines that are not here.
+    """Raise ConfigError for the first reason not to start a run, or a dry run, that this process can find before any
+    data is opened."""
+    # A dry run may plan for another machine.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     check(config, models, data, place_in_run().world_size, device_type)
     check_resume(config)
@@ -501,12 +506,12 @@ def check_start(config: Config, models: ModelProvider, data: DataProvider) -> No
 
 
 def any_rank(flag: bool, mesh: ParallelMesh) -> bool:
-    """Whether any rank has it. A collective."""
+    """Whether `flag` is true on any rank. A collective."""
     value = torch.tensor(float(flag), device=mesh.device)
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
     return bool(value.item())
 
 
 def is_due(interval: int, done: int) -> bool:
-    """Whether something that happens every `interval` steps (0: never) happens after `done` steps."""
+    """Whether something that is due every `interval` steps (0: never) is due after `done` steps."""
     return interval > 0 and done % interval == 0

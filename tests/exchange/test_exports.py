@@ -286,7 +286,7 @@ def test_every_export_has_its_checkpoint_and_its_record(start: Start, tmp_path: 
 
     assert "is finished" in (printed := start(*overrides)) and "lacks" not in printed
     shutil.rmtree(run_dir / "exports" / "step_00000004")
-    assert "lacks its export of step 4; writing that now" in start(*overrides)
+    assert "lacks its export of step 4; writing it now" in start(*overrides)
     assert names(run_dir / "exports") == ["step_00000002", "step_00000004"] and len(losses(run_dir)) == 4
 
 

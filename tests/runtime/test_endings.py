@@ -112,7 +112,7 @@ def test_no_end_waits_for_its_group(small: list[str], tmp_path: Path) -> None:
     done = run_program([tmp_path / "program.py", *small, f"run.dir={tmp_path / 'run'}"], timeout=240)
     assert done.returncode == 4 and state(tmp_path / "run")["state"] == "wrong_numbers", done.stderr
     assert "pretrain.py: fprop is off by one\n" in done.stderr and "Traceback" not in done.stderr
-    assert "its process group has not ended after 0 s; leaving without it" in done.stderr
+    assert "the process group did not end within 0 s; ending without it" in done.stderr
 
 
 # The program on a disk of one rank that hangs at one place: a call that the kernel never answers.
@@ -155,7 +155,7 @@ def test_a_disk_that_hangs_ends_the_run(small: list[str], tmp_path: Path, what: 
     assert programs[rank].returncode == 5, output
     found = state(run_dir)
     assert found["state"] == "hung" and f"rank {rank} on " in found["reason"]
-    assert "stands in the system call `openat`" in found["reason"] and "hang in program.py" in found["reason"]
+    assert "is in the system call `openat`" in found["reason"] and "hang in program.py" in found["reason"]
     assert found["reason"] in output and ("load" in found["reason"]) == (what == "load")
 
 

@@ -55,7 +55,7 @@ def write_again(folder: Path, *but: int) -> None:
 def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
     write(tmp_path, report(0), report(1), report(2, order=1, phase="data"), report(3))
     found = diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path))
-    assert "rank 2 (process 102 on host2): behind the others; last heard of 0 s ago: step 5, data, for 60 s" in found
+    assert "rank 2 (process 102 on host2): behind the others; its last report, 0 s ago: step 5, data, for 60 s" in found
     assert "waiting: ranks 0-1, 3 in step 5, phase 3" in found and "rank 1 (" not in found
     write(tmp_path, report(2))
     assert diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path)) == ""
@@ -67,8 +67,8 @@ def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_writes_no_more_is_named(tmp_path: Path) -> None:
     write(tmp_path, *(report(rank) for rank in range(3)))
     found = diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path, 2))
-    assert "rank 2 (process 102 on host2): its process writes nothing any more" in found
-    assert "rank 3: nothing is known of it" in found and "waiting: ranks 0-1 in step 5" in found
+    assert "rank 2 (process 102 on host2): its process no longer writes" in found
+    assert "rank 3: it has written nothing yet" in found and "waiting: ranks 0-1 in step 5" in found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -105,7 +105,7 @@ def test_a_hang_is_told_once_with_its_stack(
         progress.at(7, "a phase that hangs")
         other.at(7, "a phase that hangs")
         printed: list[str] = []
-        wait_until(lambda: printed.append(capfd.readouterr().err) or "threads stand" in "".join(printed))
+        wait_until(lambda: printed.append(capfd.readouterr().err) or "stacks of all threads" in "".join(printed))
         time.sleep(0.6)  # and not again
         printed.append(capfd.readouterr().err)
     assert "".join(printed).count("rank 0 has been in step 7, a phase that hangs, for") == 1

@@ -123,17 +123,17 @@ def test_files_are_seen_by_the_first_rank_and_removed_when_obeyed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signals, "LOOK_EVERY", 0.0)
-    (tmp_path / "STOP").touch()  # meant for the run before
+    (tmp_path / "STOP").touch()  # for an earlier run
     with caplog.at_level(logging.WARNING):
         first = StopConditions(tmp_path, 0.0, StopRequest(), active=True)
     other = StopConditions(tmp_path, 0.0, StopRequest(), active=False)
-    assert "meant for the run before: removed" in caplog.text and not (first.stop or first.save)
+    assert "it was for an earlier run" in caplog.text and not (first.stop or first.save)
     (tmp_path / "SAVE").touch()
     assert first.save and not first.stop and not other.save
     (tmp_path / "STOP").touch()  # after the step asked: not lost in the save
-    first.obeyed()
+    first.saved()
     assert not (tmp_path / "SAVE").exists() and not first.save
     assert first.stop and first.why_stop == "the file STOP" and not other.stop
-    first.obeyed()
+    first.saved()
     assert not (tmp_path / "STOP").exists()
     assert first.stop and first.why_stop == "the file STOP"  # it has been obeyed, not taken back

@@ -317,7 +317,7 @@ def test_a_failed_capture_is_a_warning_or_an_error(mesh: ParallelMesh, which: in
     ("config", "ranks", "device", "backend", "why"),
     [
         (Config(), 1, "cpu", "emulated", "the run is on cpu"),
-        (Config(), 2, "cuda", "emulated", "a rank has 1 micro-batches in a step"),
+        (Config(), 2, "cuda", "emulated", "a step has 1 micro-batches on a rank"),
         (Config(parallel=ParallelConfig(reshard=True)), 2, "cuda", "emulated", "parallel.reshard=true"),
         (Config(data=DataConfig(documents="masked")), 1, "cuda", "emulated", "data.documents=masked"),
         (Config(train=TrainConfig(kernels="torch")), 1, "cuda", "emulated", "train.kernels=torch"),
@@ -326,7 +326,7 @@ def test_a_failed_capture_is_a_warning_or_an_error(mesh: ParallelMesh, which: in
 def test_where_graphs_cannot_be(config: Config, ranks: int, device: str, backend: str, why: str) -> None:
     assert why in (graphs_refusal(config, ranks, device, backend) or "")
     required = replace(config, train=replace(config.train, cuda_graphs="true"))
-    with pytest.raises(ConfigError, match=f"train.cuda_graphs=true cannot be: .*{why}.*; leave it at auto"):
+    with pytest.raises(ConfigError, match=f"train.cuda_graphs=true is not possible: .*{why}.*; leave it at auto"):
         graphs_refusal(required, ranks, device, backend)
 
 
@@ -357,5 +357,5 @@ def test_every_recipe_of_ours_can_be_captured() -> None:
 
 def test_with_fsdp_they_are_asked_for() -> None:
     many = TrainConfig(global_batch_size=64, micro_batch_size=1)
-    assert "never ran on several GPUs" in (graphs_refusal(Config(train=many), 2, "cuda", "emulated") or "")
+    assert "were not tested on several GPUs" in (graphs_refusal(Config(train=many), 2, "cuda", "emulated") or "")
     assert graphs_refusal(Config(train=replace(many, cuda_graphs="true")), 2, "cuda", "emulated") is None

@@ -1,23 +1,24 @@
-"""Steps that make no update: those whose numbers are not finite, and spikes.
+"""Steps without an update: steps whose numbers are not finite, and spikes.
 
 Steps that are not finite are skipped and counted; too many in a row end the run. A spike is a step whose loss or
-gradient norm exceeds, over the last `window` accepted steps,
+gradient norm exceeds this limit, taken over the last `window` accepted steps:
 
     median + threshold * max(1.4826 * MAD, floor * median)         MAD: the median distance from the median
 
-1.4826 MAD is the standard deviation of normally distributed numbers (Rousseeuw and Croux, "Alternatives to the Median
-Absolute Deviation", 1993) and, unlike that, is not moved by the spikes themselves. Skipping such steps is OLMo 2's
-method (arXiv:2501.00656; its SkipStepOptimizer: 6 standard deviations over 128 steps); going back to the last
-checkpoint and skipping the data of all steps since is PaLM's (arXiv:2204.02311, section 5.1).
+1.4826 MAD estimates the standard deviation of normally distributed numbers (Rousseeuw and Croux, "Alternatives to the
+Median Absolute Deviation", 1993); unlike the sample standard deviation, spikes hardly change it. To skip a spike is
+OLMo 2's method (arXiv:2501.00656; its SkipStepOptimizer: 6 standard deviations over 128 steps). To go back to the last
+checkpoint and skip the data of all steps since then is PaLM's (arXiv:2204.02311, section 5.1).
 
-- One-sided: what falls is no spike. While the loss falls quickly the median lies above it and the MAD is wide.
+- The limit is one-sided: a small loss is no spike. While the loss falls quickly, the median is above it and the MAD is
+  large.
 - The floors are for histories that are nearly flat, and for gradient norms, whose ordinary outliers reach twice the
-  median: with a threshold of 6 a loss must be 3% above its median, a norm 2.2 times its median.
-- A change that is meant (another data phase, another precision) starts a new history.
-- A step that is not finite is no spike, and neither ends a row of the other.
+  median: with a threshold of 6, a spike's loss is 3% above the median, or its norm 2.2 times the median.
+- An intended change (another data phase, another precision) starts a new history.
+- A step that is not finite is no spike; neither resets the count of the other.
 
-Loss and norm are the step's all-reduced numbers, so all ranks decide alike, and the whole state is in the checkpoint,
-so a resumed run decides as the straight one.
+Loss and norm are the step's all-reduced numbers, so all ranks decide alike. The whole state is in the checkpoint, so a
+resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class SpikeError(DivergedError):
 class SkippedSteps(Callback):
     """Counts steps that were skipped because they were not finite.
 
-    max_in_row: so many in a row end the run of `num_steps` steps, which also ends so if none of them made an update.
-    consecutive: since the last update. total: since the run began. without_update: steps since the last update, spikes
-    included.
+    max_in_row: after this many in a row the run ends with an error. num_steps: of the run; if none of them makes an
+    update, the run ends with an error too. consecutive: skipped steps since the last update. total: since the run
+    began. without_update: steps since the last update, including spikes.
     """
 
     name = "skipped"
@@ -70,9 +71,9 @@ class SkippedSteps(Callback):
             return
         self.consecutive += 1
         self.total += 1
-        none = step.done == self.num_steps and self.without_update >= step.done
-        if none or self.consecutive >= self.max_in_row:
-            end = "the run ends without an update: " if none else ""
+        no_update_at_all = step.done == self.num_steps and self.without_update >= step.done
+        if no_update_at_all or self.consecutive >= self.max_in_row:
+            end = "the run ends without an update: " if no_update_at_all else ""
             raise NonFiniteError(
                 f"{end}{self.consecutive} steps in a row were not finite, up to step {step.done} (loss {result.loss}, "
                 f"gradient norm {result.grad_norm}): weights and optimizer are those after step "
@@ -93,8 +94,8 @@ class SkippedSteps(Callback):
 
 @dataclass(frozen=True)
 class Spike:
-    """A step that was refused. *_limit: what was allowed. *_median: over the history. in_row, total: spikes so far,
-    with this one."""
+    """A step that is a spike. *_limit: the most that was allowed. *_median: over the history. in_row, total: spikes so
+    far, including this one."""
 
     loss: float
     loss_median: float
@@ -114,10 +115,10 @@ class Spike:
 
 
 class Spikes(Callback):
-    """Decides which steps are spikes, counts and answers them. config: action `none` accepts everything.
+    """Detects spikes, counts them, and skips or rolls back. config: with the action `none`, no step is a spike.
 
-    in_row: spikes without an accepted step between them; of rollbacks, those to one and the same checkpoint, because
-    accepted steps that are lost again are no progress. total: spikes since the run began.
+    in_row: spikes without an accepted step between them; with rollbacks, spikes since the same checkpoint, because a
+    rollback undoes the accepted steps. total: spikes since the run began.
     """
 
     name = "spikes"
@@ -126,7 +127,7 @@ class Spikes(Callback):
         self.config = config
         self.accept = None if config.action == "none" else self._accepts
         self.in_row = self.total = 0
-        self._checkpoint: int | None = None  # where the last spike went back to
+        self._checkpoint: int | None = None  # the step of the checkpoint that the last spike rolled back to
         self._regime = ""
         self._history: list[tuple[float, float]] = []  # loss and gradient norm of accepted steps, the oldest first
 
@@ -136,7 +137,7 @@ class Spikes(Callback):
             self._regime, self._history = regime, []
 
     def after_step(self, step: Step) -> None:
-        """Answer a spike. Raises SpikeError on all ranks, with a diagnosis, if there were too many in a row."""
+        """Handle a spike. Raises SpikeError on all ranks, with a diagnosis, after too many in a row."""
         if (spike := self.observe(step.result)) is None:
             return
         self._answer(spike, step.done)
@@ -148,7 +149,7 @@ class Spikes(Callback):
             )
 
     def observe(self, result: StepResult) -> Spike | None:
-        """Take in the result of a step; the spike, if it was one."""
+        """Update history and counts with the result of a step; returns the spike, or None."""
         if self.config.action == "none" or (result.skipped and not result.spike):
             return None
         if not result.spike:
@@ -169,18 +170,18 @@ class Spikes(Callback):
         return self.trainer.checkpointer.last_step()
 
     def _answer(self, spike: Spike, done: int) -> None:
-        """Go back to the last checkpoint if the configuration says so and there is one, and record what was done."""
+        """Roll back to the last checkpoint, if the configuration asks for it and there is one, and record the spike."""
         trainer, restored, action, answer = self.trainer, None, "skip", "skipped"
         if spike.in_row >= self.config.max_in_row:
             answer, action = "the run ends", "end"
         elif self.config.action == "rollback" and self.last_checkpoint() is None:
-            answer = "skipped, because there is no checkpoint yet to go back to"
+            answer = "skipped, because there is no checkpoint yet to roll back to"
         elif self.config.action == "rollback":
             try:
                 restored, action = trainer.roll_back(done), "rollback"
-                answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
+                answer = f"rolled back to the checkpoint of step {restored}, continuing with the next batch"
             except CheckpointGoneError as error:
-                answer = f"skipped, because going back failed: {error}"
+                answer = f"skipped, because the rollback failed: {error}"
         first = done - 1 if restored is None else restored
         start, end = trainer.samples(first), trainer.samples(done)
         trainer.log.metrics.event(
@@ -199,8 +200,8 @@ class Spikes(Callback):
         trainer.log.console.event(done, f"spike: {spike}; {answer}")
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
-        """The measure is again what it was at the checkpoint, the counts stay."""
-        # Steps that are not looked at leave no history, and what was before them is no measure of those after.
+        """Restore the history of the checkpoint; the counts stay."""
+        # With the action `none` there is no history, and an older one would not fit the steps that follow.
         known = state is not None and self.config.action != "none"
         self._regime = state["regime"] if known else ""
         self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :] if known else []
@@ -215,7 +216,7 @@ class Spikes(Callback):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Those of a checkpoint; None: of a run that knew of no spikes."""
+        """Restore history and counts. None: the checkpoint's run had no spike detection."""
         self.rolled_back(0, 0, state)
         if state is not None:
             self.in_row, self.total, self._checkpoint = state["in_row"], state["total"], state["checkpoint"]

@@ -1,22 +1,22 @@
-"""The same configurations of autotuned Triton kernels on all ranks, after a resume, and in the next run.
+"""Use the same configurations of autotuned Triton kernels on all ranks, after a resume, and in the next run.
 
 mamba-ssm's kernels are autotuned: the first call with a new key times every configuration (block sizes, warps) and
-keeps the fastest. Block sizes decide in which order sums are taken, so what a process chooses decides its last bits.
-Triton can keep choices on disk (TRITON_CACHE_AUTOTUNING), but not for configurations with a `pre_hook`, which the
-kernels of the backward pass have; and Inductor gives each device its own folder for them.
+keeps the fastest. Block sizes decide the order of sums, so the choice changes the last bits of results. Triton can
+cache choices on disk (TRITON_CACHE_AUTOTUNING), but not for configurations with a `pre_hook`, which the kernels of the
+backward pass have, and Inductor gives each device its own cache folder.
 
-So in every run the first rank alone tunes, before the first step, by one forward and backward pass of the scan; the
-others take over what it chose. (Also where no determinism is asked for: left to themselves, all ranks of all runs would
-spend minutes of their first step on it.) Configurations are compiled side by side and then timed one by one. The keys
-hold sizes of the model, not of the batch: validation needs nothing more. Choices come, in this order, from
+So in every run only the first rank tunes, before the first step, by one forward and backward pass of the scan; all
+other ranks use its choices. (Runs that need no determinism do this too: otherwise all ranks of all runs would tune for
+minutes in their first step.) Configurations are compiled in parallel and then timed one by one. The keys contain sizes
+of the model, not of the batch, so validation needs no more. Choices come, in this order, from
 
     the checkpoint      `autotuning` in trainer.json, also written to run.dir/autotuning.json
-    this machine        a file that earlier runs on such a GPU with these versions made: a run started twice
-                        from the beginning chooses once
-    measuring
+    this machine        a file that earlier runs on such a GPU with these versions made: a second run from step 0
+                        makes the same choices
+    timing
 
-The first two count only for the same GPU and versions. A key that comes up later is not compared with others, which
-each rank would do for itself: it gets the smallest configuration, whatever rank or run meets it.
+The first two are used only with the same GPU and versions. A key that appears later is not timed, because each rank
+would time it for itself: on every rank and in every run it gets the smallest configuration.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 RECORD_FILE = "autotuning.json"
 _COMPILERS = 16
 _PACKAGE = "mamba_ssm"
-_KERNELS = "mamba_ssm.ops.triton.ssd_combined"  # which imports all that the scan runs
+_KERNELS = "mamba_ssm.ops.triton.ssd_combined"  # imports all kernels of the scan
 
 Key = tuple[Any, ...]
 Choices = dict[tuple[str, Key], dict[str, Any]]
@@ -56,8 +56,8 @@ Choices = dict[tuple[str, Key], dict[str, Any]]
 
 
 class Kernels(Callback):
-    """Pins what autotuned kernels use, before the first of them runs. folder: of this machine, for what earlier runs
-    chose."""
+    """Pins the configurations of autotuned kernels before the first kernel runs. folder: for choices of earlier runs on
+    this machine."""
 
     name = "autotuning"
 
@@ -76,13 +76,13 @@ class Kernels(Callback):
         rehearse = rehearsal(mixers, trainer.config, lengths, trainer.mesh.device)
         lines, self._pinned = pin_kernels(rehearse, self._saved, self._folder), True
         if done and self._saved is None:
-            lines = ["kernels: the checkpoint does not say which configurations it was made with", *lines]
+            lines = ["kernels: the checkpoint has no record of its kernel configurations", *lines]
         for line in lines:
             trainer.log.console.text(line)
         self.on_checkpoint(done)
 
     def on_checkpoint(self, done: int) -> None:
-        """Replace run.dir/autotuning.json. Checkpoints have it too, so a disk may refuse it."""
+        """Replace run.dir/autotuning.json. Checkpoints have the same record, so a failure to write is not an error."""
         if self._pinned and self.trainer.log.active:
             path = Path(self.trainer.config.run.dir) / RECORD_FILE
             attempt(str(path), lambda: write_record(path, record_here()))
@@ -97,7 +97,8 @@ class Kernels(Callback):
 def rehearsal(
     mixers: Iterable[Any], config: Config, lengths: Iterable[int], device: torch.device
 ) -> Callable[[], None]:
-    """What `pin_kernels` is to call: the autotuned kernels of `mixers`, once for each sequence length that occurs."""
+    """A function for `pin_kernels` that runs the autotuned kernels of `mixers` once for each of the sequence
+    `lengths`."""
     train, dtype = config.train, getattr(torch, config.precision.compute_dtype)
     different, masked = tuple(dict.fromkeys(lengths)), config.data.documents == "masked"
 
@@ -111,18 +112,18 @@ def rehearsal(
 
 
 def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None, machine_folder: Path) -> list[str]:
-    """Fix the configurations of mamba-ssm's kernels on all ranks; a collective, before the first kernel runs. Returns
-    lines that say where they came from.
+    """Fix the configurations of mamba-ssm's kernels on all ranks. A collective, before the first kernel runs. Returns
+    lines that say where the choices came from.
 
-    rehearse: runs every kernel of the model once, and so tunes it if its choice is not known; called on the first
-    rank. saved: a record from a checkpoint, if there is one. machine_folder: for the files of earlier runs.
+    rehearse: runs every kernel of the model once, on the first rank, which tunes a kernel without a known choice.
+    saved: the record in the checkpoint, if there is one. machine_folder: for the files of earlier runs.
 
     Raises RuntimeError on a rank whose kernels do not have a configuration that the first rank chose.
     """
     importlib.import_module(_KERNELS)
     autotuners = live_autotuners()
     for autotuner in autotuners.values():
-        # What an earlier run of this process left; this one shall find what a new process finds.
+        # Undo what an earlier run of this process left.
         autotuner.__dict__.pop("prune_configs", None)
         autotuner.cache.clear()
     chosen: list[Any] = [None, None]
@@ -141,11 +142,11 @@ def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None,
 def _choose(
     rehearse: Callable[[], object], autotuners: Mapping[str, Any], saved: Mapping[str, Any] | None, machine_folder: Path
 ) -> list[str]:
-    """Put known choices into this process's `autotuners` and tune the others; lines that say what was done."""
+    """Put known choices into this process's `autotuners`, and tune the others; returns lines about it."""
     lines, environment = list[str](), environment_here()
     name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
     machine_file = machine_folder / f"{name}.json"
-    # The checkpoint's last: they win.
+    # The checkpoint's choices come last, so they win.
     for place, record in ((str(machine_file), read_record(machine_file)), ("the checkpoint", saved)):
         if record is None:
             continue
@@ -158,26 +159,26 @@ def _choose(
         lines.append(f"kernels: not as in {place}, which is of another environment: {differing}")
     known, began = choices_of(autotuners).keys(), time.perf_counter()
     for autotuner in autotuners.values():
-        # An attribute of the object, which Triton calls when it meets a key that it has no choice for.
+        # Triton calls this attribute for a key without a choice.
         autotuner.prune_configs = functools.partial(_compiled_at_once, autotuner)
     rehearse()
     tuned = {tuning: config for tuning, config in choices_of(autotuners).items() if tuning not in known}
     if tuned:
-        # Another run may have finished tuning in the meantime: the first to write decides for both.
+        # Another run may have finished tuning meanwhile: its choices count for both.
         kept = choices_in(read_record(machine_file) or record_of(environment, {}))
         put_back({tuning: config for tuning, config in kept.items() if tuning in tuned}, autotuners)
         try:
             machine_folder.mkdir(parents=True, exist_ok=True)
-            # No others: among those of a checkpoint are smallest ones, of keys that came late.
+            # Not the checkpoint's choices: these include the smallest configurations of late keys.
             write_record(machine_file, record_of(environment, {**tuned, **kept}))
         except OSError as error:
-            lines.append(f"kernels: a new run will tune again, {machine_file} cannot be written: {error}")
+            lines.append(f"kernels: the next run will tune again, because {machine_file} cannot be written: {error}")
     seconds = time.perf_counter() - began
     return [*lines, f"kernels: {len(known)} configurations known, {len(tuned)} tuned, {seconds:.0f} s"]
 
 
 def environment_here() -> dict[str, str]:
-    """What decides which configurations there are and which is fastest: the GPU and the versions that compile."""
+    """What the choices depend on: the GPU, and the versions of the packages that compile kernels."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     versions = {name: str(sys.modules[name].__version__) for name in ("torch", "triton", _PACKAGE)}
     return {
@@ -204,7 +205,7 @@ def live_autotuners() -> dict[str, Any]:
 
 
 def choices_of(autotuners: Mapping[str, Any]) -> Choices:
-    """Every choice that the autotuners hold."""
+    """Every choice of the autotuners."""
     return {
         (name, key): config.all_kwargs()
         for name, autotuner in autotuners.items()
@@ -213,9 +214,9 @@ def choices_of(autotuners: Mapping[str, Any]) -> Choices:
 
 
 def put_back(choices: Choices, autotuners: Mapping[str, Any]) -> list[str]:
-    """Make the autotuners hold `choices`; those that they do not have a configuration for are left, a line each.
+    """Put `choices` into the autotuners; returns a line for each choice that is none of an autotuner's configurations.
 
-    The configuration is one of the autotuner's own, and with it its `pre_hook`.
+    The autotuner's own configuration object is used, because it has the `pre_hook`.
     """
     refused = []
     for (name, key), wanted in choices.items():
@@ -229,25 +230,25 @@ def put_back(choices: Choices, autotuners: Mapping[str, Any]) -> list[str]:
 
 
 def _compiled_at_once(autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """In place of `Autotuner.prune_configs`, where one tunes: the same configurations, after compiling all of them."""
+    """Replaces `Autotuner.prune_configs` on the rank that tunes: compiles all configurations, and returns them."""
     configs: list[Any] = type(autotuner).prune_configs(autotuner, arguments)
     mode = getattr(sys.modules.get("triton"), "AsyncCompileMode", None)
-    if mode is not None:  # else each is compiled when its turn to be timed has come
+    if mode is not None:  # otherwise each is compiled just before it is timed
         workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
-        # What cannot be compiled is found out again, and distinguished, where it is timed.
+        # An error of compilation is ignored here: it comes again, and is handled, when the configuration is timed.
         try:
             with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
                 for config in configs:
                     settings = {**arguments, **config.all_kwargs(), "warmup": True}
                     autotuner.fn.run(*autotuner.nargs.values(), **settings)
         except Exception as error:
-            log.warning("kernels are compiled one by one, because side by side they are not: %r", error)
+            log.warning("kernels are compiled one by one, because compiling them in parallel failed: %r", error)
     return configs
 
 
 def _smallest_instead(name: str, autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:
-    """In place of `Autotuner.prune_configs`: the only configuration to try, by a rule that knows no clock. It has the
-    smallest product of block sizes and stages, the first of equals, and fits any GPU."""
+    """Replaces `Autotuner.prune_configs` after tuning: returns one configuration, so that nothing is timed. It has the
+    smallest product of block sizes and stages (the first one if several do), and fits any GPU."""
 
     def cost(config: Any) -> int:
         blocks = (size for name, size in config.kwargs.items() if name.startswith("BLOCK_SIZE"))
@@ -259,12 +260,12 @@ def _smallest_instead(name: str, autotuner: Any, arguments: Mapping[str, Any]) -
 
 
 def record_here() -> dict[str, Any]:
-    """This rank's choices so far, as JSON."""
+    """The record of this rank's choices so far, as JSON."""
     return record_of(environment_here(), choices_of(live_autotuners()))
 
 
 def record_of(environment: Mapping[str, str], choices: Choices) -> dict[str, Any]:
-    """Choices and what they are for, as JSON."""
+    """The record of choices and their environment, as JSON."""
     listed = [{"kernel": name, "key": list(key), "config": config} for (name, key), config in choices.items()]
     return {"environment": dict(environment), "choices": listed}
 
@@ -275,20 +276,20 @@ def choices_in(record: Mapping[str, Any]) -> Choices:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """A record that was written; None if there is none that can be read."""
+    """The record in a file; None if there is none that can be read."""
     try:
         record = json.loads(path.read_text())
         choices_in(record), record["environment"].items()
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        log.warning("%s is left aside, it is no record of kernels: %r", path, error)
+        log.warning("%s is ignored, because it is no record of kernels: %r", path, error)
         return None
     return dict(record)
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace the file of a record. Raises OSError."""
+    """Replace the file by `record`. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(temporary, path)

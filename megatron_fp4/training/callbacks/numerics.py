@@ -1,5 +1,5 @@
-"""What a run does about its numerics besides training: compare kernels, switch the precision, compute a micro-batch
-twice, measure what quantization does. How is in precision/verify.py and plan.py, and in measure/."""
+"""Callbacks about numerics: compare kernels, switch the precision, compute a micro-batch twice, measure quantization.
+The work itself is in precision/verify.py, precision/plan.py and measure/."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_fp4.training.trainer import Callback, Step
 
 
 class SelfTest(Callback):
-    """Compares a native backend with the reference, on random tensors before the first step."""
+    """Compares a native backend with the reference, on random tensors, before the first step."""
 
     def start(self, done: int) -> None:
-        """Raises SelfTestError if a native kernel computes something else than the reference."""
+        """Raises SelfTestError if a native kernel's result differs from the reference."""
         trainer, train = self.trainer, self.trainer.config.train
         linears = trainer.precision.linears
         backend = next(iter(linears.values())).backend
@@ -38,15 +38,16 @@ class LinearCheck(Callback):
         return self._recheck.watching(step.index)
 
     def after_step(self, step: Step) -> None:
-        """Raises RecheckError on all ranks if it was at fault."""
+        """Raises RecheckError on all ranks if the linear's result was wrong."""
         if (found := self._recheck.collect()) is None or not found.faults:
             return
         self.trainer.log.metrics.event(step.done, "recheck", linear=found.linear, faults=found.faults)
-        raise RecheckError(f"{found}; set precision.backend=emulated, or precision.recheck_interval=0 to train on")
+        remedy = "set precision.backend=emulated, or precision.recheck_interval=0 to continue without this check"
+        raise RecheckError(f"{found}; {remedy}")
 
 
 class Switch(Callback):
-    """Puts the plan after the switch into effect, when the configuration or the gradient's noise says so."""
+    """Switches to the second precision plan, at the configured step or when the gradient noise is too large."""
 
     name = "switch"
 
@@ -82,7 +83,7 @@ class ReplayCheck(Callback):
     """Computes a micro-batch of each rank twice every `run.replay_interval` steps."""
 
     def before_step(self, step: Step) -> None:
-        """Raises ReplayError on all ranks if a rank's computations differ."""
+        """Raises ReplayError on all ranks if a rank's two results differ."""
         trainer = self.trainer
         if step.index % trainer.config.run.replay_interval:
             return
@@ -93,12 +94,13 @@ class ReplayCheck(Callback):
             ranks, differences = [one.rank for one in culprits], [vars(one) for one in replayed.differences[:16]]
             found = {"ranks": ranks, "first": culprits[0].first, "differences": differences}
             trainer.log.metrics.event(step.done, "replay", **found)
-            raise ReplayError(f"{replayed}; test that machine, or set run.replay_interval=0 to train on")
+            remedy = "test that machine, or set run.replay_interval=0 to continue without this check"
+            raise ReplayError(f"{replayed}; {remedy}")
 
 
 class QuantizationDiagnostics(Callback):
-    """Probes the linears of every `precision.diagnostics.interval`-th step; gradient noise and replays, which are
-    outside of it, are not probed."""
+    """Probes the linears in every `precision.diagnostics.interval`-th step. Gradient noise and replays run outside the
+    step, and are not probed."""
 
     _probe: Probe | None = None
 

@@ -1,11 +1,11 @@
-"""Looking at a run from inside, on request: a profiler window over some steps, and the history of CUDA memory.
+"""Profile some steps with torch's profiler, and record the history of CUDA memory.
 
-The first rank alone measures and writes, into run.dir:
+Only the first rank does so. It writes into run.dir:
 
     profile_steps_11-13.json.gz   a trace for chrome://tracing or ui.perfetto.dev
     profile_steps_11-13.txt       kernels and operators by time
-    memory_snapshot.pickle        for https://docs.pytorch.org/memory_viz; written when training ends or fails, so that
-                                  it is there after running out of memory
+    memory_snapshot.pickle        for https://docs.pytorch.org/memory_viz; written when training ends or fails, also
+                                  after it ran out of memory
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Profile(Callback):
                 self._write()
 
     def close(self) -> None:
-        """Write the last allocations, and what was profiled: the run's end cuts a window."""
+        """Write the memory history, and the profile if the run ended inside the window."""
         try:
             if self._recording:
                 torch.cuda.memory._dump_snapshot(str(Path(self.trainer.config.run.dir) / "memory_snapshot.pickle"))

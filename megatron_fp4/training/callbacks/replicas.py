@@ -1,14 +1,14 @@
-"""Compares what several ranks should hold alike, every `run.replicas_interval` steps and before each checkpoint.
+"""Compare what several ranks should hold identically, every `run.replicas_interval` steps and before each checkpoint.
 
     replicas of a shard (parallel.replicate)     weights and moments
-    ranks of a tensor-parallel group             weights and moments of what is not cut over it: norms, dt bias, ...
+    ranks of a tensor-parallel group             weights and moments that are not sharded over it: norms, dt bias, ...
     all ranks                                    the position in the data, the step's state, torch's generators
 
-Losses and norms of such ranks are sums over all of them, so a rank whose copy went wrong trains on unnoticed, and each
-update keeps the difference. Ranks tell each other checksums, one small message, and only a difference costs more.
+Losses and norms are sums over all these ranks, so a wrong copy on one rank is not visible in them, and each update
+keeps the difference. Ranks exchange checksums in one small message; only after a difference they exchange more.
 
-What it cannot see: a shard that one rank alone holds (measure/replay.py watches computations), and copies that are
-wrong alike.
+It cannot detect a wrong shard that only one rank holds (measure/replay.py checks computations), or copies that are
+wrong in the same way.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from megatron_fp4.runtime.errors import WrongNumbersError
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.trainer import Callback, Step, Trainer, is_due
 
-# Groups of ranks whose differences are located; elements of a tensor that are compared at once to find the first
-# numbers that differ; and how many of these numbers are recorded.
+# The most groups of ranks whose differences are located; the elements of a tensor that are compared at once to locate
+# them; and the most numbers that are recorded.
 _LOCATED, _PART, _SHOWN = 4, 1 << 16, 8
 
 
 class ReplicasError(WrongNumbersError):
-    """Ranks that should hold the same do not; the message is the same on all ranks."""
+    """Ranks that should hold the same do not. All ranks raise it with the same message."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What the ranks of one group hold otherwise. names: which tensors or states. sums: of the first, by rank.
+    """The difference between the ranks of one group.
 
-    values: of a tensor also the first numbers that differ, by rank, at `places` (in a rank's part, flat).
+    names: of the tensors or states that differ. sums: checksums of the first one, by rank. values: if that is a tensor,
+    its first numbers that differ, by rank. places: the positions of these numbers in a rank's part, flattened.
     """
 
     names: list[str]
@@ -54,7 +55,7 @@ class Difference:
 
     @property
     def wrong(self) -> list[int]:
-        """The ranks that a majority contradicts; empty if there is none."""
+        """The ranks that differ from a majority; empty if there is no majority."""
         [(most, number)] = Counter(map(tuple, self.sums.values())).most_common(1)
         return [rank for rank, sums in self.sums.items() if tuple(sums) != most] if 2 * number > len(self.sums) else []
 
@@ -67,7 +68,7 @@ class Difference:
 
 
 class Replicas(Callback):
-    """Ends the run where ranks that should hold the same do not."""
+    """Ends the run if ranks that should hold the same do not."""
 
     def start(self, done: int) -> None:
         self._agreed: int | None = None
@@ -99,17 +100,17 @@ class Replicas(Callback):
         since = "at the start" if self._agreed is None else f"after step {self._agreed}"
         more = f". {number - len(differences)} more groups of ranks differ" if number > len(differences) else ""
         find = (
-            f"scripts/replay.py {trainer.config.run.dir} --step {done} on as many ranks says which of them is wrong; "
+            f"scripts/replay.py {trainer.config.run.dir} --step {done} on as many ranks finds which of them is wrong; "
         )
         raise ReplicasError(
             f"after step {done} {'. '.join(map(str, differences))}{more}. They agreed {since}. "
             f"{'' if differences[0].wrong or not done else find}continue from a checkpoint without that machine, or "
-            "set run.replicas_interval=0 to train on"
+            "set run.replicas_interval=0 to continue without this check"
         )
 
 
 def tensors_of(trainer: Trainer) -> dict[str, tuple[Tensor, list[str]]]:
-    """This rank's part of each tensor that other ranks hold as well, and which: `replicate`, `tp`."""
+    """This rank's part of each tensor that other ranks hold too, and along which axes: `replicate`, `tp`."""
     mesh, parameters = trainer.mesh, dict(trainer.model.named_parameters())
     moments = optimizer_state(trainer.model, trainer.optimizer)
     found = {}
@@ -123,8 +124,8 @@ def tensors_of(trainer: Trainer) -> dict[str, tuple[Tensor, list[str]]]:
 
 
 def held(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """Checksums (int64 [3] on the mesh's device) by name, of what this rank holds as its replicas (`replicate`), its
-    tensor-parallel group (`tp`) and `all` do."""
+    """Checksums (int64 [3] on the mesh's device) of what this rank should hold like its replicas (`replicate`), like
+    its tensor-parallel group (`tp`) and like `all` ranks; by name."""
     device, state = trainer.mesh.device, trainer.precision.step_state
     shared: dict[str, dict[str, Tensor]] = {"replicate": {}, "tp": {}, "all": {}}
     for name, (tensor, groups) in tensors_of(trainer).items():
@@ -145,7 +146,7 @@ def held(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
 
 
 def compare(trainer: Trainer) -> tuple[int, list[Difference]]:
-    """How many groups of ranks hold something differently, and the first of them; alike on all ranks. A collective."""
+    """How many groups of ranks differ, and the first differences; the same on all ranks. A collective."""
     mesh, shared = trainer.mesh, held(trainer)
     summed = torch.stack([_sum_of(sums, mesh.device) for sums in shared.values()])
     of_ranks = [torch.empty_like(summed) for _ in range(mesh.world_size)]
@@ -166,7 +167,7 @@ def compare(trainer: Trainer) -> tuple[int, list[Difference]]:
 
 
 def _sum_of(sums: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """One checksum of several, int64 [3]. Each counts by an odd number, so that none can change unseen."""
+    """One checksum of several, int64 [3]. Each is multiplied by another odd number, so that any change shows."""
     if not sums:
         return torch.zeros(3, dtype=torch.int64, device=device)
     together = torch.stack(list(sums.values()))
@@ -187,7 +188,7 @@ def _difference(trainer: Trainer, sums: Mapping[str, Tensor], group: list[int]) 
     tensor, _ = tensors_of(trainer).get(names[0], (None, []))
     if tensor is None:
         return difference
-    # Which part differs, then where in it: by their bits, of which zeros and NaN have several.
+    # First find the part that differs, then the numbers in it. Compare bits: zeros and NaN have several patterns.
     parts = tensor.flatten().split(_PART)
     of_parts = told([checksum(part).tolist() for part in parts])
     sums_of_parts = zip(*of_parts.values(), strict=True)

@@ -1,4 +1,4 @@
-"""What a run says and writes of itself: what is about to run, a record of each step, its summary and its report."""
+"""What a run prints and writes about itself: a banner, a record of each step, a summary and a report."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from megatron_fp4.training.build import backend_of, when_it_switches, why_eager
 from megatron_fp4.training.optimizer import OPTIMIZER, WSDSchedule
 from megatron_fp4.training.trainer import Callback, Step, Trainer
 
-_MOST_SOURCES = 16  # of a phase in its table, one row for the rest included
-# Dense TFLOP/s in BF16 of NVIDIA's data sheets, by what torch calls the GPU; a later row holds where several fit.
+_MOST_SOURCES = 16  # the most rows of a phase in its table, including one for the rest
+# Dense TFLOP/s in BF16 from NVIDIA's data sheets, by words of torch's name for the GPU. The last row that fits counts.
 _PEAKS = {
     "A100": 312.0,
     "A800": 312.0,
@@ -59,7 +59,7 @@ _PEAKS = {
 
 
 class Banner(Callback):
-    """Prints model, plan, numerics, batches and data phases, unless the run only writes what it lacks."""
+    """Prints model, plan, numerics, batches and data phases, unless the run is finished and only lacks files."""
 
     def start(self, done: int) -> None:
         trainer, config, models = self.trainer, self.trainer.config, self.trainer.models
@@ -95,7 +95,7 @@ class Banner(Callback):
 
 
 class Records(Callback):
-    """Writes what a step did, how fast it was and where it is in the data, to metrics.jsonl and the console."""
+    """Writes a step's loss, speed and position in the data to metrics.jsonl and the console."""
 
     def after_step(self, step: Step) -> None:
         trainer = self.trainer
@@ -105,7 +105,7 @@ class Records(Callback):
         length = trainer.data.phases.span(step.index).sequence_length or config.train.sequence_length
         flops = trainer.models.training_flops_per_token(config.model, length)
         tflops, peak = flops * rate / trainer.mesh.world_size / 1e12, peak_tflops(device)
-        now_and_then = log.active and step.done % config.logging.interval == 0
+        due = log.active and step.done % config.logging.interval == 0
         first = log.active and step.index == log.console.start_step
         log.step(
             StepMetrics(
@@ -121,16 +121,16 @@ class Records(Callback):
                 phase=trainer.phase(step.index),
                 plan=trainer.plan_name,
                 data_wait=trainer.data.loader.data_wait,
-                epochs=trainer.data.epochs(step.done) if now_and_then else {},
+                epochs=trainer.data.epochs(step.done) if due else {},
                 mfu=None if peak is None else tflops / peak,
-                peak_memory_gib=_peak_memory(device) if now_and_then or first else None,
+                peak_memory_gib=_peak_memory(device) if due or first else None,
             )
         )
 
 
 class Summary(Callback):
-    """Writes the table of a finished run, summary.json and loss.png, if the disk takes them, when the records are
-    closed."""
+    """After a finished run has closed its records, prints a table and writes summary.json and loss.png. A disk that
+    refuses these files is not an error."""
 
     def lacking(self, done: int) -> list[str]:
         run_dir = Path(self.trainer.config.run.dir)
@@ -164,7 +164,7 @@ class Summary(Callback):
             facts["goodput"] = goodput
         text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"
         attempt(str(run_dir / PICTURE_FILE), lambda: _draw(run_dir, config.logging.baseline))
-        # Last: a summary that is there says that the run is finished.
+        # Last, because summary.json means that the run is finished.
         attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
         names = (METRICS_FILE, PICTURE_FILE, "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
         files = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
@@ -173,7 +173,7 @@ class Summary(Callback):
 
 
 def _draw(run_dir: Path, baseline: str | None) -> None:
-    from megatron_fp4.logging.pictures import plot_loss  # imports matplotlib, for which no start should wait
+    from megatron_fp4.logging.pictures import plot_loss  # imports matplotlib, so that no start waits for it
 
     try:
         plot_loss(run_dir, baseline)
@@ -184,7 +184,7 @@ def _draw(run_dir: Path, baseline: str | None) -> None:
 
 
 def next_steps(config: Config) -> list[str]:
-    """Commands for a run that has finished, as one types them in the current folder."""
+    """Commands to run after a finished run, as one types them in the current folder."""
     run_dir = Path(config.run.dir)
     run, exported = (shlex.quote(text) for text in (str(run_dir), os.path.join("exported", run_dir.resolve().name)))
     commands = [("convert", f"export-hf {run} {exported}")]
@@ -203,7 +203,7 @@ def next_steps(config: Config) -> list[str]:
 
 
 def as_typed(name: str, arguments: str) -> str:
-    """A command of scripts/ as one types it in the current folder: the checkout's, or that of an installed package."""
+    """A command of scripts/ as one types it in the current folder, for a checkout or an installed package."""
     package = Path(__file__).resolve().parents[2]
     if (package / "rooms").is_dir():
         return f"megatron-fp4 {name} {arguments}"
@@ -211,14 +211,14 @@ def as_typed(name: str, arguments: str) -> str:
 
 
 def report(trainer: Trainer, configs: Path) -> None:
-    """Write report.html of a run that has finished, on the first rank, unless `logging.report` says no or nothing is
-    new. The other ranks wait for it no more, and it may fail."""
+    """Write report.html of a finished run, on the first rank, unless `logging.report` is false or nothing is new. The
+    other ranks do not wait for it, and a failure is only logged."""
     config, path = trainer.config, Path(trainer.config.run.dir) / REPORT_FILE
     if not (trainer.log.active and config.logging.report) or (path.exists() and not trainer.log.opened):
         return
 
     def write() -> Path:
-        from megatron_fp4.logging.page import write_report  # imports matplotlib, for which no start has to wait
+        from megatron_fp4.logging.page import write_report  # imports matplotlib, so that no start waits for it
 
         return write_report([config.run.dir], defaults=yaml.safe_load(to_yaml(compose_config([], configs))))
 
@@ -227,16 +227,16 @@ def report(trainer: Trainer, configs: Path) -> None:
 
 
 def _computation_facts(trainer: Trainer) -> dict[str, str | None]:
-    """In what numbers the run computes and who does that, and what its speed is measured against."""
+    """The run's dtype, the backend of its GEMMs, and the peak that its speed is relative to."""
     backend, device = backend_of(trainer.config, trainer.models), trainer.mesh.device
-    who, peak = str(backend), peak_tflops(device)
+    multiplied_by, peak = str(backend), peak_tflops(device)
     if backend.name == "emulated":
-        who = f"emulated exactly by {'Triton' if device.type == 'cuda' else 'PyTorch'} kernels ({backend.reason})"
+        kernels = "Triton" if device.type == "cuda" else "PyTorch"
+        multiplied_by = f"emulated exactly by {kernels} kernels ({backend.reason})"
     quantized = any(plan.num_quantized for plan in trainer.precision.plans)
     return {
         "compute dtype": dtype_fact(trainer.config.precision.compute_dtype, device.type),
-        # Without quantization there is nothing to emulate: PyTorch multiplies.
-        "quantized GEMMs": who if quantized else None,
+        "quantized GEMMs": multiplied_by if quantized else None,
         "MFU is relative to": None if peak is None else f"{peak:g} TFLOP/s, this GPU's peak in BF16 (dense)",
     }
 
@@ -250,7 +250,7 @@ def dtype_fact(dtype: str, device_type: str) -> str:
 
 
 def _recipe_facts(plan: Plan) -> dict[str, str]:
-    """What the GEMMs of each quantized recipe of the plan multiply; the recipe is named where there are several."""
+    """The operands of the GEMMs of each quantized recipe of the plan; with the recipe's name if there are several."""
     names = plan.short_names
     recipes = [recipe for recipe in names if recipe.quantized] or list(names)
     gemms = [(names[recipe], *line.partition(": ")) for recipe in recipes for line in recipe.describe()]
@@ -258,8 +258,8 @@ def _recipe_facts(plan: Plan) -> dict[str, str]:
 
 
 def model_table(model: ModelConfig, parts: Sequence[tuple[str, int, int]], flops_per_token: float) -> Table:
-    """The model by kinds of parts: name, number, parameters of all together. flops_per_token: model FLOPs of forward
-    and backward together."""
+    """The kinds of parts of the model. parts: name, number, and the parameters of all of this kind. flops_per_token:
+    model FLOPs of forward and backward together."""
     total = sum(parameters for _, _, parameters in parts)
     rows = [(name, str(count), f"{own:,}", f"{own / total:.1%}") for name, count, own in parts]
     title = f"Model {model.name}: {total:,} parameters, {with_unit(flops_per_token, 'FLOP')} per token"
@@ -267,9 +267,10 @@ def model_table(model: ModelConfig, parts: Sequence[tuple[str, int, int]], flops
 
 
 def phases_table(planned: Iterable[tuple[Any, Sequence[Any]]], length: int) -> Table:
-    """The data phases, and what they take from each source; of more than `_MOST_SOURCES` those gone through most.
+    """The data phases, and what they take from each source. If a phase has more than `_MOST_SOURCES`, its sources with
+    the most epochs.
 
-    planned: each phase's span, and of its sources the share and the epochs. length: tokens of a sample.
+    planned: each phase's span, and the shares and epochs of its sources. length: tokens of a sample.
     """
     rows: list[Sequence[str]] = []
     for span, sources in planned:
@@ -289,25 +290,25 @@ def phases_table(planned: Iterable[tuple[Any, Sequence[Any]]], length: int) -> T
         elif not shown:
             rows.append((*head, "", "", "0", "", ""))
     columns = ["phase", "steps>", "batch", "source", "share>", "tokens>", "epochs>", "so far>"]
-    return make_table("Data phases", columns, rows, "epochs: in the phase, and from the beginning to its end")
+    return make_table("Data phases", columns, rows, "epochs: in the phase; so far: from the run's start to its end")
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """What `device` could multiply in BF16, dense, in TFLOP/s; None where this is not known: a CPU, another GPU, a part
-    of one (MIG)."""
+    """The device's peak in BF16, dense, in TFLOP/s; None if it is not known: a CPU, another GPU, a part of a GPU
+    (MIG)."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_of(name: str) -> float | None:
-    """`peak_tflops` of the GPU of this name, such as `NVIDIA H100 80GB HBM3`."""
+    """`peak_tflops` of the GPU with this name, such as `NVIDIA H100 80GB HBM3`."""
     words = re.split(r"[\s-]", name)
     found = [peak for model, peak in _PEAKS.items() if set(model.split()) <= set(words)]
     return found[-1] if found and "MIG" not in words else None
 
 
 def _peak_memory(device: torch.device) -> float:
-    """The most memory that this process has had at once since it began, in GiB: what torch's allocator gave out on a
-    GPU; on a CPU what was resident, libraries included."""
+    """The peak memory of this process since it began, in GiB: on a GPU, of torch's allocator; on a CPU, resident
+    memory, including libraries."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

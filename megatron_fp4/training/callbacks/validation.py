@@ -22,14 +22,14 @@ _LAST = "its last validation"
 
 
 class AtValidation(Callback):
-    """What is recorded every `validation.interval` steps and after the last one; inference/prompts.py is another."""
+    """A callback that records something at each validation; inference/prompts.py is one too."""
 
     def record(self, done: int) -> None:
-        """Of the model after `done` steps. A collective."""
+        """Measure and record the model after `done` steps. A collective."""
         raise NotImplementedError
 
     def start(self, done: int) -> None:
-        """A run that was killed after its last step lacks its last record."""
+        """Make the last record, if the run was killed after its last step and lacks it."""
         if _LAST in self.trainer.missing:
             self.record(done)
 
@@ -41,7 +41,7 @@ class AtValidation(Callback):
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Afterwards the mode is as before, and parameters are sharded again."""
+    """Inside, the model is in evaluation mode. Afterwards the mode is as before, and parameters are sharded."""
     was_training = model.training
     model.eval()
     try:
@@ -49,7 +49,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(was_training)
         for module in model.modules():
-            # Without a backward pass nothing frees what the last forward gathered, and checkpoints want shards.
+            # Without a backward pass, FSDP keeps the parameters gathered; checkpoints need shards.
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -84,11 +84,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean NLL per target that counts, in nats, of each source; the same numbers on all ranks.
 
-    model: as `step.inputs_of` feeds it. sources: the same names in the same order on all ranks, this data-parallel
-    rank's micro-batches of each, all with documents or all without. Ranks may have different numbers of them, also
-    none, and micro-batches different numbers of rows, but no more than a rank's first. They are read one at a time, so
-    a source may be larger than memory. Sums are FP64. Training is not disturbed: mode and StepState are as before
-    afterwards, and parameters are sharded. progress: is told that this rank gets on.
+    model: called with `step.inputs_of` of a micro-batch. sources: this data-parallel rank's micro-batches of each
+    source; the names are in the same order on all ranks, and all micro-batches have documents or none has. Ranks may
+    have different numbers of micro-batches, or none; a micro-batch may have fewer rows than the rank's first, not more.
+    Micro-batches are read one at a time, so a source may be larger than memory. Sums are FP64. Afterwards mode and
+    StepState are as before, and parameters are sharded. progress: learns that this rank is alive.
 
     Raises ValueError if a source has no targets that count on any rank.
     """
@@ -109,7 +109,7 @@ def evaluate(
                 num_targets = batch.targets.numel() if batch.num_targets is None else batch.num_targets
                 row[0] += loss_of(batch).double() * num_targets
                 row[1] += num_targets
-            # FSDP gathers parameters in every forward, which all ranks must take part in.
+            # Every forward pass gathers parameters, so all ranks must run the same number.
             for _ in range(count - len(mine)):
                 loss_of(filler)
     step_state.step, step_state.micro_batch = step, micro_batch
@@ -122,8 +122,8 @@ def evaluate(
 
 
 def _common_shape(sources: Mapping[str, Collection[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], MicroBatch]:
-    """How many forwards of each source every rank runs, and the micro-batch for those that count nothing: zeros in the
-    shape of the largest, with documents if others have them, since these run other kernels."""
+    """How many forward passes every rank runs for each source, and the micro-batch for passes that do not count: zeros
+    in the shape of the largest, with documents if others have them, because these run other kernels."""
     firsts = [next(iter(mine)) for mine in sources.values() if len(mine)]
     rows, length = (max((batch.tokens.shape[dim] for batch in firsts), default=0) for dim in (0, 1))
     masked = any(batch.documents is not None for batch in firsts)
