@@ -47,18 +47,18 @@ GROUPS = [
     ("model@foo=tiny", "model@foo=tiny: write model=..."),
     ("precision.switch.target=bf61", "precision.switch.target=bf61 is not a precision config; did you mean bf16?"),
     ("precision.exceptions=[{precision: mxfp9}]", "precision.exceptions[0].precision=mxfp9 is not a precision config"),
-    ("precision.exceptions=[{precision: nvfp4_nemotron_3}]", "has exceptions of its own; choose a precision config"),
+    ("precision.exceptions=[{precision: nvfp4_nemotron_3}]", "has exceptions itself; choose a precision config"),
 ]
 KEYS = [
     ("train.stepz=3", "train.stepz is not a key; did you mean train.steps?"),
     ("lr=1e-3", "lr is not a key; did you mean optimizer.lr?"),
     ("foo=1", "foo is not a key; the top level has model, precision, data"),
     (PHASE.format("blend: {code: 1}, frac: 1"), "data.phases[0].frac is not a key; did you mean data.phases[0].frac"),
-    ("data.phases.0.steps=3", "give the list whole: data.phases=[...]"),
+    ("data.phases.0.steps=3", "give the whole list: data.phases=[...]"),
     ("precision.exceptions=[{recipe: {name: a}}]", "precision.exceptions[0].recipe is not a key"),
     ("after_switch.name=bf16", "after_switch.name is not a key"),
     ("from_environment={run.dir: x}", "from_environment is not a key"),
-    ("precision.dgrad.weight.reuse_fprop=true", "dgrad.weight.reuse_fprop is no key any more: write source=codes"),
+    ("precision.dgrad.weight.reuse_fprop=true", "dgrad.weight.reuse_fprop is no longer a key: write source=codes"),
     ("precision.fprop.weight.source=forward", "precision.fprop.weight.source is not a key; did you mean"),
 ]
 VALUES = [
@@ -83,15 +83,15 @@ TOGETHER = [
     # --- sections
     ("data.boundary_loss=false", "data: boundary_loss=false has no effect with documents=joined; set documents=masked"),
     ("parallel.sequence=true", "parallel: sequence=true has no effect with tensor=1; raise tensor"),
-    ("logging.profile_steps=[5]", "logging: profile_steps=[5] is no window; give its first and last step"),
-    ("logging.profile_steps=[5,400]", "logging.profile_steps=[5, 400] is no window of this run's 300 steps"),
+    ("logging.profile_steps=[5]", "logging: profile_steps=[5] is not a window; give its first and last step"),
+    ("logging.profile_steps=[5,400]", "logging.profile_steps=[5, 400] is not within this run's 300 steps"),
     (["run.replay_interval=50", "run.deterministic=false"], "replay_interval=50 compares bits, which"),
     (["spikes.action=skip", "train.steps=64"], "spikes.window=128 is not half full in train.steps=64"),
-    (["spikes.action=rollback", "checkpoint.interval=0"], "spikes.action=rollback has no checkpoint to go back to"),
+    (["spikes.action=rollback", "checkpoint.interval=0"], "spikes.action=rollback has no checkpoint to roll back to"),
     # --- batch, schedule, phases
     ("train.micro_batch_size=3", "train.global_batch_size=8 is not a multiple of train.micro_batch_size=3 x 1"),
     ("train.global_batch_size=6", "use 4 or 8, or change one of these two"),
-    (["train.sequence_length=8e8", "train.micro_batch_size=4"], "more than kernels can count (2,147,483,647)"),
+    (["train.sequence_length=8e8", "train.micro_batch_size=4"], "more than kernels can index (2,147,483,647)"),
     (["train.steps=1e9", "train.global_batch_size=1e9"], "more than a run can count (1e18); lower train.steps"),
     (PHASE.format("blend: {code: 1}, sequence_length: 96"), "data.phases[0].sequence_length=96 does not divide"),
     ([*WEB, "data.phases=[]"], "data.phases is empty; give at least one"),
@@ -107,7 +107,7 @@ TOGETHER = [
     (["model.rope=true", "model.head_dim=33"], "model.head_dim=33"),
     (["model.hidden_dim=999999984", "model.vocab_size=1e9"], "more than any run can hold (1e+14); lower"),
     # --- machine
-    ("run.device=cuda", "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"),
+    ("run.device=cuda", "run.device=cuda, but this machine has no CUDA device; use run.device=auto or cpu"),
     ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is not a folder; give a checkpoint"),
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
@@ -266,15 +266,15 @@ TARGET = "precision.switch.target=mine"
 BINARY = bytes(range(256))
 ODD = b"defaults: [nvfp4, _self_]\nname: mine\nbf16_blocks: {names: ['*.outproj']}\n"
 FILES = [
-    ("model/mine.yaml", b"- a\n- b\n", "model=mine", "mine.yaml holds no keys but [a, b]; write `key: value`"),
-    ("model/mine.yaml", BINARY, "model=mine", "mine.yaml is no text in UTF-8"),
+    ("model/mine.yaml", b"- a\n- b\n", "model=mine", "mine.yaml has no keys, but [a, b]; write each `key: value`"),
+    ("model/mine.yaml", BINARY, "model=mine", "mine.yaml is not UTF-8 text"),
     ("model/mine.yaml", b"hidden_dim: [3\n", "model=mine", "mine.yaml, line 2: not valid YAML"),
     ("model/mine.yaml", b"hidden_dim: 3\0\n", "model=mine", "mine.yaml: not valid YAML (unreadable); correct that"),
     ("model/mine.yaml", b"a: 1\na: 2\n", "model=mine", "mine.yaml, line 2: not valid YAML (found duplicate key a)"),
     ("model/mine.yaml", b"hidden: 3\n", "model=mine", "mine.yaml: model.hidden is not a key; did you mean"),
     ("model/mine.yaml", b"hidden_dim: wide\n", "model=mine", "model.hidden_dim=wide: Input should be a valid integer"),
     ("model/mine.yaml", b"defaults: [nope]\n", "model=mine", "mine.yaml: model=nope: there is no model config of that"),
-    ("optimizer/mine.yaml", b"implementation: apex\n", "optimizer=mine", "optimizer.implementation is no key any more"),
+    ("optimizer/mine.yaml", b"implementation: apex\n", "optimizer=mine", "optimizer.implementation is no longer a key"),
     ("precision/mine.yaml", ODD, TARGET, "target=mine: precision.bf16_blocks.names has '*.outproj'"),
     ("precision/mine.yaml", b"fprop: {weight: {fomat: nvfp4}}\n", TARGET, "did you mean precision"),
     ("plan.yaml", BINARY, "precision.bf16_blocks.file=FOLDER/plan.yaml", "plan.yaml cannot be used"),
@@ -285,7 +285,7 @@ FILES = [
     ("a/manifest.json", BINARY, "checkpoint.resume=FOLDER/a", "is damaged: manifest.json is not readable"),
     ("a/checkpoints/step_00000002/x", b"", "checkpoint.resume=FOLDER/a", "step_00000002: manifest.json is missing"),
     ("empty/x", b"", "checkpoint.initialize_from=FOLDER/empty", "empty is neither a checkpoint nor a run with"),
-    ("a/x", b"", "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a", "takes weights alone"),
+    ("a/x", b"", "checkpoint.initialize_from=FOLDER checkpoint.resume=FOLDER/a", "loads only weights"),
 ]
 
 
@@ -319,14 +319,14 @@ RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT
 ENVIRONMENTS = [
     ({}, ""),
     ({**RANK, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, ""),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no whole number between 1 and 1,048,576"),
-    ({"WORLD_SIZE": ""}, "WORLD_SIZE= is no whole number"),
-    ({"WORLD_SIZE": "9" * 5000}, "is no whole number"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is not an integer between 1 and 1,048,576"),
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE= is not an integer"),
+    ({"WORLD_SIZE": "9" * 5000}, "is not an integer"),
     ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but RANK is not set"),
-    ({**RANK, "RANK": "2"}, "RANK=2 is no whole number between 0 and 1"),
+    ({**RANK, "RANK": "2"}, "RANK=2 is not an integer between 0 and 1"),
     ({"RANK": "0"}, "RANK=0 is set and WORLD_SIZE is not"),
-    ({**RANK, "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=4 is no whole number between 0 and 1"),
-    ({**RANK, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no whole number between 1 and 65,535"),
+    ({**RANK, "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=4 is not an integer between 0 and 1"),
+    ({**RANK, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not an integer between 1 and 65,535"),
     ({**RANK, "MASTER_ADDR": " "}, "RANK=0 is set and MASTER_ADDR is not"),
 ]
 

@@ -1,7 +1,6 @@
-"""Refuses values that cannot run together, on this many ranks or on this machine; and reads which rank this is.
+"""Check that values can run together, on this number of ranks and on this machine; and read which rank this is.
 
-What is wrong with a value alone, or within a section, the schema refuses beside the fields; what a recipe or a model
-cannot do is for the rooms that have them.
+The schema checks single values and the values within a section. Recipes and models are checked where they are defined.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ from typing import NamedTuple
 
 from megatron_fp4.config.schema import Config, ConfigError
 
-# Tiles of quantization and of the Hadamard transform are 16 tokens or features wide (at least).
+# The smallest tile of quantization and of the Hadamard transform, in tokens or features.
 _TILE = 16
 # More than any machine has.
 _MOST_RANKS = 2**20
 
 
 def validate(config: Config, world_size: int, device_type: str, shared: Mapping[str, tuple[int, int]]) -> None:
-    """Raise ConfigError for the first thing besides model, recipes and data that cannot run on `world_size` ranks.
+    """Raise ConfigError for the first setting, other than of model, recipes and data, that cannot run on `world_size`
+    ranks.
 
-    device_type: what the machine offers, `cuda` or `cpu`. shared: what tensor-parallel ranks divide among them, by its
-    key, with the value of that key.
+    device_type: of the machine, `cuda` or `cpu`. shared: the counts that tensor-parallel ranks divide among them: key
+    -> (count, value of the key).
     """
     for refusal in chain(
         _mesh(config, world_size, shared),
@@ -43,7 +43,7 @@ def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]
     if world_size % (tensor * replicate):
         yield (
             f"parallel.tensor={tensor} x parallel.replicate={replicate} does not divide the {world_size} ranks of this "
-            f"run; their product has to be one of {_listed(_divisors(world_size))}"
+            f"run; their product must be one of {_listed(_divisors(world_size))}"
         )
     for key, (count, value) in shared.items():
         if count % tensor:
@@ -55,7 +55,7 @@ def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]
 
 
 def _batch_sizes(config: Config) -> dict[str, int]:
-    """Global batch sizes of the run and of its phases by their keys."""
+    """The global batch sizes of the run and of its phases, by their keys."""
     own = {f"data.phases[{i}].global_batch_size": of.global_batch_size for i, of in enumerate(config.data.phases)}
     return {"train.global_batch_size": config.train.global_batch_size, **{key: of for key, of in own.items() if of}}
 
@@ -88,7 +88,7 @@ def _batch(config: Config, world_size: int) -> Iterator[str]:
     if tokens >= 2**31:
         yield (
             f"train.micro_batch_size={micro} x train.sequence_length={length} = {tokens:,} tokens are more than "
-            "kernels can count (2,147,483,647); lower one of them"
+            "kernels can index (2,147,483,647); lower one of them"
         )
     if (total := train.steps * max(sizes.values()) * length) >= 10**18:
         yield (
@@ -103,8 +103,8 @@ def _reproducible(config: Config, world_size: int) -> Iterator[str]:
         return
     if not config.run.deterministic:
         yield (
-            "parallel.reproducible=true needs the same bits from every kernel, which run.deterministic=false does not "
-            "give; set run.deterministic=true"
+            "parallel.reproducible=true needs deterministic kernels, and run.deterministic is false; set "
+            "run.deterministic=true"
         )
     counts = {"data-parallel ranks": parallel.data_parallel_size(world_size)}
     if parallel.reduce_gradients == "each":
@@ -120,7 +120,7 @@ def _reproducible(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _effects(config: Config, world_size: int) -> Iterator[str]:
-    """Settings under which nothing would happen, although whoever sets one believes that it does something."""
+    """Settings that have no effect, although the user expects one."""
     train, parallel, data, spikes = config.train, config.parallel, config.data, config.spikes
     shards = parallel.shards(world_size)
     largest = max((phase.global_batch_size or train.global_batch_size for phase in data.phases), default=1)
@@ -137,7 +137,7 @@ def _effects(config: Config, world_size: int) -> Iterator[str]:
         )
     if spikes.action == "rollback" and not config.checkpoint.interval:
         yield (
-            "spikes.action=rollback has no checkpoint to go back to with checkpoint.interval=0; set "
+            "spikes.action=rollback has no checkpoint to roll back to with checkpoint.interval=0; set "
             "checkpoint.interval=100, or spikes.action=skip"
         )
     if config.validation.prompts and data.kind != "builtin" and data.tokenizer is None:
@@ -147,19 +147,19 @@ def _effects(config: Config, world_size: int) -> Iterator[str]:
         )
     steps = config.logging.profile_steps
     if steps and steps[1] > train.steps:
-        yield f"logging.profile_steps={steps} is no window of this run's {train.steps} steps; give an earlier one"
+        yield f"logging.profile_steps={steps} is not within this run's {train.steps} steps; give an earlier window"
 
 
 def _machine(config: Config, device_type: str) -> Iterator[str]:
     if config.run.device == "cuda" and device_type != "cuda":
-        yield "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"
+        yield "run.device=cuda, but this machine has no CUDA device; use run.device=auto or cpu"
     files = {"data.tokenizer": config.data.tokenizer, "precision.bf16_blocks.file": config.precision.bf16_blocks.file}
     for key, path in files.items():
         if path is not None and not Path(path).exists():
             yield f"{key}={path}: there is no such file; correct the path, or set null"
     settings = {"tensorboard": str(config.logging.tensorboard).lower(), "wandb": config.logging.wandb}
     for package, value in settings.items():
-        # A folder of that name in the path, such as the one that wandb writes, is no package.
+        # A folder of that name, such as the one that wandb writes, is no package.
         there = (found := importlib.util.find_spec(package)) is not None and found.origin is not None
         if value not in ("false", "disabled") and not there:
             yield f"logging.{package}={value} needs the package {package}; pip install {package}, or switch it off"
@@ -171,8 +171,8 @@ def _machine(config: Config, device_type: str) -> Iterator[str]:
 
 
 def _may_log_in() -> bool:
-    """Whether wandb could find a key here, without importing it, which takes seconds. Only the first rank logs, and
-    wandb's own WANDB_MODE overrules."""
+    """Whether wandb could find a key here. Does not import wandb, which takes seconds. Only the first rank logs in, and
+    wandb's own WANDB_MODE has priority."""
     of = os.environ.get
     if of("RANK", "0") != "0" or of("WANDB_MODE", "online") != "online":
         return True
@@ -182,13 +182,13 @@ def _may_log_in() -> bool:
     return bool(keys) or any(Path(path).expanduser().is_file() for path in paths)
 
 
-# The environment by which torchrun, or whoever else starts the ranks, tells a process which of them it is. torch would
-# read it deep inside: a traceback, a wait of minutes for ranks that do not exist, or another run than was meant.
+# The environment variables by which torchrun or another launcher tells a process its rank. torch reads them too, but a
+# wrong value there gives a traceback, a wait of minutes for ranks that do not exist, or a run that was not intended.
 
 
 class Place(NamedTuple):
-    """world_size: ranks of the run. rank, local_rank: of this process, in the run and on its machine; None if the
-    environment does not say."""
+    """world_size: number of ranks. rank, local_rank: of this process, in the run and on its machine; None if not
+    set."""
 
     world_size: int
     rank: int | None
@@ -196,20 +196,19 @@ class Place(NamedTuple):
 
 
 def place_in_run() -> Place:
-    """What the environment says. Raises ConfigError for a value that is no number, or out of its range."""
+    """The place from the environment. Raises ConfigError for a value that is not a number, or out of its range."""
     size = _variable("WORLD_SIZE", 1, _MOST_RANKS) or 1
     local_size = _variable("LOCAL_WORLD_SIZE", 1, _MOST_RANKS) or _MOST_RANKS
     return Place(size, _variable("RANK", 0, size - 1), _variable("LOCAL_RANK", 0, local_size - 1))
 
 
 def check_launch() -> None:
-    """Raise ConfigError unless this process can join the group of ranks that its environment describes, or be the only
-    one."""
+    """Raise ConfigError unless this process can join the ranks that its environment describes, or is the only rank."""
     place = place_in_run()
     if place.rank is None and place.world_size > 1:
         raise ConfigError(
-            f"WORLD_SIZE={place.world_size}, but RANK is not set, so this process would be all there is; start the run "
-            "with torchrun, or unset WORLD_SIZE (for --check and run.dry=true it alone is right)"
+            f"WORLD_SIZE={place.world_size}, but RANK is not set, so this process would run alone; start the run "
+            "with torchrun, or unset WORLD_SIZE (only --check and run.dry=true take it without RANK)"
         )
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if place.rank is not None else ():
         if not os.environ.get(name, "").strip():
@@ -221,12 +220,12 @@ def check_launch() -> None:
 
 
 def _variable(name: str, least: int, most: int) -> int | None:
-    """The variable's value; None if it is not set."""
+    """The value of an environment variable, from `least` to `most`; None if it is not set."""
     if (text := os.environ.get(name)) is None:
         return None
     if not (text.strip().isdecimal() and len(text) < 40 and least <= int(text) <= most):
         raise ConfigError(
-            f"the environment variable {name}={text[:40]} is no whole number between {least} and {most:,}; start the "
+            f"the environment variable {name}={text[:40]} is not an integer between {least} and {most:,}; start the "
             "run with torchrun, which sets it, or unset it"
         )
     return int(text)

@@ -1,8 +1,8 @@
-"""From the YAML files under `configs/` and the overrides of a command line to one frozen `Config`.
+"""Compose one frozen `Config` from the YAML files under `configs/` and the overrides of a command line.
 
-Hydra composes the groups into plain dictionaries, values of the command line are set in these, and the dataclasses of
-`megatron_fp4.config.schema` check them: what a user got wrong is a `ConfigError` of one line. Nothing depends on the
-time or the rank: every rank composes the same configuration by itself, and no OmegaConf object leaves this file.
+Hydra composes the groups into plain dictionaries. Then values of the command line are set, and the dataclasses of
+`megatron_fp4.config.schema` check them: a user's error becomes a `ConfigError` of one line. Nothing depends on the time
+or the rank, so every rank composes the same configuration by itself. No OmegaConf object leaves this file.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from megatron_fp4.config.removed_keys import leaves, renewed, why_removed
 from megatron_fp4.config.schema import ADDED, Config, ConfigError
 
 _T = TypeVar("_T")
-# The group of which several options may be chosen, or none.
+# The group of which a user may choose several options, or none.
 _SEVERAL = "experiment"
-# Of a checkpoint's configuration: what names data, what the model depends on, and what says something of a start alone.
+# Keys of a checkpoint's configuration: those that name data, those that change the model, those about one start.
 _DATA = ("data.sources", "data.validation", "data.tokenizer", "data.cache_dir")
 _OF_THE_MODEL = ("model.", "precision.", "after_switch.")
 _OF_A_START = ("run.dir", "checkpoint.", "logging.")
-# The keys that make a recipe.
+# The keys that define a recipe.
 _OF_RECIPES = tuple(
     f"precision.{key}" for key in ("amax", "rht_signs", "fp8_", "fprop", "dgrad", "wgrad", "bf16_blocks", "exceptions")
 )
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
-    """The configuration that `config_dir`/config.yaml and `overrides` (`train.steps=100`, `model=tiny`) make. A
-    `--config-dir=FOLDER` among these adds the files of another folder of groups.
+    """Compose the configuration from `config_dir`/config.yaml and `overrides` (`train.steps=100`, `model=tiny`). A
+    `--config-dir=FOLDER` among the overrides adds another folder with groups.
 
-    Raises ConfigError, one line naming the value and the remedy, for everything a user can get wrong in a key, a value,
-    a group option or the syntax. Whether values fit together is for `megatron_fp4.config.checks` to say.
+    Raises ConfigError, one line with the value and the remedy, for a wrong key, value, group option or syntax.
+    `megatron_fp4.config.checks` checks whether values fit together.
     """
     overrides, folders = _folders(overrides, config_dir)
     if not (folders[0] / "config.yaml").is_file():
@@ -72,19 +72,19 @@ def config_from_saved(
     opens_data: bool = True,
     trusted: bool = False,
 ) -> Config:
-    """The configuration `saved` (`as_saved` of a run's `Config`, as JSON brings it back), changed by `overrides`.
+    """The configuration `saved` (`as_saved` of a run's `Config`, read from JSON), changed by `overrides`.
 
-    Whoever made the checkpoint chose these values: a URL could take a secret of this machine's environment to a
-    stranger. So no resolver but oc.env and oc.decode runs, and unless `trusted`, because the user says that the run is
-    theirs, no environment variable is looked up and no data is opened but what `overrides` name. opens_data: whether
-    the data will be opened; otherwise values of the environment are left out where the model does not depend on them.
+    The author of the checkpoint chose these values. A URL among them could send a secret from this machine's
+    environment to a stranger. So only the resolvers oc.env and oc.decode run. And unless the run is `trusted`, which
+    the user says of their own runs, only the environment variables and data that `overrides` name are used. opens_data:
+    whether data will be opened; if not, values from the environment that do not change the model are left out.
 
     overrides: `key=value` with a full key, such as `parallel.tensor=1`; and `precision=<name>`, which replaces the
-    whole precision config by the one under `config_dir`/precision before the other overrides apply; what that file
-    takes from a key of its own follows them (`precision=nvfp4 precision.fprop.weight.block=1x16` is dgrad's, too).
+    whole precision config by the one under `config_dir`/precision before the other overrides apply. References in that
+    file follow the other overrides (`precision=nvfp4 precision.fprop.weight.block=1x16` changes dgrad's too).
 
-    Raises ConfigError for a saved configuration of another version, for a key or value that is wrong, and for an
-    environment variable that is not set.
+    Raises ConfigError for a saved configuration of another version, for a wrong key or value, and for an environment
+    variable that is not set.
     """
     overrides, folders = _folders(overrides, config_dir)
     recipe, changes = None, []
@@ -114,14 +114,14 @@ def _refuse_resolvers(saved: Mapping[str, Any]) -> None:
             text, replaced = harmless.subn("", text)
         if "${" in text:
             raise ConfigError(
-                f"the checkpoint's configuration has {key}={value}; of resolvers, only oc.env and oc.decode run in one"
+                f"the checkpoint's configuration has {key}={value}; only the resolvers oc.env and oc.decode are allowed"
             )
 
 
 def _of_a_stranger(saved: Mapping[str, Any], given: Collection[str], opens_data: bool) -> dict[str, Any]:
-    """`saved` without the values that it would look up in the environment, other than those `given`.
+    """`saved` without values from the environment, except those of the `given` keys.
 
-    Raises ConfigError for one that cannot be left out, and if opens_data for data that would be opened.
+    Raises ConfigError for such a value that cannot be left out and, if opens_data, for data that would be opened.
     """
     kept: dict[str, Any] = copy.deepcopy(dict(saved))
     for key, value in [*leaves(saved)]:
@@ -132,8 +132,8 @@ def _of_a_stranger(saved: Mapping[str, Any], given: Collection[str], opens_data:
         if names_data or (used and not key.startswith(_OF_A_START)):
             remedy = "give --trust-config if the run is yours, or " if opens_data else "give "
             raise ConfigError(
-                f"the checkpoint's configuration has {key}={value}, which is not used unasked; {remedy}another value, "
-                f"as {key}=..."
+                f"the checkpoint's configuration has {key}={value}, which is not used without your consent; {remedy}"
+                f"another value, as {key}=..."
             )
         *sections, name = key.split(".")
         del functools.reduce(lambda node, section: node[section], sections, kept)[name]
@@ -141,13 +141,13 @@ def _of_a_stranger(saved: Mapping[str, Any], given: Collection[str], opens_data:
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML from which the same can be composed, in the order of the dataclasses. What came from
-    environment variables still does."""
+    """The configuration as YAML, in the order of the dataclasses; the same one can be composed from it. Values from
+    environment variables are written as references to these."""
     return OmegaConf.to_yaml(OmegaConf.create(_written(as_saved(config))))
 
 
 def group_options(*config_dirs: str | Path) -> dict[str, list[str]]:
-    """Every config group (a folder of `config_dirs`) and its options, sorted."""
+    """All config groups (folders in `config_dirs`) and their options, sorted."""
     found: dict[str, set[str]] = {}
     for path in (path for folder in config_dirs for path in Path(folder).glob("*/*.yaml")):
         found.setdefault(path.parent.name, set()).add(path.stem)
@@ -166,8 +166,8 @@ def one_word(arguments: Sequence[str]) -> list[str]:
 
 
 def _folders(arguments: Sequence[str], config_dir: str | Path) -> tuple[list[str], list[Path]]:
-    """The overrides among `arguments`, with the home folder for `~`, which Hydra cannot read; and the folders of config
-    files, the project's first."""
+    """The overrides among `arguments`, and the folders of config files, the project's first. In overrides, `~` becomes
+    the home folder, because Hydra cannot read it."""
     overrides, folders = [], [Path(config_dir).resolve()]
     for argument in one_word(arguments):
         key, separator, value = argument.partition("=")
@@ -182,7 +182,7 @@ def _folders(arguments: Sequence[str], config_dir: str | Path) -> tuple[list[str
 
 
 def parse_override(override: str) -> Override:
-    """A word of the command line. Raises ConfigError."""
+    """Parse one argument of the command line. Raises ConfigError."""
     with contextlib.suppress(HydraException):
         if (parsed := OverridesParser.create().parse_override(override)).key_or_group:
             return parsed
@@ -199,7 +199,7 @@ def parse_override(override: str) -> Override:
 
 
 def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Override:
-    """A word of the command line that names a group and an option, or a key and a value. Raises ConfigError."""
+    """Parse and check an argument: a group and an option, or a key and a value. Raises ConfigError."""
     parsed = parse_override(override)
     key, parts = parsed.key_or_group, parts_of(parsed.key_or_group)
     hint = type_at(parts)
@@ -217,8 +217,8 @@ def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Overr
         raise ConfigError(unknown_key(key))
     for place in range(1, len(parts)):
         if get_origin(type_at(parts[:place])) is list:
-            raise ConfigError(f"{override}: give the list whole: {'.'.join(parts[:place])}=[...]")
-    if key not in groups and "${" not in override:  # said here, because what refers to a key of it would be blamed
+            raise ConfigError(f"{override}: give the whole list: {'.'.join(parts[:place])}=[...]")
+    if key not in groups and "${" not in override:  # here, because later the error would name a key that refers to it
         first = fields(hint)[0].name if is_dataclass(hint) else "name"
         if (is_dataclass(hint) or get_origin(hint) is dict) and not isinstance(parsed.value(), Mapping):
             raise ConfigError(f"{override}: give a mapping, such as '{key}={{{first}: ...}}'")
@@ -229,9 +229,9 @@ def _check_override(override: str, groups: Mapping[str, Sequence[str]]) -> Overr
 
 def _compose(name: str, groups: Sequence[str], folders: Sequence[Path]) -> DictConfig:
     hydra_defaults()
-    # Hydra's state is global and one failed or foreign initialization would make the next one fail.
+    # Hydra's state is global: after a failed or another initialization, the next one would fail.
     GlobalHydra.instance().clear()
-    # Hydra looks for the file that it begins with in one folder only.
+    # Hydra looks for its first file in one folder only.
     first = next((folder for folder in folders if (folder / f"{name}.yaml").exists()), folders[0])
     others = ",".join(f"'file://{folder}'" for folder in folders if folder != first)
     with _one_line(folders), initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pretrain"):
@@ -240,7 +240,7 @@ def _compose(name: str, groups: Sequence[str], folders: Sequence[Path]) -> DictC
 
 @contextlib.contextmanager
 def _one_line(folders: Sequence[Path]) -> Iterator[None]:
-    """ConfigError for what Hydra and OmegaConf raise about the files in `folders`, and what refers to what in them."""
+    """Inside, errors of Hydra and OmegaConf about the files in `folders` and their references become ConfigErrors."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # ValueError: Hydra's own
@@ -248,14 +248,13 @@ def _one_line(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def hydra_defaults() -> None:
-    """Let Hydra know the schema's defaults, which config.yaml begins with."""
+    """Register the schema's defaults with Hydra, for config.yaml."""
     ConfigStore.instance().store(name="schema", node=_defaults())
 
 
 @functools.cache
 def _defaults() -> DictConfig:
-    """The schema's defaults, to which no file and no override can add a key but in empty mappings, such as
-    `data.sources`."""
+    """The schema's defaults. Files and overrides can add keys only to empty mappings, such as `data.sources`."""
     defaults = OmegaConf.create(_written(as_saved(Config())))
     nodes = [defaults]
     while nodes:
@@ -275,8 +274,8 @@ def _resolved(composed: Any, folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _whole(composed: DictConfig, changes: Sequence[Override], folders: Sequence[Path]) -> Config:
-    """`composed` with `changes`, resolved, checked and completed: recipes of exceptions, the precision after a switch,
-    and the texts of what came from the environment."""
+    """Apply `changes` to `composed`, resolve and check it, and fill in recipes of exceptions, the precision after a
+    switch, and the texts of values from the environment."""
     with _one_line(folders):
         for change in changes:
             OmegaConf.update(composed, change.key_or_group, change.value(), merge=True)
@@ -297,8 +296,8 @@ def _whole(composed: DictConfig, changes: Sequence[Override], folders: Sequence[
 
 
 def _named(config: Config, changes: Sequence[Override], folders: Sequence[Path]) -> PrecisionConfig:
-    """The precision of `config`; what it has otherwise than the file of its name becomes part of its name, so that two
-    recipes never share one where they are shown."""
+    """The precision of `config`. Values that differ from the file of its name become part of its name, so that two
+    recipes never have the same name in logs."""
     precision = config.precision
     name = precision.name.partition(WITH)[0]
     given = any(change.key_or_group.startswith(_OF_RECIPES) for change in changes)
@@ -314,14 +313,14 @@ def _named(config: Config, changes: Sequence[Override], folders: Sequence[Path])
     texts = []
     for key, value in changed.items():
         if key.startswith("dgrad.weight.") and changed.get(key.replace("dgrad", "fprop")) == value:
-            continue  # it follows fprop's
+            continue  # the same as fprop's
         secret = any(other.startswith(f"precision.{key}") for other in config.from_environment)
         texts.append(f"{key}={'...' if secret else shown(value)}")
     return replace(precision, name=WITH.join([name, " ".join(texts)]) if texts else name)
 
 
 def _with_precision(key: str, name: str, keys: Mapping[str, Any], folders: Sequence[Path]) -> DictConfig:
-    """`keys` with the file `name` under precision/, which `key` asks for, as their precision."""
+    """`keys` with the precision of the file `name` under precision/. key: the one that names it, for errors."""
     if name not in (names := group_options(*folders)["precision"]):
         raise ConfigError(f"{key}={name} is not a precision config; {suggest(name, names)}")
     plain = OmegaConf.create({**keys, "precision": asdict(PrecisionConfig())})
@@ -331,8 +330,9 @@ def _with_precision(key: str, name: str, keys: Mapping[str, Any], folders: Seque
 def _precision(
     key: str, name: str, config: Config, folders: Sequence[Path], path: str
 ) -> tuple[PrecisionConfig, dict[str, str]]:
-    """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config`; overrides of
-    the run's own precision do not carry over to it. Also its texts of the environment, for its place at `path`."""
+    """The precision of the file `name` under precision/, resolved for the model of `config`, without the overrides of
+    the run's own precision. Also the texts of its values from the environment, with keys under `path`. key: the one
+    that names the file, for errors."""
     texts = {other: text for other, text in config.from_environment.items() if not other.startswith("precision")}
     merged = _with_precision(key, name, as_saved(replace(config, from_environment=texts)), folders)
     keys = _resolved(merged.precision, folders)
@@ -342,14 +342,14 @@ def _precision(
 def _with_recipes(
     precision: PrecisionConfig, config: Config, folders: Sequence[Path], path: str
 ) -> tuple[PrecisionConfig, dict[str, str]]:
-    """`precision` with the recipe of every exception written out, and texts of the environment as for `_precision`."""
+    """`precision` with the recipes of all exceptions, and texts of values from the environment, as in `_precision`."""
     exceptions: list[ExceptionConfig] = []
     texts: dict[str, str] = {}
     for i, exception in enumerate(precision.exceptions):
         key, name = f"precision.exceptions[{i}].precision", exception.precision
         other, its_texts = _precision(key, name, config, folders, f"{path}.exceptions[{i}].recipe")
         if other.exceptions:
-            raise ConfigError(f"{key}={name} has exceptions of its own; choose a precision config without")
+            raise ConfigError(f"{key}={name} has exceptions itself; choose a precision config without exceptions")
         recipe = RecipeConfig(**{field.name: getattr(other, field.name) for field in fields(RecipeConfig)})
         exceptions.append(ComposedException(exception.names, exception.blocks, name, recipe))
         texts |= its_texts
@@ -357,7 +357,7 @@ def _with_recipes(
 
 
 def _checked(cls: type[_T], keys: Mapping[str, Any], *path: str) -> _T:
-    """A `cls` of `keys`, which are those of the configuration at `path`."""
+    """A `cls` with the values `keys`. path: of these keys in the configuration, for errors."""
     try:
         return cls(**keys)
     except ValidationError as error:
@@ -365,25 +365,25 @@ def _checked(cls: type[_T], keys: Mapping[str, Any], *path: str) -> _T:
 
 
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """`as_saved` of a `Config`, of an earlier version too, without what composing adds: recipes of exceptions, the
+    """`as_saved` of a `Config`, also of an earlier version, without what composing fills in: recipes of exceptions, the
     precision after a switch."""
     keys = renewed(keys)
     precision = dict(keys.get("precision", {}))
     given = [field.name for field in fields(ExceptionConfig)]
-    if isinstance(exceptions := precision.get("exceptions", []), list):  # and no text that makes the list
+    if isinstance(exceptions := precision.get("exceptions", []), list):  # it may be the text of a reference
         precision["exceptions"] = [{key: one[key] for key in given if key in one} for one in exceptions]
     return {**{key: keys[key] for key in keys if key not in ADDED}, "precision": precision}
 
 
-# Values of environment variables, which are another on every machine, or private: what a run writes of its
-# configuration keeps their texts, such as `${oc.env:SCRATCH}/corpus`, and who reads it resolves them again.
+# Values of environment variables differ between machines, or are private. So a run writes their texts, such as
+# `${oc.env:SCRATCH}/corpus`, and whoever reads the configuration resolves them again.
 
 
 def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
-    """By key (`data.phases[0].fraction`): the text of every value that an environment variable has a part in, be it
-    through other keys that it refers to.
+    """Key (`data.phases[0].fraction`) -> text, for every value that depends on an environment variable, directly or
+    through other keys.
 
-    composed: can be resolved. path: its own key.
+    composed: a configuration that can be resolved. path: its key.
     """
     texts: dict[str, str] = {}
     asked: list[str] = []
@@ -417,12 +417,12 @@ def _environment_texts(composed: DictConfig, path: str = "") -> dict[str, str]:
 
 
 def as_saved(config: Config) -> dict[str, Any]:
-    """`asdict` of a configuration as it may be written: with the texts of `config.from_environment` in their places."""
+    """`asdict` of a configuration for files: with the texts of `config.from_environment` instead of their values."""
     keys = asdict(config)
     for key, text in keys.pop("from_environment").items():
         parts = [int(part) if part.isdecimal() else part for part in parts_of(key)]
         node: Any = keys
-        with contextlib.suppress(KeyError, IndexError, TypeError):  # code has put something else there since
+        with contextlib.suppress(KeyError, IndexError, TypeError):  # code has replaced this part since
             for part in parts[:-1]:
                 node = node[part]
             node[parts[-1]]

@@ -1,4 +1,4 @@
-"""One line for what pydantic, Hydra and OmegaConf say in several: the key, its value, what would be right."""
+"""Turn errors of pydantic, Hydra and OmegaConf into one line: the key, its value, and a remedy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ HELP = "`python pretrain.py --help` lists every key and option"
 
 
 def explain_value(error: ValidationError, values: Mapping[str, Any], path: Sequence[str]) -> str:
-    """What is wrong with the first of `values`, those of the section at `path`, that the schema refuses."""
+    """The line for the first of `values` that the schema refuses. path: of their section."""
     located = [(*_located(one["loc"], values), one) for one in error.errors()]
-    # A key of several types has an error for each; one that lies deeper is of the type that was meant.
+    # A key of several types has an error for each type; the deepest error is of the type that the user meant.
     first = located[0][0]
     place, wrong, _ = max((one for one in located if one[0][: len(first)] == first), key=lambda one: len(one[0]))
     found, key = [one for its, _, one in located if its == place], key_of([*path, *place])
@@ -37,7 +37,7 @@ def explain_value(error: ValidationError, values: Mapping[str, Any], path: Seque
 
 
 def _located(parts: Sequence[str | int], value: Any) -> tuple[list[str | int], Any]:
-    """pydantic's place of an error without the types that it names between keys, and the value there."""
+    """The keys of pydantic's location of an error, without the types that it has between them, and the value there."""
     found: list[str | int] = []
     for part in parts:
         with contextlib.suppress(KeyError, IndexError, TypeError):
@@ -47,8 +47,7 @@ def _located(parts: Sequence[str | int], value: Any) -> tuple[list[str | int], A
 
 
 def explain(error: Exception, folders: Sequence[Path]) -> str:
-    """What is wrong with the files in `folders`, or with how they and overrides go together. error: what Hydra,
-    OmegaConf or the YAML parser raised."""
+    """The line for an error of Hydra, OmegaConf or the YAML parser about the files in `folders` and the overrides."""
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
         where = f"{mark.name}, line {mark.line + 1}" if mark else getattr(error, "name", folders[0])
@@ -75,16 +74,16 @@ def explain(error: Exception, folders: Sequence[Path]) -> str:
         try:
             content = yaml.safe_load(path.read_text())
         except UnicodeDecodeError:
-            return f"{path} is no text in UTF-8, so no config file; choose another, or remove it"
+            return f"{path} is not UTF-8 text, so it is not a config file; choose another, or remove it"
         except yaml.YAMLError:
             continue
         if content is not None and not isinstance(content, Mapping):
-            return f"{path} holds no keys but {shown(content)[:40]}; write `key: value` on a line each"
+            return f"{path} has no keys, but {shown(content)[:40]}; write each `key: value` on its own line"
     return f"{where}{message}; {HELP}"
 
 
 def unknown_key(key: str) -> str:
-    """The line for a key that does not exist, with the closest ones that do."""
+    """The line for a key that does not exist, with the closest existing ones."""
     if why := why_removed(key):
         return why
     parts = parts_of(key)
@@ -98,14 +97,14 @@ def unknown_key(key: str) -> str:
 
 
 def suggest(wrong: str, options: Sequence[str]) -> str:
-    """The remedy for a name that is none of `options`."""
+    """The remedy for a name that is not among `options`."""
     close = [name for name in options if wrong and name.startswith(wrong)]
     close = close or difflib.get_close_matches(wrong, options, n=1)
     return (f"did you mean {close[0]}? There are " if close else "choose one of ") + ", ".join(options)
 
 
 def shown(value: Any) -> str:
-    """A value on one line, as one would write it on the command line; of named things in a list their names."""
+    """A value on one line, as on the command line; items of a list that have a name are shown by it."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -114,25 +113,25 @@ def shown(value: Any) -> str:
 
 
 def key_of(parts: Sequence[str | int]) -> str:
-    """`data.phases[0].name` of its parts."""
+    """The dotted key of its parts, such as `data.phases[0].name`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
 
 
 def all_keys(hint: Any = Config, path: str = "") -> Iterator[str]:
-    """Every key, sections before what they hold."""
+    """All keys; a section comes before its keys."""
     for name, inner in keys_of(hint).items():
         yield path + name
         yield from all_keys(inner, f"{path}{name}.")
 
 
 def keys_of(hint: Any) -> dict[str, Any]:
-    """The keys that a user can set in a dataclass, and their types; none of any other type."""
+    """The keys that a user can set in a dataclass, and their types; empty for any other type."""
     hints = typing.get_type_hints(hint, include_extras=True) if is_dataclass(hint) else {}
     return {key: inner for key, inner in hints.items() if key not in ADDED}
 
 
 def type_at(location: Sequence[str | int]) -> Any:
-    """The type of the field at a key's parts; None if there is none."""
+    """The type of the field at the parts of a key; None if there is no such field."""
     hint: Any = Config
     for part in location:
         inner = [one for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) in (list, dict)]

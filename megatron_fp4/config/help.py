@@ -1,4 +1,4 @@
-"""What `pretrain.py --help` prints."""
+"""The text of `pretrain.py --help`."""
 
 from __future__ import annotations
 
@@ -43,21 +43,22 @@ def help_text(config_dir: str | Path) -> str:
         "  pretrain.py precision.switch.when=0.9               change precision after 90% of the steps",
         "  pretrain.py experiment=nemotron_h_8b data=my_corpus parallel=tensor_4",
         "  pretrain.py 'experiment=[nemotron_h_8b,qaf]' data=my_corpus",
-        "  pretrain.py --config-dir=mine model=my_model        with groups of your own: mine/model/my_model.yaml",
+        "  pretrain.py --config-dir=mine model=my_model        with your own groups: mine/model/my_model.yaml",
         "  pretrain.py --multirun run.seed=1,2 precision=nvfp4,bf16 run.dir=runs/sweep   four runs, one after another",
-        "  pretrain.py --cfg job train.steps=100               print the configuration; --check: try a start out",
+        "  pretrain.py --cfg job train.steps=100               print the configuration",
+        "  pretrain.py --check train.steps=100                 check whether the run would start",
     ]
     return "\n".join(lines)
 
 
 def default_options(directory: Path) -> dict[str, str]:
-    """The option of each group that the default run has."""
+    """The option of each group in the default run."""
     defaults = yaml.safe_load((directory / "config.yaml").read_text())["defaults"]
     return {group: name for entry in defaults if isinstance(entry, dict) for group, name in entry.items() if name}
 
 
 def option_summary(path: Path, width: int | None) -> str:
-    """The first sentence of the comment at the top of a config file, cut to `width` characters."""
+    """The first sentence of the comment at the top of a config file, shortened to `width` characters."""
     comment: list[str] = []
     for line in path.read_text().splitlines():
         if line.startswith("# @package"):
@@ -70,7 +71,7 @@ def option_summary(path: Path, width: int | None) -> str:
 
 
 def _key_lines(node: Any, path: str) -> list[str]:
-    """`path:` with the node's plain keys as key=value, wrapped, followed by the same for nested nodes."""
+    """Lines `path: key=value ...` for the node's plain keys, and then for its nested nodes."""
     values = {field.name: getattr(node, field.name) for field in fields(node)}
     plain = "  ".join(f"{key}={shown(value)}" for key, value in values.items() if not is_dataclass(value))
     head, rest = f"  {path}:  ", "      "

@@ -1,4 +1,5 @@
-"""The group `precision` of the configuration: what every GEMM gets, who computes it, and when that changes."""
+"""The group `precision` of the configuration: how GEMM operands are quantized, which backend computes them, and when
+the precision changes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from megatron_fp4.config.types import STRICT, AtLeastOne, AtLeastZero, FourOverSix, PathText, Positive
 
 TransformSize = Literal[0, 2, 4, 8, 16, 32, 64, 128]
-# In a precision's name between that of its file and what a run has otherwise.
+# In a precision's name, between the name of its file and the values that differ from the file.
 WITH = " with "
 
 
@@ -20,11 +21,11 @@ class OperandConfig:
 
     format: `bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`.
     block: elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or
-        `16x16`; the format's row says which. Ignored for `bf16`.
-    rounding: `nearest`, or `stochastic` where the format has it; of nvfp4 operands of dgrad and wgrad also `ms_eden`
+        `16x16`; FORMATS has the blocks of each format. Ignored for `bf16`.
+    rounding: `nearest`, or `stochastic` if the format has it; for nvfp4 operands of dgrad and wgrad also `ms_eden`
         (Quartet II, arXiv 2601.22813), with `rht: 128` in its GEMM and `rht_signs: fresh`.
-    four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller sum of `absolute`
-        errors (also `true`) or of `squared` ones; `none` (also `false`): never.
+    four_over_six: nvfp4 only; map a block's largest value to 4 instead of 6 if that makes the sum of `absolute` errors
+        (also `true`) or of `squared` errors smaller; `none` (also `false`): never.
     """
 
     format: str = "bf16"
@@ -35,10 +36,10 @@ class OperandConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SecondOperandConfig(OperandConfig):
-    """How dgrad's weight and wgrad's activation are quantized, which fprop has quantized already.
+    """How dgrad's weight and wgrad's activation are quantized, two tensors that fprop has quantized before.
 
-    source: what is quantized: the `tensor`; what fprop's codes stand for, transposed (`forward`; the forward pass then
-        keeps codes alone); or nothing: fprop's own `codes` are taken, although their scales lie along another dot
+    source: `tensor`: quantize the tensor; `forward`: quantize the transposed values of fprop's codes (the forward pass
+        then keeps only codes); `codes`: use fprop's codes as they are, although their scales are along another dot
         product (paper, Fig. 14, "along same dim"; emulated backend only).
     """
 
@@ -87,7 +88,7 @@ class Bf16BlocksConfig:
 
     first, last: blocks counted from each end of the pattern.
     names: shell patterns (`*`, `?`, `[...]`) over the names of linears, such as `blocks.3.*` or `*.out_proj`.
-    file: a plan file (YAML with a list under `bf16`), as `scripts/analyze_precision.py` writes.
+    file: a plan file (YAML with a list under `bf16`), such as `scripts/analyze_precision.py` writes.
     """
 
     first: AtLeastZero = 0
@@ -98,11 +99,11 @@ class Bf16BlocksConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RecipeConfig:
-    """What the three GEMMs of a linear get.
+    """The recipe of a linear's three GEMMs.
 
     name: shown in the plan and the logs.
-    amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
-        `shard` is Transformer Engine's per-shard behaviour.
+    amax: `global`: take tensor maxima over the tensor-parallel group, so that codes do not depend on its size; `shard`:
+        take them over each shard, as Transformer Engine does.
     rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
     fp8_power_of_two_scales: round the scales of fp8 operands down to powers of two, as Transformer Engine does by
         default.
@@ -119,11 +120,11 @@ class RecipeConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ExceptionConfig:
-    """Linears that have another recipe than the run's.
+    """Linears with another recipe than the run's.
 
     names: shell patterns over the names of linears, as in `bf16_blocks.names`.
-    blocks: letters of `model.pattern`: only linears of these kinds of blocks. Empty: of all.
-    precision: whose recipe they take, a name under `configs/precision/`.
+    blocks: letters of `model.pattern`: only linears of these kinds of blocks. Empty: all kinds.
+    precision: the precision config with their recipe, a name under `configs/precision/`.
     """
 
     names: list[str] = field(default_factory=lambda: ["*"])
@@ -133,7 +134,7 @@ class ExceptionConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ComposedException(ExceptionConfig):
-    """An exception with its recipe written out: what every one is once the configuration is composed."""
+    """An exception with its recipe. Composing the configuration turns every exception into one."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
 
@@ -148,9 +149,9 @@ class SwitchConfig:
     scope: `both`, `forward` (fprop only) or `backward` (dgrad and wgrad; where dgrad's weights are no longer
         quantized, fprop's take 1x16 blocks).
     target: the precision config to switch to, a name under `configs/precision/`.
-    threshold, interval: of `gradient_noise`: the ratio, below which three measurements in a row must lie, and the steps
-        between measurements.
-    rewarm_steps: steps over which the learning rate climbs again from zero after the switch (0: it does not).
+    threshold, interval: of `gradient_noise`: the precision switches after three measurements in a row below this ratio;
+        the steps between measurements.
+    rewarm_steps: steps over which the learning rate rises again from zero after the switch (0: it does not).
     """
 
     when: str = "never"
@@ -163,9 +164,9 @@ class SwitchConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DiagnosticsConfig:
-    """Measurements of what quantization does to a run.
+    """Measurements of quantization errors.
 
-    interval: steps between them, from the first step on; 0: none.
+    interval: steps between measurements, from the first step on; 0: none.
     """
 
     interval: AtLeastZero = 0
@@ -173,13 +174,14 @@ class DiagnosticsConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class PrecisionConfig(RecipeConfig):
-    """What every GEMM of every linear gets, and who computes it.
+    """The recipe of the linears, its exceptions, and the backend.
 
     compute_dtype: `bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only).
     backend: `auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`.
-    bf16_blocks, exceptions: linears that have another recipe; the first reason counts, in this order.
-    recheck_interval: every so many steps one quantized linear, another each time, is computed again by the reference
-        (0: never). A difference ends the run.
+    bf16_blocks, exceptions: linears with another recipe. If several apply to a linear, the first one counts, in this
+        order.
+    recheck_interval: steps between rechecks (0: never). A recheck computes one quantized linear again with the
+        reference, another linear each time. A difference ends the run.
     """
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -1,8 +1,8 @@
-"""Keys that earlier versions had: what holds instead, and how a run that was saved with one resumes.
+"""Keys of earlier versions: what to use instead, and how a run that was saved with one resumes.
 
-Commands and files that still give one are refused with the remedy. What was saved with one (checkpoints of whatever
-version) is read with today's keys; where its value was not the one that holds now, a resume says so, or is refused if
-the run used an ability that is gone.
+Commands and files that still set one are refused, with a remedy. Saved configurations with one (in checkpoints of any
+version) are converted to today's keys. If a value differs from the one that always holds now, a resume prints it; if
+the run used a removed feature, the resume is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# key or section, as a pattern -> (the value that always holds now, None: none does; what to do instead)
+# key or section, as a pattern -> (the value that always holds now, or None; what to do instead)
 _REMOVED = {
     "checkpoint.export_at_end": (False, "set checkpoint.export_interval to train.steps instead"),
     "checkpoint.local_dir": (None, "no checkpoints are kept on nodes' own disks; save shared ones more often instead"),
@@ -40,20 +40,20 @@ _REMOVED = {
     "spikes.min_history": (None, "half of spikes.window steps are needed; set that instead"),
     "run.file_mode": (None, "set the umask of the shell, such as umask 027, instead"),
 }
-# Abilities that are gone: pattern of a key -> the value under which a run did without it.
+# Removed features: pattern of a key -> the value with which a run did not use the feature.
 _ABILITIES = {"optimizer.deoscillation.interval": 0, "data.fim.*.rate": 0, "precision.*.mean": "kept"}
 
 
 def why_removed(key: str) -> str | None:
-    """What to say of a dotted key that an earlier version had; None for every other key."""
+    """The error message for a dotted key of an earlier version; None for any other key."""
     for pattern, (_, instead) in _REMOVED.items():
         if fnmatch.fnmatchcase(key, pattern):
-            return f"{key} is no key any more: {instead}"
+            return f"{key} is no longer a key: {instead}"
     return None
 
 
 def refuse_removed(saved: Mapping[str, Any]) -> None:
-    """Raise ValueError if a run that was saved with this configuration used an ability that no run has any more."""
+    """Raise ValueError if the run that saved this configuration used a removed feature."""
     for key, value in leaves(saved):
         for pattern, off in _ABILITIES.items():
             if fnmatch.fnmatchcase(key, pattern) and value != off:
@@ -64,7 +64,7 @@ def refuse_removed(saved: Mapping[str, Any]) -> None:
 
 
 def removed_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, its value in `saved`, the value that holds now) where these differ."""
+    """(key, its value in `saved`, the value that always holds now), for each key where they differ."""
     for key, value in leaves(saved):
         for pattern, (now, _) in _REMOVED.items():
             if fnmatch.fnmatchcase(key, pattern) and now is not None and value not in (None, now):
@@ -72,7 +72,7 @@ def removed_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def renewed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration of this or an earlier version with today's keys."""
+    """A saved configuration of this or an earlier version, with today's keys."""
     found = copy.deepcopy(dict(saved))
     for precision in (found.get("precision") or {}, found.get("after_switch") or {}):
         for gemm in ("fprop", "dgrad", "wgrad"):
@@ -99,7 +99,7 @@ def _without_removed(saved: Mapping[str, Any], path: str = "") -> dict[str, Any]
 
 
 def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key that is no section, and its value."""
+    """All keys that are not sections, with their values."""
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{path}{name}.")

@@ -1,9 +1,8 @@
-"""The configuration of a run, as frozen dataclasses that every room may read.
+"""The configuration of a run, as frozen dataclasses.
 
-The classes check themselves: a mistyped key, a value of the wrong type, an unknown choice or a number out of its range
-cannot be constructed, nor a section whose values do not go together. `compose.py` makes one `Config` of the YAML files
-under `configs/` and the command line, and `checks.py` refuses combinations that cannot run. Below `pretrain.py` no
-OmegaConf object exists.
+The classes check their values: a mistyped key, a value of the wrong type, an unknown choice, a number out of its range
+or a section with contradicting values raises an error. `compose.py` makes a `Config` from the YAML files under
+`configs/` and the command line, and `checks.py` refuses combinations that cannot run. The run uses no OmegaConf object.
 
 Integers may be written 1000, 1_000, 1e3, 1k, 1.5M, 2B (or 2G) or 1T: k, M, B, G and T are powers of a thousand.
 Units: `*_dim` and `num_*` are counts, sequence lengths and vocabularies are in tokens, batch sizes in sequences,
@@ -40,17 +39,17 @@ from megatron_fp4.config.types import (
     Share,
 )
 
-# Fields of a `Config` that are no keys: composing fills them in.
+# Fields of a `Config` that a user cannot set: composing fills them in.
 ADDED = ("after_switch", "from_environment")
 
 
 class ConfigError(ValueError):
-    """What a user got wrong in the configuration: one line that names the key, the value and the remedy."""
+    """An error of the user in the configuration: one line with the key, the value and the remedy."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Bf16BlocksDefault:
-    """How many blocks at each end, in characters of the pattern, a recipe leaves in BF16 (paper, appendix A).
+    """How many blocks at each end of the pattern a recipe keeps in BF16 (paper, appendix A). A character is a block.
 
     first, last: blocks at the beginning and at the end.
     """
@@ -63,19 +62,19 @@ class Bf16BlocksDefault:
 class ModelConfig:
     """A stack of blocks, sizes in elements.
 
-    name: shown in logs, and that of an exported model.
+    name: shown in logs; also the name of an exported model.
     pattern: the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN (models/pattern.py has the table).
     vocab_size: rows of the embedding and the head; the tokenizer's largest id plus one, or more.
     hidden_dim: of the residual stream. ffn_dim: of the FFN's inner layer, whose activation is a squared ReLU.
     num_query_heads, num_kv_heads, head_dim: of attention; groups of query heads share a KV head.
-    rope: rotary positions in attention; without, attention knows of positions by the mask and the Mamba-2 blocks alone.
-        rope_base: their base.
-    mamba_num_heads, mamba_head_dim: of Mamba-2; their product is its inner width. mamba_num_groups: of B and C, whose
-        heads share them. mamba_state_dim: of a head's state. mamba_conv_width: taps of its convolution.
-    mamba_chunk_size: tokens of a chunk of the scan: how it is computed, not what.
+    rope: use rotary positions in attention. Without them, positions come only from the causal mask and the Mamba-2
+        blocks. rope_base: of rotary positions.
+    mamba_num_heads, mamba_head_dim: of Mamba-2; their product is its inner width. mamba_num_groups: of B and C; the
+        heads of a group share them. mamba_state_dim: of a head's state. mamba_conv_width: taps of its convolution.
+    mamba_chunk_size: tokens of a chunk of the scan. It changes how the scan is computed, not its result.
     norm_eps: of RMS norms. init_std: of initial weights.
-    nvfp4_bf16_blocks, fp8_bf16_blocks: what the recipes of these formats leave in BF16 of this model; they set
-        `precision.bf16_blocks` with it. A transformer block is two characters.
+    nvfp4_bf16_blocks, fp8_bf16_blocks: the blocks that recipes of these formats keep in BF16; the recipes set
+        `precision.bf16_blocks` to it. A transformer block is two characters.
     """
 
     name: str = "tiny"
@@ -112,14 +111,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class PhaseConfig:
-    """A span of training with one blend.
+    """A part of the run with one blend of sources.
 
-    name: shown in tables and logs; a checkpoint knows a phase by it.
-    fraction, steps, tokens: its length, at most one of them, a fraction of the run's steps; one phase may have none and
-        gets the rest. Boundaries are whole steps.
-    blend: source name -> weight, or `tokens`: all sources, weighted by the tokens that they have.
-    global_batch_size, sequence_length: where they are not `train`'s. Shorter sequences are pieces of those of
-        `train.sequence_length` tokens, so a step has as many tokens.
+    name: shown in tables and logs; checkpoints identify a phase by it.
+    fraction, steps, tokens: the length of the phase (`fraction`: of the run's steps); set at most one. One phase may
+        have none of them, and gets the remaining steps. Boundaries are rounded to whole steps.
+    blend: source name -> weight, or `tokens`: all sources, weighted by their number of tokens.
+    global_batch_size, sequence_length: instead of those of `train`. Shorter sequences are pieces of samples of
+        `train.sequence_length` tokens, so a step has the same number of tokens.
     """
 
     name: str = "main"
@@ -139,19 +138,18 @@ class PhaseConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class MegatronConfig:
-    """The Megatron run whose samples `data.order=megatron` continues. Its `--seed` is `data.seed` (or
-    `run.seed`), its `--seq-length` `train.sequence_length`, and the sources are in the blend in the order of its
-    prefixes.
+    """The Megatron run whose samples `data.order=megatron` continues. Set `data.seed` (or `run.seed`) to its `--seed`
+    and `train.sequence_length` to its `--seq-length`; list the sources of the blend in the order of its prefixes.
 
-    split: `--split`, such as `[949,50,1]`: training takes the first share, and without `data.validation` the second one
-        is held out. null: all, as with `--train-data-path`.
-    train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`, on which the order depends. null:
-        up to the end of this run.
-    consumed_samples: how many of them Megatron has trained on (with `transitions`, in its last phase); this run begins
+    split: `--split`, such as `[949,50,1]`: the first share is for training; the second one is held out, unless
+        `data.validation` is set. null: no split, as with `--train-data-path`.
+    train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`; the order depends on it. null: up
+        to the end of this run.
+    consumed_samples: the samples that Megatron has trained on (with `transitions`, in its last phase); this run begins
         after them.
-    phases: `transitions`: each has an order of its own, as with `--phase-transition-iterations`; `relaunched`: that of
-        its blend over the whole run, as when Megatron was started with another `--data-path`.
-    weighted: whether the prefixes had weights; null: not if it is one. surplus: `--mid-level-dataset-surplus`.
+    phases: `transitions`: each phase has its own order, as with `--phase-transition-iterations`; `relaunched`: a phase
+        has the order of its blend over the whole run, as when Megatron was started again with another `--data-path`.
+    weighted: whether the prefixes had weights; null: yes, if there are several. surplus: `--mid-level-dataset-surplus`.
     """
 
     split: list[NotNegative] | None = None
@@ -168,27 +166,27 @@ class DataConfig:
 
     kind: a row of `KINDS` in data/provider.py: `builtin` (Python's standard library), `indexed` (files in
         Megatron's format).
-    cache_dir: keeps the built-in corpus, indices of `data.order=megatron` and (in `remote`) blocks of URLs; null: the
-        user's cache directory.
-    sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the
-        ending, a pattern (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
+    cache_dir: folder of the built-in corpus, of indices for `data.order=megatron` and (in `remote`) of blocks of URLs;
+        null: the user's cache directory.
+    sources, validation: name -> files (`indexed` only): the path of a `.bin`/`.idx` pair without the ending, a pattern
+        (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
     tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, or a `.tiktoken` rank file (`indexed`
-        only; optional, its fingerprint goes into checkpoints).
-    eod_token: that tokenizer's end-of-document token; null means what the tokenizer says, else `<|endoftext|>`.
-    order: of samples: `documents` (documents are shuffled, anew in each epoch, and then cut into samples), `windows`
-        (the files are cut as they lie, and the cuts shuffled) or `megatron` (Megatron-core's, which `megatron`
-        describes; its indices are kept in cache_dir).
-    seed: of that order, where `run.seed` is for everything else; null means `run.seed`.
+        only; optional, its fingerprint is in checkpoints).
+    eod_token: the tokenizer's end-of-document token; null: the one that the tokenizer names, else `<|endoftext|>`.
+    order: of samples: `documents` (documents are shuffled in each epoch and then cut into samples), `windows` (files
+        are cut in their own order, and the cuts are shuffled) or `megatron` (Megatron-core's order, described in
+        `megatron`; its indices are kept in cache_dir).
+    seed: of the order of samples only; null: `run.seed`.
     megatron: the run that `data.order=megatron` continues.
-    phases: spans of the run, each with its own blend of sources; their lengths add up to the run.
-    max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
-        takes. A run that would exceed it does not start.
+    phases: parts of the run, each with its own blend of sources; their lengths add up to the run.
+    max_epochs: the most epochs of a source, one number for all or by source; null: no limit. A run that would exceed it
+        does not start.
     documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document, by attention
         or by Mamba-2's state).
-    boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
-    num_workers: loader processes per rank, which prepare the micro-batches of two steps ahead; 0 for none.
-    blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`. A file of yours
-        in configs/data gives them (docs/quickstart.md has one).
+    boundary_loss: with `masked`, whether a target counts if it is in another document than the token before it.
+    num_workers: loader processes per rank, which prepare micro-batches two steps ahead; 0: none.
+    blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`. Your file in
+        configs/data sets them (see docs/quickstart.md).
     """
 
     kind: str = "builtin"
@@ -212,7 +210,7 @@ class DataConfig:
         names = [phase.name for phase in self.phases]
         for index, name in enumerate(names):
             if names.index(name) != index:
-                raise ValueError(f"phases[{index}].name={name} is taken by another phase; rename one of them")
+                raise ValueError(f"phases[{index}].name={name} is the name of another phase too; rename one of them")
         if not self.boundary_loss and self.documents != "masked":
             raise ValueError(
                 f"boundary_loss=false has no effect with documents={self.documents}; set documents=masked, or leave it "
@@ -223,20 +221,21 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
-    """The batch arithmetic, and how a step is computed: tokens of a step = global_batch_size * sequence_length.
+    """The batch, and how a step is computed. A step has global_batch_size * sequence_length tokens.
 
-    steps: of the whole run, what a resumed run has done included.
-    global_batch_size: sequences of a step over all ranks. micro_batch_size: sequences that a rank computes at once; the
-        gradients of a step's micro-batches add up.
+    steps: of the whole run, including the steps before a resume.
+    global_batch_size: sequences of a step on all ranks together. micro_batch_size: sequences that a rank computes at
+        once; a step adds up the gradients of its micro-batches.
     sequence_length: tokens of a sequence.
-    max_skipped_steps: a step whose loss or gradient norm is not finite is skipped; so many in a row end the run.
+    max_skipped_steps: a step whose loss or gradient norm is not finite is skipped; after this many in a row the run
+        ends.
     kernels: `torch` (plain PyTorch, the reference), `fused` (CUDA with BF16: mamba-ssm, causal-conv1d, cuDNN attention,
-        compiled norms and activations) or `auto` (fused on CUDA as far as packages are installed).
-    activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
-        or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
-        In BF16, gradients have the same bits in all three.
-    cuda_graphs: forward and backward of a micro-batch are captured once and replayed, with the same bits in less of the
-        host's time: `true`, `false`, or `auto`: on one data-parallel rank, where they can be.
+        compiled norms and activations) or `auto` (fused on CUDA, if the packages are installed).
+    activation_checkpointing: `none`, `block` (keep only each block's input, and compute the block again in the backward
+        pass) or `selective` (keep the outputs of GEMMs and attention; compute norms, activations, convolution and scan
+        again). In BF16, gradients have the same bits in all three.
+    cuda_graphs: capture forward and backward of a micro-batch once and replay them: the same bits in less host time.
+        `true`, `false`, or `auto`: on one data-parallel rank, if possible.
     """
 
     steps: AtLeastOne = 300
@@ -251,14 +250,15 @@ class TrainConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class SpikesConfig:
-    """Steps whose loss or gradient norm lies far above what the steps before had (training/callbacks/bad_steps.py has
-    the rule).
+    """Steps whose loss or gradient norm is far above that of the steps before (training/callbacks/bad_steps.py has the
+    rule).
 
-    action: `none`; `skip` (no update with that batch); `rollback` (back to the last checkpoint's weights and moments,
-        and on with the next batch: the data since then is skipped).
-    threshold: in robust standard deviations above the median. window: accepted steps that it is taken over; half as
-        many, in the same data phase and precision, must come before a spike.
-    max_in_row: so many spikes in a row, of rollbacks those to one checkpoint, end the run with a diagnosis.
+    action: `none`; `skip` (no update with that batch); `rollback` (restore weights and moments of the last checkpoint
+        and continue with the next batch: the data since the checkpoint is skipped).
+    threshold: in robust standard deviations above the median. window: how many accepted steps the median is taken over;
+        half as many, in the same data phase and precision, must come before a spike.
+    max_in_row: after this many spikes in a row (with `rollback`, since the same checkpoint) the run ends with a
+        diagnosis.
     """
 
     action: Literal["none", "skip", "rollback"] = "none"
@@ -271,8 +271,8 @@ class SpikesConfig:
 class OptimizerConfig:
     """AdamW; 1-D parameters and biases are not decayed.
 
-    lr: the peak learning rate. beta1, beta2, eps: of Adam. weight_decay: decoupled, multiplied with the learning rate.
-    clip_norm: the gradient's norm over all parameters is scaled down to it; 0: never.
+    lr: the peak learning rate. beta1, beta2, eps: of Adam. weight_decay: decoupled, multiplied by the learning rate.
+    clip_norm: the largest norm of the gradient over all parameters; a larger one is scaled down. 0: no limit.
     """
 
     lr: LearningRate = 2e-3
@@ -285,9 +285,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ScheduleConfig:
-    """Warm-up from zero, constant, decay.
+    """The learning rate: warm-up from zero, constant, decay.
 
-    warmup_fraction, decay_fraction: of `train.steps`, at its beginning and its end. min_lr_ratio: final over peak
+    warmup_fraction, decay_fraction: of `train.steps`, at the beginning and the end. min_lr_ratio: final over peak
         learning rate.
     decay: `linear`, `cosine`, `exponential` or `1-sqrt`.
     """
@@ -302,19 +302,19 @@ class ScheduleConfig:
 class CheckpointConfig:
     """interval: steps between checkpoints (0: only the final one). keep: how many to keep (0: all).
 
-    asynchronous: training continues during a save, of a copy in host memory; `false`: it waits. A save that fails is
-        tried again, then left out; three in a row end the run.
-    resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `required` (the same, and one must be there),
-        `never`, or the path of a checkpoint of another run, from which this one begins (its own go first on later
-        starts), or of this one, to go back to.
-    initialize_from: begin at step 0 with the weights alone of this checkpoint: of another run (or its folder: the
-        newest intact one), or an imported one. Later starts resume the run's own.
-    export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
-        Face folder.
-    export_format: of these folders' weights, as scripts/convert.py export-hf has them; NVFP4 (of ModelOpt or
-        compressed-tensors) only of checkpoints whose forward pass has it, not after a switch that ends it.
-    allow_mismatch: resume, or initialize, although data, tokenizer or model differ from what the checkpoint was made
-        with. Tensors of other shapes cannot be loaded.
+    asynchronous: save a copy in host memory while training continues; `false`: training waits. A failed save is tried
+        again, then given up; after three in a row the run ends.
+    resume: `auto` (the newest intact checkpoint in `run.dir`, if any), `required` (the same, and one must exist),
+        `never`, or the path of a checkpoint: of another run, from which this run begins (later starts resume from its
+        own), or of this run.
+    initialize_from: begin at step 0 with only the weights of this checkpoint: of another run (or of its folder: the
+        newest intact one), or an imported one. Later starts resume from the run's own checkpoints.
+    export_interval: steps between exports (0: never). An export saves a checkpoint and writes it into run.dir/exports,
+        as a Hugging Face folder.
+    export_format: of the exported weights, as in scripts/convert.py export-hf. NVFP4 (of ModelOpt or
+        compressed-tensors) needs a forward pass in NVFP4, so it is not possible after a switch to another format.
+    allow_mismatch: resume, or initialize, although data, tokenizer or model differ from the checkpoint's. Tensors of
+        other shapes cannot be loaded.
     """
 
     interval: AtLeastZero = 100
@@ -337,9 +337,9 @@ class CheckpointConfig:
 class ValidationConfig:
     """interval: steps between validations (0: only at the end).
 
-    num_samples: held-out sequences of each set, spread evenly over it; null: all that it has.
-    prompts: texts that the model continues after each validation: into the log, metrics.jsonl, TensorBoard and wandb.
-        An empty one begins a new document. prompt_tokens: at most so many tokens each.
+    num_samples: sequences of each held-out set, spread evenly over it; null: all.
+    prompts: texts that the model continues after each validation; the results are in the log, metrics.jsonl,
+        TensorBoard and wandb. An empty prompt begins a new document. prompt_tokens: the most tokens of a result.
     """
 
     interval: AtLeastZero = 50
@@ -359,11 +359,11 @@ class ValidationConfig:
 class LoggingConfig:
     """interval: steps between printed lines; `metrics.jsonl` has every step. tensorboard: into run.dir/tensorboard.
 
-    wandb: `online`, `offline`, `disabled`; of the project that WANDB_PROJECT names, else megatron_fp4.
-    profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`, which
-        writes into run.dir, on CUDA with the history of memory; empty: none.
-    baseline: the folder of another run, or `name=folder`, which loss.png and report.html show beside this one, with the
-        gap to it (null: none). report: write report.html, a page about the run, when it has finished.
+    wandb: `online`, `offline` or `disabled`. The project is WANDB_PROJECT, else megatron_fp4.
+    profile_steps: first and last step (counted from 1) for torch's profiler on rank 0, such as `[11, 13]`. It writes
+        into run.dir, on CUDA also the history of memory. Empty: none.
+    baseline: the folder of another run, or `name=folder`; loss.png and report.html show it beside this run, with the
+        gap (null: none). report: write report.html, a page about the run, when the run has finished.
     """
 
     interval: AtLeastOne = 10
@@ -378,28 +378,28 @@ class LoggingConfig:
         steps = self.profile_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(
-                f"profile_steps={steps} is no window; give its first and last step, such as [11,13], or []"
+                f"profile_steps={steps} is not a window; give its first and last step, such as [11,13], or []"
             )
         return self
 
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """The mesh: world size = replicate x shard x tensor, the shard axis being what is left over.
+    """The mesh: world size = replicate x shard x tensor. The shard axis gets the ranks that the others leave.
 
-    tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on when tensor > 1).
-    replicate: number of FSDP replicas (hybrid sharding). reshard: free gathered parameters after every use
-    (`true`, less memory) or keep them for the whole step (`false`, less communication); 4-bit codes, as which weights
-    are gathered that nothing else needs, are kept in any case.
-    reduce_gradients: over the shards, `once` a step (less communication; until then each rank holds the FP32 gradients
-    of its whole tensor-parallel slice) or after `each` micro-batch (only of its shard).
+    tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on if tensor > 1).
+    replicate: number of FSDP replicas (hybrid sharding).
+    reshard: `true`: free gathered parameters after every use (less memory); `false`: keep them for the whole step (less
+    communication). Weights that are gathered as 4-bit codes are kept in any case.
+    reduce_gradients: reduce them over the shards `once` a step (less communication; each rank keeps the FP32 gradients
+    of its whole tensor-parallel slice until then) or after `each` micro-batch (each rank keeps those of its shard).
     reproducible: the same bits on any power of two of data-parallel ranks: gradients are summed in an order that does
     not depend on their number (parallel/reproducible.py). The kernels, `tensor` and the micro-batch size must stay.
-    timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
-    Ranks also wait in one while the first tunes kernels. Loader workers that deliver nothing for four fifths of it end
-    the run too.
-    gpu: which GPU `run.dry=true` and `--check` plan for (null: an H100, or a B200 where `precision.backend` asks for
-    tensor cores for 4 bits; memory without a limit).
+    timeout_seconds: after which a hanging collective aborts the run; at half of it, the run prints which rank holds it
+    up. Ranks also wait in a collective while the first rank tunes kernels. Loader workers that deliver nothing for four
+    fifths of it end the run too.
+    gpu: the GPU that `run.dry=true` and `--check` plan for (null: an H100, or a B200 if `precision.backend` needs
+    tensor cores for 4 bits; then memory has no limit).
     """
 
     tensor: AtLeastOne = 1
@@ -419,34 +419,34 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The axes of a given size by their keys, the innermost first; shards lie between `tensor` and the others."""
+        """The sizes of the other axes by their keys, the innermost first; the shard axis is between them."""
         return {"tensor": self.tensor, "replicate": self.replicate}
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that see different data: all that are not tensor-parallel partners of each other."""
+        """The number of ranks, or tensor-parallel groups of ranks, that have different data."""
         return world_size // self.tensor
 
     def shards(self, world_size: int) -> int:
-        """What is left over of `world_size`, rounded down."""
+        """The size of the shard axis, rounded down."""
         return world_size // math.prod(self.sizes.values())
 
 
 @dataclass(frozen=True, config=STRICT)
 class RunConfig:
-    """dir: everything the run writes. seed: of initialization, stochastic rounding and, unless `data.seed` is given,
-        data order.
+    """dir: the folder for everything that the run writes. seed: of initialization, stochastic rounding and, unless
+        `data.seed` is set, data order.
 
-    device: `auto` (CUDA if there is any), `cuda` or `cpu`. deterministic: deterministic kernels only.
-    replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit; a
-        difference ends the run.
-    replicas_interval: every so many steps (0: never), and before each checkpoint, ranks compare what they should hold
-        alike; a difference ends the run.
-    dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
-    dry_mfu: what its time assumes: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one
-        GPU (measured: 0.56 on an H200).
-    dry_ranks_per_host: ranks that share a host, which decides how fast their messages are planned to be.
-    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit);
-        that step and the checkpoint take their time beyond it.
+    device: `auto` (CUDA, if there is any), `cuda` or `cpu`. deterministic: use only deterministic kernels.
+    replay_interval: steps between replays (0: never). In a replay each rank computes one micro-batch twice and compares
+        every bit; a difference ends the run.
+    replicas_interval: steps between comparisons of replicas (0: never); there is also one before each checkpoint. Ranks
+        compare what they should hold identically; a difference ends the run.
+    dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time).
+    dry_mfu: assumed for the time: the share of the BF16 peak of `parallel.gpu` that training in BF16 reaches on one GPU
+        (measured: 0.56 on an H200).
+    dry_ranks_per_host: assumed for the time of messages: ranks on one host.
+    max_minutes: stop, with a checkpoint, after the first step that ends this long after the process began (0: no
+        limit). The step and the checkpoint may end later than that.
     """
 
     dir: PathText = "runs/default"
@@ -464,7 +464,7 @@ class RunConfig:
     def _repeats(self) -> RunConfig:
         if self.replay_interval and not self.deterministic:
             raise ValueError(
-                f"replay_interval={self.replay_interval} compares bits, which deterministic=false does not repeat; set "
+                f"replay_interval={self.replay_interval} compares bits, which differ with deterministic=false; set "
                 "deterministic=true, or replay_interval=0"
             )
         return self
@@ -474,10 +474,10 @@ class RunConfig:
 class Config:
     """The whole run.
 
-    after_switch: the precision that `precision.switch.target` names, as it resolves for this model; None with
-        `precision.switch.when=never`. No key of its own: `compose` fills it.
-    from_environment: key -> its text, such as `${oc.env:SCRATCH}/runs`, where an environment variable has a part in the
-        value; it stands in everything that is written instead of the value (config/compose.py). No key either.
+    after_switch: the precision that `precision.switch.target` names, resolved for this model; None with
+        `precision.switch.when=never`. A user cannot set it: `compose` fills it in.
+    from_environment: key -> text, such as `${oc.env:SCRATCH}/runs`, for values that depend on an environment variable.
+        Files get the text instead of the value (config/compose.py). A user cannot set it either.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)

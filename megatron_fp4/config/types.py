@@ -1,4 +1,4 @@
-"""The types of configuration values: numbers in their ranges, paths; and no key that a dataclass does not have."""
+"""The types of configuration values: numbers with their ranges, and paths; and the strict mode of dataclasses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
 
-# Powers of a thousand, as the field writes tokens and parameters: 10k is 10,000.
+# Powers of a thousand, as in counts of tokens and parameters: 10k is 10,000.
 _POWERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 def _number(value: Any) -> Any:
-    """Also text such as 10k or 1_000; pydantic takes 1e3, which is a float to YAML and Hydra, for an integer too."""
+    """Accepts text such as 10k or 1_000. (1e3 is a float in YAML and Hydra; pydantic accepts it as an integer.)"""
     if isinstance(value, bool):
-        raise ValueError("give a number")  # pydantic would read 1 and 0
+        raise ValueError("give a number")  # pydantic would read 1 or 0
     if isinstance(value, str) and (parts := re.fullmatch(r"([-+]?\d[\d_]*\.?\d*(?:e[-+]?\d{1,3})?)([kKMBGT]?)", value)):
         return float(Decimal(parts[1]) * _POWERS[parts[2]])
     return value
@@ -46,7 +46,7 @@ def _error(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_number)]
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 MOST = 10**9
-"""What no count, size or interval can sensibly exceed: sizes multiply, and products must be numbers of 64 bits."""
+"""The limit of counts, sizes and intervals: products of sizes must fit into 64 bits."""
 AtLeastOne = Annotated[Integer, Field(ge=1, le=MOST)]
 AtLeastZero = Annotated[Integer, Field(ge=0, le=MOST)]
 Seed = Annotated[Integer, Field(ge=0, le=2**32 - 1)]
@@ -55,7 +55,7 @@ Seconds = Annotated[Integer, Field(ge=1, le=10**7)]
 LearningRate = Annotated[Number, Field(gt=0, le=10)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
-# Tiles of quantization and of the Hadamard transform are 16 tokens wide (at least).
+# The smallest tile of quantization and of the Hadamard transform has 16 tokens.
 SequenceLength = Annotated[Integer, Field(ge=1, le=MOST, multiple_of=16)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]

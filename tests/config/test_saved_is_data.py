@@ -62,13 +62,13 @@ def test_data_is_refused_unless_it_is_given_or_the_run_is_trusted(data: dict[str
 def test_values_of_the_environment_are_left_out_where_no_data_is_opened() -> None:
     config = config_from_saved(saved(cache_dir="/x/${oc.env:CANARY}"), [], CONFIGS, opens_data=False)
     assert config.data.cache_dir is None and SECRET not in str(config)
-    with pytest.raises(ConfigError, match=r"model\.hidden_dim=.* not used unasked"):
+    with pytest.raises(ConfigError, match=r"model\.hidden_dim=.* not used without your consent"):
         config_from_saved(saved("model", hidden_dim="${oc.decode:${oc.env:CANARY}}"), [], CONFIGS, opens_data=False)
 
 
 @pytest.mark.parametrize("text", ["${oc.create:${oc.env:CANARY}}", "${hydra:runtime.cwd}", "${now:%Y}"])
 def test_no_other_resolver_runs(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"only oc\.env and oc\.decode run in one"):
+    with pytest.raises(ConfigError, match=r"only the resolvers oc\.env and oc\.decode are allowed"):
         config_from_saved(saved(cache_dir=text), [], CONFIGS, opens_data=False)
 
 
@@ -82,4 +82,4 @@ def test_a_strangers_checkpoint_is_not_replayed(tmp_path: Path, capsys: pytest.C
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 3, "loss": 1.0}) + "\n")
     assert replay.main([str(folder), "--steps", "1"]) == 2
     printed = capsys.readouterr()
-    assert "not used unasked" in printed.err and SECRET not in printed.err + printed.out
+    assert "not used without your consent" in printed.err and SECRET not in printed.err + printed.out

@@ -206,7 +206,7 @@ def test_the_check_finds_what_is_changed(checkpoints, exported, tmp_path, capsys
 def test_scales_of_inputs_are_the_largest_inputs_of_held_out_text(form, checkpoints, exported, tmp_path, capsys):
     layout, calibrate = FORMATS[form], ("--trust-config", "--calibrate", "2")
     unasked = ("export-hf", checkpoints["hybrid"], tmp_path / "none", "--format", form, *calibrate[1:])
-    assert "which is not used unasked; give --trust-config" in refusal(capsys, *unasked)
+    assert "which is not used without your consent; give --trust-config" in refusal(capsys, *unasked)
     folder = Path(shutil.copytree(exported("hybrid", form, *calibrate), tmp_path / "out"))
     code, table = compared(capsys, folder, checkpoints["hybrid"])
     assert code == 0 and "scales of inputs" in table, table

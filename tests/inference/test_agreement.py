@@ -108,7 +108,7 @@ def test_folders_are_judged_if_they_have_the_same_weights(
     for arguments, message in (
         (["--set", "train.sequence_length=32"], "--set train.sequence_length=32 is not about data"),
         (["--trust-config", "--set", "data.validation={web: /nowhere/web}"], "/nowhere/web"),
-        ([], "which is not used unasked; give --trust-config if the run is yours"),
+        ([], "which is not used without your consent; give --trust-config if the run is yours"),
         ([str(tmp_path)], "is neither a checkpoint nor a run with checkpoints"),
     ):
         assert evaluate.main([*given, *arguments]) == 2
