@@ -143,7 +143,7 @@ def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Pat
         assert f"checkpoint: {checkpoint(run_dir, 2)}, step 2 of 4" in lines
         assert any("DAMAGED, would be moved aside: step_00000004: .metadata has" in line for line in lines)
     flip_a_bit(checkpoint(run_dir, 2) / "trainer.json")
-    assert "none is whole" in refused(check, run_dir)
+    assert "none is intact" in refused(check, run_dir)
     shutil.rmtree(run_dir / "checkpoints")
     assert "is of an earlier run" in refused(check, run_dir)
 

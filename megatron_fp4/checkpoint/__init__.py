@@ -1,1 +1,1 @@
-"""Saving a run and going on from it: what is written, how it is found again, what is refused."""
+"""Save checkpoints, find them again, and resume from them."""

@@ -1,1 +1,1 @@
-"""What a run says: metrics, console, pictures, summaries."""
+"""The output of a run: metrics, console, pictures, summary and report."""

@@ -1,6 +1,6 @@
-"""What a run prints: tables before and after, progress in between; and numbers as a person reads them.
+"""What a run prints: tables before and after training, progress in between; and functions that format numbers.
 
-On a terminal a live bar carries the numbers; where stdout is a file or a pipe, as in a batch job, the same numbers are
+On a terminal a live bar shows the progress. If stdout is a file or a pipe, as in a batch job, the same numbers are
 plain lines, one every `logging.interval` steps.
 """
 
@@ -28,11 +28,11 @@ from megatron_fp4.precision.plan import Plan
 
 
 class RunConsole:
-    """Shows a run on one rank; on the others (`active=False`) every method does nothing.
+    """Prints a run's progress on one rank; on the others (`active=False`) every method does nothing.
 
-    total_steps: of the whole run. interval: steps between plain lines. stream: where to, by default stdout; a terminal
-    gets the live bar. memory_size: what the device has, in GiB, where a share of it is to be shown. start_step: steps
-    done before this start. Use it as a context manager around the loop.
+    total_steps: of the whole run. interval: steps between plain lines. stream: by default stdout; a terminal gets the
+    live bar. memory_size: of the device, in GiB, to show which share is used; None: show no share. start_step: steps
+    done before this start. Use it as a context manager around the training loop.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class RunConsole:
         stream = stream or sys.stdout
         self._live = active and stream.isatty()
         width = None if stream.isatty() else 120  # a file has no width, and rich would fold tables to 80 columns
-        # Texts hold what the user gave: a list in [brackets] is no markup, and `:100:` no picture.
+        # Texts contain the user's values: a list in [brackets] must not be read as markup, or `:100:` as an emoji.
         soft = not stream.isatty()
         self._console = _Output(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=soft)
         self._progress: Progress | None = None
-        # Of the steps since the last line, or on a terminal of the last hundred.
+        # The waits of the steps since the last line; on a terminal, of the last hundred steps.
         self._waits: deque[float] = deque(maxlen=100 if self._live else None)
         self._first: tuple[int, float] | None = None
         self._memory: float | None = None
@@ -82,18 +82,18 @@ class RunConsole:
         self._print(text)
 
     def event(self, step: int, text: str) -> None:
-        """Show that something happened after `step` steps: a switch, a checkpoint, a signal."""
+        """Print an event after `step` steps: a switch, a checkpoint, a signal."""
         self.text(f"after step {step}: {text}")
 
     def validation(self, step: int, losses: Mapping[str, float], bits_per_byte: Mapping[str, float]) -> None:
-        """Show validation losses by source, in nats per token, and for each byte of text where that is known."""
+        """Print validation losses by source, in nats per token, and in bits per byte of text where that is known."""
         bits = {source: f" ({value:.4f} bits/byte)" for source, value in bits_per_byte.items()}
         each = "  ".join(f"{source} {loss:.4f}{bits.get(source, '')}" for source, loss in losses.items())
         self.text(f"validation after step {step}: {each}")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a training step: on the bar each one, as a line with the time of day every `interval` steps, the last
-        and skipped ones."""
+        """Show a training step. The bar shows every step; plain lines show every `interval`-th step, the last one and
+        skipped ones."""
         if not self._active:
             return
         self._waits.append(metrics.data_wait)
@@ -109,8 +109,8 @@ class RunConsole:
             self._waits.clear()
 
     def _numbers(self, metrics: StepMetrics) -> list[str]:
-        """The numbers of a line; a terminal that is too narrow goes without the last ones."""
-        # The first step compiles and allocates; an ETA that counts it is wrong for a long time.
+        """The numbers of a line. A narrow terminal drops the last ones."""
+        # The first step compiles and allocates, so an ETA that includes it would be wrong for a long time.
         first, began = self._first = self._first or (metrics.step, time.monotonic())
         done, left = metrics.step - first, self._total - metrics.step
         eta = short_time((time.monotonic() - began) / done * left) if done else "-"
@@ -135,12 +135,12 @@ class RunConsole:
             return
         try:
             self._console.print(what)
-        except OSError:  # a full disk behind `>` must not end training; metrics.jsonl has it all
+        except OSError:  # output to a full disk must not end training; metrics.jsonl has everything
             del self._console._buffer[:]
 
 
 class _Output(Console):
-    """Goes silent when its reader has gone (`| head`), where rich would end the process."""
+    """Prints nothing more when its reader has closed the pipe (`| head`); rich's Console would end the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -150,7 +150,7 @@ class _Output(Console):
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Table:
-    """A table of texts; a column whose name ends with > is aligned to the right."""
+    """A table of texts. A column whose name ends with > is aligned to the right."""
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
     for name in columns:
         table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
@@ -160,8 +160,8 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = (), left: int = 1) -> str:
-    """A table in Markdown whose columns also stand below each other on a terminal, all but the first `left` to the
-    right, with notes below it."""
+    """A table in Markdown, with columns that are aligned on a terminal too, and notes below it. left: how many columns
+    are aligned to the left; the others are aligned to the right."""
     rows, below = list(rows), list(notes)
     widths = [max(3, *map(len, column)) for column in zip(heads, *rows, strict=True)]
 
@@ -174,7 +174,7 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterabl
 
 
 def facts_table(title: str, facts: Mapping[str, object]) -> Table:
-    """Names and values, such as the final summary of a run; what is None is left out."""
+    """A table of names and values, such as the summary of a run. Values that are None are left out."""
     rows = []
     for name, value in facts.items():
         if value is not None:
@@ -184,7 +184,7 @@ def facts_table(title: str, facts: Mapping[str, object]) -> Table:
 
 
 def plan_shares(plan: Plan) -> str:
-    """How many linears have which recipe, by `Plan.short_names`, and their share of the weights of all linears."""
+    """The number of linears of each recipe, by `Plan.short_names`, and their share of the weights of all linears."""
     total, shares = plan.linear_flops_per_token, []  # FLOPs are proportional to weights
     for recipe, name in plan.short_names.items():
         its = [row.linear.flops_per_token for row in plan.rows if row.recipe == recipe]
@@ -193,19 +193,20 @@ def plan_shares(plan: Plan) -> str:
 
 
 def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
-    """Which linear gets what, and why, in order of execution. Recipes go by `Plan.short_names`; `name` is whole.
+    """The recipe of each linear and its reason, in order of execution. Recipes are named by `Plan.short_names`. name:
+    of the plan.
 
-    A model of more than `compact_above` linears has those of the same kind, shape, recipe and reason in one row, with
-    their blocks: `blocks.{2..51}.mixer.in_proj` is this linear of every block from 2 to 51 that has it.
+    If a model has more than `compact_above` linears, those of the same kind, shape, recipe and reason share a row:
+    `blocks.{2..51}.mixer.in_proj` is this linear of all blocks from 2 to 51 that have it.
     """
     compact, names = len(plan.rows) > compact_above, plan.short_names
-    # Blocks of one kind alternate with others, so "neighbours" means in the sequence of blocks that have the linear.
+    # Blocks of one kind alternate with others, so a range counts only the blocks that have the linear.
     have: dict[tuple[str, str], list[int]] = {}
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for row in plan.rows:
         linear, shape = row.linear, f"{row.linear.out_features} x {row.linear.in_features}"
         kind = re.sub(r"\d+", "#", linear.name, count=1) if compact else linear.name
-        # The reason names the block, which the row's numbers already say.
+        # The reason names the block, but the row already has its number.
         why = re.sub(r"^block \d+ is", "is", row.reason) if compact else row.reason
         have.setdefault((kind, shape), []).append(linear.block)
         groups.setdefault((kind, shape, names[row.recipe], why), []).append(linear.block)
@@ -219,7 +220,7 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
 
 
 def _ranges(numbers: Sequence[int], sequence: Sequence[int]) -> str:
-    """`numbers` as "3" or "{0,2..6}", where 2..6 is everything from 2 to 6 in `sequence`, which holds them in order."""
+    """`numbers` as "3" or "{0,2..6}". 2..6 means all numbers from 2 to 6 in `sequence`, which is sorted."""
     texts = []
     for _, run in groupby(enumerate(numbers), key=lambda pair: sequence.index(pair[1]) - pair[0]):
         first, *rest = [number for _, number in run]
@@ -228,7 +229,7 @@ def _ranges(numbers: Sequence[int], sequence: Sequence[int]) -> str:
 
 
 def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int, num_tokens: int) -> Table:
-    """How ranks, micro-batches and gradient accumulation make up a step, and the run of num_tokens."""
+    """The ranks, micro-batches and tokens of a step and of the run. num_tokens: of the run."""
     ranks = parallel.data_parallel_size(world_size)
     sizes = {"replica": parallel.replicate, "shard": parallel.shards(world_size)}
     axes = [counted(size, name) for name, size in sizes.items() if size > 1]
@@ -249,7 +250,7 @@ def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int, n
     return make_table("Batch", ["quantity", "value>", "how"], rows)
 
 
-# Numbers, times and counts as a person reads them.
+# Formats of numbers, times and counts.
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -258,7 +259,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def short_number(value: float) -> str:
-    """Three digits and a letter: 12345 -> 12.3k; what is not finite stays itself."""
+    """Three digits and a letter: 12345 -> 12.3k. Numbers that are not finite have no letter."""
     return "".join(_scaled(value))
 
 
@@ -276,12 +277,12 @@ def _scaled(value: float) -> tuple[str, str]:
 
 
 def short_tokens(tokens: int) -> str:
-    """Tokens trained on, in whole millions if there are any: 197M, 1,250M, 51.2k."""
+    """A number of tokens, in whole millions from one million on: 197M, 1,250M, 51.2k."""
     return f"{tokens / 1e6:,.0f}M" if tokens >= 999_500 else short_number(tokens)
 
 
 def short_seconds(seconds: float) -> str:
-    """A short time to three digits, and to a tenth of a millisecond: 1.24 s, 310 ms, 0.4 ms; 0 ms below that."""
+    """A short time with three digits, but not below a tenth of a millisecond: 1.24 s, 310 ms, 0.4 ms, 0 ms."""
     if seconds >= 0.9995:
         return f"{seconds:.3g} s"
     milliseconds = 1e3 * seconds
@@ -289,7 +290,7 @@ def short_seconds(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """45s, 3m20s, 5h07m or 12d03h."""
+    """A time as 45s, 3m20s, 5h07m or 12d03h."""
     whole = round(seconds)
     for size, name, smaller, its_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if whole >= size:
@@ -298,7 +299,7 @@ def short_time(seconds: float) -> str:
 
 
 def long_time(seconds: float) -> str:
-    """An estimate, to two digits, in the unit that a person would choose: 310 ms, 42 s, 3.4 minutes, 36 days."""
+    """An estimated time with two digits, in a suitable unit: 310 ms, 42 s, 3.4 minutes, 36 days."""
     for limit, name in ((365.25 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= limit:
             return f"{seconds / limit:.{1 if seconds < 10 * limit else 0}f} {name}"

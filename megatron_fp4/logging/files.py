@@ -1,4 +1,4 @@
-"""Files of a run: records that survive a kill and a full disk, and files that are replaced whole."""
+"""Files of a run: records that survive a kill and a full disk, and files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ METRICS_FILE, SUMMARY_FILE, PICTURE_FILE, REPORT_FILE = "metrics.jsonl", "summar
 
 
 class Outage:
-    """Whether one destination of a run's log works. Its first failure is logged, and its return.
+    """Whether one destination of a run's log works. Logs when it starts to fail and when it works again.
 
-    name: of the destination. meanwhile: what happens to what cannot be written.
+    name: of the destination. meanwhile: a text that says what happens to data that cannot be written.
     """
 
     def __init__(self, name: str, meanwhile: str) -> None:
@@ -38,16 +38,16 @@ class Outage:
     def worked(self) -> None:
         """An attempt succeeded."""
         if self.on:
-            logger.warning("%s works again and gets what has waited", self.name)
+            logger.warning("%s works again, and gets the waiting data", self.name)
         self.on = False
 
 
 class RecordFile:
     """Appends lines to `path`. Any thread may call it, and no method raises OSError.
 
-    A line is in the file when `write` returns, so a killed process loses none, and on the disk when `sync` does. What
-    the disk refuses waits in memory until a later call succeeds. prepare: called before the file is opened; it may
-    raise OSError and is then called again.
+    A line is in the file when `write` returns, so a killed process loses none; it is on the disk when `sync` returns.
+    Lines that the disk refuses wait in memory until a later call succeeds. prepare: called before the file is opened;
+    if it raises OSError, it is called again later.
     """
 
     def __init__(self, path: Path, prepare: Callable[[], object] = lambda: None) -> None:
@@ -60,13 +60,14 @@ class RecordFile:
             self._push()
 
     def write(self, line: str) -> None:
-        """Append `line`, which has no line break."""
+        """Append `line`, which must not contain a line break."""
         with self._lock:
             self._waiting += line.encode(errors="backslashreplace") + b"\n"
             self._push()
 
     def sync(self) -> None:
-        """Return when everything written so far is on the disk, or a failure is logged. Other threads may write on."""
+        """Return when everything written so far is on the disk, or a failure is logged. Other threads may continue to
+        write."""
         with self._lock:
             self._push()
             if self._descriptor < 0:
@@ -94,7 +95,7 @@ class RecordFile:
                 self._prepared = True
             if self._descriptor < 0:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            while self._waiting:  # of a line that was written in part, the rest stays
+            while self._waiting:  # after a partial write, the rest stays
                 del self._waiting[: os.write(self._descriptor, self._waiting)]
         except OSError as error:
             self._close()
@@ -110,9 +111,10 @@ class RecordFile:
 
 
 def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """The records of a file of JSON lines (of one `kind`), in order: objects with a `step` and a `kind`.
+    """The records of a file of JSON lines, in order: objects with a `step` and a `kind`. kind: only records of this
+    kind; None: all.
 
-    Skips an unfinished last line, which a killed run leaves, and with a warning other lines that are no record.
+    Skips an unfinished last line, which a killed run leaves. Skips other lines that are no records with a warning.
     """
     wrong: list[int] = []
     with Path(path).open("rb") as file:
@@ -127,7 +129,7 @@ def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[
 
 
 def records_of(run_dir: str | Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """`iterate_records` of the run in `run_dir`; none if it has no metrics.jsonl."""
+    """`iterate_records` of the run in `run_dir`; empty if it has no metrics.jsonl."""
     path = Path(run_dir) / METRICS_FILE
     return iterate_records(path, kind) if path.is_file() else iter(())
 
@@ -135,17 +137,17 @@ def records_of(run_dir: str | Path, kind: str | None = None) -> Iterator[dict[st
 def cut_after(path: Path, step: int) -> None:
     """Remove the records of steps after `step`, and an unfinished last line, from a file of records.
 
-    A kill leaves the old or the new file. A missing file counts as empty. Raises OSError.
+    If the process is killed, the old or the new file is left. A missing file counts as empty. Raises OSError.
     """
 
-    def stays(line: bytes) -> bool:
+    def is_kept(line: bytes) -> bool:
         record = _record(line)
         return line.endswith(b"\n") and (record is None or record["step"] <= step)
 
     def write(temporary: Path) -> None:
         with path.open("rb") as source, temporary.open("wb") as target:
-            # All lines: an event may be recorded late.
-            target.writelines(line for line in source if stays(line))
+            # Read all lines, because an event may be recorded late.
+            target.writelines(line for line in source if is_kept(line))
 
     if path.exists():
         replace_file(path, write)
@@ -161,7 +163,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def move_aside(path: Path) -> Path | None:
-    """Rename a file or folder, if there is one, to `name.1`, or the first number that is free; returns the new path."""
+    """Rename a file or folder, if it exists, to `name.1` or the first free number; returns the new path, or None."""
     if not path.exists():
         return None
     number = 1
@@ -173,7 +175,7 @@ def move_aside(path: Path) -> Path | None:
 
 
 def check_place(path: Path) -> None:
-    """Raise ValueError if no file could be written there: before the work whose result it will hold."""
+    """Raise ValueError if no file can be written at `path`. Call it before the work whose result the file will have."""
     if path.is_dir():
         raise ValueError(f"{path} cannot be written: it is a folder; name a file")
     if not path.parent.is_dir():
@@ -181,9 +183,9 @@ def check_place(path: Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file under a temporary name of the same suffix, sync it, and rename it to `path`.
+    """Call `write` with a temporary path of the same suffix, sync the file, and rename it to `path`.
 
-    At every moment `path` is the old file or the new one. Raises what `write` raises, and OSError.
+    At any moment `path` is the old file or the new one. Raises the errors of `write`, and OSError.
     """
     temporary = path.with_name(f"{path.stem}.tmp{path.suffix}")
     try:
@@ -198,12 +200,12 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a text file, see `replace_file`."""
+    """Replace a text file; see `replace_file`."""
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def attempt(what: str, action: Callable[[], T]) -> T | None:
-    """The result of `action`; None if it raises, which is logged: no file for people is worth the run."""
+    """The result of `action`, or None if it raises; the error is only logged, because these files are not essential."""
     try:
         return action()
     except Exception as error:

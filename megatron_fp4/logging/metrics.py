@@ -1,23 +1,23 @@
-"""What a run measures: `metrics.jsonl`, and TensorBoard and wandb as views of it.
+"""Write a run's metrics to `metrics.jsonl`, and to TensorBoard and wandb as views of it.
 
-One JSON object a line, of one `kind`:
+Each line is a JSON object with a `kind`:
 
     run         once per start: the step it starts from, and facts about the run
     step        one training step: the fields of `StepMetrics`; `epochs` and `peak_memory_gib` every `logging.interval`
                 steps, `mfu` where the device's peak is known
-    validation  `losses` by source (nats per token), and `loss`, their mean; `bits_per_byte` of sources whose bytes of
-                text are known
+    validation  `losses` by source (nats per token), and `loss`, their mean; `bits_per_byte` of sources with a known
+                number of bytes of text
     diagnostics, gradient_noise
-                what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
-    time        where the wall time went so far, see run_log.py
-    event       `event` (switch, checkpoint, skip, stop, text, ...) and its details; a switch belongs to the first step
-                that it changes
+                errors of quantization, see measure/diagnostics.py and measure/gradient_noise.py
+    time        the wall time so far by kind, see run_log.py
+    event       `event` (switch, checkpoint, skip, stop, text, ...) and its details; the step of a switch is the first
+                one that it changes
 
-`step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates belongs to
-step N. A number that is not finite is written as `null`, because JSON has none. files.py has what happens when
-processes and disks fail.
+`step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates has step N.
+Numbers that are not finite are written as `null`, because JSON has no others. files.py handles failures of processes
+and disks.
 
-TensorBoard and wandb group curves by what stands before the first slash:
+TensorBoard and wandb group curves by the part before the first slash:
 
     loss            train, validation_<source>, validation (their mean)
     bits_per_byte   <source>
@@ -61,13 +61,13 @@ from megatron_fp4.logging.files import (
 logger = logging.getLogger(__name__)
 
 ID_FILE = "wandb_run_id"
-# Between attempts at a TensorBoard or wandb that fails.
+# Time between attempts to write to a view that fails.
 RETRY_SECONDS = 30.0
 # How long wandb may take to reach its server before the run logs offline.
 INIT_SECONDS = 60
-# How long the end of a run waits for what a view has not taken; and of a run that was told to stop, or failed.
+# How long a run waits at its end for a view; and if the run was asked to stop, or failed.
 FINISH_SECONDS, HURRY_SECONDS = 30.0, 5.0
-# Points that are kept for a view that is away: a day of steps of two seconds, in about 100 MB.
+# The most points that wait for a view that fails: a day of steps of two seconds, in about 100 MB.
 _MOST_WAITING = 50_000
 
 
@@ -75,13 +75,13 @@ _MOST_WAITING = 50_000
 class StepMetrics:
     """One training step.
 
-    step: steps done, this one included. tokens: seen since the run began. loss: mean NLL in nats per token over the
-    global batch. grad_norm: before clipping. tokens_per_second: over all ranks. model_tflops: model TFLOP/s per device.
-    step_time: seconds, with the wait for data. skipped: no update, because something was not finite or the step was a
-    spike. phase, plan: names of the data phase and of the precision plan. data_wait: seconds for which the first
-    rank waited for its micro-batches. epochs: how often the run has been through each source; empty in most
-    steps. mfu: model_tflops over the device's peak in BF16; None where unknown. peak_memory_gib: of the first rank
-    since it began; None in most steps.
+    step: steps done, including this one. tokens: since the run began. loss: mean NLL in nats per token over the global
+    batch. grad_norm: before clipping. tokens_per_second: of all ranks. model_tflops: model TFLOP/s per device.
+    step_time: seconds, including the wait for data. skipped: there was no update, because loss or norm was not finite,
+    or the step was a spike. phase, plan: names of the data phase and of the precision plan. data_wait: seconds that the
+    first rank waited for its micro-batches. epochs: epochs of each source so far; empty in most steps. mfu:
+    model_tflops over the device's peak in BF16; None if unknown. peak_memory_gib: of the first rank since it began;
+    None in most steps.
     """
 
     step: int
@@ -102,11 +102,11 @@ class StepMetrics:
 
     @property
     def spike(self) -> bool:
-        """Whether it was skipped although everything was finite."""
+        """Whether it was skipped although loss and norm were finite."""
         return self.skipped and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def curves(self) -> dict[str, float]:
-        """The names and values of its curves."""
+        """Name -> value of its curves."""
         curves = {
             "loss/train": self.loss,
             "optimizer/lr": self.lr,
@@ -127,12 +127,12 @@ class StepMetrics:
 class MetricsWriter:
     """Writes a run's metrics on one rank; on the others (`active=False`) every method does nothing.
 
-    start: steps done by the checkpoint that the run resumes from; records of later steps are cut, so that the file has
-    each step once, and the run is the same one at wandb. 0 is a fresh start, which moves records of an earlier run in
-    the same folder aside (`metrics.jsonl.1`).
+    start: steps done in the checkpoint that the run resumes from. Records of later steps are removed, so that the file
+    has each step once, and the run continues at wandb. 0: a new run; records of an earlier run in the same folder are
+    moved aside (`metrics.jsonl.1`).
 
-    A failure to write is logged and tried again, never raised. `sync` may be called from any thread, the others belong
-    to one.
+    A failure to write is logged and tried again, never raised. Any thread may call `sync`; only one thread may call the
+    other methods.
     """
 
     def __init__(self, config: Config, start: int, active: bool) -> None:
@@ -161,7 +161,7 @@ class MetricsWriter:
     def record(
         self, step: int, kind: str, values: Mapping[str, Any], curves: Mapping[str, float] | None = None
     ) -> None:
-        """Record `values` (JSON) of a `kind` after `step` steps, and show those of them that make curves."""
+        """Record `values` (JSON) of a `kind` after `step` steps, and show `curves`."""
         self._write({"kind": kind, "step": step, **values})
         if curves:
             for view in self._views:
@@ -180,7 +180,7 @@ class MetricsWriter:
             view.event(f"{event} {_json(details)}", step)
 
     def texts(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Record what the model writes after `step` steps: samples with `prompt`, `text` (null: not finite) and
+        """Record texts of the model after `step` steps. samples: each has `prompt`, `text` (null: not finite) and
         `ended`."""
         self._write({"kind": "event", "step": step, "event": "text", "samples": samples})
         for view in self._views:
@@ -189,7 +189,7 @@ class MetricsWriter:
     def sync(self) -> None:
         """Return when every record so far is on the disk, or a failure is logged.
 
-        Called before a checkpoint is published: a checkpoint of step N on the disk has its records there too.
+        Called before a checkpoint is published, so that the records of a checkpoint's steps are on the disk too.
         """
         if self.active:
             self._file.sync()
@@ -199,7 +199,7 @@ class MetricsWriter:
         if not self.active:
             return
         self._file.sync()  # before the wait for views, during which a scheduler may kill the run
-        for view in reversed(self._views):  # wandb's last news is an event for TensorBoard
+        for view in reversed(self._views):  # wandb first: its last news is an event, which TensorBoard shows
             view.close(HURRY_SECONDS if hurry else FINISH_SECONDS)
             self._record_news(self._last_step)
         self._file.close()
@@ -216,12 +216,12 @@ class MetricsWriter:
 
 
 def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
-    """The last record `validation` of the run in `run_dir` up to `step` steps; None if it has none, or no records."""
+    """The last `validation` record of the run in `run_dir` up to `step` steps; None if there is none."""
     return next(reversed([record for record in records_of(run_dir, "validation") if record["step"] <= step]), None)
 
 
 def finite(value: Any) -> Any:
-    """A JSON value with `None` for each number in it that is not finite."""
+    """A JSON value, with `None` instead of numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -236,10 +236,10 @@ def _json(value: Any) -> str:
 
 
 class View:
-    """A destination of curves and texts besides metrics.jsonl, which neither stops nor delays the run.
+    """A destination of curves and texts besides metrics.jsonl. It never stops or delays the run.
 
-    A thread opens it and gives it what the run queues. What it does not take waits until it does, opened again. news:
-    what the run has to record about it.
+    A thread opens it and writes what the run queues. If that fails, it is opened again later, and the data waits. news:
+    lines about it that the run has to record.
     """
 
     name: str
@@ -255,20 +255,20 @@ class View:
         self._thread.start()
 
     def event(self, text: str, step: int) -> None:
-        """Show what happened, where there is a place for it."""
+        """Show an event. By default, views do not show events."""
 
     def close(self, patience: float) -> None:
-        """Let it take what is left for at most `patience` seconds, and log what it did not take."""
+        """Wait at most `patience` seconds until everything is written, and log what is not."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(patience)
         if not self._finished:
-            left = f"{len(self._waiting)} points not taken" if self._waiting else "not everything was sent"
-            logger.error("%s: %s within %.0f s; metrics.jsonl has it all%s", self.name, left, patience, self._remedy())
+            left = f"{len(self._waiting)} points were not written" if self._waiting else "not everything was sent"
+            logger.error("%s: %s within %.0f s; metrics.jsonl has all%s", self.name, left, patience, self._remedy())
 
     def _open(self) -> Any:
-        """What the queued actions write to, from now on `_writer`."""
+        """Open the object that the queued actions write to; it becomes `_writer`."""
         raise NotImplementedError
 
     def _finish(self) -> None:
@@ -286,7 +286,7 @@ class View:
             self._changed.notify()
 
     def _work(self) -> None:
-        """The thread: do what waits, in order, until the end."""
+        """The thread: run the queued actions, in order, until the view is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -307,7 +307,7 @@ class View:
             else:
                 self._outage.worked()
                 with self._changed:
-                    if self._waiting[0] is action:  # else it made room meanwhile
+                    if self._waiting[0] is action:  # otherwise a full queue has dropped it meanwhile
                         self._waiting.popleft()
         try:
             if self._writer is not None:
@@ -318,9 +318,9 @@ class View:
 
 
 class TensorBoardView(View):
-    """Curves and texts under `directory`; after a failure a new file is begun there.
+    """Curves and texts in `directory`. After a failure it begins a new file there.
 
-    resume_step: points of later steps are hidden, as they are cut from metrics.jsonl.
+    resume_step: points of later steps are hidden, because they are removed from metrics.jsonl too.
     """
 
     name = "tensorboard"
@@ -345,14 +345,14 @@ class TensorBoardView(View):
         self._text("events", text, step)
 
     def _text(self, name: str, text: str, step: int) -> None:
-        """Markdown, which shows indented lines as they are."""
+        """Show text, which is Markdown: indented lines are shown as they are."""
         self._queue(lambda writer: writer.add_text(name, text, step))
 
     def _open(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # which imports boto3: the start does not wait for it
+        from torch.utils.tensorboard import SummaryWriter  # imports boto3, so that no start waits for it
 
         writer = SummaryWriter(str(self._directory), purge_step=self._purge_step, flush_secs=10)
-        self._purge_step = None  # a file that is begun later hides nothing
+        self._purge_step = None  # a later file hides nothing
         return writer
 
     def _finish(self) -> None:
@@ -360,10 +360,10 @@ class TensorBoardView(View):
 
 
 class WandbView(View):
-    """Curves and texts at wandb; without its server in files that `wandb sync` sends later, under the same id.
+    """Curves and texts at wandb. Without its server, they go to files that `wandb sync` sends later, under the same id.
 
-    mode: `online` or `offline`. run_id: of an earlier start, None: a new one; also written to `directory`/wandb_run_id.
-    news: why a run that asked for `online` logs offline.
+    mode: `online` or `offline`. run_id: of an earlier start; None: a new id. It is written to `directory`/wandb_run_id.
+    news: why a run in the mode `online` logs offline.
     """
 
     name = "wandb"
@@ -375,7 +375,7 @@ class WandbView(View):
         self._directory, self._config = directory, config
         self.run_id = run_id or secrets.token_hex(4)
         attempt(str(directory / ID_FILE), lambda: replace_text(directory / ID_FILE, self.run_id + "\n"))
-        # wandb's own switch for machines without a network, which an explicit mode would overrule.
+        # WANDB_MODE is wandb's own setting for machines without a network; an explicit mode would overrule it.
         self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
         super().__init__()
 
@@ -388,16 +388,17 @@ class WandbView(View):
         self._queue(lambda run: run.log({"text/samples": self._wandb.Table(columns=columns, data=rows)}, step=step))
 
     def _open(self) -> Any:
-        """A run at wandb; offline if it asked for `online` and that fails."""
+        """A run at wandb; offline if the mode is `online` and that fails."""
         try:
-            if self._mode == "online" and not self._wandb.login(prompt=False):  # `init` would ask on the terminal
-                raise PermissionError("there is no API key; give it with `wandb login` or WANDB_API_KEY")
+            # Without a login, `init` would ask for a key on the terminal.
+            if self._mode == "online" and not self._wandb.login(prompt=False):
+                raise PermissionError("there is no API key; set one with `wandb login` or WANDB_API_KEY")
             return self._init(self._mode)
         except Exception as error:
             if self._mode != "online":
                 raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        self._give_up()  # its service still holds the id of the run that did not start
+        self._give_up()  # wandb's service still has the id of the run that did not start
         run = self._init("offline")
         why = f"{reason}; send it later: wandb sync {Path(run.dir).parent}"
         logger.warning("wandb does not answer, so this run logs offline (%s)", why)
@@ -413,7 +414,7 @@ class WandbView(View):
             id=self.run_id,
             resume="allow",
             config=self._config,
-            # Its stdout is wrapped by default, which garbles a live progress bar.
+            # By default wandb wraps stdout, which garbles a live progress bar.
             settings=self._wandb.Settings(console="off", quiet=True, init_timeout=INIT_SECONDS),
         )
 
@@ -427,17 +428,17 @@ class WandbView(View):
 
     def _remedy(self) -> str:
         files = getattr(self._writer, "dir", None)
-        return f"; send what it has later: wandb sync {Path(str(files)).parent}" if files else ""
+        return f"; send the rest later: wandb sync {Path(str(files)).parent}" if files else ""
 
 
 def known_run_id(directory: Path) -> str | None:
-    """The id at wandb that an earlier start of the run in `directory` wrote there; None if there is none that can be
-    read and that wandb would take."""
+    """The wandb id that an earlier start wrote in `directory`; None if there is none, or if it is unreadable or
+    invalid."""
     path = directory / ID_FILE
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        run_id = path.read_text(encoding="utf-8").strip() if path.is_file() else ""  # and no pipe, which would wait
+        run_id = path.read_text(encoding="utf-8").strip() if path.is_file() else ""  # a pipe would wait
         if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
             return run_id
     if path.exists():
-        logger.warning("%s is no id of a wandb run and is not used", path)
+        logger.warning("%s has no valid id of a wandb run, and is ignored", path)
     return None

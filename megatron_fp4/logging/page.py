@@ -1,6 +1,6 @@
-"""`report.html`: one page about one run, or about several side by side, that needs nothing besides itself.
+"""`report.html`: a page about one run, or about several side by side, which needs no other files.
 
-Figures stand in it as SVG, there is no script, and its policy forbids the browser to fetch anything. The template
+Figures are inline SVG, there is no script, and the page's policy forbids the browser to fetch anything. The template
 escapes all text.
 """
 
@@ -42,9 +42,9 @@ from megatron_fp4.logging.run_folder import RunFolder, open_run, open_runs
 from megatron_fp4.logging.run_log import goodput_of
 from megatron_fp4.runtime.revision import revision
 
-# Events of which the page has the number and the last one, if all is well; and the most that it has of the others.
+# Events of which the page only has the number and the last one, unless they report a fault; the most other events.
 _ROUTINE, _MOST_EVENTS = ("checkpoint", "export", "replay", "recheck"), 200
-# Numbers that are drawn: their titles, their fields, the kind of records that have them.
+# Curves: title, field, and the kind of records that have the field.
 _CURVES = (
     ("learning rate", "lr", "step"),
     ("gradient norm before clipping", "grad_norm", "step"),
@@ -104,15 +104,16 @@ def write_report(
 ) -> Path:
     """Write the page about `runs` (folders, or `name=folder`) and return its path.
 
-    defaults: the settings of a run without overrides, as its config.yaml has them. baseline: the run that gaps are
-    measured against; by default the `logging.baseline` of a single run's configuration (if that run is still there),
-    and of several runs the first. target: by default `report.html` in the folder of a single run.
+    defaults: the settings of a run without overrides, as in its config.yaml. baseline: the run that gaps are relative
+    to; by default, for a single run its `logging.baseline` (if that run still exists), for several runs the first.
+    target: by default `report.html` in the folder of a single run.
 
-    Raises FileNotFoundError or ValueError for what is no run with steps, and OSError if the page cannot be written.
+    Raises FileNotFoundError or ValueError for a folder without a run with steps, and OSError if the page cannot be
+    written.
     """
     opened, note = open_runs(runs), ""
     if target is None and len(opened) > 1:
-        raise ValueError("a page about several runs belongs to none of their folders; say where to write it (--output)")
+        raise ValueError("a page about several runs has no default folder; give its path (--output)")
     base = None if baseline is None else open_run(baseline)
     if base is None and len(opened) == 1 and (configured := opened[0].setting("logging", "baseline")):
         try:
@@ -129,7 +130,7 @@ def _page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunF
     several = len(runs) > 1
     base, others = (runs[0], runs[1:]) if baseline is None and several else (baseline, runs)
     if base is not None:
-        note = "Of losses after the same steps; it says something if these had the same data."
+        note = "The gap of losses after the same steps. It is meaningful if the runs had the same data."
         if unlike := [run.name for run in others if not run.same_batches(base)]:
             note = f"No gap of {', '.join(unlike)}: steps of {base.name} have another number of tokens."
     head = ["", *(run.name for run in runs)]
@@ -171,7 +172,7 @@ def _summary(runs: Sequence[RunFolder]) -> list[Row]:
 
 
 def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Names and texts of a summary; without what an older run does not have."""
+    """Names and texts of a run's summary, without those that an older run does not have."""
     last, facts = run.steps[-1], run.facts
     state, reason = run.state.get("state", "unknown"), run.state.get("reason")
     yield "state", f"{state}: {reason}" if reason else "running, or killed" if state == "running" else state
@@ -216,7 +217,7 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _phases(run: RunFolder) -> list[Row]:
-    """As planned: name, length, blend; and the steps as far as the run has come."""
+    """Rows of the data phases: name, planned length, blend, and the steps so far."""
     been = {name: f"{first + 1:,} to {last:,}" for name, first, last in run.phases}
     forms = {"fraction": "{:.4g} of the run", "steps": "{:,} steps", "tokens": "{:,.0f} tokens"}
     rows: list[Row] = []
@@ -229,7 +230,7 @@ def _phases(run: RunFolder) -> list[Row]:
 
 
 def _plan(run: RunFolder) -> list[Row]:
-    """Of each recipe its name, how many linears have it, why these, what each GEMM multiplies."""
+    """Rows of the recipes: name, number of linears, reasons, and the operands of each GEMM."""
     plan = run.facts.get("plan", {})
     linears = list(plan.get("linears", {}).values())
     rows: list[Row] = []
@@ -241,8 +242,7 @@ def _plan(run: RunFolder) -> list[Row]:
 
 
 def _events(run: RunFolder) -> list[Row]:
-    """Step, what, details: starts, switches, skips, spikes and faults each, what is routine summed up, and of very many
-    the last ones."""
+    """Rows of the events: step, name, details. Routine events share a row; of very many others, only the last ones."""
     rows = [(record["step"], "start", "") for record in run.of("run") if record["step"]]
     routine: dict[str, list[tuple[int, str]]] = {}
     for record in run.events:
@@ -264,14 +264,14 @@ def _events(run: RunFolder) -> list[Row]:
 
 
 def _texts(run: RunFolder) -> list[Row]:
-    """Of what the model wrote last: step, prompt, continuation."""
+    """Rows of the model's last texts: step, prompt, continuation."""
     last = run.happened("text")[-1:]
     found = [(f"{record['step']:,}", one) for record in last for one in record.get("samples", [])]
     return [[step, str(one["prompt"]), str(one["text"] or "(not finite)")] for step, one in found]
 
 
 def _changed_settings(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
-    """Key, value by default and in each run, where a run has another one; an older run may not have the key."""
+    """Rows of changed settings: key, default, and the value of each run. An older run may not have the key."""
     usual, *settings = [
         {key: str(value) for key, value in leaves(of)} for of in (defaults, *(run.config for run in runs))
     ]
@@ -284,13 +284,13 @@ def _changed_settings(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) ->
 
 
 def _figure(title: str, draw: Callable[[Figure, Axes], object], height: float = 3.3) -> Markup:
-    """What `draw` makes, as an `svg` element as wide as its place; its text stays text."""
+    """The figure that `draw` draws, as an `svg` element as wide as its container; its text stays text."""
     file = io.StringIO()
     with drawing(figsize=(5.4, height)) as (figure, axes):
         draw(figure, axes)
         axes.set_title(title, fontsize=10, pad=16)
         legend_below(figure, axes)
-        # Names of clip paths must differ between the figures of a page, and be the same each time.
+        # Names of clip paths must differ between the figures of a page, but not between two writes of it.
         with rc_context({"svg.hashsalt": title}):
             figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     svg = file.getvalue().partition("<svg")[2]
@@ -337,11 +337,11 @@ def _gaps(base: RunFolder | None, runs: Sequence[RunFolder]) -> list[Markup]:
 
 
 def _curve(runs: Sequence[RunFolder], title: str, field: str, kind: str) -> list[Markup]:
-    """A number of records; nothing if no run has it."""
+    """The curve of one field; nothing if no run has it."""
     every = []
     for index, run in enumerate(runs):
         steps, values = run.series(field, kind)
-        if (there := np.isfinite(values)).any():  # some numbers come only now and then
+        if (there := np.isfinite(values)).any():  # not every record has every field
             every.append((run.name if len(runs) > 1 else None, look(index), steps[there], values[there]))
 
     def draw(_: Figure, axes: Axes) -> None:

@@ -1,7 +1,7 @@
-"""The pictures of a run: losses, heatmaps of what quantization does, and the look that all pictures share.
+"""The pictures of a run: losses, heatmaps of quantization errors, and the style of all pictures.
 
-The colours are Okabe and Ito's (Color Universal Design, 2008), for people with colour deficiencies. Every curve also
-has a dash pattern and a marker, for pages printed in grey.
+The colours are Okabe and Ito's (Color Universal Design, 2008), which colour-blind people can distinguish. Every curve
+also has its own dash pattern and marker, for pages printed in grey.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ _STYLE: Any = {
     "ytick.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 9.0,
-    "legend.handlelength": 3.2,  # a dash pattern needs room to be seen
+    "legend.handlelength": 3.2,  # long enough to show a dash pattern
     "text.parse_math": False,  # names of runs and sources may have dollar signs
-    "path.simplify_threshold": 0.5,  # a long run has a hundred steps to a pixel
+    "path.simplify_threshold": 0.5,  # a long run has a hundred steps for each pixel
     "svg.fonttype": "none",
 }
 
 
 class Look(NamedTuple):
-    """Of one curve: its colour, and what distinguishes it in grey."""
+    """The style of one curve: its colour, and a dash pattern and marker that distinguish it in grey."""
 
     color: str
     dash: Any
     marker: str
 
     def line(self, **settings: Any) -> dict[str, Any]:
-        """For `Axes.plot`, a curve of many points."""
+        """Arguments of `Axes.plot` for a curve of many points."""
         return {"color": self.color, "linestyle": self.dash, "linewidth": 1.5, **settings}
 
     def points(self, **settings: Any) -> dict[str, Any]:
-        """For `Axes.plot`, a curve of few points, each of them marked."""
+        """Arguments of `Axes.plot` for a curve of few points, with markers."""
         return self.line(**{"marker": self.marker, "markersize": 4.0, **settings})
 
 
 def look(index: int) -> Look:
-    """Of the curve number `index` of a picture; 42 different ones."""
+    """The style of curve number `index` in a picture. There are 42 different ones."""
     return Look(_COLORS[index % len(_COLORS)], _DASHES[index % len(_DASHES)], _MARKERS[index % len(_MARKERS)])
 
 
 @contextmanager
 def drawing(*grid: int, **settings: Any) -> Iterator[tuple[Figure, Any]]:
-    """A figure and its axes (`plt.subplots(*grid, **settings)`), closed after the `with`, in which it is written."""
+    """A context with a figure and its axes (`plt.subplots(*grid, **settings)`); the figure is closed at its end."""
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(*grid, layout="constrained", **settings)
         try:
@@ -86,35 +86,35 @@ def drawing(*grid: int, **settings: Any) -> Iterator[tuple[Figure, Any]]:
 
 @contextmanager
 def picture(target: Path, *grid: int, **settings: Any) -> Iterator[tuple[Figure, Any]]:
-    """As `drawing`; after the `with`, the file `target`. Raises ValueError before, as `check_target` does."""
+    """As `drawing`; at its end, the figure is written to `target`. Raises ValueError before, as `check_target` does."""
     check_target(target)
     with drawing(*grid, **settings) as (figure, axes):
         yield figure, axes
-        # Without the version of the library that drew it: the same numbers then make the same bytes.
+        # Without the version of matplotlib, so that the same numbers make the same bytes.
         replace_file(target, lambda path: figure.savefig(path, metadata={"Software": None}))
 
 
 def check_target(target: Path) -> None:
-    """Raise ValueError if a picture could not be written there: before the work whose result it shows."""
+    """Raise ValueError if no picture can be written at `target`. Call it before the work whose result it will show."""
     kinds = sorted(FigureCanvasAgg.filetypes)
     if target.suffix[1:].lower() not in kinds:
-        raise ValueError(f"{target} is no name of a picture; give it one of the endings .{', .'.join(kinds)}")
+        raise ValueError(f"{target} is not the name of a picture; use one of the endings .{', .'.join(kinds)}")
     check_place(target)
 
 
 def legend_below(figure: Figure, axes: Axes | Sequence[Axes]) -> None:
-    """The legend of all curves under the frame, in as many columns as fit; none without labels."""
+    """Draw a legend of all curves below the frame, in as many columns as fit; no legend without labels."""
     rows = [axes] if isinstance(axes, Axes) else list(axes)
     named = {label: handle for one in rows for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
     if named:
-        # Inches: a character of 9 points is some 0.07 wide, the handle and the gap 0.65.
+        # In inches: a character of 9 points is about 0.07 wide, the handle and the gap 0.65.
         width = 0.65 + 0.07 * max(map(len, named))
         columns = max(1, min(len(named), int(figure.get_figwidth() / width)))
         figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=columns, columnspacing=1.5)
 
 
 def step_axis(axes: Axes, last: float) -> None:
-    """Steps from 0 to `last` in short numbers, faint lines at the numbers of the vertical axis, no box."""
+    """Set up axes: steps from 0 to `last` in short numbers, faint horizontal lines, no box."""
     axes.set_xlim(0, max(1, last) * 1.01)
     axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
     axes.set_xlabel("step")
@@ -123,8 +123,8 @@ def step_axis(axes: Axes, last: float) -> None:
 
 
 def mark_run(axes: Axes, run: RunFolder) -> None:
-    """Shade the data phases, with their names above the frame, and mark where the decay starts and the precision
-    switches."""
+    """Shade the data phases, with their names above the frame, and mark the start of the decay and the precision
+    switch."""
     last = run.steps[-1]["step"]
     for index, (name, start, end) in enumerate(run.phases if len(run.phases) > 1 else ()):
         if index % 2:
@@ -143,10 +143,10 @@ def mark_run(axes: Axes, run: RunFolder) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Moving average of [n] values over 2% of them, NaN left out (and NaN where nothing else is in reach).
+    """Moving average of [n] values over 2% of them. NaN values are left out; a window of only NaN gives NaN.
 
-    The window is centered, so that it does not lag behind a falling loss; it shrinks towards the first value, where
-    the loss falls fastest, and is cut off at the last. O(n).
+    The window is centered, so that it does not lag behind a falling loss. It becomes smaller towards the first value,
+    where the loss falls fastest, and ends at the last value. O(n).
     """
     index = np.arange(len(values))
     reach = np.minimum(index, max(1, round(0.01 * len(values))))
@@ -161,8 +161,8 @@ def smooth(values: np.ndarray) -> np.ndarray:
 def plot_loss(run_dir: str | Path, baseline: str | Path | None = None) -> Path:
     """Draw `run_dir`/metrics.jsonl as `run_dir`/loss.png and return its path.
 
-    baseline: another run, as a folder or `name=folder`, drawn beside it after the same tokens. Raises FileNotFoundError
-    if there is no metrics.jsonl and ValueError if it has no steps yet.
+    baseline: another run, as a folder or `name=folder`, drawn beside it at the same number of tokens. Raises
+    FileNotFoundError if there is no metrics.jsonl, and ValueError if it has no steps yet.
     """
     run, other = open_run(run_dir), None if baseline is None else open_run(baseline)
     with picture(run.path / PICTURE_FILE, figsize=(10, 6.2), dpi=150) as (figure, axes):
@@ -175,8 +175,8 @@ def plot_loss(run_dir: str | Path, baseline: str | Path | None = None) -> Path:
 def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> None:
     """Training loss, raw and smoothed, and validation loss by source, in nats per token, with unigram entropies.
 
-    A source keeps its colour and marker in both runs; the curves of `other` are dashed, its markers hollow, and what it
-    had after as many tokens stands at the same place.
+    A source has the same colour and marker in both runs; the curves of `other` are dashed, with hollow markers. Values
+    after the same number of tokens are at the same place.
     """
     steps, loss = run.series("loss")
     tokens = run.series("tokens")[1]
@@ -210,7 +210,7 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
     axes.set_ylabel("loss (nats per token)")
     finite = loss[np.isfinite(loss)]
     if finite.size:
-        # The first steps fall from ln(vocabulary), and a spike would flatten everything else.
+        # The first losses are as large as ln(vocabulary); they, or a spike, would flatten everything else.
         top = max(np.percentile(finite, 99.5), *shown, finite.min() + 0.1)
         bottom = min(finite.min(), *shown, top)
         axes.set_ylim(bottom - 0.06 * (top - bottom), top + 0.04 * (top - bottom))
@@ -219,7 +219,7 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
 
 
 def draw_training(axes: Axes, runs: Sequence[RunFolder]) -> None:
-    """Smoothed training losses of runs side by side, in nats per token."""
+    """The smoothed training losses of several runs, in nats per token."""
     every = [run.series("loss") for run in runs]
     for index, (steps, losses) in enumerate(every):
         axes.plot(steps, smooth(losses), label=runs[index].name, **look(index).line())
@@ -230,8 +230,8 @@ def draw_training(axes: Axes, runs: Sequence[RunFolder]) -> None:
 
 
 def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder]) -> None:
-    """How far runs are above `base` after the same steps, in percent of its loss: a curve for training, smoothed, and
-    markers for validation, the mean of the sources that both have."""
+    """How much higher the losses of runs are than those of `base` after the same steps, in percent: a smoothed curve
+    for training, and markers for validation, over the mean of the sources that both have."""
     base_steps, base_loss = base.series("loss")
     axes.axhline(0, color=INK, linewidth=1.0)
     for index, run in enumerate(runs, start=1):
@@ -248,7 +248,8 @@ def draw_gaps(axes: Axes, base: RunFolder, runs: Sequence[RunFolder]) -> None:
 
 
 def validation_gaps(run: RunFolder, base: RunFolder) -> dict[int, float]:
-    """Step -> gap of the mean held-out loss of all sources that both have, in percent, where both measured all."""
+    """Step -> gap of the mean held-out loss in percent, over the sources that both runs have, for steps at which both
+    measured all of them."""
     pairs = [
         (points, base.validation[source]) for source, points in run.validation.items() if source in base.validation
     ]
@@ -258,8 +259,9 @@ def validation_gaps(run: RunFolder, base: RunFolder) -> dict[int, float]:
 
 
 class Quantity(NamedTuple):
-    """Of the diagnostics: where a linear's record has it, and its fixed scale, so that a colour means the same number
-    in every picture. Dark is worse. bounds: between colours, in equal shares of the colour map."""
+    """A quantity of the diagnostics. path: of the number in a linear's record. colors, bounds: a fixed scale, so that a
+    colour means the same number in every picture; dark is worse. The bounds between colours divide the colour map
+    equally."""
 
     title: str
     unit: str
@@ -282,9 +284,9 @@ QUANTITIES = (
 
 
 def measured(run: RunFolder, quantity: Quantity) -> tuple[list[str], np.ndarray]:
-    """Names of the linears in the order of the model, and FP64 [linears, diagnostics]; NaN where not measured."""
+    """The names of the linears in the order of the model, and values FP64 [linears, diagnostics]; NaN: not measured."""
     records = run.of("diagnostics")
-    # A switch takes some linears away, so the longest record has the order of all.
+    # After a switch a record may have fewer linears; the longest one has the order of all.
     longest_first = sorted(records, key=lambda record: -len(record["linears"]))
     linears = list(dict.fromkeys(name for record in longest_first for name in record["linears"]))
 
@@ -298,7 +300,7 @@ def measured(run: RunFolder, quantity: Quantity) -> tuple[list[str], np.ndarray]
 
 
 def draw_heatmap(figure: Figure, axes: Axes, run: RunFolder, quantity: Quantity) -> None:
-    """One quantity of the run's diagnostics: linears in the order of the model against measured steps."""
+    """Draw one quantity of the run's diagnostics: linears in the order of the model against measured steps."""
     linears, values = measured(run, quantity)
     figure.set_figheight(1.2 + min(12.0, max(1.4, 0.16 * len(linears))))  # room for the names
     steps = np.array([float(record["step"]) for record in run.of("diagnostics")])

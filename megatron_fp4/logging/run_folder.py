@@ -1,7 +1,7 @@
-"""A run's folder as pictures, pages and comparisons read it.
+"""Read the folder of a run, for pictures, pages and comparisons.
 
-Folders of older versions lack files and fields: what is missing is empty here. Only a folder without a training step is
-no run.
+Folders of older versions lack files and fields, which are empty here. Only a folder without a training step is an
+error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """name: what pictures call the run. records: of metrics.jsonl. config, state: of config.yaml and state.json, empty
-    if they are not there."""
+    """The content of a run's folder. name: of the run in pictures. records: of metrics.jsonl. config, state: from
+    config.yaml and state.json; empty if there is no such file."""
 
     name: str
     path: Path
@@ -48,16 +48,16 @@ class RunFolder:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in order."""
+        """The events, in order."""
         return [record for record in self.of("event") if "event" in record]
 
     def happened(self, event: str) -> list[dict[str, Any]]:
-        """The events of a name, in order."""
+        """The events with this name, in order."""
         return [record for record in self.events if record["event"] == event]
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What the starts of the run recorded about it; of each fact the newest."""
+        """The facts that the starts of the run recorded; the newest value of each."""
         return {key: value for record in self.of("run") for key, value in record.items()}
 
     @cached_property
@@ -72,7 +72,7 @@ class RunFolder:
 
     @cached_property
     def phases(self) -> list[tuple[str, int, int]]:
-        """The data phases that were, as (name, first step - 1, last step)."""
+        """The data phases so far, as (name, first step - 1, last step)."""
         spans = []
         for name, steps in groupby(self.steps, key=lambda record: str(record.get("phase", ""))):
             numbers = [record["step"] for record in steps]
@@ -85,7 +85,7 @@ class RunFolder:
         return ", then ".join(dict.fromkeys(str(record.get("plan", "unknown")) for record in self.steps))
 
     def series(self, field: str, kind: str = "step") -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values [n] of a number that records of a kind have; NaN where one has none."""
+        """Steps [n] and values [n] of a field in the records of a kind; NaN for records without it."""
         records = self.of(kind)
         values = [record.get(field) for record in records]
         numbers = [float(value) if isinstance(value, int | float) else math.nan for value in values]
@@ -99,13 +99,13 @@ class RunFolder:
         return last[np.isfinite(last)]
 
     def same_batches(self, other: RunFolder) -> bool:
-        """Whether both had seen as many tokens after the last step that both have."""
+        """Whether both runs had the same number of tokens after the last step that both have."""
         mine, theirs = ({record["step"]: record.get("tokens") for record in run.steps} for run in (self, other))
         common = mine.keys() & theirs.keys()
         return bool(common) and mine[max(common)] == theirs[max(common)]
 
     def setting(self, *keys: str) -> Any:
-        """What the configuration has, None if it does not: `setting("train", "steps")`."""
+        """A value of the configuration, such as `setting("train", "steps")`; None if it has none."""
         node: Any = self.config
         for key in keys:
             node = node.get(key) if isinstance(node, dict) else None
@@ -113,28 +113,28 @@ class RunFolder:
 
 
 def named_run(text: str | Path) -> tuple[str, Path]:
-    """The name and the folder in `name=folder`, or in a folder alone, which then gives its own name.
+    """The name and folder in `name=folder`, or in a folder alone, whose own name it then is.
 
-    A folder whose path has an equals sign is taken as it is. Raises ValueError where one of the two is empty.
+    A path with an equals sign that exists is a folder alone. Raises ValueError if name or folder is empty.
     """
     text = str(text)
     name, equals, folder = text.partition("=")
     if not equals or Path(text).exists():
         name, folder = Path(text).resolve().name, text
     if not name.strip() or not folder.strip():
-        raise ValueError(f"{text!r} names no run; write the folder of a run, or a name for it too: NAME=FOLDER")
+        raise ValueError(f"{text!r} names no run; give the folder of a run, or a name and the folder: NAME=FOLDER")
     return name.strip(), Path(folder)
 
 
 def open_run(text: str | Path) -> RunFolder:
-    """The run that `named_run` takes `text` for.
+    """Read the run that `text` names, as in `named_run`.
 
-    Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
+    Raises FileNotFoundError if there is no metrics.jsonl, and ValueError if it has no steps yet.
     """
     name, path = named_run(text)
     records = read_records(path)
     if not any(record["kind"] == "step" for record in records):
-        raise ValueError(f"{path / METRICS_FILE} has no training steps yet; come back once the run has made some")
+        raise ValueError(f"{path / METRICS_FILE} has no training steps yet; try again when the run has made some")
     return RunFolder(
         name=name,
         path=path,
@@ -145,8 +145,8 @@ def open_run(text: str | Path) -> RunFolder:
 
 
 def open_runs(texts: Sequence[str | Path]) -> list[RunFolder]:
-    """`open_run` of each; SWEEP/* may be given, with Hydra's file of the sweep. Raises ValueError too if two have the
-    same name, which no picture could distinguish."""
+    """`open_run` of each. Hydra's file in SWEEP/* is skipped. Raises ValueError too if two runs have the same name,
+    because pictures could not distinguish them."""
     runs = [open_run(text) for text in texts if Path(text).name != "multirun.yaml"]
     names = [run.name for run in runs]
     for name in names:
@@ -164,15 +164,15 @@ def read_records(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def summarized_steps(run_dir: Path) -> int | None:
-    """How many steps the summary of a run is of; None if there is none, or no whole one."""
+    """The number of steps in a run's summary; None if there is no complete summary."""
     steps = _mapping(run_dir / SUMMARY_FILE, json.loads).get("steps")
     return steps if isinstance(steps, int) else None
 
 
 def check_baseline(config: Config) -> None:
-    """Raise ConfigError if `logging.baseline` is no other run that can be drawn beside this one.
+    """Raise ConfigError unless `logging.baseline` is another run that can be drawn beside this one.
 
-    If this run has begun, a baseline that is gone is only logged: no picture is worth a run.
+    If this run has begun before, a missing baseline is only logged, because pictures are not essential.
     """
     given, here = config.logging.baseline, Path(config.run.dir)
     if given is None:
@@ -190,7 +190,7 @@ def check_baseline(config: Config) -> None:
         if not (here / METRICS_FILE).exists():
             raise ConfigError(f"{why}; name the run.dir of a run that has trained, or drop it")
         if not place_in_run().rank:
-            logger.warning("%s; this run continues, and its pictures are without it", why)
+            logger.warning("%s; this run continues, with no baseline in its pictures", why)
 
 
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

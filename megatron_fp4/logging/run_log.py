@@ -1,9 +1,9 @@
-"""What a run says while it trains: each happening once in `metrics.jsonl` and its views, and once on the console; and
-where its wall time goes.
+"""The log of a run: write each event to `metrics.jsonl` and its views, and to the console; and measure wall time.
 
-Records `time` of metrics.jsonl hold the `seconds` so far by kind. A start continues those of the checkpoint's step;
-what earlier starts spent after it is lost work. The first step of a start, which compiles kernels and starts the
-loader's workers, does not count. Goodput, as in Google's ML Goodput (2024), is the share in training steps that count.
+`time` records of metrics.jsonl have the `seconds` so far by kind. A resumed run continues with those of the
+checkpoint's step; the time that earlier starts spent after it is lost work. The first step of a start does not count
+as a training step, because it compiles kernels and starts loader workers. Goodput, as in Google's ML Goodput (2024), is
+the share of the wall time in training steps that count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.runtime.revision import revision
 
 _STEPS, _FIRST, _STARTUP, _LOST = "steps", "first step", "start-up", "lost work"
-# By the phases of `Progress`; every other one belongs to the start-up before the first step, and to a step after it.
+# Phase of `Progress` -> kind. All other phases are start-up before the first step, and steps after it.
 _KINDS = {
     **dict.fromkeys(("validation", "text samples"), "validation"),
     "data": "data wait",
@@ -46,11 +46,11 @@ _KINDS = {
 
 
 class RunLog:
-    """The metrics and the console of one run, on its first rank; silent on the others (`active=False`).
+    """The metrics and console of one run, on its first rank; on the others (`active=False`) it writes nothing.
 
-    memory_size: of the device, in GiB, if the console is to show the share of it that is taken. The console prints from
-    the start. Metrics are recorded between `open` and the end of a `with` around the training loop; before that nothing
-    of an earlier start is touched. times: where the time of this process goes; an observer of its progress.
+    The console prints from the start. Metrics are recorded from `open` to the end of a `with` around the training loop;
+    before `open`, files of an earlier start do not change. times: the time of this process by kind; it observes the
+    progress. memory_size: of the device, in GiB, to show which share is used; None: show no share.
     """
 
     def __init__(self, config: Config, active: bool, times: TimeLedger, memory_size: float | None = None) -> None:
@@ -63,19 +63,19 @@ class RunLog:
         self._found: list[tuple[str, dict[str, Any]]] = []
 
     def found(self, event: str, lines: Sequence[str], **details: Any) -> None:
-        """Say what a start has found before it began: `lines` now, and an event with details once records are open."""
+        """Report what a start has found before its records are open: print `lines` now, and record an event later."""
         for line in lines:
             self.console.text(line)
         self._found.append((event, details))
 
     def open(self, start: int, **facts: Any) -> None:
-        """Begin to record, from `start` steps done, with facts about the run (JSON values)."""
+        """Open the records after `start` steps, and record facts about the run (JSON values)."""
         run_dir = Path(self.config.run.dir)
         self.console.start_step = self._steps_done = start
         self.opened = True
-        if self.active and start < self.config.train.steps:  # so it is not finished, whatever an earlier end wrote
+        if self.active and start < self.config.train.steps:  # these files would say that the run is finished
             for name in (SUMMARY_FILE, *((PICTURE_FILE, REPORT_FILE) if start == 0 else ())):
-                attempt(f"{run_dir}: another name for {name}", partial(move_aside, run_dir / name))
+                attempt(f"{run_dir}: a new name for {name}", partial(move_aside, run_dir / name))
         if self.active and start:
             attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir, start))
         self.metrics = MetricsWriter(self.config, start, self.active)
@@ -106,7 +106,7 @@ class RunLog:
         self.metrics.record(self._steps_done, "time", self.times.record())
 
     def step(self, metrics: StepMetrics) -> None:
-        """A training step is done."""
+        """Log a training step."""
         self.metrics.step(metrics)
         self.console.step(metrics)
         if self._steps_done == self.console.start_step:
@@ -116,14 +116,14 @@ class RunLog:
             self._record_times()
 
     def switch(self, step: int) -> None:
-        """The precision switch happened before `step` (from 0)."""
+        """Log the precision switch before `step` (from 0)."""
         switch = self.config.precision.switch
         self.metrics.event(step + 1, "switch", scope=switch.scope, target=switch.target)
         self.console.event(step, f"precision switches to {switch.target} ({switch.scope})")
 
     def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float]) -> None:
-        """Held-out losses by source, in nats per token, and as far as known in bits per byte of text, after `step`
-        steps and `tokens` training tokens."""
+        """Log held-out losses by source after `step` steps and `tokens` training tokens: in nats per token, and in bits
+        per byte of text where that is known."""
         mean, bits = sum(losses.values()) / len(losses), {"bits_per_byte": bits_per_byte} if bits_per_byte else {}
         curves = {f"loss/validation_{source}": loss for source, loss in losses.items()} | {"loss/validation": mean}
         curves |= {f"bits_per_byte/{source}": value for source, value in bits_per_byte.items()}
@@ -131,15 +131,15 @@ class RunLog:
         self.console.validation(step, losses, bits_per_byte)
 
     def texts(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """What the model says after `step` steps: of each the `prompt`, its continuation `text` (None: the logits were
-        not finite), and whether it `ended` by itself, rather than because it was long enough."""
+        """Log texts of the model after `step` steps. samples: each has the `prompt`, its continuation `text` (None: the
+        logits were not finite), and whether it `ended` by an end-of-document token, not by its length."""
         self.metrics.texts(step, samples)
         for sample in samples:
             text = "nothing, because its logits are not finite" if sample["text"] is None else repr(sample["text"])
             self.console.event(step, f"the model continues {sample['prompt']!r}: {text}")
 
     def saves(self, reports: Sequence[SaveReport]) -> None:
-        """Saves have ended; those of which no checkpoint came are said loudly."""
+        """Log saves that have ended, and print failed ones in capitals."""
         for report in reports:
             times = {"seconds": round(report.seconds, 3), "stall": round(report.stall, 3)}
             if report.error is None:
@@ -150,32 +150,32 @@ class RunLog:
                 self.console.event(report.step, f"NOT SAVED, training continues: {report.error}")
 
     def exported(self, step: int, folder: Path, export_format: str, seconds: float) -> None:
-        """The checkpoint of `step` steps is exported in `folder`; it took `seconds`."""
+        """Log the export of the checkpoint of `step` steps into `folder`, which took `seconds`."""
         self.metrics.event(step, "export", path=str(folder), format=export_format, seconds=round(seconds, 3))
         self.console.event(step, f"exported {folder} ({export_format}, {seconds:.1f} s)")
 
     def export_failed(self, step: int, error: str, command: str) -> None:
-        """There is no export of `step` steps. command: what makes it by hand."""
+        """Log that the export after `step` steps failed. command: exports it by hand."""
         self.metrics.event(step, "export_failed", error=error, command=command)
         self.console.event(step, f"NOT EXPORTED, training continues: {error}; by hand: {command}")
 
     def stop(self, step: int, why: str | None) -> None:
-        """The run is to stop after `step` steps. why: what asked this rank to, None: another rank was asked."""
+        """Record that the run stops after `step` steps. why: what asked this rank; None: another rank was asked."""
         self.metrics.event(step, "stop", signal=why or "a signal to another rank")
         self._told_to_stop = True
 
     def stopped(self, start: int, step: int, why: str | None) -> None:
-        """Say how the run stands now that it has stopped after `step` steps and everything is written. start: the steps
-        that were done when it began. why: as for `stop`."""
+        """Print that the run has stopped after `step` steps and has written everything. start: the steps done when this
+        start began. why: as for `stop`."""
         how = f"saved step {step}" if step > start else "there is nothing new to save"
         on = f"step {step} of {self.config.train.steps} on {why or 'a signal to another rank'}"
         self.console.text(f"stopped after {on}: {how}; the same command resumes")
 
 
 class TimeLedger:
-    """Books the time of this process under what the run is doing. began: `time.monotonic()` of its begin.
+    """Measures how much time this process spends in each phase. began: `time.monotonic()` when the process began.
 
-    seconds: by kind, of all starts. phases: of this one, by the phases of `Progress`.
+    seconds: by kind, of all starts of the run. phases: by phase of `Progress`, of this start.
     """
 
     def __init__(self, began: float | None = None) -> None:
@@ -193,14 +193,14 @@ class TimeLedger:
         self._kind, self._phase = _KINDS.get(phase, in_step), phase.split(" of micro-batch")[0]
 
     def of_start(self) -> str:
-        """Where the time of this start went so far; what took less than a hundredth of it is not named."""
+        """The time of this start so far by phase, without phases that took less than a hundredth of it."""
         self._book()
         whole = sum(self.phases.values())
         parts = [f"{phase} {seconds:.1f}" for phase, seconds in self.phases.items() if seconds >= 0.01 * whole]
         return f"this start took {whole:.1f} s to the end of its first step: {', '.join(parts)}"
 
     def resume(self, run_dir: Path, start: int) -> None:
-        """Continue the times in the records of `run_dir`, before those of steps after `start` are cut."""
+        """Add the times in the records of `run_dir`. Call it before records of steps after `start` are removed."""
         kept: Mapping[str, float] = {}
         last: Mapping[str, float] = {}
         for record in records_of(run_dir, "time"):
@@ -211,7 +211,7 @@ class TimeLedger:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
 
     def record(self) -> dict[str, Any]:
-        """The times so far, as a record has them."""
+        """The times so far, as in a record."""
         self._book()
         return {"seconds": {kind: round(value, 3) for kind, value in self.seconds.items()}}
 
@@ -223,8 +223,8 @@ class TimeLedger:
 
 
 def goodput_of(records: Iterable[Mapping[str, Any]]) -> str | None:
-    """The share of steps that count in the wall time of all starts of a run with these records, and what took the rest;
-    None if they have no times, as those of older versions."""
+    """The share of training steps in the wall time of all starts of a run, and the shares of other kinds, as text; None
+    if the records have no times, as in older versions."""
     seconds: Mapping[str, float] = {}
     starts = 0
     for record in records:

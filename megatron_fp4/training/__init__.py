@@ -1,1 +1,1 @@
-"""How a model is trained: the step, the optimizer and its schedule, evaluation."""
+"""How a model is trained: trainer, step, optimizer and schedule, CUDA graphs, callbacks."""

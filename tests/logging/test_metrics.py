@@ -176,7 +176,7 @@ def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"hangs": "init"}, "3 points not taken"), ({"dies_at": 2, "tries": 10**6}, "2 points not taken")],
+    [({"hangs": "init"}, "3 points were not written"), ({"dies_at": 2, "tries": 10**6}, "2 points were not written")],
 )
 def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, use: Any, settings: Any, said: str

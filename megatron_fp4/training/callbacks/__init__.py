@@ -1,1 +1,1 @@
-"""What a run can do besides training steps: one file an ability (trainer.py has the hooks, pretrain.py the list)."""
+"""The features of a run besides training steps, one file each. trainer.py has the hooks, pretrain.py the list."""
