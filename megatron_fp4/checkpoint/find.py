@@ -179,7 +179,7 @@ class Finder:
 
     def _given(self, given: str) -> Resumed:
         """Load a checkpoint of this run or another. Raises as `choose`."""
-        folder, manifest, origin = self.sync.on_rank0("read a manifest", lambda: named(RESUME, given))
+        folder, manifest, origin = self.sync.on_rank0("read a manifest", lambda: checkpoint_of(RESUME, given))
         try:
             trainer = self.load(folder, manifest)
         except DamageError as error:
@@ -264,7 +264,7 @@ def check_identity(folder: Path, manifest: Manifest, identity: Mapping[str, Any]
     return differences
 
 
-def named(key: str, given: str) -> tuple[Path, Manifest, Origin]:
+def checkpoint_of(key: str, given: str) -> tuple[Path, Manifest, Origin]:
     """The checkpoint that `given` means; reads only manifests. key: RESUME or INITIALIZE, which also takes a run.
 
     Raises RefusedError and OSError.
@@ -366,7 +366,7 @@ def check_weights(config: Config, found: Resumed | None, model: nn.Module) -> No
     if found is not None:
         folder, manifest = found.folder, found.manifest
     elif given is not None:
-        folder, manifest, _ = named(INITIALIZE, given)
+        folder, manifest, _ = checkpoint_of(INITIALIZE, given)
     else:
         return
     try:
@@ -395,7 +395,7 @@ def check_resume(config: Config) -> None:
     if files.list_checkpoints(root) and not is_own(root, resume):
         return
     try:
-        folder, manifest, _ = named(RESUME, resume) if given is None else named(INITIALIZE, given)
+        folder, manifest, _ = checkpoint_of(RESUME, resume) if given is None else checkpoint_of(INITIALIZE, given)
     except OSError as error:
         raise RefusedError(str(error)) from error
     if given is not None and not settings.allow_mismatch:
@@ -428,7 +428,7 @@ def initialize_weights(
     run. Raises RefusedError on all ranks for no checkpoint, another model or tokenizer, or damage; CheckpointError if
     reading fails.
     """
-    folder, manifest, origin = sync.on_rank0("find it", lambda: named(INITIALIZE, given))
+    folder, manifest, origin = sync.on_rank0("find it", lambda: checkpoint_of(INITIALIZE, given))
     if not allow_mismatch:  # on all ranks, because the tokenizer's file may differ between nodes
         sync.on_all("compare", lambda: _check_model(folder, manifest, identity, ("model.", "data.tokenizer")))
     try:

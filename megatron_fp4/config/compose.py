@@ -61,7 +61,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
     checked = [_check_override(override, groups) for override in overrides]
     chosen = [override for override, parsed in zip(overrides, checked, strict=True) if parsed.key_or_group in groups]
     values = [parsed for parsed in checked if parsed.key_or_group not in groups]
-    return _whole(_compose("config", chosen, folders), values, folders)
+    return _completed(_compose("config", chosen, folders), values, folders)
 
 
 def config_from_saved(
@@ -99,11 +99,11 @@ def config_from_saved(
     _refuse_resolvers(saved)
     if not trusted:
         given = {key for change in changes for key, _ in leaves({change.key_or_group: change.value()})}
-        saved = _of_a_stranger(saved, given, opens_data)
-    keys: Any = _written(saved)
+        saved = _without_environment(saved, given, opens_data)
+    keys: Any = _without_added(saved)
     if recipe is not None:
         keys = _with_precision("precision", recipe, keys, folders)
-    return _whole(OmegaConf.create(keys), changes, folders)
+    return _completed(OmegaConf.create(keys), changes, folders)
 
 
 def _refuse_resolvers(saved: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ def _refuse_resolvers(saved: Mapping[str, Any]) -> None:
             )
 
 
-def _of_a_stranger(saved: Mapping[str, Any], given: Collection[str], opens_data: bool) -> dict[str, Any]:
+def _without_environment(saved: Mapping[str, Any], given: Collection[str], opens_data: bool) -> dict[str, Any]:
     """`saved` without values from the environment, except those of the `given` keys.
 
     Raises ConfigError for such a value that cannot be left out and, if opens_data, for data that would be opened.
@@ -143,7 +143,7 @@ def _of_a_stranger(saved: Mapping[str, Any], given: Collection[str], opens_data:
 def to_yaml(config: Config) -> str:
     """The configuration as YAML, in the order of the dataclasses; the same one can be composed from it. Values from
     environment variables are written as references to these."""
-    return OmegaConf.to_yaml(OmegaConf.create(_written(as_saved(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(_without_added(as_saved(config))))
 
 
 def group_options(*config_dirs: str | Path) -> dict[str, list[str]]:
@@ -234,12 +234,12 @@ def _compose(name: str, groups: Sequence[str], folders: Sequence[Path]) -> DictC
     # Hydra looks for its first file in one folder only.
     first = next((folder for folder in folders if (folder / f"{name}.yaml").exists()), folders[0])
     others = ",".join(f"'file://{folder}'" for folder in folders if folder != first)
-    with _one_line(folders), initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pretrain"):
+    with _config_errors(folders), initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pretrain"):
         return compose(name, overrides=[*groups, f"hydra.searchpath=[{others}]"] if others else list(groups))
 
 
 @contextlib.contextmanager
-def _one_line(folders: Sequence[Path]) -> Iterator[None]:
+def _config_errors(folders: Sequence[Path]) -> Iterator[None]:
     """Inside, errors of Hydra and OmegaConf about the files in `folders` and their references become ConfigErrors."""
     try:
         yield
@@ -255,7 +255,7 @@ def hydra_defaults() -> None:
 @functools.cache
 def _defaults() -> DictConfig:
     """The schema's defaults. Files and overrides can add keys only to empty mappings, such as `data.sources`."""
-    defaults = OmegaConf.create(_written(as_saved(Config())))
+    defaults = OmegaConf.create(_without_added(as_saved(Config())))
     nodes = [defaults]
     while nodes:
         node = nodes.pop()
@@ -269,14 +269,14 @@ def _resolved(composed: Any, folders: Sequence[Path]) -> dict[str, Any]:
         raise ConfigError(
             "${now:...} differs between ranks and restarts; write a fixed name, such as run.dir=runs/name"
         )
-    with _one_line(folders):
+    with _config_errors(folders):
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
-def _whole(composed: DictConfig, changes: Sequence[Override], folders: Sequence[Path]) -> Config:
+def _completed(composed: DictConfig, changes: Sequence[Override], folders: Sequence[Path]) -> Config:
     """Apply `changes` to `composed`, resolve and check it, and fill in recipes of exceptions, the precision after a
     switch, and the texts of values from the environment."""
-    with _one_line(folders):
+    with _config_errors(folders):
         for change in changes:
             OmegaConf.update(composed, change.key_or_group, change.value(), merge=True)
     keys = _resolved(composed, folders)
@@ -285,7 +285,7 @@ def _whole(composed: DictConfig, changes: Sequence[Override], folders: Sequence[
             raise ConfigError(unknown_key(added))
     config = _checked(Config, keys)
     config = replace(config, from_environment=_environment_texts(composed))
-    config = replace(config, precision=_named(config, changes, folders))
+    config = replace(config, precision=_with_changes_in_name(config, changes, folders))
     precision, texts = _with_recipes(config.precision, config, folders, "precision")
     config = replace(config, precision=precision, from_environment={**config.from_environment, **texts})
     if (switch := config.precision.switch).when == "never":  # a switch that is off may name any target
@@ -295,7 +295,7 @@ def _whole(composed: DictConfig, changes: Sequence[Override], folders: Sequence[
     return replace(config, after_switch=after, from_environment={**config.from_environment, **texts, **of_recipes})
 
 
-def _named(config: Config, changes: Sequence[Override], folders: Sequence[Path]) -> PrecisionConfig:
+def _with_changes_in_name(config: Config, changes: Sequence[Override], folders: Sequence[Path]) -> PrecisionConfig:
     """The precision of `config`. Values that differ from the file of its name become part of its name, so that two
     recipes never have the same name in logs."""
     precision = config.precision
@@ -364,7 +364,7 @@ def _checked(cls: type[_T], keys: Mapping[str, Any], *path: str) -> _T:
         raise ConfigError(explain_value(error, keys, path)) from error
 
 
-def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
+def _without_added(keys: Mapping[str, Any]) -> dict[str, Any]:
     """`as_saved` of a `Config`, also of an earlier version, without what composing fills in: recipes of exceptions, the
     precision after a switch."""
     keys = renewed(keys)

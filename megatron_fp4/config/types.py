@@ -35,11 +35,11 @@ def _path(value: str) -> str:
     return expanduser(value)
 
 
-def _switch(value: Any) -> Any:
+def _bool_as_text(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else value  # as YAML and Hydra read true and false
 
 
-def _error(value: Any) -> Any:
+def _bool_as_error(value: Any) -> Any:
     return {False: "none", True: "absolute"}[value] if isinstance(value, bool) else value
 
 
@@ -60,8 +60,8 @@ SequenceLength = Annotated[Integer, Field(ge=1, le=MOST, multiple_of=16)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
-AutoSwitch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_switch)]
-FourOverSix = Annotated[Literal["none", "absolute", "squared"], BeforeValidator(_error)]
+AutoSwitch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_bool_as_text)]
+FourOverSix = Annotated[Literal["none", "absolute", "squared"], BeforeValidator(_bool_as_error)]
 PathText = Annotated[str, AfterValidator(_path)]
 PathOrPaths = Annotated[str | list[str], PlainValidator(_path_or_paths)]
 STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)

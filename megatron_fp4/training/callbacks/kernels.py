@@ -132,7 +132,7 @@ def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None,
         chosen = [choices_of(autotuners), lines]
     dist.broadcast_object_list(chosen)
     choices, lines = chosen
-    if refused := put_back(choices, autotuners):
+    if refused := apply_choices(choices, autotuners):
         raise RuntimeError(f"rank {dist.get_rank()} has other kernels than the first rank: {'; '.join(refused)}")
     for name, autotuner in autotuners.items():
         autotuner.prune_configs = functools.partial(_smallest_instead, name, autotuner)
@@ -152,7 +152,7 @@ def _choose(
             continue
         there = record["environment"]
         if there == environment:
-            lines += [f"kernels: not as in {place}: {line}" for line in put_back(choices_in(record), autotuners)]
+            lines += [f"kernels: not as in {place}: {line}" for line in apply_choices(choices_in(record), autotuners)]
             continue
         names = [n for n in sorted(there.keys() | environment.keys()) if environment.get(n) != there.get(n)]
         differing = "; ".join(f"{n} {environment.get(n)} instead of {there.get(n)}" for n in names)
@@ -166,7 +166,7 @@ def _choose(
     if tuned:
         # Another run may have finished tuning meanwhile: its choices count for both.
         kept = choices_in(read_record(machine_file) or record_of(environment, {}))
-        put_back({tuning: config for tuning, config in kept.items() if tuning in tuned}, autotuners)
+        apply_choices({tuning: config for tuning, config in kept.items() if tuning in tuned}, autotuners)
         try:
             machine_folder.mkdir(parents=True, exist_ok=True)
             # Not the checkpoint's choices: these include the smallest configurations of late keys.
@@ -213,7 +213,7 @@ def choices_of(autotuners: Mapping[str, Any]) -> Choices:
     }
 
 
-def put_back(choices: Choices, autotuners: Mapping[str, Any]) -> list[str]:
+def apply_choices(choices: Choices, autotuners: Mapping[str, Any]) -> list[str]:
     """Put `choices` into the autotuners; returns a line for each choice that is none of an autotuner's configurations.
 
     The autotuner's own configuration object is used, because it has the `pre_hook`.

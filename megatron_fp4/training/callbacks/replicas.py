@@ -123,7 +123,7 @@ def tensors_of(trainer: Trainer) -> dict[str, tuple[Tensor, list[str]]]:
     return found
 
 
-def held(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+def checksums_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     """Checksums (int64 [3] on the mesh's device) of what this rank should hold like its replicas (`replicate`), like
     its tensor-parallel group (`tp`) and like `all` ranks; by name."""
     device, state = trainer.mesh.device, trainer.precision.step_state
@@ -147,7 +147,7 @@ def held(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
 
 def compare(trainer: Trainer) -> tuple[int, list[Difference]]:
     """How many groups of ranks differ, and the first differences; the same on all ranks. A collective."""
-    mesh, shared = trainer.mesh, held(trainer)
+    mesh, shared = trainer.mesh, checksums_of(trainer)
     summed = torch.stack([_sum_of(sums, mesh.device) for sums in shared.values()])
     of_ranks = [torch.empty_like(summed) for _ in range(mesh.world_size)]
     dist.all_gather(of_ranks, summed)
@@ -177,12 +177,12 @@ def _sum_of(sums: Mapping[str, Tensor], device: torch.device) -> Tensor:
 def _difference(trainer: Trainer, sums: Mapping[str, Tensor], group: list[int]) -> Difference:
     """Where the ranks of `group` differ. A collective of all ranks."""
 
-    def told(mine: Any) -> dict[int, Any]:
+    def from_group(mine: Any) -> dict[int, Any]:
         of_ranks = [None] * trainer.mesh.world_size
         dist.all_gather_object(of_ranks, mine if trainer.mesh.rank in group else None)
         return {rank: of_ranks[rank] for rank in group}
 
-    of_ranks = told({name: found.tolist() for name, found in sums.items()})
+    of_ranks = from_group({name: found.tolist() for name, found in sums.items()})
     names = [name for name in sums if any(found[name] != of_ranks[group[0]][name] for found in of_ranks.values())]
     difference = Difference(names, {rank: found[names[0]] for rank, found in of_ranks.items()})
     tensor, _ = tensors_of(trainer).get(names[0], (None, []))
@@ -190,11 +190,11 @@ def _difference(trainer: Trainer, sums: Mapping[str, Tensor], group: list[int]) 
         return difference
     # First find the part that differs, then the numbers in it. Compare bits: zeros and NaN have several patterns.
     parts = tensor.flatten().split(_PART)
-    of_parts = told([checksum(part).tolist() for part in parts])
+    of_parts = from_group([checksum(part).tolist() for part in parts])
     sums_of_parts = zip(*of_parts.values(), strict=True)
     part = next(i for i, found in enumerate(sums_of_parts) if any(one != found[0] for one in found))
     mine = parts[part] if trainer.mesh.rank in group else tensor.new_zeros(0)
-    bits, numbers = told(mine.view(torch.int32).tolist()), told(mine.tolist())
+    bits, numbers = from_group(mine.view(torch.int32).tolist()), from_group(mine.tolist())
     places = [i for i, values in enumerate(zip(*bits.values(), strict=True)) if len(set(values)) > 1][:_SHOWN]
     values = {rank: [found[place] for place in places] for rank, found in numbers.items()}
     return replace(difference, places=[part * _PART + place for place in places], values=values)
