@@ -77,7 +77,7 @@ VALUES = [
     ("data.max_epochs={code: -1}", "data.max_epochs.code=-1: Input should be greater than 0"),
     (PHASE.format("blend: hello"), "data.phases[0].blend=hello: Input should be a valid dictionary or Input should be"),
     (PHASE.format("blend: {code: 0}"), "data.phases[0]: blend={'code': 0.0} has no weight above 0; give some"),
-    ("data.phases=[{name: a, blend: {code: 1}}, {name: a, blend: {code: 1}}]", "data: phases[1].name=a is taken by"),
+    ("data.phases=[{name: a, blend: {code: 1}}, {name: a, blend: {code: 1}}]", "data: phases[1].name=a is the name of"),
 ]
 TOGETHER = [
     # --- sections
