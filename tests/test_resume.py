@@ -134,7 +134,7 @@ def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: S
         (copy / "state.json").write_bytes(content)
         for override in ("checkpoint.resume=auto", "train.stepz=3"):
             output = start(copy, override, code=2)
-            assert ("a run of 8 steps was here" in output and "checkpoint.resume=never" in output) or "stepz" in output
+            assert ("a checkpoint of step 8" in output and "checkpoint.resume=never" in output) or "stepz" in output
             assert (copy / "state.json").read_bytes() == content
     (copy / "metrics.jsonl").write_bytes(metrics)
     start(copy, "checkpoint.resume=never")  # what the message offers
