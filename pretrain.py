@@ -66,7 +66,7 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
     """Run the command; returns the exit code.
 
     arguments: Hydra overrides and `--check`. signals: listens since the process began; the process ends with the run.
-    None: the process goes on after the run, so its signal handlers are restored and its process group is left.
+    None: the process continues after the run, so its signal handlers are restored and its process group is left.
     """
     if signals is None:
         with StopRequest() as signals:

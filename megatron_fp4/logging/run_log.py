@@ -39,7 +39,7 @@ _KINDS = {
     **dict.fromkeys(("validation", "text samples"), "validation"),
     "data": "data wait",
     "save": "saves",
-    "go back to a checkpoint": "going back",
+    "roll back": "rollback",
     "export": "exports",
     "end": "end",
 }

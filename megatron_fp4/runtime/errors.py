@@ -84,7 +84,7 @@ def exit_code_of(error: BaseException) -> ExitCode:
     return ExitCode.CRASHED
 
 
-def is_users_to_mend(error: OSError) -> bool:
+def is_user_error(error: OSError) -> bool:
     """Whether the user has to correct a path, because the next start would fail in the same way.
 
     Any other error of a disk or network (EIO, ESTALE, ETIMEDOUT, EAGAIN, ENOSPC, ...) may be gone at the next start or

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import EXIT_SECONDS
-from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of, is_users_to_mend, report_error_once
+from megatron_fp4.runtime.errors import ExitCode, StoppedError, exit_code_of, is_user_error, report_error_once
 from megatron_fp4.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def sole_run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -
                 _acquire(descriptor, run_dir, asked_to_stop)
             except OSError as error:
                 text = f"run.dir={run_dir} cannot be written to ({error})"
-                failed[0] = ConfigError(f"{text}; choose another") if is_users_to_mend(error) else RuntimeError(text)
+                failed[0] = ConfigError(f"{text}; choose another") if is_user_error(error) else RuntimeError(text)
             except (ConfigError, StoppedError) as error:
                 failed[0] = error
         dist.broadcast_object_list(failed)

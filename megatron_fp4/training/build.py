@@ -35,7 +35,7 @@ from megatron_fp4.precision.support import (
 from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.runtime.errors import error_line, is_users_to_mend
+from megatron_fp4.runtime.errors import error_line, is_user_error
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
@@ -233,7 +233,7 @@ def graphs_for(
 
 def is_refusal(error: Exception) -> bool:
     """Whether the user has to correct this error of data, plans or checkpoints: not a failing disk or network."""
-    return isinstance(error, ValueError) or (isinstance(error, OSError) and is_users_to_mend(error))
+    return isinstance(error, ValueError) or (isinstance(error, OSError) and is_user_error(error))
 
 
 @contextlib.contextmanager

@@ -339,7 +339,7 @@ class Trainer:
         This undoes the updates since the checkpoint; their data counts as used. If the checkpoint is gone or damaged,
         raises CheckpointGoneError and changes nothing.
         """
-        self.progress.at(done, "go back to a checkpoint")
+        self.progress.at(done, "roll back")
         parts = self.model, self.optimizer, self.precision.step_state
         resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
         for callback in self.callbacks:

@@ -13,7 +13,7 @@ checkpoint and skip the data of all steps since then is PaLM's (arXiv:2204.02311
 - The limit is one-sided: a small loss is no spike. While the loss falls quickly, the median is above it and the MAD is
   large.
 - The floors are for histories that are nearly flat, and for gradient norms, whose ordinary outliers reach twice the
-  median: with a threshold of 6, a spike's loss is 3% above the median, or its norm 2.2 times the median.
+  median: with a threshold of 6, a loss is a spike from 3% above the median on, a norm from 2.2 times the median on.
 - An intended change (another data phase, another precision) starts a new history.
 - A step that is not finite is no spike; neither resets the count of the other.
 
@@ -140,7 +140,7 @@ class Spikes(Callback):
         """Handle a spike. Raises SpikeError on all ranks, with a diagnosis, after too many in a row."""
         if (spike := self.observe(step.result)) is None:
             return
-        self._answer(spike, step.done)
+        self._skip_or_roll_back(spike, step.done)
         if spike.in_row >= self.config.max_in_row:
             row = "in a row" if self._checkpoint is None else f"after the checkpoint of step {self._checkpoint}"
             raise SpikeError(
@@ -169,19 +169,19 @@ class Spikes(Callback):
         """The step of the checkpoint that a rollback goes back to, None without one."""
         return self.trainer.checkpointer.last_step()
 
-    def _answer(self, spike: Spike, done: int) -> None:
+    def _skip_or_roll_back(self, spike: Spike, done: int) -> None:
         """Roll back to the last checkpoint, if the configuration asks for it and there is one, and record the spike."""
-        trainer, restored, action, answer = self.trainer, None, "skip", "skipped"
+        trainer, restored, action, outcome = self.trainer, None, "skip", "skipped"
         if spike.in_row >= self.config.max_in_row:
-            answer, action = "the run ends", "end"
+            outcome, action = "the run ends", "end"
         elif self.config.action == "rollback" and self.last_checkpoint() is None:
-            answer = "skipped, because there is no checkpoint yet to roll back to"
+            outcome = "skipped, because there is no checkpoint yet to roll back to"
         elif self.config.action == "rollback":
             try:
                 restored, action = trainer.roll_back(done), "rollback"
-                answer = f"rolled back to the checkpoint of step {restored}, continuing with the next batch"
+                outcome = f"rolled back to the checkpoint of step {restored}, continuing with the next batch"
             except CheckpointGoneError as error:
-                answer = f"skipped, because the rollback failed: {error}"
+                outcome = f"skipped, because the rollback failed: {error}"
         first = done - 1 if restored is None else restored
         start, end = trainer.samples(first), trainer.samples(done)
         trainer.log.metrics.event(
@@ -197,7 +197,7 @@ class Spikes(Callback):
                 for found in trainer.data.phases.source_ranges(start, end)
             ],
         )
-        trainer.log.console.event(done, f"spike: {spike}; {answer}")
+        trainer.log.console.event(done, f"spike: {spike}; {outcome}")
 
     def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
         """Restore the history of the checkpoint; the counts stay."""
