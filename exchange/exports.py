@@ -260,11 +260,10 @@ class Exports(Callback):
         """Start scripts/convert.py without a GPU and without a launcher's environment variables, in the run's own
         working directory, because its configuration may have relative paths. Raises OSError."""
         environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
-        paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         process = subprocess.Popen(
-            [sys.executable, "-P", str(SCRIPT), *self._arguments(step), "--beside", str(os.getpid())],
+            [sys.executable, str(SCRIPT), *self._arguments(step), "--beside", str(os.getpid())],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -62,7 +62,7 @@ staging.rename(output)
 
 def stand_in(folder: Path) -> Path:
     """Such a script in `folder`."""
-    begin = COMMAND.read_text().partition("import argparse\n")[0].partition('"""\n\n')[2]
+    begin = COMMAND.read_text().partition("import argparse\n")[0].partition("import _command  # noqa: F401\n\n")[2]
     script = folder / "stand_in.py"
     script.write_text(begin + STAND_IN)
     return script
