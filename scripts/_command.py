@@ -1,5 +1,8 @@
-"""What each command imports first, when it is run as a program: it finds the rooms beside it; without the packages it
-ends in one line, as pretrain.py does; after Ctrl-C, or when nobody reads its output any more, without a traceback."""
+"""Each script imports this first when it runs as a program.
+
+The script then imports the packages of its own checkout, ends with one line if packages are missing, as pretrain.py
+does, and prints no traceback after Ctrl-C or when the reader of its output has left.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if issubclass(kind, KeyboardInterrupt):  # a person knows why it ends
+    if issubclass(kind, KeyboardInterrupt):
         os.write(2, b"\n")
         sys.exit(130)
     sys.__excepthook__(kind, error, trace)
