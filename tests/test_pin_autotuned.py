@@ -77,7 +77,7 @@ def test_a_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path: Path, monkey
     with mock.patch.object(run.kernels.trainer.log, "active", False):  # of a quiet trainer
         run.kernels.on_checkpoint(2)
     assert not (tmp_path / RECORD_FILE).exists()
-    assert "does not say" in Started(mesh, tmp_path, monkeypatch).start(4)[0]  # an older checkpoint
+    assert "has no record" in Started(mesh, tmp_path, monkeypatch).start(4)[0]  # an older checkpoint
     without = Started(mesh, tmp_path, monkeypatch, scan=False)
     assert without.start(4) == [] and without.calls == [] and without.kernels.state_dict() is None
 

@@ -62,7 +62,7 @@ def test_what_cannot_be_compared_is_one_line(
         (["a", "none"], "name the folder of a run"),
         (["a", "short"], "short ended at step 20 and a at 24; compare runs that end at the same"),
         (["a", "a"], "two runs are called a"),
-        (["a", "b", "--output", "gap.txt"], "is no name of a picture"),
+        (["a", "b", "--output", "gap.txt"], "is not the name of a picture"),
     ):
         assert compare.main(["runs", *arguments]) == 2
         error = capsys.readouterr().err
