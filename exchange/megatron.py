@@ -56,7 +56,7 @@ from exchange.weights_only import new_folder, write_pieces, write_weights_only
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.checkpoint.shards import METADATA, StandIns, Whole, read_metadata
+from megatron_fp4.checkpoint.shards import METADATA, StandIns, TensorInfo, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.runtime.revision import revision
@@ -136,7 +136,7 @@ def _saved(content: Any) -> bytes:
 
 def _pieces(
     checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress
-) -> Iterator[tuple[Whole, Tensor, Sequence[int]]]:
+) -> Iterator[tuple[TensorInfo, Tensor, Sequence[int]]]:
     """(complete tensor, values, offsets of the values in it) for every tensor of an iteration, layer by layer."""
     done, total = 0, sum(shape.numel() for shape in checkpoint.tensors.values())
     for parameter in parameters(checkpoint.config.model):
@@ -146,7 +146,7 @@ def _pieces(
             offsets = [0] * piece.dim()
             if parameter.layer is not None:
                 piece, offsets = piece[None], [parameter.layer[0], *offsets]
-            yield Whole((section.name,), piece.dtype, parameter.stored_shape(section)), piece, offsets
+            yield TensorInfo((section.name,), piece.dtype, parameter.stored_shape(section)), piece, offsets
         progress(done := done + values.numel(), total)
 
 

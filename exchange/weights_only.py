@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import run_identity
-from megatron_fp4.checkpoint.shards import METADATA, OwnPiece, Piece, Whole, metadata_of, write_shard
+from megatron_fp4.checkpoint.shards import METADATA, OwnPiece, Piece, TensorInfo, metadata_of, write_shard
 from megatron_fp4.config.compose import as_saved
 from megatron_fp4.config.schema import Config
 from megatron_fp4.runtime.revision import revision
@@ -96,7 +96,7 @@ def write_weights_only(
     Raises ValueError if the folder exists, OSError, and what `tensors` raises.
     """
     parameters = (
-        (Whole(("model", name), torch.float32, tuple(values.shape)), values, (0,) * values.dim())
+        (TensorInfo(("model", name), torch.float32, tuple(values.shape)), values, (0,) * values.dim())
         for name, values in tensors
     )
     with new_folder(folder) as staging:
@@ -121,7 +121,7 @@ def write_weights_only(
 
 def write_pieces(
     folder: Path,
-    pieces: Iterable[tuple[Whole, Tensor, Sequence[int]]],
+    pieces: Iterable[tuple[TensorInfo, Tensor, Sequence[int]]],
     objects: Mapping[str, tuple[str, int, int]] | None = None,
 ) -> dict[str, files.FileRecord]:
     """Write tensors into `folder` in the format of torch.distributed.checkpoint; returns the records of the files. At
@@ -131,7 +131,7 @@ def write_pieces(
     """
     records: dict[str, files.FileRecord] = {}
     layout: dict[str, list[Piece]] = {}
-    numbers: dict[Whole, int] = {}
+    numbers: dict[TensorInfo, int] = {}
     waiting: list[OwnPiece] = []
 
     def flush() -> None:

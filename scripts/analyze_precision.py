@@ -136,7 +136,7 @@ def measure(run: Trainer, start: int, count: int) -> tuple[dict[str, LinearMeasu
         for step, micro_batches in enumerate(run.data.loader.steps(start, start + num_steps), start=start):
             run.precision.step_state.step = step
             for micro_batch in micro_batches[:left]:
-                accumulate(run.model, [micro_batch], run.mesh, run.precision.step_state, whole=ALONE)
+                accumulate(run.model, [micro_batch], run.mesh, run.precision.step_state, global_batch=ALONE)
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1

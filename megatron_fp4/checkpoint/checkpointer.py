@@ -50,7 +50,7 @@ from megatron_fp4.checkpoint.shards import (
     METADATA,
     OwnPiece,
     Piece,
-    Whole,
+    TensorInfo,
     capture_random_state,
     check_files,
     load_checkpoint,
@@ -58,7 +58,7 @@ from megatron_fp4.checkpoint.shards import (
     own_pieces,
     pack,
     state_of,
-    wholes_of,
+    tensor_infos,
     write_shards,
 )
 from megatron_fp4.checkpoint.staging import Staging, host_memory_error
@@ -95,7 +95,7 @@ class _Snapshot(NamedTuple):
     is the last save of this start."""
 
     manifest: Manifest
-    tensors: Sequence[Whole]
+    tensors: Sequence[TensorInfo]
     pieces: Sequence[OwnPiece]
     generators: bytes
     trainer: str
@@ -233,7 +233,9 @@ class Checkpointer:
             torch_version=str(torch.__version__),
         )
         pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
-        snapshot = _Snapshot(manifest, wholes_of(state), pieces, generators, json.dumps(dict(trainer), indent=1), last)
+        snapshot = _Snapshot(
+            manifest, tensor_infos(state), pieces, generators, json.dumps(dict(trainer), indent=1), last
+        )
         report = self._current = SaveReport(step, self.folder(step))
         if self._staging is None:
             self._save(snapshot, report, began)
@@ -501,7 +503,7 @@ class Checkpointer:
             logger.warning(message)
 
 
-def _make_folder(folder: Path, tensors: Sequence[Whole]) -> None:
+def _make_folder(folder: Path, tensors: Sequence[TensorInfo]) -> None:
     files.remove(folder)
     folder.mkdir(parents=True)
     needed, free = sum(tensor.num_bytes for tensor in tensors), shutil.disk_usage(folder).free

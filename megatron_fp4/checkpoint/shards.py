@@ -65,7 +65,7 @@ class Piece(NamedTuple):
     length: int
 
 
-class Whole(NamedTuple):
+class TensorInfo(NamedTuple):
     """A whole tensor: its path in the nested state (`("model", "head.weight")`), dtype and shape."""
 
     path: tuple[str, ...]
@@ -101,10 +101,12 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
 
 
-def wholes_of(state: dict[str, Any]) -> list[Whole]:
+def tensor_infos(state: dict[str, Any]) -> list[TensorInfo]:
     """The tensors of `state_of`, in the same order on all ranks."""
     return [
-        Whole((part, name), tensor.dtype, tuple(tensor.shape)) for part in state for name, tensor in state[part].items()
+        TensorInfo((part, name), tensor.dtype, tuple(tensor.shape))
+        for part in state
+        for name, tensor in state[part].items()
     ]
 
 
@@ -112,7 +114,7 @@ def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
     """The pieces of `state_of` that this rank writes. Together, the ranks write every tensor once."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, None, is_coordinator=rank == 0)
-    numbers = {whole.name: number for number, whole in enumerate(wholes_of(state))}
+    numbers = {info.name: number for number, info in enumerate(tensor_infos(state))}
     pieces = []
     for item in planner.create_local_plan().items:
         number, data, whole = numbers[item.index.fqn], item.tensor_data, planner.state_dict[item.index.fqn]
@@ -312,22 +314,22 @@ def _put(content: bytes, item: ReadItem, planner: DefaultLoadPlanner, name: str)
 
 def check_tensors(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
     """Raise RefusedError if the tensors of the checkpoint in `folder` are not those of the run."""
-    if difference := _difference(metadata.state_dict_metadata, wholes_of(state)):
+    if difference := _difference(metadata.state_dict_metadata, tensor_infos(state)):
         raise RefusedError(
             f"{folder} is of another model: {difference}; set the model back, or choose another checkpoint or run.dir"
         )
 
 
-def _difference(saved: Mapping[str, Any], wholes: Sequence[Whole]) -> str:
+def _difference(saved: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> str:
     """The first difference, as text; "" if there is none."""
-    for whole in wholes:
-        one = saved.get(whole.name)
+    for tensor in tensors:
+        one = saved.get(tensor.name)
         if not isinstance(one, TensorStorageMetadata):
-            return f"the checkpoint has no tensor {whole.name}, which this model has"
-        there, here = (one.properties.dtype, [*one.size]), (whole.dtype, [*whole.shape])
+            return f"the checkpoint has no tensor {tensor.name}, which this model has"
+        there, here = (one.properties.dtype, [*one.size]), (tensor.dtype, [*tensor.shape])
         if there != here:
-            return "{} is {} {} in the checkpoint, {} {} in this model".format(whole.name, *there, *here)
-    known = {whole.name for whole in wholes}
+            return "{} is {} {} in the checkpoint, {} {} in this model".format(tensor.name, *there, *here)
+    known = {tensor.name for tensor in tensors}
     unknown = sorted(name for name in saved if name.startswith("model.") and name not in known)
     return f"the checkpoint has a tensor {unknown[0]}, which this model does not have" if unknown else ""
 
@@ -392,7 +394,7 @@ def load_checkpoint(
 
 
 def metadata_of(
-    tensors: Sequence[Whole],
+    tensors: Sequence[TensorInfo],
     pieces: Mapping[str, Sequence[Piece]],
     objects: Mapping[str, tuple[str, int, int]] | None = None,
 ) -> bytes:

@@ -64,11 +64,15 @@ class NonFiniteReport:
 
 
 def find_nonfinite(
-    model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, step_state: StepState, whole: GlobalBatch = ALONE
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    mesh: ParallelMesh,
+    step_state: StepState,
+    global_batch: GlobalBatch = ALONE,
 ) -> NonFiniteReport:
     """Run forward and backward of one micro-batch of each rank again, and report where numbers stop being finite.
 
-    whole: the step's global batch; the micro-batch has the same part in its loss as in the step.
+    global_batch: the step's global batch; the micro-batch has the same part in its loss as in the step.
     """
     report = NonFiniteReport(weights=[name for name, p in model.named_parameters() if not _is_finite(p)])
 
@@ -87,7 +91,7 @@ def find_nonfinite(
         for name, module in model.named_modules():
             hook = module.register_forward_hook(partial(after_forward, name or "the model (its loss)"))
             hooks.callback(hook.remove)
-        accumulate(model, [micro_batch], mesh, step_state, whole=whole)
+        accumulate(model, [micro_batch], mesh, step_state, global_batch=global_batch)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not _is_finite(parameter.grad):
             report.gradients.append(name)
@@ -102,8 +106,8 @@ def diagnose_nonfinite(
 
     micro_batches: the same number on each rank.
     """
-    whole = global_batch_of(micro_batches, mesh)
-    mine = [(batch.index, find_nonfinite(model, batch, mesh, step_state, whole)) for batch in micro_batches]
+    global_batch = global_batch_of(micro_batches, mesh)
+    mine = [(batch.index, find_nonfinite(model, batch, mesh, step_state, global_batch)) for batch in micro_batches]
     of_ranks: list[list[tuple[int, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine)
     found = [

@@ -94,8 +94,8 @@ def replay(
 ) -> Replayed:
     """Compute the first of this rank's micro-batches of the controller's step twice. A collective."""
     # The loss is divided as in the step, so that the computation is the same.
-    whole = global_batch_of(micro_batches, mesh)
-    once, again = (compute(model, micro_batches[0], whole, mesh, controller) for _ in range(2))
+    global_batch = global_batch_of(micro_batches, mesh)
+    once, again = (compute(model, micro_batches[0], global_batch, mesh, controller) for _ in range(2))
     assert once.names == again.names, "the second computation ran other modules"
     step, checked = controller.step_state.step, len(once.names)
     differs = (torch.stack(once.sums) != torch.stack(again.sums)).any(1)
@@ -115,9 +115,13 @@ def replay(
 
 
 def compute(
-    model: nn.Module, micro_batch: MicroBatch, whole: GlobalBatch, mesh: ParallelMesh, controller: PrecisionController
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    global_batch: GlobalBatch,
+    mesh: ParallelMesh,
+    controller: PrecisionController,
 ) -> Trace:
-    """Run forward and backward of a micro-batch, which is a part of `whole`; returns checksums of all results."""
+    """Run forward and backward of a micro-batch of the step's `global_batch`; returns checksums of all results."""
     trace = Trace()
 
     def forget() -> None:
@@ -131,7 +135,7 @@ def compute(
         trace.add(f"weights of {name}", parameter)
     forget()
     with trace.of(model):
-        accumulate(model, [micro_batch], mesh, controller.step_state, whole=whole)
+        accumulate(model, [micro_batch], mesh, controller.step_state, global_batch=global_batch)
     forget()
     return trace
 

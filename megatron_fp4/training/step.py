@@ -99,17 +99,17 @@ def accumulate(
     mesh: ParallelMesh,
     step_state: StepState,
     *,
-    whole: GlobalBatch | None = None,
+    global_batch: GlobalBatch | None = None,
     reshard: bool = False,
     progress: Progress | None = None,
     graphs: MicroBatchGraphs | None = None,
 ) -> Tensor:
     """Add the gradient of `micro_batches` to `.grad`; returns their loss as FP64, 0-dim (`mesh.reproducible`: 1-dim,
-    one for each micro-batch of `whole`, 0 for those of other ranks).
+    one for each micro-batch of `global_batch`, 0 for those of other ranks).
 
-    Gradient and loss are this rank's parts of those of `whole`: their sums over ranks are means over the global batch.
-    whole: None: `global_batch_of(micro_batches, mesh)`, a collective. FSDP sums the gradients over ranks after the last
-    micro-batch or, with `mesh.reduce_each`, after each one.
+    Gradient and loss are this rank's parts of those of the global batch: their sums over ranks are means over it.
+    global_batch: None: `global_batch_of(micro_batches, mesh)`, a collective. FSDP sums the gradients over ranks after
+    the last micro-batch or, with `mesh.reduce_each`, after each one.
 
     model: called with `inputs_of` of a micro-batch; returns its mean loss (0-dim FP32). micro_batches: this rank's, of
     the same number and size on all ranks. step_state: the caller sets its step. reshard: also free gathered parameters
@@ -117,8 +117,8 @@ def accumulate(
     micro-batches run eagerly.
     """
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
-    whole, progress = whole or global_batch_of(micro_batches, mesh), progress or Progress()
-    num_global, num_own, tree = whole.num_micro_batches, len(micro_batches), gradient_tree(model)
+    global_batch, progress = global_batch or global_batch_of(micro_batches, mesh), progress or Progress()
+    num_global, num_own, tree = global_batch.num_micro_batches, len(micro_batches), gradient_tree(model)
     num_leaf = num_own if tree is None else leaf_size(num_global)
     losses = torch.zeros(num_global if mesh.reproducible else 1, dtype=torch.float64, device=mesh.device)
     if tree is not None:
@@ -128,29 +128,29 @@ def accumulate(
             progress.at(step_state.step + 1, f"forward and backward of micro-batch {position} of {num_own}")
             with _prepare_fsdp(model, mesh, position == 1, position == num_own, reshard):
                 replayed = None if replays is None else replays.run(micro_batch, step_state, (position - 1) % num_leaf)
-                loss = _computed(model, micro_batch, whole, mesh, step_state) if replayed is None else replayed
+                loss = _computed(model, micro_batch, global_batch, mesh, step_state) if replayed is None else replayed
             losses[micro_batch.index % len(losses)].add_(loss)
             if tree is not None and position % num_leaf == 0 and position < num_own:
                 tree.keep(copied=replayed is not None)
     if tree is not None:
         tree.finish()
-    if whole.num_targets is None:
+    if global_batch.num_targets is None:
         losses /= num_global
     return losses if mesh.reproducible else losses[0]
 
 
 def _computed(
-    model: nn.Module, micro_batch: MicroBatch, whole: GlobalBatch, mesh: ParallelMesh, step_state: StepState
+    model: nn.Module, micro_batch: MicroBatch, global_batch: GlobalBatch, mesh: ParallelMesh, step_state: StepState
 ) -> Tensor:
-    """Run forward and backward of a micro-batch; returns its part of the loss of `whole`. If all targets count, this is
-    its mean loss, and the caller divides by the number of micro-batches."""
+    """Run forward and backward of a micro-batch; returns its part of the loss of `global_batch`. If all targets count,
+    this is its mean loss, and the caller divides by the number of micro-batches."""
     tokens, targets, options = inputs_of(micro_batch, mesh, step_state)
     loss: Tensor = model(tokens, targets, **options)
-    if whole.num_targets is None:
-        (loss / whole.num_micro_batches).backward()
+    if global_batch.num_targets is None:
+        (loss / global_batch.num_micro_batches).backward()
         return loss.detach()
     assert micro_batch.num_targets is not None
-    weight = micro_batch.num_targets / whole.num_targets.clamp(min=1).to(torch.float64)
+    weight = micro_batch.num_targets / global_batch.num_targets.clamp(min=1).to(torch.float64)
     (loss * weight.to(loss.dtype)).backward()
     return loss.detach() * weight
 

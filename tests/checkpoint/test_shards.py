@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.checkpoint.shards import METADATA, Piece, Whole, metadata_of, read_metadata
+from megatron_fp4.checkpoint.shards import METADATA, Piece, TensorInfo, metadata_of, read_metadata
 
-TENSORS = [Whole(("model", "w"), torch.float32, (6, 2)), Whole(("optimizer", "w.step"), torch.float32, ())]
+TENSORS = [TensorInfo(("model", "w"), torch.float32, (6, 2)), TensorInfo(("optimizer", "w.step"), torch.float32, ())]
 PIECES = {
     "__0_0.distcp": [Piece(0, (0, 0), (4, 2), 0, 40), Piece(1, (), (), 40, 4)],
     "__1_0.distcp": [Piece(0, (4, 0), (2, 2), 0, 20)],

@@ -179,5 +179,5 @@ def test_a_micro_batch_by_itself_is_no_part_of_a_global_batch() -> None:
         mesh = replace(mesh, reproducible=True)
         model, _ = toy(mesh)
         batch = replace(toy_batches(0, mesh)[0], index=3)
-        (loss,) = accumulate(model, [batch], mesh, StepState(seed=0), whole=ALONE)
+        (loss,) = accumulate(model, [batch], mesh, StepState(seed=0), global_batch=ALONE)
         assert math.isfinite(float(loss))

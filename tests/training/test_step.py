@@ -103,7 +103,7 @@ def _sixty_four(rank: int) -> tuple[Tensor, Tensor]:
     batches = toy_batches(0, mesh, num_global=64)
 
     def gradient(batches: list[ToyBatch]) -> Tensor:
-        accumulate(model, batches, mesh, step_state, whole=GlobalBatch(64))
+        accumulate(model, batches, mesh, step_state, global_batch=GlobalBatch(64))
         found = whole(model.head.weight.grad)
         optimizer.zero_grad()
         return found
