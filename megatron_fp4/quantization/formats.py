@@ -1,7 +1,7 @@
-"""The formats of GEMM operands: a row of `FORMATS` is all that other packages need to know of one.
+"""The table of formats of GEMM operands. A row of `FORMATS` is all that other packages need to know about a format.
 
-A new format is a file like `microscaling.py` (its arithmetic in PyTorch, the reference), a row here, and a test;
-kernels are optional.
+A new format needs a file like `microscaling.py` (its arithmetic in PyTorch, the reference), a row here, and a test.
+Kernels are optional.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 class Format:
     """How operands of a format are made.
 
-    encode: FP32 rows [rows, cols], block and key (None: round to nearest) to what they become, with `options` as
-        keywords, and `amax` where there is a tensor scale.
-    blocks: elements that may share a scale, (rows, columns), the columns along the dot product.
+    encode: quantizes FP32 rows [rows, cols], given block and key (None: round to nearest); takes `options` as keywords,
+        and `amax` if there is a tensor scale.
+    blocks: its allowed blocks, (rows, columns) of the elements that share a scale, columns along the dot product.
     largest: magnitude of the largest code.
     scales: dtype of a block scale (UE8M0 is stored in uint8).
-    fused: the kernels on an NVIDIA GPU, where they exist; the first that make an operand do. They load Triton when one
-        first starts.
-    tensor_scale: whether one FP32 scale lies over the whole tensor. stochastic: whether codes may be rounded so.
-    options: an operand's flags that are this format's.
-    encode_ms_eden: as `encode`, of rotated rows by MS-EDEN, which has no block and no options; None: it has none.
+    fused: classes of NVIDIA GPU kernels, if there are any; the first that can make an operand makes it. Triton is
+        imported when a kernel is first launched.
+    tensor_scale: whether the tensor has one FP32 scale. stochastic: whether codes may be rounded stochastically.
+    options: flags of an operand that apply to this format only.
+    encode_ms_eden: as `encode`, but by MS-EDEN, from rotated rows, without block and options; None: no MS-EDEN.
     """
 
     encode: Callable[..., QuantizedTensor]
@@ -50,12 +50,12 @@ class Format:
     encode_ms_eden: Callable[..., QuantizedTensor] | None = None
 
     def kernels(self, side: Side, along: str) -> type[Fused] | None:
-        """Those that make an operand along `columns` or `rows`; None: PyTorch does."""
+        """The kernels that make this operand along `columns` or `rows`; None: PyTorch makes it."""
         return next((kernels for kernels in self.fused if kernels.makes(side, along)), None)
 
     @property
     def tile(self) -> int:
-        """The longer side of a block."""
+        """Columns of a block."""
         return self.blocks[0][1]
 
 
@@ -80,7 +80,7 @@ FORMATS = {
 
 
 def format_of(name: str) -> Format:
-    """The row of `name`; ValueError for an unknown format."""
+    """The row of `name`. Raises ValueError for an unknown format."""
     if name not in FORMATS:
         raise ValueError(f"operand format {name!r} is not one of bf16, {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -95,15 +95,16 @@ def quantize(
     key: RoundingKey | None = None,
     **options: Any,
 ) -> QuantizedTensor:
-    """Quantize `x` ([..., cols], floating point) along its last dimension to the format `name`, its codes packed.
+    """Quantize `x` ([..., cols], floating point) along its last dimension to the format `name`, with packed codes.
 
-    block: elements that share a scale, (rows, columns); None: that of one row.
-    rounding: `nearest` (ties to the even code) or `stochastic`, whose draws come from `key` and the element's
+    block: (rows, columns) of the elements that share a scale; None: the format's block of one row.
+    rounding: `nearest` (ties to the even code) or `stochastic`: draws are a function of `key` and the element's
         position; without a key, one is drawn from torch's default generator.
-    options: the format's, as its `encode_...` has them.
+    options: those of the format's `encode_...` function.
 
-    Raises TypeError unless `x` is floating point, ValueError for an unknown format, another block or rounding or if the
-    block does not tile `x`. Non-finite input does not raise (that would stall a GPU): it poisons what it is decoded to.
+    Raises TypeError if `x` is not floating point; ValueError for an unknown format, for a block or rounding that the
+    format does not have, for a scalar or empty tensor, and if the block does not divide the size of `x`. Non-finite
+    input is not checked, because that would stall a GPU; the result is then decoded to non-finite numbers.
     """
     form = format_of(name)
     block = form.blocks[0] if block is None else block
@@ -117,18 +118,18 @@ def quantize(
     if x.dim() < 1 or x.numel() == 0:
         raise ValueError(f"{name}: shape {tuple(x.shape)} is a scalar or has no elements; skip empty tensors")
     rows = x.reshape(-1, x.shape[-1])
-    for what, size, divisor in zip(("rows", "columns"), rows.shape, block, strict=True):
+    for dim, size, divisor in zip(("rows", "columns"), rows.shape, block, strict=True):
         if size % divisor:
             raise ValueError(
-                f"{name}: {size} {what} (shape {tuple(x.shape)}) are not a multiple of the block's {divisor}; "
+                f"{name}: {size} {dim} (shape {tuple(x.shape)}) are not a multiple of the block's {divisor}; "
                 f"pad to {-(-size // divisor) * divisor} with zeros"
             )
     if rounding == "nearest":
         key = None
     elif key is None:
         key = fresh_rounding_key()
-    made = form.encode(rows.to(torch.float32), block, key, **options).reshaped(x.shape[:-1])
-    return replace(made, elements=made.codes, negative=None)  # packed, an eighth of the FP32 values
+    quantized = form.encode(rows.to(torch.float32), block, key, **options).reshaped(x.shape[:-1])
+    return replace(quantized, elements=quantized.codes, negative=None)  # 4-bit codes take an eighth of the FP32 values
 
 
 def quantize_nvfp4(
@@ -136,7 +137,7 @@ def quantize_nvfp4(
 ) -> NVFP4Tensor:
     """`quantize` to NVFP4.
 
-    options: `key`; `amax`, FP32 0-dim largest magnitude to scale by, where it is that of a larger tensor of which `x`
-    is a shard; `four_over_six`, as `encode_nvfp4` has it.
+    options: `key`, as in `quantize`; `amax` and `four_over_six`, as in `encode_nvfp4`. If `x` is a shard, `amax` is
+    that of the whole tensor.
     """
     return cast(NVFP4Tensor, quantize(x, "nvfp4", block, rounding, **options))

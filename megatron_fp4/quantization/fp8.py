@@ -1,4 +1,4 @@
-"""FP8 in blocks: E4M3 values under FP32 scales, 128x128 for weights and 1x128 for activations and gradients.
+"""FP8 in blocks: E4M3 codes with FP32 block scales; 128x128 blocks for weights, 1x128 for activations and gradients.
 
 The paper's FP8 baseline (appendix A.1, after DeepSeek-V3):
 
@@ -6,12 +6,12 @@ The paper's FP8 baseline (appendix A.1, after DeepSeek-V3):
     code   = e4m3(x * encode)
     value  = code * (1 / encode)
 
-Transformer Engine's `Float8BlockScaling` forces powers of two by default; here that is a switch, off by default.
-A block that holds NaN or inf takes the scale NaN.
+Transformer Engine's `Float8BlockScaling` rounds to powers of two by default; here that is an option, off by default.
+A block with NaN or inf has the scale NaN.
 
-On an NVIDIA GPU `FusedFP8` makes the same codes by the kernels of `kernels/fp8.py`. With
-power-of-two scales the values themselves are exact in BF16, and an operand is a plain BF16 tensor. Otherwise it is
-`BlockScaled`, and `matmul_fp8` multiplies two of those on the BF16 tensor cores.
+On an NVIDIA GPU, `FusedFP8` makes the same codes with the kernels of `kernels/fp8.py`. With power-of-two scales the
+values are exact in BF16, and an operand is a plain BF16 tensor. Otherwise it is a `BlockScaled`, and `matmul_fp8`
+multiplies two of them on the BF16 tensor cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MATMUL = Kernel("fp8.matmul_fp8_kernel", num_stages=4, enable_fp_fusion=True)
 def encode_fp8(
     rows: Tensor, block: tuple[int, int], key: None = None, *, power_of_two_scales: bool = False
 ) -> QuantizedTensor:
-    """Checked FP32 [rows, cols] in FP8 blocks. key: None, there is no stochastic rounding.
+    """Quantize FP32 [rows, cols] to FP8. key: always None, because there is no stochastic rounding.
 
     power_of_two_scales: round the encode scale down to a power of two.
     """
@@ -45,16 +45,16 @@ def encode_fp8(
         encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
     encode = torch.where(amax == 0, torch.ones_like(encode), encode)
     decode = torch.where(torch.isfinite(amax), encode.reciprocal(), float("nan"))
-    # E4M3 times a power of two has four significant bits.
+    # An E4M3 code times a power of two has four significant bits; BF16 holds eight.
     exact = torch.bfloat16 if power_of_two_scales else torch.float32
     return QuantizedTensor(to_e4m3(scale_blocks(rows, encode)), decode, block, exact=exact)
 
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """E4M3 codes [rows, k] under FP32 scales [rows / block_rows, k / 128], both in any layout.
+    """E4M3 codes [rows, k] and their FP32 scales [rows / block_rows, k / 128], both of any strides.
 
-    codes: BF16, or `float8_e4m3fn` where they are kept for later.
+    codes: BF16, or `float8_e4m3fn` if they are kept for later.
     """
 
     codes: Tensor
@@ -66,7 +66,7 @@ class BlockScaled:
         return self.codes.shape[0] // self.scales.shape[0]
 
     def t(self) -> BlockScaled:
-        """The same codes with rows and columns exchanged (square blocks only)."""
+        """The transpose (square blocks only)."""
         assert self.block_rows == 128
         return BlockScaled(self.codes.t(), self.scales.t())
 
@@ -76,16 +76,19 @@ class BlockScaled:
 
 
 class FusedFP8(Fused):
-    """Nothing is measured beforehand: each operand is made by itself."""
+    """FP8 kernels. They need no maximum of the whole tensor, so each operand is made on its own."""
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | BlockScaled:
-        """BF16 values with power-of-two scales, else codes in BF16 and their scales; keep: codes of one byte."""
+        """With power-of-two scales BF16 values; otherwise codes in BF16 (with `keep` in one byte) and their scales."""
         side = self.sides[along]
         assert side is not None
         x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
         rows, columns = side.block if along == "columns" else reversed(side.block)
         assert num_rows % rows == num_columns % columns == 0, f"fp8: {tuple(x.shape)} in blocks of {rows}x{columns}"
-        kind = "values" if side.power_of_two_scales else "bytes" if keep else "codes"
+        if side.power_of_two_scales:
+            kind = "values"
+        else:
+            kind = "bytes" if keep else "codes"
         out = torch.empty_like(x, dtype=torch.uint8 if kind == "bytes" else torch.bfloat16)
         scales = torch.empty(num_rows // rows, num_columns // columns, dtype=torch.float32, device=x.device)
         launch(
@@ -101,12 +104,12 @@ class FusedFP8(Fused):
 
 
 def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor:
-    """a b^T: [m, k] x [n, k] -> [m, n] in `out_dtype`, accumulated in FP32; k whole 128, m and n whole 8."""
+    """a b^T: [m, k] x [n, k] -> [m, n] in `out_dtype`, accumulated in FP32. k is a multiple of 128, m and n of 8."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
     assert k % 128 == m % 8 == n % 8 == 0, f"fp8: a product of [{m}, {k}] and [{n}, {k}]^T"
     codes_a, codes_b = a.codes.to(torch.bfloat16), b.codes.to(torch.bfloat16)
     out = torch.empty(m, n, dtype=out_dtype, device=codes_a.device)
-    # Found on an H200, by whether both codes have their dot products in one piece.
+    # Fastest on an H200: the first if in both operands the elements of a dot product are contiguous.
     block_m, block_n = (64, 128) if codes_a.stride(1) == codes_b.stride(1) == 1 else (128, 64)
     strides = (*codes_a.stride(), *codes_b.stride(), *a.scales.stride(), *b.scales.stride())
     launch(

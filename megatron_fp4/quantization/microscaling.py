@@ -1,5 +1,5 @@
-"""The microscaling formats of OCP, MXFP4 and MXFP8: one power-of-two scale (UE8M0) for 32 (or 32x32) elements, and no
-tensor scale.
+"""The OCP microscaling formats MXFP4 and MXFP8: one power-of-two scale (UE8M0) for each block of 1x32 or 32x32
+elements, and no tensor scale.
 
 MXFP4 (paper, appendix B.4):
 
@@ -13,15 +13,14 @@ MXFP8, as Transformer Engine computes it (`cast/mxfp8/quantize_mxfp8.cuh`, `floa
     code  = e4m3(x / scale), to nearest
     value = code * scale
 
-An all-zero block takes the smallest scale, 2^-127, and zero codes. A block that holds NaN or inf takes the scale NaN.
+An all-zero block has the smallest scale, 2^-127, and zero codes. A block with NaN or inf has the scale NaN.
 
-Of BF16 tensors every value of MXFP8 is exact in BF16: x and the spacing of the codes are multiples of BF16's smallest
-number, 2^-133, so a value is one too, and it has four significant bits. (In FP32 tensors, blocks below 1.1e-35 can have
-codes that stand for less than 2^-133.) An element of at least 2^127 * 31/16 = 3.3e38 is rounded to 2^128, which is
-infinite.
+If x is in BF16, every MXFP8 value is exact in BF16: x and the spacing of the codes are multiples of BF16's smallest
+number, 2^-133, so values are too, and they have four significant bits. (If x is in FP32, codes of blocks below 1.1e-35
+can stand for less than 2^-133.) An element of at least 2^127 * 31/16 = 3.3e38 is rounded to 2^128, which is infinite.
 
-On an NVIDIA GPU `FusedMXFP8` makes the same codes of BF16 tensors by the kernels of `kernels/fp8.py`, and MXFP4 is
-made by those of `fp4.py`.
+On an NVIDIA GPU, `FusedMXFP8` makes the same codes of BF16 tensors with the kernels of `kernels/fp8.py`; for MXFP4
+`FusedFP4` (`fp4.py`) does.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ _QUANTIZE, _DECODE = Kernel("fp8.quantize_mxfp8_kernel"), Kernel("fp8.decode_mxf
 def encode_mxfp4(
     rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, maxima: Tensor | None = None
 ) -> QuantizedTensor:
-    """Checked FP32 [rows, cols] in MXFP4. key: of the draws, None rounds to nearest.
+    """Quantize FP32 [rows, cols] to MXFP4. key: of the draws; None rounds to nearest.
 
-    maxima: FP32 [rows, cols / 32], the largest magnitude of each row's blocks, where other rows of these are elsewhere;
-    None: of `rows`.
+    maxima: FP32 [rows, cols / 32], the largest magnitude of each row's blocks, if other rows of these blocks are not
+        among `rows`; None: the maxima of `rows`.
     """
     amax = block_amax(rows, block) if maxima is None else maxima
     scales = to_ue8m0_up(amax / torch.full_like(amax, E2M1_MAX))
@@ -63,7 +62,7 @@ def encode_mxfp4(
 
 
 def encode_mxfp8(rows: Tensor, block: tuple[int, int], key: None = None) -> QuantizedTensor:
-    """Checked FP32 [rows, cols] in MXFP8. key: None, there is no stochastic rounding."""
+    """Quantize FP32 [rows, cols] to MXFP8. key: always None, because there is no stochastic rounding."""
     assert key is None, "mxfp8 rounds to nearest"
     amax = block_amax(rows, block)
     scales = to_ue8m0_up(amax * torch.full_like(amax, 1 / E4M3_MAX))
@@ -73,7 +72,7 @@ def encode_mxfp8(rows: Tensor, block: tuple[int, int], key: None = None) -> Quan
 
 @dataclass(frozen=True)
 class PackedMXFP8:
-    """The operand along the rows of a tensor [rows, columns].
+    """The MXFP8 operand along the rows of a tensor [rows, columns].
 
     codes: E4M3, uint8 [rows, columns]. scales: UE8M0, uint8 [rows / 32, columns].
     """
@@ -90,33 +89,33 @@ class PackedMXFP8:
 
 
 class FusedMXFP8(Fused):
-    """Nothing is measured beforehand: each operand is made by itself."""
+    """MXFP8 kernels. They need no maximum of the whole tensor, so each operand is made on its own."""
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedMXFP8:
-        """BF16 values, or along the rows with `keep` codes."""
-        made, scales = self._quantized(along, codes=keep and along == "rows")
+        """BF16 values; codes and scales along the rows with `keep`."""
+        values_or_codes, scales = self._quantized(along, codes=keep and along == "rows")
         if along == "columns":
-            return made
-        return PackedMXFP8(made, scales) if keep else made.t()
+            return values_or_codes
+        return PackedMXFP8(values_or_codes, scales) if keep else values_or_codes.t()
 
     def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
         """E4M3 codes [rows, k] and UE8M0 scales [rows, k / 32], both uint8."""
         codes, scales = self._quantized(along, codes=True)
         if along == "rows":
             return codes.t().contiguous(), scales.t().contiguous()
-        if scales.shape[0] < codes.shape[0]:  # the kernel writes the scale of a square block for each of its columns
+        if scales.shape[0] < codes.shape[0]:  # the kernel writes a square block's scale once for each of its columns
             scales = scales[:, ::32].repeat_interleave(32, dim=0)
         return codes, scales
 
     def _quantized(self, along: str, codes: bool) -> tuple[Tensor, Tensor]:
-        """Values and nothing in particular, or codes and scales in the kernel's layout."""
+        """Values and a meaningless tensor, or codes and scales, in the kernel's layout."""
         side = self.sides[along]
         assert side is not None
         x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
         rows, columns = side.block if along == "columns" else reversed(side.block)
         assert num_rows % rows == num_columns % columns == 0, f"mxfp8: {tuple(x.shape)} in blocks of {rows}x{columns}"
         out = torch.empty_like(x, dtype=torch.uint8 if codes else torch.bfloat16)
-        scales = out  # without codes the kernel writes no scales
+        scales = out  # a placeholder: without codes the kernel writes no scales
         if codes:
             size = (num_rows, num_columns // 32) if rows == 1 else (num_rows // 32, num_columns)
             scales = torch.empty(size, dtype=torch.uint8, device=x.device)

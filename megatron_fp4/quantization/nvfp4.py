@@ -1,8 +1,8 @@
-"""NVFP4: E2M1 codes, one E4M3 scale for 16 (or 16x16) elements, one FP32 scale for the tensor.
+"""NVFP4: E2M1 codes, one E4M3 scale for each block of 1x16 or 16x16 elements, one FP32 scale for the tensor.
 
-The arithmetic is FP32, in exactly the order of paper appendix B.1-B.3 as Transformer Engine's reference has it
-(folding the 1/6 into the tensor scale first, one true division each for the tensor scale and the block's encode
-scale), because every deviation moves codes:
+The arithmetic is FP32, in exactly the order of Transformer Engine's reference for paper appendix B.1-B.3, because any
+other order changes codes. The 1/6 is first folded into the tensor scale; S and 1 / S are true divisions, and so is the
+encode scale:
 
     S      = min(6 * 448 / amax, FLT_MAX), or 1 where that is 0 (amax = inf)
     scale  = e4m3(clamp(block_amax * (S * (1/6)), -448, 448))
@@ -10,11 +10,11 @@ scale), because every deviation moves codes:
     code   = e2m1(clamp(x * encode, -6, 6))
     value  = code * scale * amax / 2688
 
-Edges that follow from it: an all-zero tensor has zero codes and zero scales; a nonzero block whose scale underflows
-keeps saturated codes under scale 0 and decodes to 0; a negative zero in the input takes code 0, a negative value that
-rounds to zero takes code 8. NaN or inf anywhere makes amax NaN or inf, and then nothing decodes to a finite number.
+Edge cases that follow from it: An all-zero tensor has zero codes and zero scales. A nonzero block whose scale rounds to
+0 has saturated codes and is decoded to 0. A negative zero in the input gets code 0; a negative value that rounds to
+zero gets code 8. If the tensor has NaN or inf, so has amax, and no value is decoded to a finite number.
 
-Divisions are by tensors: on CUDA PyTorch divides by a Python number by multiplying with its reciprocal.
+Divisors are tensors, because on CUDA PyTorch divides by a Python number by multiplying with its reciprocal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_fp4.quantization.rounding import (
     round_e2m1_nearest,
     to_e4m3,
 )
-from megatron_fp4.quantization.tensor import NVFP4Tensor, block_amax, headroom, scale_blocks
+from megatron_fp4.quantization.tensor import NVFP4Tensor, block_amax, overflow_guard, scale_blocks
 
 NVFP4_BLOCKS = ((1, 16), (16, 16))
 FOUR_OVER_SIX_SCALE_MAX = 256.0
@@ -46,14 +46,16 @@ def encode_nvfp4(
     four_over_six: str = "",
     maxima: Tensor | None = None,
 ) -> NVFP4Tensor:
-    """FP32 [rows, cols] in NVFP4. key: of the draws, None rounds to nearest.
+    """Quantize FP32 [rows, cols] to NVFP4. key: of the draws; None rounds to nearest.
 
-    amax: 0-dim, or [rows, 1] where rows are of several tensors (not with four_over_six); None: of `rows`.
-    four_over_six: per block also try to map the largest value to 4 (scale x 1.5) and keep the choice with the smaller
-        sum of `absolute` errors or of `squared` ones, ties keeping 6 (arXiv 2512.02010); the largest block scale is
-        then mapped to 256. Empty: only 6.
-    maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, where `rows` are not all rows of the
-        blocks (not with four_over_six); None: of `rows`.
+    amax: 0-dim, or [rows, 1] if the rows belong to several tensors (not with four_over_six); None: amax of `rows`.
+    four_over_six: for each block, also try to map the largest value to 4 instead of 6 (scale x 1.5), and keep the
+        choice with the smaller sum of `absolute` or `squared` errors; 6 wins ties (arXiv 2512.02010). The largest block
+        scale is then mapped to 256, and the 1/6 is not folded into S, as in Transformer Engine. Empty: only 6.
+    maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, if other rows of these blocks are not
+        among `rows` (not with four_over_six); None: the maxima of `rows`.
+
+    Raises ValueError for another `four_over_six`.
     """
     if four_over_six not in ("", "absolute", "squared"):
         raise ValueError(f"nvfp4: four_over_six {four_over_six!r} is not 'absolute', 'squared' or ''")
@@ -66,8 +68,8 @@ def encode_nvfp4(
         scales = to_e4m3((maxima * sixth).clamp(max=FP32_MAX))
         scaled = _scaled_to_grid(rows, scales, tensor_scale)
     else:
-        base = maxima / torch.full_like(maxima, E2M1_MAX) * tensor_scale
-        scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
+        unrounded = maxima / torch.full_like(maxima, E2M1_MAX) * tensor_scale
+        scales_6, scales_4 = to_e4m3(unrounded), to_e4m3(unrounded * 1.5)
         scaled_6, scaled_4 = (_scaled_to_grid(rows, scales, tensor_scale) for scales in (scales_6, scales_4))
         squared = four_over_six == "squared"
         error_6 = _block_error(rows, scaled_6, scales_6, amax, block, squared)
@@ -79,13 +81,13 @@ def encode_nvfp4(
 
 
 def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
-    """S, the FP32 factor that maps the largest block scale to `scale_max` (paper eq. 1), of the shape of `amax`."""
+    """S, the FP32 factor that maps the largest block scale to `scale_max` (paper eq. 1); of the shape of `amax`."""
     scale = torch.div(torch.full_like(amax, E2M1_MAX * scale_max), amax).clamp(max=FP32_MAX)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def _scaled_to_grid(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-    """FP32 `x * encode` of the formula above, within +-6."""
+    """FP32 clamp(x * encode, -6, 6) of the formula at the top of this file."""
     encode = (scales.to(torch.float32) * tensor_scale.reciprocal()).reciprocal().clamp(max=FP32_MAX)
     return scale_blocks(rows, encode).clamp_(-E2M1_MAX, E2M1_MAX)
 
@@ -93,17 +95,17 @@ def _scaled_to_grid(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tenso
 def _block_error(
     rows: Tensor, scaled: Tensor, scales: Tensor, amax: Tensor, block: tuple[int, int], squared: bool
 ) -> Tensor:
-    """The error of rounding to nearest, summed over each block, [rows, cols / 16], replicated over the block's rows.
+    """The error of rounding to nearest, summed over each block: [rows, cols / 16], repeated for the block's rows.
 
-    Summed element by element along a block's columns and by halves over its rows, Transformer Engine's order: two
-    choices that err alike must compare the same everywhere. Where sums would overflow (amax above some 1e35) errors are
-    2^-12 times as large, so that the smaller one is found there too. squared: errors are first brought near 1 by a
-    power of two, so that squares do not underflow.
+    The order of the sum is Transformer Engine's: the columns of a block one after another, then its rows by halves.
+    Rounding decides between two choices whose exact errors are equal, so every implementation needs the same order.
+    Where sums could overflow, `overflow_guard` scales all errors down, so that the smaller one is found there too.
+    squared: errors are first multiplied by a power of two that brings amax near 1, so that squares do not underflow.
     """
-    room = headroom(amax)
+    guard = overflow_guard(amax)
     decoded = round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]
-    decoded = decoded * (amax * room) / torch.full_like(amax, E2M1_MAX * FOUR_OVER_SIX_SCALE_MAX)
-    difference = (decoded - rows.unflatten(-1, (-1, 16)) * room).abs()
+    decoded = decoded * (amax * guard) / torch.full_like(amax, E2M1_MAX * FOUR_OVER_SIX_SCALE_MAX)
+    difference = (decoded - rows.unflatten(-1, (-1, 16)) * guard).abs()
     if squared:
         difference = difference * _inverse_power_of_two(amax)
         difference = difference * difference
@@ -120,6 +122,6 @@ def _block_error(
 
 
 def _inverse_power_of_two(amax: Tensor) -> Tensor:
-    """FP32 2^-e of FP32 2^e <= `amax` < 2^(e + 1), within FP32's normal numbers."""
+    """FP32 2^-e for 2^e <= `amax` < 2^(e + 1), limited to FP32's normal numbers."""
     exponent = ((amax.view(torch.int32) >> 23) & 0xFF).clamp(1, 253)
     return ((254 - exponent) << 23).to(torch.int32).view(torch.float32)

@@ -1,20 +1,21 @@
-"""Rounding: the element formats E2M1, E4M3 and UE8M0, to nearest and stochastically, and the random draws.
+"""Rounding to the element formats E2M1, E4M3 and UE8M0, to nearest and stochastically, and the random draws for it.
 
-E2M1 has one sign, two exponent and one mantissa bit: the codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6, and bit 3 is the
-sign. Two codes share a byte; the low nibble is the even element. Everything is elementwise, plain PyTorch, and the same
-on CPU and CUDA.
+E2M1 has one sign bit, two exponent bits and one mantissa bit. The codes 0..7 stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6;
+bit 3 is the sign. Two codes share a byte; the low nibble is the even element. Everything is elementwise, in plain
+PyTorch, and gives the same bits on CPU and CUDA.
 
-A draw is a pure function of who asks and where the element lies. Stochastic rounding must give the same codes after a
-restart, at any mesh, on CPU and on GPU, which a counter-based generator can and a stateful one cannot:
+Stochastic rounding must give the same codes after a restart, on any mesh, on CPU and GPU. So draws do not come from a
+generator with a state: a draw is a pure function (a hash) of
 
     a 64-bit key:  run seed, step, global micro-batch index, name of the linear, name of the operand;
     a position:    row and column of the element in the *global* tensor.
 
-The key is split in two 32-bit halves. Row and column are hashed separately (a few thousand hashes), and their
-exclusive-or is mixed once more (`lowbias32`, Chris Wellons' two-multiplication finalizer, whose bias is near the
-statistical minimum). Positions never overflow, whatever the tensor's size, and a rank that holds a shard needs only the
-shard's offset. All arithmetic is modulo 2^32. PyTorch's int32 wraps in multiplication; its right shift is arithmetic,
-hence the masks.
+The key is split into two 32-bit halves, one for rows and one for columns. Rows and columns are hashed separately (a few
+thousand hashes), and the exclusive-or of an element's two hashes is mixed once more. The mixing function is
+`lowbias32`, Chris Wellons' finalizer with two multiplications, whose bias is near the statistical minimum. Positions do
+not overflow, however large the tensor is, and a rank that holds a shard needs only the shard's offset. All arithmetic
+is modulo 2^32. PyTorch's int32 multiplication wraps as it should; its right shift is arithmetic, so the shifted-in sign
+bits are masked out.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _MIX_B = 0x846CA68B
 
 
 def e2m1_codes(values: Tensor, negative: Tensor) -> Tensor:
-    """Codes (uint8, 0..15) of FP32 `values` that are on the E2M1 grid; NaN takes the code of 6.
+    """Codes (uint8, 0..15) of FP32 `values` that are on the E2M1 grid; NaN gets the code of 6.
 
-    negative: where the sign bit is set. It is not read off `values`, because the rounding below loses the sign of
-    zero, and a negative number that rounds to zero keeps its sign in the code (8).
+    negative: bool, where the sign bit is set. The sign of `values` would not do: `round_e2m1_nearest` loses the sign of
+    zero, but a negative number that rounds to zero keeps its sign in the code (8).
     """
     magnitude = values.abs()
-    # Each binade of the grid holds two codes: below 2 they are 2v, in [2, 4) v + 2, at 4 and 6 v/2 + 4.
+    # The code of v is 2v below 2, v + 2 in [2, 4), and v/2 + 4 at 4 and 6.
     code = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude * 0.5 + 4))
     code = torch.nan_to_num(code, nan=7.0).to(torch.uint8)
     return code | (negative.to(torch.uint8) << 3)
@@ -56,7 +57,7 @@ def e2m1_values(codes: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Two codes a byte along the last dimension: [..., cols] -> [..., cols / 2], low nibble = even column."""
+    """Pack two codes into a byte along the last dimension: [..., cols] -> [..., cols / 2], low nibble = even column."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
@@ -66,10 +67,10 @@ def unpack_codes(packed: Tensor) -> Tensor:
 
 
 def round_e2m1_nearest(scaled: Tensor) -> Tensor:
-    """Nearest E2M1 value, ties to the even code, of FP32 |scaled| <= 6 (.25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2,
-    2.5 -> 2, 3.5 -> 4, 5 -> 4). Zeros come out positive.
+    """FP32 |scaled| <= 6 rounded to the nearest E2M1 value, ties to the even code (.25 -> 0, .75 -> 1, 1.25 -> 1,
+    1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4). All zeros in the result are positive.
 
-    Adding 1.5 * 2^23 spacings pushes everything below the spacing out of an FP32 mantissa, and the addition rounds to
+    After adding 1.5 * 2^23 spacings, an FP32 mantissa has no bits below the spacing. So the addition itself rounds to
     nearest, ties to even multiples of the spacing, which are exactly the even codes.
     """
     anchor = _binade(scaled).mul_(0.5 * 1.5 * 2**23)
@@ -77,11 +78,11 @@ def round_e2m1_nearest(scaled: Tensor) -> Tensor:
 
 
 def round_e2m1_stochastic(scaled: Tensor, uniform: Tensor) -> Tensor:
-    """E2M1 value next below or above FP32 |scaled| <= 6 in magnitude, above with probability proportional to the
-    distance from below.
+    """FP32 |scaled| <= 6 rounded to one of the two adjacent E2M1 values: away from zero with probability
+    (distance from the smaller magnitude) / spacing, otherwise towards zero.
 
-    `uniform` has the shape of `scaled`, in [0, 1) with at most 20 bits: a value on the grid then stays where it is, and
-    all arithmetic but one addition is exact (the spacing is a power of two), so that CPU and GPU decide alike.
+    uniform: draws in [0, 1) of the shape of `scaled`, with at most 20 bits. Then a value on the grid stays unchanged,
+    and all arithmetic but one addition is exact (the spacing is a power of two), so CPU and GPU round alike.
     """
     half_binade = _binade(scaled).mul_(0.5)
     magnitude = torch.floor((scaled.abs() / half_binade).add_(uniform)).mul_(half_binade)
@@ -89,43 +90,43 @@ def round_e2m1_stochastic(scaled: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _binade(scaled: Tensor) -> Tensor:
-    """The power of two at or below |scaled|, at least 1: twice the spacing of the E2M1 grid there."""
+    """The largest power of two up to |scaled|, but at least 1: twice the spacing of the E2M1 grid there."""
     exponent = scaled.view(torch.int32) & 0x7F800000
     return exponent.view(torch.float32).clamp_(min=1.0)
 
 
 def to_e4m3(values: Tensor) -> Tensor:
-    """FP32 to `float8_e4m3fn`, round to nearest even, saturating at 448; NaN stays NaN."""
+    """FP32 to `float8_e4m3fn`: rounded to nearest, ties to even, saturated at 448; NaN stays NaN."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def round_e4m3_stochastic(values: Tensor, uniform: Tensor) -> Tensor:
-    """E4M3 value (as FP32) next below or above FP32 0 <= `values` <= 448, above with probability proportional to the
-    distance from below; NaN stays NaN.
+    """FP32 0 <= `values` <= 448 rounded to one of the two adjacent E4M3 values, in FP32: up with probability
+    (distance from the lower one) / spacing, otherwise down; NaN stays NaN.
 
-    `uniform` has the shape of `values`, in [0, 1) with at most 16 bits: a value on the grid then stays where it is.
+    uniform: draws in [0, 1) of the shape of `values`, with at most 16 bits; then a value on the grid stays unchanged.
     """
-    exponent = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
-    spacing = exponent.clamp(min=2.0**-6) * 2.0**-3  # subnormals are as far apart as the smallest normal numbers
+    binade = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
+    spacing = binade.clamp(min=2.0**-6) * 2.0**-3  # subnormals are as far apart as the smallest normal numbers
     return torch.floor(values / spacing + uniform) * spacing
 
 
 def to_ue8m0_up(values: Tensor) -> Tensor:
-    """Biased exponents (uint8) of non-negative FP32 `values` rounded **up** to a power of two.
+    """UE8M0 codes (biased exponents, uint8) of non-negative FP32 `values` rounded **up** to a power of two.
 
-    Code c is 2^(c - 127). Zero and anything up to 2^-127 take code 0, inf and NaN take 255 (NaN in UE8M0).
+    Code c stands for 2^(c - 127). Values up to 2^-127, zero included, get code 0; inf and NaN get 255 (NaN in UE8M0).
     """
     bits = values.view(torch.int32)
     exponent = (bits >> 23) & 0xFF
     mantissa = bits & 0x7FFFFF
-    # A subnormal 0.m * 2^-126 is at most 2^-127 when its mantissa's top bit is the only one at or above it.
-    up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-    code = torch.where(exponent == 255, exponent, exponent + up)
+    # Exponent field 0: the value is mantissa * 2^-149, so a mantissa of 0x400000 is 2^-127, the smallest scale.
+    round_up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+    code = torch.where(exponent == 255, exponent, exponent + round_up)
     return torch.where(torch.isfinite(values), code.clamp(max=254), torch.full_like(code, 255)).to(torch.uint8)
 
 
 def ue8m0_values(codes: Tensor) -> Tensor:
-    """FP32 powers of two of UE8M0 codes; 255 is NaN. Code 0 is 2^-127, which FP32 holds as a subnormal."""
+    """FP32 powers of two of UE8M0 codes; 255 is NaN. Code 0 is 2^-127, a subnormal number in FP32."""
     exponent = codes.to(torch.int32)
     bits = torch.where(exponent == 0, torch.full_like(exponent, 0x400000), exponent << 23)
     return torch.where(exponent == 255, float("nan"), bits.view(torch.float32))
@@ -133,13 +134,13 @@ def ue8m0_values(codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundingKey:
-    """Where the draws of one quantization come from.
+    """Key and position that determine the draws of one quantization.
 
     key: 64 bits, from `rounding_key`. row_offset, column_offset: position of the local tensor's first element in the
-    global tensor, for tensors that are shards.
-    device: the same 64 bits in device memory, int32 [4] on 16 bytes: low half, high half, 0, 0. Where it is given,
-    draws are made from what it holds when they are made, not from `key`: a captured CUDA graph has fixed arguments, and
-    reads a key that is written anew before each replay (precision/rng.py).
+        global tensor, if the local tensor is a shard.
+    device: the same 64 bits in device memory, int32 [4] aligned to 16 bytes: low half, high half, 0, 0. If it is given,
+        draws use what it holds at that time, not `key`: the arguments of a captured CUDA graph are fixed, so the graph
+        reads a key from memory, which is overwritten before each replay (precision/rng.py).
     graph_generator: returns the generator that a captured CUDA graph draws from instead, seeded with `seed` before each
         replay; for backends that draw from generators.
     """
@@ -152,23 +153,23 @@ class RoundingKey:
 
     @property
     def seed(self) -> int:
-        """63 bits of key and position, for generators that know no positions."""
+        """63 bits from key and position, for generators that know no positions."""
         return rounding_key(self.key, self.row_offset, self.column_offset).key >> 1
 
 
 def rounding_key(*parts: int | str, row_offset: int = 0, column_offset: int = 0) -> RoundingKey:
-    """The key of one quantization from its coordinates, for instance (seed, step, micro-batch, linear, operand)."""
+    """The key of the quantization with these coordinates, for instance (seed, step, micro-batch, linear, operand)."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return RoundingKey(int.from_bytes(digest, "little"), row_offset, column_offset)
 
 
 def fresh_rounding_key() -> RoundingKey:
-    """A key drawn from torch's default CPU generator, for callers that have no position in a run."""
+    """A key drawn from torch's default CPU generator, for callers outside of a run."""
     return RoundingKey(int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64)))
 
 
 def random_bits(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
-    """32 random bits for every element of a [num_rows, num_columns] tensor, as int32."""
+    """32 random bits for each element, int32 [num_rows, num_columns]."""
     low: int | Tensor = key.key & 0xFFFFFFFF
     high: int | Tensor = key.key >> 32
     if key.device is not None:
@@ -179,7 +180,7 @@ def random_bits(key: RoundingKey, num_rows: int, num_columns: int, device: torch
 
 
 def random_uniform(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
-    """FP32 draws in [0, 1) with 22 bits each (the highest of `random_bits`), [num_rows, num_columns]."""
+    """FP32 draws in [0, 1) with 22 bits (the highest of `random_bits`), [num_rows, num_columns]."""
     bits = random_bits(key, num_rows, num_columns, device)
     return (bits >> 10).bitwise_and_(0x3FFFFF).to(torch.float32).mul_(2.0**-22)
 
@@ -187,9 +188,9 @@ def random_uniform(key: RoundingKey, num_rows: int, num_columns: int, device: to
 def rounding_draws(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
     """FP32 draws for stochastic rounding, odd multiples of 2^-16 in (0, 1), [num_rows, num_columns].
 
-    Columns 2j and 2j + 1 take the low and the high half of one hash, at column j; so num_columns and the key's column
-    offset are even. 15 random bits and a half of the last: no value on the grid is moved, and the probability of
-    rounding up, a whole multiple of 2^-15, is itself rounded to nearest.
+    Columns 2j and 2j + 1 use the low and the high half of one hash, that of column j; so num_columns and the key's
+    column offset must be even. A draw is 15 random bits plus half a unit of the last. So values on the grid stay
+    unchanged, and the probability of rounding up is the exact one, rounded to the nearest multiple of 2^-15.
     """
     assert num_columns % 2 == key.column_offset % 2 == 0, "columns come in pairs"
     pairs = replace(key, column_offset=key.column_offset // 2)
@@ -199,7 +200,7 @@ def rounding_draws(key: RoundingKey, num_rows: int, num_columns: int, device: to
 
 
 def round_e2m1(scaled: Tensor, key: RoundingKey | None) -> Tensor:
-    """FP32 |scaled| <= 6 [rows, cols] on the E2M1 grid: to nearest, or stochastically by the draws of `key`."""
+    """FP32 |scaled| <= 6 [rows, cols] rounded to E2M1: stochastically by the draws of `key`, or to nearest if None."""
     if key is None:
         return round_e2m1_nearest(scaled)
     return round_e2m1_stochastic(scaled, rounding_draws(key, scaled.shape[0], scaled.shape[1], scaled.device))

@@ -1,14 +1,14 @@
-"""What quantization returns: codes and scales, how they decode, and the order in which a tensor core reads scales.
+"""Quantized tensors: codes and scales, how they are decoded, and the order in which tensor cores read the scales.
 
-That order is cuBLAS's 128 x 4 tiles of 512 bytes. Scales [rows, columns] are padded with zeros to whole tiles of 128
-rows x 4 columns. The tiles lie one after another, those along the columns first; within a tile the four columns of a
-row are contiguous, and the rows r, r + 32, r + 64 and r + 96 follow each other (`SWIZZLE_32_4_4` in PyTorch; cuBLAS
-documentation, "1D block scaling factors layout"):
+Tensor cores read scales in cuBLAS's tiles of 128 rows x 4 columns, 512 bytes. Scales [rows, columns] are padded with
+zeros to whole tiles. The tiles follow each other, along the columns first. Within a tile the four columns of a row are
+contiguous, and rows r, r + 32, r + 64 and r + 96 follow each other (`SWIZZLE_32_4_4` in PyTorch; cuBLAS documentation,
+"1D block scaling factors layout"):
 
     byte of (r, c) = ((r // 128) * C / 4 + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
 
-C being the padded number of columns. It is the layout of NVFP4's E4M3 scales (k / 16 columns) and of MX formats' UE8M0
-scales (k / 32 columns) alike.
+C is the padded number of columns. NVFP4's E4M3 scales (k / 16 columns) and the UE8M0 scales of MX formats (k / 32
+columns) have this layout.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Codes under block scales, without a tensor scale: MXFP4, MXFP8, FP8.
+    """Codes with block scales and without a tensor scale: MXFP4, MXFP8, FP8.
 
     elements: codes, E2M1 as uint8 [..., cols / 2], low nibble = even column, or E4M3 as float8_e4m3fn [..., cols]; or
-        FP32 values on the E2M1 grid [..., cols], which `codes` packs when asked: PyTorch's GEMMs need values alone.
-    scales: [..., cols / columns of a block], replicated over the rows of a block: FP32, E4M3 as float8_e4m3fn, or UE8M0
-        as uint8, biased exponents of which 255 is NaN.
-    block: elements that share a scale, (rows, columns).
-    negative: of FP32 elements, where a code's sign bit is set, which a value of zero does not show; else None.
+        FP32 values on the E2M1 grid [..., cols], which `codes` packs on request: PyTorch's GEMMs need only the values.
+    scales: [..., cols / columns of a block], repeated for the rows of a block: FP32, E4M3 as float8_e4m3fn, or UE8M0
+        as uint8 (biased exponents; 255 is NaN).
+    block: (rows, columns) of the elements that share a scale.
+    negative: bool, where codes have the sign bit set, if `elements` are FP32 (zeros there have lost their sign); None
+        if `elements` are codes.
     exact: a dtype that holds every `code * block scale` exactly.
     """
 
@@ -56,27 +57,27 @@ class QuantizedTensor:
 
     @cached_property
     def codes(self) -> Tensor:
-        """E2M1 packed, or E4M3."""
+        """E2M1 codes, packed, or E4M3 codes."""
         return self.elements if self.negative is None else pack_codes(e2m1_codes(self.elements, self.negative))
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the tensor that was quantized."""
-        per_byte = 2 if self.elements.dtype == torch.uint8 else 1
-        return torch.Size((*self.elements.shape[:-1], self.elements.shape[-1] * per_byte))
+        codes_per_element = 2 if self.elements.dtype == torch.uint8 else 1
+        return torch.Size((*self.elements.shape[:-1], self.elements.shape[-1] * codes_per_element))
 
-    def reshaped(self, lead: Sequence[int]) -> Self:
-        """The same with the dimensions `lead` in front of the last."""
-        negative = None if self.negative is None else self.negative.reshape(*lead, -1)
-        elements, scales = (part.reshape(*lead, -1) for part in (self.elements, self.scales))
+    def reshaped(self, leading: Sequence[int]) -> Self:
+        """The same tensor with all dimensions but the last reshaped to `leading`."""
+        negative = None if self.negative is None else self.negative.reshape(*leading, -1)
+        elements, scales = (part.reshape(*leading, -1) for part in (self.elements, self.scales))
         return replace(self, elements=elements, scales=scales, negative=negative)
 
     def transposed(self) -> QuantizedTensor:
-        """Rows and columns exchanged, [rows, cols] of square blocks under scales of one byte: their codes are the same
+        """The transpose of a [rows, cols] tensor in square blocks with scales of one byte, whose codes are the same
         along both dimensions."""
         block = self.block[0]
-        assert self.block == (block, block), "the scales of other blocks lie along the dot product"
-        # Of a block's rows under one scale the first, for the columns that they become.
+        assert self.block == (block, block), "only square blocks have the same codes along both dimensions"
+        # One row of scales for each block; transposed, it is repeated for each of the block's new rows.
         scales = self.scales.view(torch.uint8)[::block].t().repeat_interleave(block, dim=0).view(self.scales.dtype)
         packed = self.codes.dtype == torch.uint8
         codes = pack_codes(unpack_codes(self.codes).t()) if packed else self.codes.t()
@@ -89,81 +90,81 @@ class QuantizedTensor:
         return scale_blocks(elements, scale_values(self.scales))
 
     def decode_scale(self) -> Tensor | None:
-        """FP32 factor from `block_values` to real values; None for 1."""
+        """FP32 factor from `block_values` to real values; None means 1."""
         return None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Real values."""
+        """Real values, computed in FP32 and rounded to `dtype`."""
         return self.block_values().to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4Tensor(QuantizedTensor):
-    """E2M1 codes under E4M3 block scales under one FP32 tensor scale.
+    """E2M1 codes with E4M3 block scales and one FP32 tensor scale.
 
-    amax: FP32, 0-dim, the largest magnitude of the whole tensor; [rows, 1] where rows are of several tensors. NaN or
-        inf poisons everything that is decoded.
-    scale_max: what the largest block scale was mapped to: 448, or 256 for four-over-six.
+    amax: FP32 0-dim, the largest magnitude of the tensor; [rows, 1] if the rows belong to several tensors. If it is NaN
+        or inf, no value is decoded to a finite number.
+    scale_max: what the largest block scale was mapped to: 448, or 256 for four over six.
     """
 
     amax: Tensor
     scale_max: float = E4M3_MAX
 
     def decode_scale(self) -> Tensor:
-        """FP32 factor of the shape of `amax` from `block_values` to real values: amax / (6 * scale_max).
+        """FP32 factor, of the shape of `amax`, from `block_values` to real values: amax / (6 * scale_max).
 
-        Below an amax of some 3e-35 it is subnormal and has fewer digits, below 2e-42 it is 0.
+        If amax is below about 3e-35, the factor is subnormal and less precise; if it is below 2e-42, the factor is 0.
         """
         return tensor_decode_scale(self.amax, self.scale_max)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Real values `e2m1 * scale * amax / 2688`, computed in FP32, left to right."""
-        room = headroom(self.amax)
-        divisor = torch.full_like(self.amax, E2M1_MAX * self.scale_max) * room
-        return (self.block_values() * (self.amax * room) / divisor).to(dtype)
+        """Real values `e2m1 * scale * amax / (6 * scale_max)`, computed in FP32 from left to right."""
+        guard = overflow_guard(self.amax)
+        divisor = torch.full_like(self.amax, E2M1_MAX * self.scale_max) * guard
+        return (self.block_values() * (self.amax * guard) / divisor).to(dtype)
 
 
 def scale_values(scales: Tensor) -> Tensor:
-    """FP32 values of block scales as they are stored: FP32, E4M3, or UE8M0 (as uint8 too)."""
+    """FP32 values of stored block scales: FP32, E4M3, or UE8M0 (also as uint8)."""
     if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return ue8m0_values(scales.view(torch.uint8))
     return scales.to(torch.float32)
 
 
 def scale_blocks(values: Tensor, factors: Tensor) -> Tensor:
-    """FP32 `values` [..., cols] times the factor of their block, FP32 [..., cols / block columns]."""
+    """FP32 `values` [..., cols] times the factors of their blocks, FP32 [..., cols / block columns]."""
     return (values.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None]).flatten(-2)
 
 
 def tensor_decode_scale(amax: Tensor, scale_max: float) -> Tensor:
     """FP32 factor from NVFP4's `code * block scale` to real values: amax / (6 * scale_max)."""
-    # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal.
+    # The divisor is a tensor, because on CUDA PyTorch divides by a Python number by multiplying with its reciprocal.
     return amax / torch.full_like(amax, E2M1_MAX * scale_max)
 
 
 def all_reduce_maxima(bits: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace FP32 maxima by the largest of `group`'s ranks, in place.
+    """All-reduce FP32 maxima over `group`, in place.
 
-    bits: theirs, int32, without a sign: as integers NaN is the largest of all; as floats a reduction may lose it.
+    bits: int32, the bits of non-negative FP32 numbers. These compare like the numbers, and NaN is the largest; a
+        floating-point reduction may lose NaN.
     """
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
 
 
-def headroom(amax: Tensor) -> Tensor:
-    """2^-12 where `amax` is so large that `e2m1 * scale * amax` could overflow, else 1; NaN counts as small.
+def overflow_guard(amax: Tensor) -> Tensor:
+    """2^-12 where `amax` is so large that `e2m1 * scale * amax` could overflow, else 1; 1 for NaN.
 
-    On both sides of the division by 2688 < 2^12 it moves no bit of what does not overflow: no factor becomes subnormal.
+    The dividend and the divisor, 2688 < 2^12, are multiplied by it. That changes no bit of a result that does not
+    overflow, because no factor becomes subnormal.
     """
     return torch.where(amax > 2.0**100, torch.full_like(amax, 2.0**-12), torch.ones_like(amax))
 
 
 def block_amax(rows: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each block of FP32 [rows, cols], replicated over a block's rows: [rows, cols / block[1]].
-
-    NaN wins over every number.
-    """
+    """Largest magnitude of each block of FP32 [rows, cols], repeated for a block's rows: [rows, cols / block[1]]; NaN
+    if the block has one."""
     amax = rows.abs().unflatten(-1, (-1, block[1]))
-    while amax.shape[-1] > 1:  # by halves: several times faster on a CPU than a reduction over so few elements
+    while amax.shape[-1] > 1:  # halving is several times faster on a CPU than a reduction over so few elements
         half = amax.shape[-1] // 2
         amax = torch.maximum(amax[..., :half], amax[..., half:])
     amax = amax[..., 0]
@@ -173,7 +174,7 @@ def block_amax(rows: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
-    """Block scales [rows, columns] of a dtype of one byte, in tiles: the same dtype, flat, padding included."""
+    """Block scales [rows, columns], of a dtype of one byte, in tiles: flat, with padding, of the same dtype."""
     rows, columns = scales.shape
     assert scales.element_size() == 1
     padding = (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS)
@@ -183,7 +184,7 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 
 
 def unswizzle_scales(swizzled: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of `swizzle_scales`: the first `rows` x `columns` of the tiles."""
+    """The inverse of `swizzle_scales`: the first `rows` x `columns` scales of the tiles."""
     row_tiles, column_tiles = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
     tiles = swizzled.view(torch.uint8).view(row_tiles, column_tiles, TILE_ROWS // 4, 4, TILE_COLUMNS)
     padded = tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * TILE_ROWS, -1)
