@@ -1,9 +1,9 @@
-"""What the fused quantizers share: what they take, what they give, and how their kernels start.
+"""The common interface of the GPU quantizers, and how their kernels are compiled and launched.
 
-`Fused` is the interface of a format's kernels (`FusedFP4`, `FusedFP8`, ...; the table is `formats.py`). The kernels are
-in `kernels/`; beside their launches each has a `Kernel`, which says how it is compiled. All start by `launch` on `gpu`,
-in whose place `other_gpu` puts another for a dry run on fake tensors. Triton is imported when a kernel first starts: a
-machine without an NVIDIA GPU never needs it.
+`Fused` is the interface of a format's kernels (`FusedFP4`, `FusedFP8`, ...; the table is in `formats.py`). The kernels
+are in `kernels/`. The file that launches a kernel has a `Kernel` for it, which says how it is compiled. `launch` starts
+all kernels on `gpu`, which `other_gpu` replaces for a dry run on fake tensors. Triton is imported when a kernel is
+first launched, so a machine without an NVIDIA GPU never needs it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ZEROS = 512  # pairs at once
+_ZEROS = 512  # pairs of zeros that are made at once
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel of `kernels/` and how it is compiled: its numbers and its speed depend on these, so each names them.
+    """A kernel of `kernels/` and how it is compiled. Its numbers and its speed depend on these options.
 
-    name: `module.function`. num_warps, num_stages, enable_fp_fusion: Triton's options; fusion of a product and a sum
-        into one rounding is off wherever a kernel has the reference's bits.
-    types: None: by Triton's own launch, which looks at every argument to choose a compiled variant; that takes longer
-        than the smaller kernels run. Else of each run-time argument a dtype for a pointer to it, 1 for an integer, None
-        for a pointer to pairs of BF16 in 32 bits, or of FP32 in 64; constants alone choose the variant. For kernels
-        that specialize on no integer and get aligned pointers.
+    name: `module.function`. num_warps, num_stages, enable_fp_fusion: Triton's options. Fusion of a product and a sum
+        into one rounding is off for every kernel whose bits are the reference's.
+    types: None: Triton's own launch inspects every argument to choose a compiled variant, which takes longer than the
+        smaller kernels run. Otherwise only constants and the input's type choose the variant, and `types` has an entry
+        for each run-time argument: a dtype for a pointer to it, 1 for an integer, None for a pointer to pairs, of BF16
+        (in 32 bits) or FP32 (in 64). For kernels that specialize on no integer and get aligned pointers.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Side:
-    """One operand that kernels are to make: a format of `formats.FORMATS`, its block (rows, columns) with the columns
-    along the dot product, and its options.
+    """An operand for the kernels to make. format: a key of `formats.FORMATS`. block: (rows, columns), columns along the
+    dot product.
 
-    hadamard: size of the transform along the dot product, 0 for none. signs: `fixed`, `none` or `fresh`, drawn from
-    `signs_key` then. key: of the draws of stochastic rounding, whose rows and columns are the operand's; None rounds to
-    nearest. ms_eden: whether `key` is that of MS-EDEN's block scales.
+    hadamard: size of the transform along the dot product; 0: none. signs: `fixed`, `none`, or `fresh`: drawn from
+    `signs_key`. key: of the draws of stochastic rounding, whose rows and columns are the operand's; None rounds to
+    nearest. ms_eden: quantize by MS-EDEN, with `key` for the draws of block scales.
     """
 
     format: str
@@ -82,9 +82,9 @@ class Side:
 
 
 class Packed(Protocol):
-    """An operand [rows, k] as codes and scales, in whatever order its kernels write and read them.
+    """An operand [rows, k] as codes and scales, in the order in which its kernels write and read them.
 
-    A class of such operands makes one of its two tensors alone: `type(packed)(codes, scales)`.
+    Its class can make an operand from these two tensors alone: `type(packed)(codes, scales)`.
     """
 
     @property
@@ -94,80 +94,76 @@ class Packed(Protocol):
     def scales(self) -> Tensor: ...
 
     def values(self) -> Tensor:
-        """[rows, k]: `code * block scale`, BF16 where that is exact, else FP32."""
+        """[rows, k]: `code * block scale`, in BF16 if that is exact, else in FP32."""
 
 
 class Fused(ABC):
-    """A tensor x [n, m], of which kernels make two operands, each when it is asked for: along its `columns`
-    [n, k = m], and along its `rows` [m, k = n].
+    """Makes two operands of a tensor x [n, m] by kernels, each on request: along its `columns` [n, k = m], and along
+    its `rows` [m, k = n].
 
-    scales: by direction, FP32 0-dim factors from values to real values, where there are any; written when the operand
-    is made.
+    scales: by direction, FP32 0-dim factors from values to real values, if the format has them. The kernels write them
+    when they make the operand.
     """
 
     def __init__(
         self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
     ) -> None:
-        """x: BF16, or FP32 that counts as rounded to BF16. columns, rows: what will be made along its columns and along
-        its rows, of one format. amax_group: ranks that hold the other shards, for formats with a tensor scale.
-        """
+        """x: BF16, or FP32, which is rounded to BF16. columns, rows: the operands along its columns and along its rows,
+        of one format. amax_group: ranks that hold the other shards, for formats with a tensor scale."""
         self.x, self.sides = x, {"columns": columns, "rows": rows}
         self.scales: dict[str, Tensor] = {}
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
-        """Whether the kernels can make this operand along `columns` or along `rows`.
-
-        By default untransformed ones, rounded to nearest and without four-over-six.
-        """
+        """Whether the kernels can make this operand along `columns` or along `rows`. By default: untransformed
+        operands, rounded to nearest, without four over six."""
         return not side.hadamard and side.key is None and not side.four_over_six
 
     @abstractmethod
     def operand(self, along: str, *, keep: bool = False) -> Tensor | Packed:
-        """`code * block scale` in BF16, or codes and scales where that is not exact. keep: as small as it can be, to be
-        sent, the parts of the tokens one after the other, or to wait for the backward pass."""
+        """`code * block scale` in BF16, or codes and scales if that is not exact. keep: make it as small as possible,
+        because it waits for the backward pass, or is sent to other ranks, which concatenate the parts of all tokens."""
 
     def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
-        """The operand along `columns` or `rows` for a GEMM of codes: these in their plain order, uint8 [rows, k / codes
-        a byte], and the bytes of its block scales [rows, k / block columns].
-        """
+        """The operand along `columns` or `rows` for a GEMM of codes: codes in plain order, uint8 [rows, bytes], and
+        scale bytes [rows, k / block columns]."""
         raise NotImplementedError(f"{type(self).__name__} has no GEMM of codes")
 
 
 class NvidiaGPU:
-    """What the quantizers ask of a device: whether kernels run there, how large it is, and to start them."""
+    """What the quantizers need of a device: whether kernels run there, how large it is, and how to launch them."""
 
     def __init__(self) -> None:
         self._zeros: dict[tuple[torch.device, int], list[Tensor]] = {}
 
     def available(self, device: torch.device) -> bool:
-        """Whether the fused kernels run on `device`; of a GPU, a warning says once why they do not."""
+        """Whether the kernels run on `device`. If it is a GPU on which they do not, a warning says once why."""
         return device.type == "cuda" and _available(device)
 
     def aligned(self, x: Tensor) -> bool:
-        """Whether `x` starts where 16 bytes can be loaded at a time."""
+        """Whether `x` starts at a multiple of 16 bytes, so that kernels can load 16 bytes at a time."""
         return x.data_ptr() % 16 == 0
 
     def multiprocessors(self, device: torch.device) -> int:
         return _multiprocessors(device)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """Two int32 zeros on 16 bytes, for one caller alone. Many are made at once: a kernel that fills them takes as
-        long as a small quantizer."""
-        if torch.cuda.is_current_stream_capturing():  # a graph has to make its zeros anew whenever it runs
+        """Two int32 zeros, aligned to 16 bytes, for one caller alone. Many are made at once, because the kernel that
+        fills them takes as long as a small quantizer."""
+        if torch.cuda.is_current_stream_capturing():  # each replay of the graph has to make its zeros again
             return torch.zeros(2, dtype=torch.int32, device=device)
         stream = torch.cuda.current_stream(device).cuda_stream
-        left = self._zeros.setdefault((device, stream), [])
-        if not left:
-            left.extend(torch.zeros(_ZEROS, 4, dtype=torch.int32, device=device)[:, :2].unbind())
-        return left.pop()
+        unused = self._zeros.setdefault((device, stream), [])
+        if not unused:
+            unused.extend(torch.zeros(_ZEROS, 4, dtype=torch.int32, device=device)[:, :2].unbind())
+        return unused.pop()
 
     def multiplies(self, x: Tensor) -> bool:
-        """Whether cuBLAS multiplies `x`."""
+        """Whether cuBLAS computes products of `x`."""
         return x.is_cuda
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call what computes on the device of the first argument."""
+        """Call `function` with the device of the first argument as the current one."""
         device = arguments[0].device
         with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
             function(*arguments)
@@ -175,7 +171,7 @@ class NvidiaGPU:
     def start(
         self, kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
-        """Start a kernel as `launch` describes it."""
+        """Start a kernel; the arguments are those of `launch`."""
         device = arguments[0].device
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -193,7 +189,7 @@ gpu = NvidiaGPU()
 
 @contextmanager
 def other_gpu(other: NvidiaGPU) -> Iterator[None]:
-    """Inside, `other` stands for the GPU, whatever the device of tensors."""
+    """Within the context, `other` takes the place of `gpu`, for tensors on any device."""
     global gpu
     before, gpu = gpu, other
     try:
@@ -205,13 +201,13 @@ def other_gpu(other: NvidiaGPU) -> Iterator[None]:
 def launch(kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Launch a kernel on the device of its first argument.
 
-    arguments: tensors and numbers in the order of its signature. constants: by their names there.
+    arguments: tensors and numbers, in the order of its signature. constants: by their names in its signature.
     """
     gpu.start(kernel, grid, arguments, constants)
 
 
 def kernels_unavailable(device: torch.device) -> str | None:
-    """Why the fused kernels cannot run on a CUDA `device`, or None if they can: compute capability 8.0 and Triton."""
+    """Why the kernels cannot run on a CUDA `device`; None if they can. They need compute capability 8.0 and Triton."""
     if torch.version.hip is not None:
         return "AMD GPUs are not supported by the kernels"
     capability = torch.cuda.get_device_capability(device)
@@ -237,16 +233,18 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _compiled(
-    kernel: Kernel, device_index: int, fp32: bool, given: tuple[str, ...], constants: tuple[Any, ...]
+    kernel: Kernel, device_index: int, fp32: bool, names: tuple[str, ...], constants: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
     """A kernel compiled for the current device, and the values of its constants in the order of its signature.
 
-    device_index: of the current device, a key of the cache. given: the names of `constants`.
+    device_index: of the current device; it only makes the cache one for each device. names: of `constants`, in the same
+    order.
     """
     assert kernel.types is not None
-    named = dict(zip(given, constants, strict=True))
-    types = [(torch.int64 if fp32 else torch.int32) if of is None else of for of in kernel.types]
-    names = list(inspect.signature(kernel.function.fn).parameters)[len(types) :]
-    assert named.keys() == set(names), f"{kernel.name} has the constants {names}, not {list(named)}"
-    values = tuple(named[name] for name in names)
+    given = dict(zip(names, constants, strict=True))
+    pair_type = torch.int64 if fp32 else torch.int32
+    types = [pair_type if dtype is None else dtype for dtype in kernel.types]
+    parameters = list(inspect.signature(kernel.function.fn).parameters)[len(types) :]
+    assert given.keys() == set(parameters), f"{kernel.name} has the constants {parameters}, not {list(given)}"
+    values = tuple(given[parameter] for parameter in parameters)
     return kernel.function.warmup(*types, *values, grid=(1,), **kernel.options), values

@@ -1,11 +1,11 @@
-"""MS-EDEN: unbiased NVFP4 whose elements are rounded to nearest and whose block scales carry the randomness.
+"""MS-EDEN: unbiased NVFP4 that rounds elements to nearest and only block scales stochastically.
 
-Quartet II (arXiv 2601.22813). Rounding to nearest shrinks what it rounds; stochastic rounding of the elements does not,
-and doubles the error. MS-EDEN rounds to nearest what a *random* rotation made of the tensor, measures for each rotated
-group by how much it shrank, and corrects that in the group's block scales: E4M3 numbers, rounded stochastically, so
-that the correction arrives in the mean. z [rows, cols] below is already rotated, by a 128-point Hadamard transform with
-random signs (`hadamard.py`) along the dot product; blocks are 1x16, and a *group* is the 128 elements, eight blocks,
-that were mixed by one transform. In FP32, in this order:
+Source: Quartet II (arXiv 2601.22813). Rounding to nearest shrinks a tensor; stochastic rounding of the elements does
+not, but doubles the error. MS-EDEN rounds a *randomly* rotated tensor to nearest, measures how much each group of
+elements has shrunk, and corrects this in the group's block scales. These are E4M3 numbers, rounded stochastically, so
+that the correction is right in the mean. Below, z [rows, cols] is already rotated, by a 128-point Hadamard transform
+with random signs (`hadamard.py`) along the dot product. Blocks are 1x16; a *group* is the 128 elements (eight blocks)
+that one transform mixes. In FP32, in this order:
 
     S       = min(M * 256 / amax, FLT_MAX), or 1 where that is 0        M = 6 / (17/16 * 0.93) = 6.0721
     scale   = e4m3(block_amax * (S * (1/M)))                            to nearest
@@ -16,17 +16,18 @@ that were mixed by one transform. In FP32, in this order:
     scale'  = e4m3(scale * c)                                           stochastically, a draw for each block
     value   = code * scale' * amax / (M * 256)
 
-A sum over a group: over the 16 elements of each block one after another, then of the eight blocks by halves (first
-half plus second half, three times). A block's largest element lands near M and not at 6: that is where the error after
-the correction is smallest, and beyond 6 it saturates, which c makes up for. 256 leaves room below E4M3's 448 for the
-corrected scale: |u| / code is at most 1.53, and more than 1.24 only in blocks whose scales are subnormal.
+A sum over a group first adds the 16 elements of each block one after another, then the eight blocks by halves (first
+half plus second half, three times). A block's largest element is mapped to about M, not to 6, because there the error
+after the correction is smallest; what exceeds 6 saturates, and c corrects that too. The largest scale is 256, not
+E4M3's 448, to leave room for the correction: |u| / code is at most 1.53, and above 1.24 only in blocks with subnormal
+scales.
 
-Edges: zeros, and blocks whose scale underflows, have zero codes and a zero scale. NaN or inf anywhere makes amax NaN or
-inf, and then nothing decodes to a finite number. Where amax lies below M * 256 / FLT_MAX = 4.6e-36 the edges of
-`nvfp4.py` hold.
+Edge cases: Zeros, and blocks whose scale underflows, have zero codes and a zero scale. If the tensor has NaN or inf, so
+has amax, and no value is decoded to a finite number. If amax is below M * 256 / FLT_MAX = 4.6e-36, the edge cases of
+`nvfp4.py` apply.
 
-On an NVIDIA GPU `FusedMSEden` rotates, quantizes and corrects by the kernels of `kernels/ms_eden.py`, with the same
-bits. They work along the rows of a tensor; an operand along its columns is that of its transpose, which is made first.
+On an NVIDIA GPU, `FusedMSEden` rotates, quantizes and corrects with the kernels of `kernels/ms_eden.py`, with the same
+bits. They work along the rows of a tensor. For an operand along the columns, the tensor is transposed first.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 BLOCK, GROUP = 16, 128
 GRID_LARGEST = 6.0 / (17 / 16 * 0.93)
 _TOP = float(torch.tensor(256.0 * GRID_LARGEST, dtype=torch.float32))  # M * 256
-SCALE_MAX = _TOP / E2M1_MAX  # as `encode_tensor_scale` and `NVFP4Tensor` take it, which multiply it by 6
+SCALE_MAX = _TOP / E2M1_MAX  # `encode_tensor_scale` and `NVFP4Tensor` multiply it by 6
 
 _FACTOR = 1.0 / math.sqrt(GROUP)
 _SHARE = float(torch.tensor(GRID_LARGEST, dtype=torch.float32).reciprocal())
@@ -71,15 +72,15 @@ _QUANTIZE = Kernel("ms_eden.quantize_kernel")
 
 
 def encode_ms_eden(rows: Tensor, key: RoundingKey | None, *, amax: Tensor | None = None) -> NVFP4Tensor:
-    """FP32 [rows, cols], rotated, cols a multiple of 128, by MS-EDEN.
+    """Quantize rotated FP32 [rows, cols] by MS-EDEN; cols is a multiple of 128.
 
-    key: of the draws, a row's blocks being its columns; None rounds the corrected scales to nearest. amax: 0-dim, or
-    [rows, 1] where rows are of several tensors.
+    key: of the draws, whose columns are the blocks of a row; None rounds the corrected scales to nearest. amax: 0-dim,
+    or [rows, 1] if the rows belong to several tensors; None: amax of `rows`.
     """
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     tensor_scale = encode_tensor_scale(amax, SCALE_MAX)
-    reach = tensor_scale * torch.full_like(tensor_scale, GRID_LARGEST).reciprocal()
-    scales = to_e4m3((block_amax(rows, (1, BLOCK)) * reach).clamp(max=FP32_MAX)).to(torch.float32)
+    scale_factor = tensor_scale * torch.full_like(tensor_scale, GRID_LARGEST).reciprocal()
+    scales = to_e4m3((block_amax(rows, (1, BLOCK)) * scale_factor).clamp(max=FP32_MAX)).to(torch.float32)
     encode = (scales * tensor_scale.reciprocal()).reciprocal().clamp(max=FP32_MAX)
     scaled = scale_blocks(rows, torch.where(scales == 0, torch.zeros_like(encode), encode))
     codes = round_e2m1_nearest(scaled.clamp(-E2M1_MAX, E2M1_MAX))
@@ -89,7 +90,7 @@ def encode_ms_eden(rows: Tensor, key: RoundingKey | None, *, amax: Tensor | None
 
 
 def _correction(scaled: Tensor, codes: Tensor) -> Tensor:
-    """c, FP32 [rows, groups]: makes up for what rounding to nearest took from each group."""
+    """c, FP32 [rows, groups]: the factor by which rounding to nearest has shrunk each group."""
     divisor = _group_sums(scaled * codes)
     correction = _group_sums(scaled * scaled) / divisor
     return torch.where(divisor == 0, torch.ones_like(correction), correction)
@@ -107,46 +108,50 @@ def _group_sums(values: Tensor) -> Tensor:
 
 
 def _rounded_scales(scales: Tensor, key: RoundingKey | None) -> Tensor:
-    """FP32 [rows, blocks] as float8_e4m3fn: to nearest, or stochastically by the draws of `key`."""
+    """FP32 [rows, blocks] rounded to float8_e4m3fn: stochastically by the draws of `key`, or to nearest if None."""
     if key is None:
         return to_e4m3(scales)
-    of_blocks = replace(key, column_offset=key.column_offset // BLOCK)
-    uniform = rounding_draws(of_blocks, scales.shape[0], scales.shape[1], scales.device)
+    block_key = replace(key, column_offset=key.column_offset // BLOCK)
+    uniform = rounding_draws(block_key, scales.shape[0], scales.shape[1], scales.device)
     return round_e4m3_stochastic(scales.clamp(max=E4M3_MAX), uniform).to(torch.float8_e4m3fn)
 
 
 class FusedMSEden(Fused):
-    """A tensor [rows, columns], rows (columns) being whole groups where there is an operand along them."""
+    """MS-EDEN kernels for a tensor [rows, columns]. If there is an operand along its rows (columns), their number is a
+    multiple of 128."""
 
     def __init__(
         self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
     ) -> None:
         super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows)
-        self._made: dict[str, _Rows] = {}
+        self._operands: dict[str, _OperandAlongRows] = {}
         for along, side in self.sides.items():
             if side is not None:
                 tensor = self.x if along == "rows" else self.x.t().contiguous()
-                self._made[along] = _Rows(tensor, side, amax_group)
-                self.scales[along] = self._made[along].scale
+                self._operands[along] = _OperandAlongRows(tensor, side, amax_group)
+                self.scales[along] = self._operands[along].scale
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
-        """MS-EDEN, after its transform with signs that are drawn."""
+        """MS-EDEN in blocks of one row, after a 128-point transform with drawn signs."""
         return side.ms_eden and side.hadamard == GROUP and side.signs == "fresh" and side.block == (1, BLOCK)
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedColumns:
-        """BF16 values, or along the rows with `keep` codes. Along the columns once: the transpose is gone then."""
+        """BF16 values, or along the rows with `keep` codes. The operand along the columns can be made only once: this
+        frees the transpose."""
         if along == "columns":
-            return self._made.pop(along).values()
-        return self._made[along].packed() if keep else self._made[along].values()
+            return self._operands.pop(along).values()
+        return self._operands[along].packed() if keep else self._operands[along].values()
 
     def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
         """Codes uint8 [rows, k / 2], the even column in the low nibble, and scale bytes [rows, k / block]."""
-        return self._made[along].packed().transposed()
+        return self._operands[along].packed().transposed()
 
 
-class _Rows:
-    """The operand [columns, k = rows] of a contiguous BF16 tensor whose maximum after the transform is known."""
+class _OperandAlongRows:
+    """The operand [columns, k = rows] of a contiguous BF16 tensor [rows, columns].
+
+    Making the object draws the transform's signs and measures amax after the transform."""
 
     def __init__(self, x: Tensor, side: Side, amax_group: ProcessGroup | None) -> None:
         assert x.shape[0] % GROUP == x.shape[1] % BLOCK == 0, f"MS-EDEN: {tuple(x.shape)}"
@@ -158,15 +163,15 @@ class _Rows:
         launch(
             _DRAW_SIGNS,
             (1,),
-            (self.signs, *_device_key(side.signs_key, self.signs)),
+            (self.signs, *_key_arguments(side.signs_key, self.signs)),
             {"DEVICE_KEY": side.signs_key.device is not None},
         )
         self.amax = cuda.gpu.zeros(x.device)
-        across = -(-self.columns // _COLUMNS)
-        down = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(x.device) // across)
+        column_programs = -(-self.columns // _COLUMNS)
+        tile_programs = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(x.device) // column_programs)
         launch(
             _MEASURE,
-            (across, min(down, self.tiles)),
+            (column_programs, min(tile_programs, self.tiles)),
             (x.view(torch.int16), self.signs, self.amax, self.columns, self.tiles),
             {"FACTOR": _FACTOR, "COLUMNS": _COLUMNS},
         )
@@ -180,7 +185,7 @@ class _Rows:
         return values.t()
 
     def packed(self) -> PackedColumns:
-        """The same as 4-bit codes."""
+        """The operand as 4-bit codes."""
         blocks, width = self.tiles * GROUP // BLOCK, self.columns // 2
         sizes = ((blocks, BLOCK // 4, width), torch.int32), ((blocks, width), torch.int16)
         codes, scales = new_pair(*sizes, self.x.device)
@@ -193,12 +198,13 @@ class _Rows:
         launch(
             _QUANTIZE,
             (-(-self.columns // _COLUMNS) * self.tiles,),
-            (*tensors, *_device_key(self.key, self.amax), self.columns),
+            (*tensors, *_key_arguments(self.key, self.amax), self.columns),
             {**constants, "DEVICE_KEY": self.key.device is not None},
         )
 
 
-def _device_key(key: RoundingKey, stand_in: Tensor) -> tuple[Tensor, int, int]:
-    """What kernels take of a key: where it lies on the device, and what the hashes of rows and of pairs start from."""
+def _key_arguments(key: RoundingKey, placeholder: Tensor) -> tuple[Tensor, int, int]:
+    """A kernel's arguments for a key: the key in device memory, and first arguments of the hashes of rows and pairs of
+    blocks."""
     start_row, start_column = hash_starts(key, columns_apart=BLOCK)
-    return stand_in if key.device is None else key.device, start_row, start_column
+    return placeholder if key.device is None else key.device, start_row, start_column

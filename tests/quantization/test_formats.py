@@ -130,7 +130,7 @@ def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
 
     class Jitted:
         @staticmethod
-        def fn(codes_ptr, scales_ptr, values_ptr, num_groups, tiles, codes_stride, scales_stride, BLOCK, GROUPS):
+        def fn(codes_ptr, scales_ptr, values_ptr, num_blocks, tiles_per_part, codes_stride, scales_stride, BLOCK, BLOCKS):
             raise AssertionError("compiled, not called")
 
         warmup = mock.Mock(return_value=compiled)
@@ -139,7 +139,7 @@ def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
     x, kernel = torch.empty(1), Kernel("fp4.unpack_kernel", types=(torch.int32, torch.int16, torch.int32, *[1] * 4))
     vars(kernel)["function"] = Jitted
     with mock.patch.object(torch.cuda, "current_device", lambda: None):
-        for constants in ({"BLOCK": 16, "GROUPS": 32}, {"GROUPS": 32, "BLOCK": 16}):
+        for constants in ({"BLOCK": 16, "BLOCKS": 32}, {"BLOCKS": 32, "BLOCK": 16}):
             cuda.launch(kernel, (3,), (x, x, x, 16, 1, 2, 3), constants)
             compiled.__getitem__.assert_called_with((3, 1, 1))
             compiled.__getitem__().assert_called_with(x, x, x, 16, 1, 2, 3, 16, 32)

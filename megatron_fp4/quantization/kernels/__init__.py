@@ -1,1 +1,1 @@
-"""Triton kernels. Each module is imported where one of its kernels first starts: Triton is absent on a CPU install."""
+"""Triton kernels. A module is imported when one of its kernels is first launched: a CPU install has no Triton."""

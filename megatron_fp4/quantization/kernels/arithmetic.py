@@ -1,6 +1,7 @@
-"""The arithmetic of the 4-bit kernels: tiles of pairs, scales, rounding, and single instructions.
+"""Functions of the 4-bit kernels: tiles of pairs, scales, rounding, single instructions.
 
-See `fp4.py` beside it for what they make up and for what keeps their bits equal to the PyTorch reference.
+A *pair* is the BF16 values of an even and the next odd column in one int32. `fp4.py` says what the kernels compute, and
+why their bits are those of the PyTorch reference.
 """
 
 # mypy: disable-error-code="assignment"
@@ -12,7 +13,7 @@ import triton.language as tl
 GOLDEN = tl.constexpr(0x9E3779B9)
 MIX_A = tl.constexpr(0x7FEB352D)
 MIX_B = tl.constexpr(0x846CA68B)
-# Pairs of BF16: twice 6, 1, 2^-126 and 2^126.
+# Pairs of two equal BF16 numbers: 6, 1, 2^-126, 2^126.
 SIXES = tl.constexpr(0x40C040C0)
 ONES = tl.constexpr(0x3F803F80)
 SMALLEST_PAIR = tl.constexpr(0x00800080)
@@ -24,35 +25,35 @@ LARGEST_POWERS = tl.constexpr(0x7E807E80)
 
 @triton.jit
 def as_long(tile):
-    """A tile's number as int64: offsets into large tensors exceed 32 bits."""
+    """`tile` as int64, because offsets into large tensors exceed 32 bits."""
     return tl.full((), 1, tl.int64) * tile
 
 
 @triton.jit
-def tiles_of_program(all_tiles, tiles, program):
-    """The first tile of a program and how many it has, `tiles` at most, programs counted from the end."""
-    last = all_tiles - program * tiles
-    count = tl.minimum(tiles, last)
-    return last - count, count
+def tiles_of_program(num_tiles, tiles_per_program, program):
+    """The first tile of a program and the number of its tiles. Program 0 has the last tiles."""
+    end = num_tiles - program * tiles_per_program
+    count = tl.minimum(tiles_per_program, end)
+    return end - count, count
 
 
 @triton.jit
 def load_tile(x_ptr, offsets, width, ROWS: tl.constexpr, FP32: tl.constexpr):
-    """A tuple of ROWS rows of pairs; FP32 input (loaded as 64-bit pairs) is rounded to BF16 first."""
+    """A tuple of ROWS rows of pairs. FP32 input, which is loaded as pairs in 64 bits, is rounded to BF16."""
     rows = ()
     for r in tl.static_range(ROWS):
-        both = tl.load(x_ptr + (r * width + offsets))
+        pair = tl.load(x_ptr + (r * width + offsets))
         if FP32:
-            low = both.to(tl.int32).to(tl.float32, bitcast=True)
-            high = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            both = round_pair(low, high)
-        rows += (both,)
+            even = pair.to(tl.int32).to(tl.float32, bitcast=True)
+            odd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            pair = round_pair(even, odd)
+        rows += (pair,)
     return rows
 
 
 @triton.jit
 def hadamard_tile(pairs, BLOCK: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr):
-    """The random Hadamard transform over the rows of a tile of pairs, rounded to BF16."""
+    """The random Hadamard transform along the rows of a tile of pairs, rounded to BF16."""
     even = ()
     odd = ()
     for r in tl.static_range(BLOCK):
@@ -68,10 +69,8 @@ def hadamard_tile(pairs, BLOCK: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.co
 
 @triton.jit
 def butterflies(values, SIZE: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr):
-    """The transform in FP32. Bit i of SIGNS: the sign of element i is minus. FACTOR: 1 / sqrt(SIZE).
-
-    A factor that is a power of two goes into the first level with the signs, in FMAs with exact products.
-    """
+    """The random Hadamard transform of a tuple of FP32 values. Sign i is minus if bit i of SIGNS is set. FACTOR:
+    1 / sqrt(SIZE). If it is a power of two, the first level applies it and the signs, in FMAs with exact products."""
     EXACT: tl.constexpr = SIZE == 16
     FIRST: tl.constexpr = FACTOR if EXACT else 1.0
     summed = ()
@@ -118,8 +117,8 @@ def odd_of(pair):
 
 @triton.jit
 def signed_values(grid_even, grid_odd, scales, sign_pair):
-    """Two magnitudes on the grid (6 at most counts) times a pair of scales, under the signs of another pair."""
-    # Neither magnitudes nor the NaN that FP32 arithmetic makes have a sign.
+    """A pair of magnitudes on the grid, limited to 6, times a pair of scales, with the signs of `sign_pair`."""
+    # The sign bits can be set by OR: magnitudes have none, nor has the NaN that FP32 arithmetic makes.
     return times_pair(min_pair(pack(grid_even, grid_odd), SIXES) | (sign_pair & -2147450880), scales)
 
 
@@ -134,7 +133,7 @@ def largest_of(pair):
 
 @triton.jit
 def tensor_scale(amax_ptr, decode_ptr, BLOCK: tl.constexpr):
-    """S / 6 and 1 / S of NVFP4's tensor scale S; one program writes amax / 2688. MXFP4 has none."""
+    """S / 6 and 1 / S for NVFP4's tensor scale S; one program stores amax / 2688. MXFP4 has no tensor scale: 1, 1."""
     if BLOCK != 16:
         return 1.0, 1.0
     else:
@@ -148,13 +147,13 @@ def tensor_scale(amax_ptr, decode_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def block_scale(largest, sixth, inverse, BLOCK: tl.constexpr):
-    """FP32 decode scale and encode factor of blocks with these largest magnitudes."""
+    """FP32 block scales and encode factors for the blocks' maxima `largest`. sixth, inverse: from `tensor_scale`."""
     if BLOCK == 16:
         scale = nearest_e4m3(nan_min(largest * sixth, 448.0))
         encode = block_encode(scale * inverse, inverse)
     else:
-        # A sixth, rounded up to a power of two: the exponent less two, or less one beyond the mantissa of 6. Code 0 is
-        # 2^-127, a subnormal. NaN where the block was not finite.
+        # largest / 6, rounded up to a power of two. 6 is 1.5 * 2^2, so 2 is subtracted from the exponent, or 1 if the
+        # mantissa is larger than that of 6. Exponent field 0 is 2^-127, a subnormal. NaN if the block is not finite.
         bits = largest.to(tl.int32, bitcast=True)
         exponent = tl.maximum((bits >> 23) - 2 + ((bits & 0x7FFFFF) > 0x400000).to(tl.int32), 0)
         encode = (0x7F000000 - (exponent << 23)).to(tl.float32, bitcast=True)
@@ -165,37 +164,40 @@ def block_scale(largest, sixth, inverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def nearest_e4m3(scale):
-    """`elements.to_e4m3` of 0 to 448: an FP32 sum with 1.5 * 2^23 spacings, at least that below 2^-6, rounds to one."""
+    """`rounding.to_e4m3` of FP32 0..448, in FP32: adding 1.5 * 2^23 spacings rounds to a multiple of the spacing. Below
+    2^-6, in E4M3's subnormals, the spacing stays the same."""
     binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
     return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
 
 
 @triton.jit
 def block_encode(x, inverse):
-    """min(1 / x, FLT_MAX), correctly rounded: CUDA's own sequence without its branch for the ends of the range.
+    """min(1 / x, FLT_MAX), correctly rounded, by CUDA's own sequence without its branch for extreme numbers.
 
-    The approximation is infinite at 0 and the step after it NaN, which the minimum drops; what could be subnormal
-    (x is at least 2^-9 * inverse, or 0) is scaled up first.
+    At x = 0 the estimate is infinite and its correction NaN, which the minimum drops. x is 0 or at least
+    2^-9 * inverse; it is scaled up first if it could be subnormal.
     """
-    unit = tl.where(inverse < 8.673617379884035e-19, 1.8446744073709552e19, 1.0)
-    x = x * unit
-    guess = approximate_reciprocal(x)
-    return tl.minimum(tl.fma(guess, tl.fma(-x, guess, 1.0), guess) * unit, 3.4028234663852886e38)
+    scale_up = tl.where(inverse < 8.673617379884035e-19, 1.8446744073709552e19, 1.0)
+    x = x * scale_up
+    estimate = approximate_reciprocal(x)
+    return tl.minimum(tl.fma(estimate, tl.fma(-x, estimate, 1.0), estimate) * scale_up, 3.4028234663852886e38)
 
 
 @triton.jit
 def grid_nearest(magnitude):
-    """`round_e2m1_nearest` of magnitudes."""
+    """`rounding.round_e2m1_nearest` of magnitudes."""
     binade = binade_of(magnitude)
     return tl.fma(binade, -6291456.0, tl.fma(binade, 6291456.0, magnitude))
 
 
 @triton.jit
 def grid_stochastic(magnitude, draw):
-    """`round_e2m1_stochastic` of magnitudes; draw: u * 2^-125, from `draws`.
+    """`rounding.round_e2m1_stochastic` of magnitudes. draw: u * 2^-125, from `draws`.
 
-    The spacing is half a binade: times u, it is the draw times 2^124 binades. Of 16 and more (only under a scale of
-    zero: a block's largest is 12 at most) that is negative as an integer: they are rounded as if they were below 2.
+    `binade` is 2^124 times that of the number, so draw * binade is u times the spacing, which is half a binade. From 16
+    on it overflows: it is infinite, and the result NaN; from 32 on the integer is negative, and the number is rounded
+    as if it were below 2. The caller's minimum with 6 gives 6 for both. Such numbers occur only in blocks with a scale
+    of zero; elsewhere the largest is 12 at most.
     """
     bits = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000) + 0x3E000000
     binade = tl.maximum(bits, 0x7D800000).to(tl.float32, bitcast=True)
@@ -205,10 +207,10 @@ def grid_stochastic(magnitude, draw):
 
 @triton.jit
 def draws(mixed):
-    """Two of `rounding_draws` from the combined hashes of a row and a pair of columns, times 2^-125.
+    """Two of `rounding.rounding_draws`, times 2^-125. mixed: hash of a row, exclusive-or hash of a pair of columns.
 
-    u is an odd 16-bit number times 2^-16. Shifted up by 8 bits and read as FP32 it is this number times 2^-141, also
-    where the highest bit makes it a normal number.
+    A draw is an odd 16-bit number n times 2^-16. Shifted up by 8 bits and read as FP32, n becomes n * 2^-141, also if
+    its highest bit makes that a normal number instead of a subnormal one.
     """
     x = mixed.to(tl.uint32, bitcast=True) * MIX_A
     x = (x ^ (x >> 15)) * MIX_B
@@ -218,13 +220,14 @@ def draws(mixed):
 
 @triton.jit
 def binade_of(magnitude):
-    """The power of two at or below, at least 1: twice the grid's spacing there. Signs are ignored."""
+    """The largest power of two up to |magnitude|, but at least 1: twice the spacing of the grid there."""
     return tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def position_hash(start, position):
-    """`rounding._hash_positions` with the first xor-shift of the element's mix already done (it is linear)."""
+    """`rounding._hash_positions`, and the first xor-shift of the element's `_mix`: a xor-shift is linear, so it may
+    come before the exclusive-or of two hashes."""
     x = start.to(tl.uint32, bitcast=True) + position.to(tl.uint32) * GOLDEN
     x = (x ^ (x >> 16)) * MIX_A
     x = (x ^ (x >> 15)) * MIX_B
@@ -234,72 +237,72 @@ def position_hash(start, position):
 
 @triton.jit
 def under_sign(magnitude, signed):
-    """`magnitude` under the sign of `signed`; a zero that comes in as -0 has none, for -0 + 0 is +0."""
+    """`magnitude` with the sign of `signed`. The sign of -0 is dropped: -0 + 0 is +0."""
     sign = (signed + 0.0).to(tl.int32, bitcast=True) & -2147483648
     return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def nibble(code):
-    """The E2M1 code, with its sign, of a number on the grid."""
-    # Times 2^-126, exponents and subnormals of FP32 are those of E2M1.
+    """The E2M1 code, with its sign, of an FP32 number on the grid."""
+    # Multiplied by 2^-126, FP32 numbers have the exponents and subnormals of E2M1.
     bits = (code * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
     return ((bits >> 22) & 7) | ((bits >> 28) & 8)
 
 
 @triton.jit
 def pair_of_codes(grid_even, grid_odd):
-    """E2M1 codes of two magnitudes on the grid (6 at most counts): bits 6-8 and 22-24."""
-    # Times 2^-126, exponents and subnormals of BF16 are those of E2M1.
+    """E2M1 codes of two magnitudes on the grid, limited to 6, in bits 6-8 and 22-24."""
+    # Multiplied by 2^-126, BF16 numbers have the exponents and subnormals of E2M1.
     return times_pair(min_pair(pack(grid_even, grid_odd), SIXES), SMALLEST_PAIR)
 
 
 @triton.jit
 def signs_of_codes(pair):
-    """A pair whose signs are those of the codes of `pair`: a zero that comes in as -0 has none, for -0 + 0 is +0."""
+    """A pair with the signs of the codes of `pair`. The sign of -0 is dropped: -0 + 0 is +0."""
     return fma_pair(pair, ONES, 0)
 
 
 @triton.jit
 def byte_of_codes(codes, signs):
-    """The two codes of one row in one byte: the even column in the low nibble."""
+    """The two codes of a pair in one byte, the even column in the low nibble."""
     magnitudes = ((codes >> 6) & 0x7) | ((codes >> 18) & 0x70)
     return magnitudes | ((signs >> 12) & 0x8) | ((signs >> 24) & 0x80)
 
 
 @triton.jit
 def word_of_codes(codes_0, codes_1, codes_2, codes_3, signs_0, signs_1, signs_2, signs_3):
-    """The codes of four rows in one word: nibbles of a half are rows, halves the columns."""
+    """The codes of a pair of columns in four rows as one word: the even column in the low half, a nibble per row."""
     low = add_shifted(codes_0, codes_1)
     high = add_shifted(codes_2, codes_3)
-    # A byte of ones or zeros for every sign: rows 0 and 2, and 1 and 3, whose nibbles lie above.
+    # Of the bytes of ones or zeros, rows 0 and 2 take the low nibbles, rows 1 and 3 the high ones.
     signs = (sign_bytes(signs_0, signs_2) & 0x0F0F0F0F) | (sign_bytes(signs_1, signs_3) & -252645136)
     return ((low >> 6) + high * 4) | (signs & -2004318072)
 
 
 @triton.jit
 def values_of_byte(byte, scales):
-    """A pair of values: the codes of `byte_of_codes`, times a pair of scales."""
+    """The pair of values of a byte of `byte_of_codes`, times a pair of scales."""
     magnitudes = times_pair(((byte & 0x7) << 6) | ((byte & 0x70) << 18), LARGEST_POWERS)
     return times_pair(magnitudes | ((byte & 0x8) << 12) | ((byte & 0x80) << 24), scales)
 
 
 @triton.jit
 def values_of_codes(word, row: tl.constexpr, scales):
-    """A pair of values: the codes of row 0 to 3 of a word, times a pair of scales."""
+    """The pair of values of row 0, 1, 2 or 3 of a word of `word_of_codes`, times a pair of scales."""
     if row < 2:
         magnitudes = word << (6 - 4 * row)
     else:
         magnitudes = word >> (4 * row - 6)
-    # Exponents and subnormals of E2M1 are those of BF16, times 2^-126.
+    # Read as BF16, E2M1 codes in these bits are 2^-126 times their value.
     magnitudes = times_pair(magnitudes & 0x01C001C0, LARGEST_POWERS)
     return times_pair(magnitudes | ((word << (12 - 4 * row)) & -2147450880), scales)
 
 
 @triton.jit
 def scale_byte(scale, BLOCK: tl.constexpr):
-    """The byte of an FP32 scale that E4M3 (or UE8M0) holds."""
-    if BLOCK == 16:
+    """The E4M3 byte (MXFP4: UE8M0) of an FP32 scale that the format holds exactly."""
+    if BLOCK == 16:  # multiplied by 2^-120, FP32 numbers have the exponents and subnormals of E4M3
         byte = (scale * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
         byte = tl.where(scale != scale, 0x7F, byte)
     else:
@@ -323,13 +326,13 @@ def scale_from_byte(byte, BLOCK: tl.constexpr):
 
 @triton.jit
 def nan_max(a, b):
-    """The larger; NaN if either is."""
+    """The larger number; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def nan_min(a, b):
-    """The smaller; NaN if either is."""
+    """The smaller number; NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -341,13 +344,13 @@ def reciprocal(x):
 
 @triton.jit
 def magnitude(x):
-    """|x| as an operand's modifier, which costs nothing; `tl.abs` of an extracted half becomes a mask of its own."""
+    """|x| as a modifier of an instruction's operand, which is free; `tl.abs` of an extracted half costs an AND."""
     return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
 @triton.jit
 def approximate_reciprocal(x):
-    """1 / x to an ulp, subnormals as zero."""
+    """1 / x with an error of up to one ulp; subnormal numbers count as zero."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
@@ -359,65 +362,65 @@ def fma_down(a, b, c):
 
 @triton.jit
 def pack(even, odd):
-    """A pair from two FP32 numbers that BF16 holds."""
+    """A pair from two FP32 numbers that BF16 holds exactly."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,f,f", [even, odd], tl.int32, True, 1)
 
 
 @triton.jit
 def round_pair(even, odd):
-    """A pair from two FP32 numbers, rounded to nearest even."""
+    """A pair from two FP32 numbers, rounded to nearest, ties to even."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], tl.int32, True, 1)
 
 
 @triton.jit
 def fma_pair(a, b, c):
-    """a * b + c of each of two BF16, with subnormals."""
+    """a * b + c of pairs, elementwise, subnormals included."""
     return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
 
 
 @triton.jit
 def low_half(x):
-    """Bits 0-15 as bits 8-23."""
+    """FP32 with bits 0-15 of x as its bits 8-23, all others zero."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4104;", "=f,r", [x], tl.float32, True, 1)
 
 
 @triton.jit
 def high_half(x):
-    """Bits 16-31 as bits 8-23."""
+    """FP32 with bits 16-31 of x as its bits 8-23, all others zero."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4324;", "=f,r", [x], tl.float32, True, 1)
 
 
 @triton.jit
 def times_pair(a, b):
-    """a * b of each of two BF16, with subnormals."""
-    return fma_pair(a, b, -2147450880)  # plus -0
+    """a * b of pairs, elementwise, subnormals included."""
+    return fma_pair(a, b, -2147450880)  # adds -0, which changes no product
 
 
 @triton.jit
 def add_shifted(a, b):
-    """a + 16 * b, not by the unit that shifts, which has most to do here."""
+    """a + 16 * b by a multiply-add: the shift unit is the busiest one here."""
     return tl.inline_asm_elementwise("mad.lo.s32 $0, $1, 16, $2;", "=r,r,r", [b, a], tl.int32, True, 1)
 
 
 @triton.jit
 def sign_bytes(a, b):
-    """Of two pairs, a byte of ones where there is a sign, else of zeros: a's even, b's even, a's odd, b's odd."""
+    """A byte of ones for each minus in two pairs, of zeros for each plus: a's even, b's even, a's odd, b's odd."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0xFBD9;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit
 def abs_pair(a):
-    """Two BF16 in 32 bits without their signs."""
+    """The magnitudes of a pair."""
     return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [a], tl.int32, True, 1)
 
 
 @triton.jit
 def max_pair(a, b):
-    """The larger of each of two BF16; NaN if either is."""
+    """The maximum of pairs, elementwise; NaN if either is NaN."""
     return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit
 def min_pair(a, b):
-    """The smaller of each of two BF16; a NaN on one side gives the other side."""
+    """The minimum of pairs, elementwise; the other number if one is NaN."""
     return tl.inline_asm_elementwise("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)

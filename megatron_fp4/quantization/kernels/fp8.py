@@ -1,13 +1,13 @@
-"""FP8 in blocks and MXFP8 as Triton kernels: their quantizers bit for bit, and a GEMM under FP32 block scales.
+"""FP8 in blocks and MXFP8 as Triton kernels: the quantizers, bit for bit as the reference, and a GEMM for FP32 scales.
 
-A product of E4M3 codes under powers of two is exact in BF16 and needs no kernel of its own. Under FP32 scales it is
-not: there the codes (exact in BF16) go through the tensor cores block by block along the dot product, and each block's
-FP32 sum is multiplied by the scales of its two operands, which is what FP8 tensor cores do too:
+E4M3 codes times power-of-two scales (MXFP8, or FP8 with this option) are exact in BF16. Then an operand is a BF16
+tensor of values, and an ordinary GEMM multiplies it. MXFP8 operands that wait for the backward pass are kept as codes,
+and decoded there.
+
+Codes times FP32 scales are not exact in BF16. So tensor cores multiply the codes, which are, block by block along the
+dot product, and each block's FP32 sum is multiplied by the scales of its two operands, as FP8 tensor cores do it:
 
     out[m, n] = sum over blocks j of  scale_a[m, j] * scale_b[n, j] * (sum over k in j of code_a[m, k] code_b[n, k])
-
-MXFP8's codes under powers of two are exact in BF16, so an operand is a BF16 tensor of values. What waits for the
-backward pass is kept as codes and decoded there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_fp4.quantization.kernels.arithmetic import nan_max, nearest_e4m3
 
 @triton.jit
 def quantize_fp8_kernel(
-    x_ptr,  # [rows, columns], BF16, or FP32 that counts as rounded to BF16
-    out_ptr,  # codes as bytes, codes as BF16, or values as BF16, in the layout of x
+    x_ptr,  # [rows, columns], BF16, or FP32, which is rounded to BF16
+    out_ptr,  # out: codes as bytes, codes as BF16, or values as BF16, in the layout of x
     scales_ptr,  # out: FP32 decode scales, [rows / block rows, columns / block columns]
     num_rows,
     num_columns,
@@ -30,7 +30,7 @@ def quantize_fp8_kernel(
     POWER_OF_TWO: tl.constexpr,
     OUT: tl.constexpr,  # "bytes", "codes" or "values"
 ):
-    """x [rows, columns] quantized to E4M3 in blocks of 1x128, 128x1 or 128x128."""
+    """Quantizes x [rows, columns] to E4M3 in blocks of 1x128, 128x1 or 128x128."""
     rows = tl.program_id(1) * 128 + tl.arange(0, 128)
     columns = tl.program_id(0) * 128 + tl.arange(0, 128)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -72,8 +72,8 @@ def matmul_fp8_kernel(
     a_ptr,  # BF16 codes [m, k]
     b_ptr,  # BF16 codes [n, k]
     scales_a_ptr,  # FP32 [m / rows of a's block, k / 128]
-    scales_b_ptr,
-    out_ptr,  # [m, n], BF16 or FP32
+    scales_b_ptr,  # FP32 [n / rows of b's block, k / 128]
+    out_ptr,  # out: [m, n], BF16 or FP32
     m,
     n,
     k,
@@ -85,37 +85,37 @@ def matmul_fp8_kernel(
     stride_scales_ak,
     stride_scales_bn,
     stride_scales_bk,
-    A_ROWS: tl.constexpr,  # of a block: 1 or 128
+    A_ROWS: tl.constexpr,  # rows of a block: 1 or 128
     B_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """a [m, k] times b [n, k] transposed, codes under FP32 block scales."""
-    # Programs in columns of 8 blocks of rows: neighbours share what they read.
+    """a [m, k] times the transpose of b [n, k], codes with FP32 block scales."""
+    # Consecutive programs work on 8 blocks of rows and the same columns, so that they share what they read.
     blocks_m, blocks_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     band = tl.program_id(0) // (8 * blocks_n)
     height = tl.minimum(blocks_m - band * 8, 8)
-    within = tl.program_id(0) % (8 * blocks_n)
-    rows = (band * 8 + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (within // height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Beyond the edge the first rows are read again, and not stored. (A modulus keeps the 8 elements of a load together
-    # where rows lie side by side; features are multiples of 16.)
-    safe_rows = tl.max_contiguous(tl.multiple_of(rows % m, 8), 8)
-    safe_columns = tl.max_contiguous(tl.multiple_of(columns % n, 8), 8)
+    place_in_band = tl.program_id(0) % (8 * blocks_n)
+    rows = (band * 8 + place_in_band % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (place_in_band // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Beyond the edge, programs read the first rows again and do not store the result. (Where rows are contiguous, the
+    # modulus does not split the 8 elements of a load, because features are multiples of 16.)
+    wrapped_rows = tl.max_contiguous(tl.multiple_of(rows % m, 8), 8)
+    wrapped_columns = tl.max_contiguous(tl.multiple_of(columns % n, 8), 8)
     inner = tl.arange(0, 64)
-    a_ptrs = a_ptr + safe_rows.to(tl.int64)[:, None] * stride_am + inner[None, :] * stride_ak
-    b_ptrs = b_ptr + safe_columns.to(tl.int64)[None, :] * stride_bn + inner[:, None] * stride_bk
-    scales_a_ptr += (safe_rows // A_ROWS) * stride_scales_am
-    scales_b_ptr += (safe_columns // B_ROWS) * stride_scales_bn
+    a_ptrs = a_ptr + wrapped_rows.to(tl.int64)[:, None] * stride_am + inner[None, :] * stride_ak
+    b_ptrs = b_ptr + wrapped_columns.to(tl.int64)[None, :] * stride_bn + inner[:, None] * stride_bk
+    scales_a_ptr += (wrapped_rows // A_ROWS) * stride_scales_am
+    scales_b_ptr += (wrapped_columns // B_ROWS) * stride_scales_bn
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for half in range(0, k // 64):
+    for step in range(0, k // 64):
         product = tl.dot(tl.load(a_ptrs), tl.load(b_ptrs), product)
         a_ptrs += 64 * stride_ak
         b_ptrs += 64 * stride_bk
-        if half % 2 == 1:
-            scale_a = tl.load(scales_a_ptr + (half // 2) * stride_scales_ak)
-            scale_b = tl.load(scales_b_ptr + (half // 2) * stride_scales_bk)
+        if step % 2 == 1:
+            scale_a = tl.load(scales_a_ptr + (step // 2) * stride_scales_ak)
+            scale_b = tl.load(scales_b_ptr + (step // 2) * stride_scales_bk)
             total += product * (scale_a[:, None] * scale_b[None, :])
             product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     mask = (rows < m)[:, None] & (columns < n)[None, :]
@@ -125,16 +125,16 @@ def matmul_fp8_kernel(
 
 @triton.jit
 def quantize_mxfp8_kernel(
-    x_ptr,  # [rows, columns], BF16, or FP32 that counts as rounded to BF16
-    out_ptr,  # values as BF16, or codes as bytes, in the layout of x
-    scales_ptr,  # out, with codes: UE8M0 codes, [rows, columns / 32] of 1x32, else [rows / 32, columns]
+    x_ptr,  # [rows, columns], BF16, or FP32, which is rounded to BF16
+    out_ptr,  # out: values as BF16, or codes as bytes, in the layout of x
+    scales_ptr,  # out, with CODES: UE8M0 codes, [rows, columns / 32] for blocks of 1x32, else [rows / 32, columns]
     num_rows,
     num_columns,
     BLOCK_ROWS: tl.constexpr,  # 1x32: along the columns, 32x1: along the rows, 32x32
     BLOCK_COLUMNS: tl.constexpr,
-    CODES: tl.constexpr,  # codes rather than values
+    CODES: tl.constexpr,  # whether to write codes, not values
 ):
-    """x [rows, columns] quantized to E4M3 in blocks of 1x32, 32x1 or 32x32."""
+    """Quantizes x [rows, columns] to E4M3 in blocks of 1x32, 32x1 or 32x32."""
     rows, columns = mxfp8_tile()
     mask = (rows < num_rows) & (columns < num_columns)
     offsets = rows.to(tl.int64) * num_columns + columns
@@ -144,7 +144,7 @@ def quantize_mxfp8_kernel(
         amax = tl.reduce(amax, 2, nan_max, keep_dims=True)
     if BLOCK_ROWS == 32:
         amax = tl.reduce(amax, 0, nan_max, keep_dims=True)
-    # Rounded up to a power of two; in exponent field 0 a mantissa of 0x400000 is 2^-127, the smallest.
+    # amax / 448, rounded up to a power of two. In exponent field 0, a mantissa of 0x400000 is 2^-127, the smallest one.
     quotient = (amax * 0.002232142857142857).to(tl.int32, bitcast=True)
     exponent, mantissa = quotient >> 23, quotient & 0x7FFFFF
     scale = exponent + (mantissa > tl.where(exponent == 0, 0x400000, 0)).to(tl.int32)
@@ -174,7 +174,7 @@ def decode_mxfp8_kernel(
     num_rows,
     num_columns,
 ):
-    """Code bytes [rows, columns] under UE8M0 scales [rows / 32, columns]."""
+    """Decodes code bytes [rows, columns] with UE8M0 scales [rows / 32, columns]."""
     rows, columns = mxfp8_tile()
     mask = (rows < num_rows) & (columns < num_columns)
     offsets = rows.to(tl.int64) * num_columns + columns
@@ -188,7 +188,7 @@ def decode_mxfp8_kernel(
 
 @triton.jit
 def mxfp8_tile():
-    """Rows and columns of a program's 32 rows and 128 columns, as [32, 4, 32]: rows, blocks, columns of a block."""
+    """Row and column indices of a program's tile of 32x128, which is [32, 4, 32]: rows, blocks, columns of a block."""
     rows = tl.program_id(0) * 32 + tl.arange(0, 32)[:, None, None]
     columns = tl.program_id(1) * 128 + tl.arange(0, 4)[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
     return rows, columns
@@ -196,25 +196,25 @@ def mxfp8_tile():
 
 @triton.jit
 def over_columns(scale):
-    """The scale of each block of 32, for all of its elements: int32 [..., 4, 32]."""
+    """The scale of each block of 32 columns, repeated for its columns: int32 [..., 4, 32]."""
     return scale + tl.zeros([1, 4, 32], tl.int32)
 
 
 @triton.jit
 def power_of_two(scale):
-    """FP32 value of UE8M0 codes; 255 is NaN."""
+    """FP32 values of UE8M0 codes; 255 is NaN."""
     bits = tl.where(scale == 0, 0x400000, scale << 23)
     return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def round_e4m3(scaled):
-    """Magnitudes of FP32 numbers rounded to E4M3, saturating."""
+    """Magnitudes of FP32 numbers, rounded to E4M3 and saturated at 448."""
     return nearest_e4m3(tl.minimum(tl.abs(scaled), 448.0))
 
 
 @triton.jit
 def e4m3_bytes(magnitude, negative):
-    """Codes of FP32 magnitudes on the E4M3 grid and the sign bits (of an int32)."""
+    """E4M3 codes of FP32 magnitudes on the E4M3 grid. negative: int32 with the sign bit."""
     byte = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20  # 2^-120
     return (byte | ((negative >> 24) & 0x80)).to(tl.uint8)

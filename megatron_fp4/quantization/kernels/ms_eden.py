@@ -1,16 +1,16 @@
-"""MS-EDEN along the rows of a tensor as Triton kernels, bit for bit the PyTorch functions of `ms_eden.py`.
+"""MS-EDEN along the rows of a tensor as Triton kernels, bit for bit as the PyTorch functions of `ms_eden.py`.
 
-A group, the 128 elements that one Hadamard transform mixes, lies within one thread: 128 rows of a column. Butterflies,
-maxima, sums and scales are then chains of elementwise operations on one vector of columns per row, in the reference's
-order, and nothing is exchanged between threads:
+A group, the 128 elements that one Hadamard transform mixes, is 128 rows of a column and belongs to one thread. So
+butterflies, maxima, sums and scales are chains of elementwise operations on one vector of columns per row, in the
+reference's order, and threads exchange nothing:
 
-    signs       draw the transform's signs
-    measure     read x -> amax of RHT(x^T)
-    quantize    read x -> values, or packed codes, along the rows
+    signs       draws the transform's signs
+    measure     reads x; makes amax of RHT(x^T)
+    quantize    reads x; makes values, or packed codes, along the rows
 
-Some 9 instructions an element measure and 25 quantize; the 128 numbers of a thread stay in registers. The transform is
-computed twice, which takes less time than writing and reading its result. Values and packed codes are laid out as by
-the kernels of `fp4.py`, which unpack these, too, and what keeps bits equal is what it is there.
+Measuring takes about 9 instructions an element, quantizing 25; the 128 numbers of a thread stay in registers. The
+transform is computed twice, which takes less time than writing and reading its result. Values and packed codes have the
+layout of the kernels of `fp4.py`, which also unpack these codes; that file says what keeps the bits equal.
 """
 
 # mypy: disable-error-code="assignment"
@@ -37,12 +37,12 @@ from megatron_fp4.quantization.kernels.arithmetic import (
 @triton.jit(do_not_specialize=["start_row", "start_column"])
 def signs_kernel(
     signs_ptr,  # out: int32 [4], bit i of word j: the sign of element 32 j + i is minus
-    key_ptr,  # int32 [2]: what is to be added to the two halves
-    start_row,  # halves of the key
+    key_ptr,  # int32 [2]: to be added to start_row and start_column, with DEVICE_KEY
+    start_row,  # first arguments of the hashes of row and columns
     start_column,
     DEVICE_KEY: tl.constexpr,
 ):
-    """`hadamard.random_signs` of 128."""
+    """`hadamard.random_signs` for a size of 128."""
     if DEVICE_KEY:
         start_row += tl.load(key_ptr)
         start_column += tl.load(key_ptr + 1)
@@ -56,20 +56,20 @@ def signs_kernel(
 def measure_kernel(
     x_ptr,  # BF16 as int16 [tiles * 128, columns]
     signs_ptr,  # int32 [4], from signs_kernel
-    amax_ptr,  # int32 [1], zero: bits of the largest magnitude of the transformed x
+    amax_ptr,  # out: int32 [1], zero at the start: bits of amax of the transformed x
     num_columns,
     num_tiles,
     FACTOR: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """x [tiles * 128, columns], transformed along its rows."""
+    """Measures amax of x [tiles * 128, columns] after the transform along its rows."""
     column = tl.minimum(tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), num_columns - 1)
     largest = tl.zeros([COLUMNS], tl.float32)
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         z = rotated(x_ptr + as_long(tile) * 128 * num_columns, column, num_columns, signs_ptr, FACTOR)
         for r in tl.static_range(128):
             largest = nan_max(largest, tl.abs(z[r]))
-    # Rounding is monotone: the largest rounded magnitude is the rounded largest magnitude.
+    # Rounding is monotonic: the largest rounded magnitude is the rounded largest magnitude.
     bits = to_bf16(largest).to(tl.int32, bitcast=True)
     tl.atomic_max(amax_ptr, tl.max(bits, 0))
 
@@ -81,11 +81,11 @@ def quantize_kernel(
     values_ptr,  # out, unless packed: BF16 [tiles * 128, columns]
     codes_ptr,  # out, packed: int16 [tiles * 8, 4, columns], a nibble for each of four rows
     scales_ptr,  # out, packed: uint8 [tiles * 8, columns]
-    amax_ptr,  # FP32 [1]
+    amax_ptr,  # FP32 [1], from measure_kernel
     decode_ptr,  # out: FP32 [1], amax / TOP
-    key_ptr,  # int32 [2]: what is to be added to the starts
-    start_row,  # of the operand, whose rows are the columns of x: first argument of the row hash, ...
-    start_column,  # ... and of that of pairs of blocks
+    key_ptr,  # int32 [2]: to be added to start_row and start_column, with DEVICE_KEY
+    start_row,  # the operand's rows are the columns of x: first argument of the hash of its rows ...
+    start_column,  # ... and of the hash of its pairs of blocks
     num_columns,
     FACTOR: tl.constexpr,
     TOP: tl.constexpr,  # M * 256
@@ -94,7 +94,7 @@ def quantize_kernel(
     DEVICE_KEY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """x [tiles * 128, columns], transformed and quantized along its rows by MS-EDEN."""
+    """Transforms x [tiles * 128, columns] along its rows and quantizes it by MS-EDEN."""
     if DEVICE_KEY:
         start_row += tl.load(key_ptr)
         start_column += tl.load(key_ptr + 1)
@@ -104,27 +104,27 @@ def quantize_kernel(
     amax = tl.load(amax_ptr)
     tensor_scale = nan_min(tl.div_rn(TOP, amax), 3.4028234663852886e38)
     tensor_scale = tl.where(tensor_scale == 0.0, 1.0, tensor_scale)
-    reach = tensor_scale * SHARE
+    scale_factor = tensor_scale * SHARE
     inverse = tl.div_rn(1.0, tensor_scale)
     if tl.program_id(0) == 0:
         tl.store(decode_ptr, tl.div_rn(amax, TOP))
 
     z = rotated(x_ptr + as_long(tile) * 128 * num_columns, column, num_columns, signs_ptr, FACTOR)
-    codes = ()  # on the grid, under the signs of z
+    codes = ()  # FP32 numbers on the grid, with the signs of z
     scales = ()
     squares = ()
     crosses = ()
     for block in tl.static_range(8):
-        of_block = ()
+        block_values = ()
         largest = tl.zeros([COLUMNS], tl.float32)
         for r in tl.static_range(16):
-            of_block += (to_bf16(z[block * 16 + r]),)
-            largest = nan_max(largest, tl.abs(of_block[r]))
-        scale = nearest_e4m3(nan_min(largest * reach, 448.0))
+            block_values += (to_bf16(z[block * 16 + r]),)
+            largest = nan_max(largest, tl.abs(block_values[r]))
+        scale = nearest_e4m3(nan_min(largest * scale_factor, 448.0))
         encode = nan_min(tl.div_rn(1.0, scale * inverse), 3.4028234663852886e38)
         encode = tl.where(scale == 0.0, 0.0, encode)
         for r in tl.static_range(16):
-            scaled = tl.abs(of_block[r]) * encode
+            scaled = tl.abs(block_values[r]) * encode
             code = grid_nearest(tl.minimum(scaled, 6.0))
             if r == 0:
                 square = scaled * scaled
@@ -132,7 +132,7 @@ def quantize_kernel(
             else:
                 square = square + scaled * scaled
                 cross = cross + scaled * code
-            codes += (under_sign(code, of_block[r]),)
+            codes += (under_sign(code, block_values[r]),)
         scales += (scale,)
         squares += (square,)
         crosses += (cross,)
@@ -166,7 +166,7 @@ def quantize_kernel(
 
 @triton.jit
 def rotated(x_ptr, column, width, signs_ptr, FACTOR: tl.constexpr):
-    """The random Hadamard transform of 128 rows in FP32: a tuple of vectors of columns, not yet rounded to BF16."""
+    """The random Hadamard transform of 128 rows in FP32: a tuple of vectors over columns, not yet rounded to BF16."""
     values = ()
     x_ptr += column
     for word in tl.static_range(4):
@@ -189,40 +189,41 @@ def rotated(x_ptr, column, width, signs_ptr, FACTOR: tl.constexpr):
     return scaled
 
 
-# Loads and stores of single rows. With its own Triton compiles for minutes: for each it goes over the whole program.
+# Loads and stores of single rows, in assembly: for each of its own, Triton analyses the whole program, and compiles for
+# minutes.
 
 
 @triton.jit
 def load_upper(ptr):
-    """32 bits, the upper 16 from `ptr`."""
+    """32 bits: the upper 16 loaded from `ptr`, the lower 16 zero."""
     asm: tl.constexpr = "{ .reg .b16 h; ld.global.b16 h, [$1]; mov.b32 $0, {0, h}; }"
     return tl.inline_asm_elementwise(asm, "=r,l", [ptr.to(tl.int64)], tl.int32, True, 1)
 
 
 @triton.jit
 def store_byte(ptr, word):
-    """The lowest 8 of 32 bits."""
+    """Store the lowest 8 of 32 bits."""
     asm: tl.constexpr = "st.global.b8 [$1], $2; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r,l,r", [ptr.to(tl.int64), word], tl.int32, False, 1)
 
 
 @triton.jit
 def store_lower(ptr, word):
-    """The lower 16 of 32 bits."""
+    """Store the lower 16 of 32 bits."""
     asm: tl.constexpr = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; st.global.b16 [$1], l; mov.b32 $0, 0; }"
     tl.inline_asm_elementwise(asm, "=r,l,r", [ptr.to(tl.int64), word], tl.int32, False, 1)
 
 
 @triton.jit
 def store_upper(ptr, value):
-    """FP32 that BF16 holds, as BF16."""
+    """Store an FP32 number that BF16 holds exactly, as BF16."""
     asm: tl.constexpr = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; st.global.b16 [$1], h; mov.b32 $0, 0; }"
     tl.inline_asm_elementwise(asm, "=r,l,f", [ptr.to(tl.int64), value], tl.int32, False, 1)
 
 
 @triton.jit
 def by_halves(values):
-    """The sum of eight, first half plus second half."""
+    """The sum of eight numbers by halves: first half plus second half, three times."""
     first = values[0] + values[4]
     second = values[1] + values[5]
     return (first + (values[2] + values[6])) + (second + (values[3] + values[7]))
@@ -230,13 +231,13 @@ def by_halves(values):
 
 @triton.jit
 def to_bf16(x):
-    """FP32, rounded to what BF16 holds."""
+    """FP32, rounded to BF16."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def stochastic_e4m3(scale, uniform):
-    """`elements.round_e4m3_stochastic`."""
+    """`rounding.round_e4m3_stochastic`."""
     exponent = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)
     spacing = exponent.to(tl.float32, bitcast=True) * 0.125
     per_spacing = (0x7F000000 - exponent).to(tl.float32, bitcast=True) * 8.0  # exact
@@ -251,7 +252,7 @@ def hash_of(start, position):
 
 @triton.jit
 def mixed(x):
-    """`rounding._mix` of 32 unsigned bits."""
+    """`rounding._mix`, unsigned."""
     x = (x ^ (x >> 16)) * MIX_A
     x = (x ^ (x >> 15)) * MIX_B
     return x ^ (x >> 16)

@@ -1,16 +1,16 @@
-"""The kernels of 4-bit weights in square blocks, bit for bit `square_blocks.py`, which says what they make of what.
+"""The kernels of 4-bit weights in square blocks, bit for bit as `quantization/square_blocks.py`, which defines terms.
 
-    maxima     a part's rows -> the largest magnitude of each block, [blocks, columns / BLOCK]
+    maxima     a part's rows -> the largest magnitude of each block, [row blocks, columns / BLOCK]
     quantize   a part's rows and the maxima -> codes and scales
-    unpack     codes and scales -> values in BF16, with padding between groups of rows
+    unpack     codes and scales -> values in BF16, with the padding of each group of rows
 
-All are bound by memory. The unit of data is a pair of neighbouring columns, a byte of codes; a program of the first two
-works on one block of rows, cut off where the part or its group of rows ends, by GROUPS blocks of columns. Rows of x may
-be FP32, and count as rounded to BF16 then. `unpack` sees codes and scales as flat: a block's columns are PAIRS bytes of
-codes and one scale, whichever row they are in.
+Memory bandwidth limits all of them. The unit of data is a pair of neighbouring columns, whose codes are a byte. A
+program of the first two works on BLOCKS blocks side by side; it leaves out rows beyond the end of the part or of the
+group. Rows of x may be FP32; they are then rounded to BF16. `unpack` takes codes and scales as flat: a row of a block
+is PAIRS bytes of codes and one scale, whichever row it is.
 
-As in `fp4.py`: IEEE division, no flushing of subnormals, no contraction into FMA; sums that round are written as
-the reference's.
+As in `fp4.py`, divisions are IEEE's, subnormals are not flushed, nothing is contracted into FMA, and sums that round
+are written as in the reference.
 """
 
 # mypy: disable-error-code="assignment"
@@ -36,67 +36,67 @@ from megatron_fp4.quantization.kernels.arithmetic import (
 
 
 @triton.jit(
-    do_not_specialize=["num_groups", "first", "end", "group_rows", "blocks_per_group", "first_block", "num_blocks"]
+    do_not_specialize=["num_blocks", "first", "end", "group_rows", "blocks_per_group", "first_block", "num_row_blocks"]
 )
 def maxima_kernel(
     x_ptr,  # [rows, columns] as pairs: the part's rows
-    maxima_ptr,  # out: FP32 [blocks, columns / BLOCK]
-    num_groups,  # columns / BLOCK
-    first,  # the part's first row in the weight, and the one after its last
+    maxima_ptr,  # out: FP32 [num_row_blocks, columns / BLOCK]
+    num_blocks,  # columns / BLOCK
+    first,  # these six are those of `RowBlocks`
     end,
     group_rows,
     blocks_per_group,
     first_block,
-    num_blocks,
+    num_row_blocks,
     BLOCK: tl.constexpr,
     FP32: tl.constexpr,
-    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """A part's rows of x [rows, columns] and the blocks that they belong to."""
+    """The largest magnitude of each block among the rows of the part."""
     PAIRS: tl.constexpr = BLOCK // 2
-    across = tl.cdiv(num_groups, GROUPS)
-    group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
-    block = tl.program_id(0) // across
-    offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    mask = (group < num_groups)[:, None]
-    begin, stop = rows_of(first_block + block, first, end, group_rows, blocks_per_group, BLOCK)
-    largest = tl.zeros([GROUPS, PAIRS], tl.float32)
+    across = tl.cdiv(num_blocks, BLOCKS)
+    block = (tl.program_id(0) % across) * BLOCKS + tl.arange(0, BLOCKS)
+    row_block = tl.program_id(0) // across
+    offsets = block[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    mask = (block < num_blocks)[:, None]
+    begin, stop = rows_of(first_block + row_block, first, end, group_rows, blocks_per_group, BLOCK)
+    largest = tl.zeros([BLOCKS, PAIRS], tl.float32)
     for r in tl.static_range(BLOCK):
-        even, odd = load_pairs(x_ptr, begin + r - first, offsets, mask & (begin + r < stop), num_groups * PAIRS, FP32)
+        even, odd = load_pairs(x_ptr, begin + r - first, offsets, mask & (begin + r < stop), num_blocks * PAIRS, FP32)
         largest = nan_max(largest, nan_max(tl.abs(even), tl.abs(odd)))
-    tl.store(maxima_ptr + as_long(block) * num_groups + group, tl.reduce(largest, 1, nan_max), group < num_groups)
+    tl.store(maxima_ptr + as_long(row_block) * num_blocks + block, tl.reduce(largest, 1, nan_max), block < num_blocks)
 
 
 @triton.jit(
-    do_not_specialize=["num_groups", "first", "end", "group_rows", "blocks_per_group", "first_block", "num_blocks"]
+    do_not_specialize=["num_blocks", "first", "end", "group_rows", "blocks_per_group", "first_block", "num_row_blocks"]
 )
 def quantize_kernel(
     x_ptr,  # [rows, columns] as pairs: the part's rows
-    maxima_ptr,  # FP32 [blocks, columns / BLOCK]
-    amax_ptr,  # FP32 [1], of the tensor; not read for MXFP4
+    maxima_ptr,  # FP32 [num_row_blocks, columns / BLOCK]
+    amax_ptr,  # FP32 [1], of the whole weight; not read for MXFP4
     codes_ptr,  # out: uint8 [rows, columns / 2]
     scales_ptr,  # out: uint8 [rows, columns / BLOCK]
-    num_groups,
+    num_blocks,
     first,
     end,
     group_rows,
     blocks_per_group,
     first_block,
-    num_blocks,
+    num_row_blocks,
     BLOCK: tl.constexpr,
     FP32: tl.constexpr,
-    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """A part's rows of x [rows, columns], quantized under the maxima of their blocks."""
+    """Quantizes the rows of the part, given the maxima of their blocks."""
     PAIRS: tl.constexpr = BLOCK // 2
-    across = tl.cdiv(num_groups, GROUPS)
-    group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
-    block = tl.program_id(0) // across
-    offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    there = group < num_groups
-    width = num_groups * PAIRS
-    begin, stop = rows_of(first_block + block, first, end, group_rows, blocks_per_group, BLOCK)
-    largest = tl.load(maxima_ptr + as_long(block) * num_groups + group, there, 0)
+    across = tl.cdiv(num_blocks, BLOCKS)
+    block = (tl.program_id(0) % across) * BLOCKS + tl.arange(0, BLOCKS)
+    row_block = tl.program_id(0) // across
+    offsets = block[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    column_mask = block < num_blocks
+    width = num_blocks * PAIRS
+    begin, stop = rows_of(first_block + row_block, first, end, group_rows, blocks_per_group, BLOCK)
+    largest = tl.load(maxima_ptr + as_long(row_block) * num_blocks + block, column_mask, 0)
     if BLOCK == 16:
         tensor_scale = nan_min(tl.div_rn(2688.0, tl.load(amax_ptr)), 3.4028234663852886e38)
         tensor_scale = tl.where(tensor_scale == 0.0, 1.0, tensor_scale)
@@ -107,66 +107,66 @@ def quantize_kernel(
     byte = scale_byte(scale, BLOCK).to(tl.uint8)
     encode = encode[:, None]
     for r in tl.static_range(BLOCK):
-        row, valid = begin + r - first, begin + r < stop
-        mask = there[:, None] & valid
+        row, row_mask = begin + r - first, begin + r < stop
+        mask = column_mask[:, None] & row_mask
         even, odd = load_pairs(x_ptr, row, offsets, mask, width, FP32)
         codes = code_of(even, encode) | (code_of(odd, encode) << 4)
         tl.store(codes_ptr + as_long(row) * width + offsets, codes.to(tl.uint8), mask)
-        tl.store(scales_ptr + as_long(row) * num_groups + group, byte, there & valid)
+        tl.store(scales_ptr + as_long(row) * num_blocks + block, byte, column_mask & row_mask)
 
 
 @triton.jit(do_not_specialize=["group_blocks", "padded_blocks", "codes_stride", "scales_stride"])
 def unpack_kernel(
-    codes_ptr,  # uint8: a byte for a pair
-    scales_ptr,  # uint8: a byte for a block of a row
+    codes_ptr,  # uint8: a byte for each pair
+    scales_ptr,  # uint8: a byte for each block of a row
     values_ptr,  # out: as pairs
-    group_blocks,  # blocks of all rows of a group without padding
-    padded_blocks,  # and with it
+    group_blocks,  # scales of a group of rows without padding
+    padded_blocks,  # scales of a group of rows with padding
     codes_stride,  # from group to group, in bytes / PAIRS
-    scales_stride,  # in bytes
+    scales_stride,  # from group to group, in bytes
     BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Codes and scales of groups of rows, each group in one piece."""
-    # Sizes in whole blocks: loads and stores are as wide as they can be.
+    """Unpacks codes and scales of groups of rows, each group contiguous."""
+    # Sizes and strides are in blocks: so Triton knows their divisors, and loads and stores are as wide as possible.
     PAIRS: tl.constexpr = BLOCK // 2
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    offsets = block[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     codes_ptr += as_long(tl.program_id(1)) * codes_stride * PAIRS
     scales_ptr += as_long(tl.program_id(1)) * scales_stride
     values_ptr += as_long(tl.program_id(1)) * padded_blocks * PAIRS
-    there, stored = (group < group_blocks)[:, None], (group < padded_blocks)[:, None]
-    byte = tl.load(codes_ptr + offsets, there, 0).to(tl.int32)
-    scale = tl.load(scales_ptr + group, group < group_blocks, 0).to(tl.int32)
+    load_mask, store_mask = (block < group_blocks)[:, None], (block < padded_blocks)[:, None]
+    byte = tl.load(codes_ptr + offsets, load_mask, 0).to(tl.int32)
+    scale = tl.load(scales_ptr + block, block < group_blocks, 0).to(tl.int32)
     scale = scale_from_byte(scale, BLOCK)
-    tl.store(values_ptr + offsets, values_of_byte(byte, pack(scale, scale)[:, None]), stored)
+    tl.store(values_ptr + offsets, values_of_byte(byte, pack(scale, scale)[:, None]), store_mask)
 
 
 @triton.jit
-def rows_of(block, first, end, group_rows, blocks_per_group, BLOCK: tl.constexpr):
-    """The rows of the part that are in a block: the first, and the one after the last."""
-    start = (block // blocks_per_group) * group_rows
-    begin = start + (block % blocks_per_group) * BLOCK
-    stop = tl.minimum(tl.minimum(begin + BLOCK, start + group_rows), end)
+def rows_of(row_block, first, end, group_rows, blocks_per_group, BLOCK: tl.constexpr):
+    """The rows of the part that are in `row_block`: the first, and the one after the last."""
+    group_start = (row_block // blocks_per_group) * group_rows
+    begin = group_start + (row_block % blocks_per_group) * BLOCK
+    stop = tl.minimum(tl.minimum(begin + BLOCK, group_start + group_rows), end)
     return tl.maximum(begin, first), stop
 
 
 @triton.jit
 def load_pairs(x_ptr, row, offsets, mask, width, FP32: tl.constexpr):
-    """Even and odd columns of a row, FP32 numbers that BF16 holds."""
-    both = tl.load(x_ptr + as_long(row) * width + offsets, mask, 0)
+    """Even and odd columns of a row, in FP32, rounded to BF16."""
+    pair = tl.load(x_ptr + as_long(row) * width + offsets, mask, 0)
     if FP32:
-        even = both.to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.float32)
-        odd = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.float32)
+        even = pair.to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.float32)
+        odd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.float32)
     else:
-        even = even_of(both)
-        odd = odd_of(both)
+        even = even_of(pair)
+        odd = odd_of(pair)
     return even, odd
 
 
 @triton.jit
 def code_of(value, encode):
-    """The E2M1 code of a number; a negative zero has no sign, and a negative number that becomes zero has one."""
+    """The E2M1 code of value * encode. -0 has code 0; a negative number that is rounded to zero has code 8."""
     grid = tl.minimum(grid_nearest(tl.abs(value) * encode), 6.0)
     code = tl.where(grid < 2.0, grid * 2.0, tl.where(grid < 4.0, grid + 2.0, grid * 0.5 + 4.0)).to(tl.int32)
     return code | tl.where(value < 0.0, 8, 0)
