@@ -1,4 +1,4 @@
-"""Tensors on which formats differ or break, and how codes of the package compare with those of the oracle."""
+"""Tensors that are hard for the formats, and what compares quantized tensors with those of the oracle."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from megatron_fp4.quantization.rounding import unpack_codes
 
 
 def tensors(rows: int, columns: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Name -> single precision [rows, columns]."""
+    """From names to FP32 [rows, columns]."""
     rng = np.random.default_rng(seed)
     gauss = rng.standard_normal((rows, columns))
     spikes = gauss * 0.01
@@ -38,19 +38,19 @@ NAMES = list(tensors(32, 32))
 
 
 def codes_of(quantized) -> np.ndarray:
-    """Unpacked E2M1 codes as [rows, cols]."""
+    """Unpacked E2M1 codes [rows, cols]."""
     codes = unpack_codes(quantized.codes)
     return codes.reshape(-1, codes.shape[-1]).numpy()
 
 
 def scales_of(quantized) -> np.ndarray:
-    """Block scales as doubles [rows, blocks]."""
+    """Block scales in FP64 [rows, blocks]."""
     scales = quantized.scales.double()
     return scales.reshape(-1, scales.shape[-1]).numpy()
 
 
-def close_in_single(actual: torch.Tensor, expected: np.ndarray) -> bool:
-    """Whether single precision `actual` is `expected` up to three roundings."""
+def close_in_fp32(actual: torch.Tensor, expected: np.ndarray) -> bool:
+    """Whether FP32 `actual` is `expected` up to three roundings."""
     with np.errstate(over="ignore", invalid="ignore"):
         expected = expected.astype(np.float32).reshape(actual.shape).astype(np.float64)
         tolerance = 3 * np.maximum(np.abs(expected) * 2.0**-23, 2.0**-149)

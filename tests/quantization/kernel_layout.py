@@ -1,4 +1,5 @@
-"""The bytes that the fused kernels write, made on a CPU from the reference's codes: the documented order, restated."""
+"""Substitutes for the NVFP4 kernels on a CPU. They make the kernels' bytes from the reference's codes: the documented
+order is implemented here a second time."""
 
 from __future__ import annotations
 
@@ -13,46 +14,50 @@ from megatron_fp4.quantization.formats import quantize_nvfp4
 from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns, PackedRows
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import unpack_codes
-from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
+from megatron_fp4.quantization.tensor import QuantizedTensor
 
 
-def words(codes: Tensor, scales: Tensor) -> PackedColumns:
-    """`quantize_rows_kernel`'s output for the codes uint8 [rows, columns] and scale bytes [rows / 16, columns]."""
-    rows = codes.to(torch.int64)
-    pairs = (rows[:, 0::2] << 6) | (rows[:, 1::2] << 22)  # pair_of_codes: bits 6-9 and 22-25
+def packed_columns(codes: Tensor, scales: Tensor) -> PackedColumns:
+    """The output of `quantize_rows_kernel` for codes uint8 [rows, columns] and scale bytes [rows / 16, columns]."""
+    wide_codes, wide_scales = codes.to(torch.int64), scales.to(torch.int64)
+    pairs = (wide_codes[:, 0::2] << 6) | (wide_codes[:, 1::2] << 22)  # pair_of_codes: bits 6-9 and 22-25
     first, second, third, fourth = pairs.unflatten(0, (-1, 4)).unbind(1)
-    word = (first >> 6) | (second >> 2) | (third << 2) | (fourth << 6)  # word_of_codes
-    both = scales[:, 0::2].to(torch.int64) | (scales[:, 1::2].to(torch.int64) << 8)
-    codes = ((word ^ 2**31) - 2**31).to(torch.int32).contiguous().unflatten(0, (-1, 4))
-    return PackedColumns(codes, ((both ^ 2**15) - 2**15).to(torch.int16).contiguous())
+    words = (first >> 6) | (second >> 2) | (third << 2) | (fourth << 6)  # word_of_codes
+    scale_pairs = wide_scales[:, 0::2] | (wide_scales[:, 1::2] << 8)
+    codes = ((words ^ 2**31) - 2**31).to(torch.int32).contiguous().unflatten(0, (-1, 4))
+    return PackedColumns(codes, ((scale_pairs ^ 2**15) - 2**15).to(torch.int16).contiguous())
 
 
 class PackedFP4(FusedFP4):
-    """`FusedFP4` of NVFP4 on a CPU."""
+    """`FusedFP4` for NVFP4 on a CPU."""
 
     def __init__(
         self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: Any = None
     ) -> None:
         self.x, self.sides = x.to(torch.bfloat16), {"columns": columns, "rows": rows}
         self.scales = {along: torch.empty(()) for along, side in self.sides.items() if side is not None}
-        turned = self.x.t() if rows is None else _transformed(self.x.t(), rows)
-        self.maxima = {"columns": self.x.abs().amax().float(), "rows": turned.abs().amax().float()}
+        transformed = self.x.t() if rows is None else _transformed(self.x.t(), rows)
+        self.maxima = {"columns": self.x.abs().amax().float(), "rows": transformed.abs().amax().float()}
         for amax in self.maxima.values() if amax_group is not None else ():
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_group)
 
     def operand(self, along: str, *, keep: bool = False) -> Tensor | PackedRows | PackedColumns:
         side = self.sides[along]
         assert side is not None and self.makes(side, along)
-        made = _quantized(self.x if along == "columns" else _transformed(self.x.t(), side), side, self.maxima[along])
-        self.scales[along].copy_(made.decode_scale())
+        x = self.x if along == "columns" else _transformed(self.x.t(), side)
+        rounding = "stochastic" if side.key else "nearest"
+        quantized = quantize_nvfp4(x, side.block, rounding, key=side.key, amax=self.maxima[along])
+        self.scales[along].copy_(quantized.decode_scale())
         if not keep:
-            return made.block_values().bfloat16()
-        scales = made.scales.view(torch.uint8)
-        return PackedRows(made.codes, scales) if along == "columns" else words(unpack_codes(made.codes).t(), scales.t())
+            return quantized.block_values().bfloat16()
+        scales = quantized.scales.view(torch.uint8)
+        if along == "columns":
+            return PackedRows(quantized.codes, scales)
+        return packed_columns(unpack_codes(quantized.codes).t(), scales.t())
 
 
 class UnpackingKernels(NvidiaGPU):
-    """A GPU that is a CPU, with the kernels that unpack NVFP4; `launched` are their names."""
+    """A substitute for the GPU, on a CPU, that runs the kernels that unpack NVFP4. launched: names of those it ran."""
 
     def __init__(self) -> None:
         self.launched: list[str] = []
@@ -69,16 +74,12 @@ class UnpackingKernels(NvidiaGPU):
             values.copy_(QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), (1, 16)).block_values())
         else:
             assert kernel.name == "fp4.unpack_kernel"
-            along_rows = PackedColumns(codes, scales).transposed()
-            scales = along_rows[1].contiguous().view(torch.float8_e4m3fn)
-            values.copy_(QuantizedTensor(along_rows[0], scales, (1, 16)).block_values().t())
+            codes, scales = PackedColumns(codes, scales).transposed()
+            scales = scales.contiguous().view(torch.float8_e4m3fn)
+            values.copy_(QuantizedTensor(codes, scales, (1, 16)).block_values().t())
 
 
 def _transformed(x: Tensor, side: Side) -> Tensor:
     if not side.hadamard:
         return x
     return random_hadamard_transform(x, 16, None if side.signs == "fixed" else torch.ones(16))
-
-
-def _quantized(x: Tensor, side: Side, amax: Tensor) -> NVFP4Tensor:
-    return quantize_nvfp4(x, side.block, "stochastic" if side.key else "nearest", key=side.key, amax=amax)

@@ -1,12 +1,12 @@
-"""A second, independent statement of the number formats, written from the papers and not from the package.
+"""A second, independent implementation of the number formats, written from the papers and not from the package.
 
-Everything here is numpy: single precision where the formats are defined in single precision (`np.float32` operations
-round once each), double precision where a result is to be exact. The small formats are tables, and rounding picks the
-nearest entry of the table, an even code on a tie. Nothing is fast and nothing is shared with the package.
+All of it is NumPy: FP32 where the formats are defined in FP32 (`np.float32` operations round once each), FP64 where a
+result must be exact. The small formats are tables; rounding picks the nearest entry of the table, on a tie the even
+code. Nothing is fast, and nothing is shared with the package.
 
-Sources: arXiv 2509.25149 appendix B (NVFP4), B.4 and section 5 (MXFP4), A.1 (FP8 blocks), appendix C (Hadamard);
-arXiv 2512.02010 (four over six); the OCP microscaling specification 1.0 and arXiv 2506.08027
-(MXFP8). Shapes: every function takes a matrix (rows, columns), blocks run along columns.
+Sources: arXiv 2509.25149 appendix B (NVFP4), B.4 and section 5 (MXFP4), A.1 (FP8 blocks), appendix C (Hadamard); arXiv
+2512.02010 (four over six); the OCP microscaling specification 1.0 and arXiv 2506.08027 (MXFP8). Shapes: every function
+takes a matrix [rows, columns]; blocks lie along the columns.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import numpy as np
 F32 = np.float32
 FLT_MAX = np.finfo(np.float32).max
 
-# Code c of E2M1 (sign bit 8, exponent bits 6, mantissa bit 1).
+# The value of each E2M1 code (sign bit 8, exponent bits 6, mantissa bit 1).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 # The 127 non-negative finite values of E4M3, indexed by code; 448 is the last, code 127 is NaN.
 E4M3 = np.array(
@@ -25,7 +25,7 @@ E4M3 = np.array(
 
 
 def nearest(magnitude: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The code of the entry of an ascending table nearest to each magnitude; a tie goes to the even code."""
+    """The code of the entry of the ascending table that is nearest to each magnitude; on a tie the even code."""
     distance = np.abs(magnitude.astype(np.float64)[..., None] - table)
     tied = distance == distance.min(axis=-1, keepdims=True)
     assert tied.sum(axis=-1).max(initial=1) <= 2
@@ -33,17 +33,17 @@ def nearest(magnitude: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 def e2m1(x: np.ndarray) -> np.ndarray:
-    """E2M1 codes of values within +-6; a negative that rounds to zero takes 8, a zero of either sign takes 0."""
+    """E2M1 codes of values within +-6; a negative number that rounds to zero gets 8, +0 and -0 get 0."""
     return nearest(np.abs(x), E2M1[:8]) + np.where(x < 0, 8, 0).astype(np.uint8)
 
 
 def e4m3(x: np.ndarray) -> np.ndarray:
-    """E4M3 values (double) of values within +-448."""
+    """Values within +-448 rounded to E4M3, in FP64."""
     return np.copysign(E4M3[nearest(np.abs(x), E4M3)], x)
 
 
 def bfloat16(x: np.ndarray) -> np.ndarray:
-    """Doubles rounded once to BF16 (8 significant bits, smallest spacing 2^-133), ties to even."""
+    """FP64 rounded once to BF16 (8 significant bits, smallest spacing 2^-133), ties to even."""
     x = np.asarray(x, dtype=np.float64)
     spacing = np.exp2(np.maximum(np.frexp(x)[1] - 8, -133))
     return np.rint(x / spacing) * spacing
@@ -51,16 +51,17 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Quantized:
-    """codes: as the format numbers or values them, (rows, columns). scales: one per block of a row, (rows, blocks)."""
+    """codes: E2M1 codes or E4M3 values, [rows, columns]. scales: one per block of a row, [rows, blocks]. values: FP64,
+    decoded."""
 
     codes: np.ndarray
     scales: np.ndarray
     amax: float
-    values: np.ndarray  # decoded, double
+    values: np.ndarray
 
 
 def _block_amax(x: np.ndarray, block_rows: int, width: int) -> np.ndarray:
-    """Largest magnitude of each block, repeated over the block's rows: (rows, blocks)."""
+    """Largest magnitude of each block, repeated for the block's rows: [rows, blocks]."""
     rows, columns = x.shape
     blocks = np.abs(x).reshape(rows // block_rows, block_rows, columns // width, width)
     return np.repeat(blocks.max(axis=(1, 3)), block_rows, axis=0)
@@ -71,18 +72,18 @@ def _spread(per_block: np.ndarray, width: int) -> np.ndarray:
 
 
 def tensor_scale(amax: np.float32, cap: float = 448) -> np.float32:
-    """Step 1: S, the largest block scale mapped to `cap`; a true division in single precision."""
+    """Step 1: S, which maps the largest block scale to `cap`; a true division in FP32."""
     scale = min(F32(6 * cap) / amax, FLT_MAX)
     return F32(1) if scale == 0 else scale
 
 
 def wanted_scale(block_amax: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
-    """Step 2 before the rounding to E4M3: the sixth is folded into the tensor scale first."""
+    """Step 2 before the rounding to E4M3; the 1/6 is first folded into the tensor scale."""
     return block_amax * (tensor_scale * (F32(1) / F32(6)))
 
 
 def _encode(x: np.ndarray, scale: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
-    """Steps 3 and 4: the codes of x under E4M3 block scales; encode = 1 / (scale * (1 / S)), a true division."""
+    """Steps 3 and 4: the codes of x for E4M3 block scales; encode = 1 / (scale * (1 / S)), a true division."""
     decode = scale.astype(F32) * (F32(1) / tensor_scale)
     scaled = x * _spread(np.minimum(F32(1) / decode, FLT_MAX), 16)
     assert scaled.dtype == np.float32
@@ -90,10 +91,10 @@ def _encode(x: np.ndarray, scale: np.ndarray, tensor_scale: np.float32) -> np.nd
 
 
 def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, squared: bool = False) -> Quantized:
-    """NVFP4 with 1x16 (block_rows = 1) or 16x16 blocks (appendix B, in single precision, in this order).
+    """NVFP4 with 1x16 (block_rows = 1) or 16x16 blocks (appendix B, in FP32, in this order).
 
-    Four over six: a tensor scale for a cap of 256; each block keeps the scale for 6 unless the scale for 4 (times 1.5)
-    has the smaller sum of absolute (or `squared`) errors.
+    four_over_six: the tensor scale maps to 256; each block keeps the scale that maps to 6 unless the scale that maps to
+    4 (1.5 times as large) has the smaller sum of absolute (or `squared`) errors.
     """
     x = np.asarray(x, dtype=F32)
     cap = 256.0 if four_over_six else 448.0
@@ -101,7 +102,7 @@ def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, squar
         amax = np.abs(x).max(initial=0).astype(F32)
         block_amax = _block_amax(x, block_rows, 16)
         factor = tensor_scale(amax, cap)
-        # Transformer Engine folds the sixth into the tensor scale only without four over six.
+        # Transformer Engine folds the 1/6 into the tensor scale only without four over six.
         wanted = block_amax / F32(6) * factor if four_over_six else wanted_scale(block_amax, factor)
         wanted = np.minimum(wanted, FLT_MAX)
         assert wanted.dtype == np.float32
@@ -110,19 +111,19 @@ def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, squar
         if four_over_six:
             scale_4 = e4m3(np.clip(np.minimum(wanted * F32(1.5), FLT_MAX), F32(-448), F32(448)))
             codes_4 = _encode(x, scale_4, factor)
-            error_6 = _single_precision_error(x, codes, scale, amax, block_rows, squared)
-            error_4 = _single_precision_error(x, codes_4, scale_4, amax, block_rows, squared)
+            error_6 = _fp32_error(x, codes, scale, amax, block_rows, squared)
+            error_4 = _fp32_error(x, codes_4, scale_4, amax, block_rows, squared)
             scale = np.where(error_4 < error_6, scale_4, scale)
             codes = np.where(_spread(error_4 < error_6, 16), codes_4, codes)
     return Quantized(codes, scale, float(amax), E2M1[codes] * _spread(scale, 16) * (float(amax) / (6 * cap)))
 
 
-def _single_precision_error(
+def _fp32_error(
     x: np.ndarray, codes: np.ndarray, scale: np.ndarray, amax: np.float32, block_rows: int, squared: bool
 ) -> np.ndarray:
-    """Sums of absolute or squared errors as Transformer Engine adds them up: the columns of a block in order, then its
-    rows by halves. Choices that err alike are decided by these roundings."""
-    # A tensor that would overflow counts as a smaller one; a power of two moves no digit.
+    """Sums of absolute or squared errors in the order of Transformer Engine: the columns of a block one after another,
+    then its rows by halves. The roundings decide between choices whose exact errors are equal."""
+    # A tensor whose errors would overflow is scaled down; a power of two changes no digit.
     unit = F32(2.0**-20 if 1e34 < amax < np.inf else 1)
     decoded = E2M1[codes].astype(F32) * _spread(scale, 16).astype(F32) * (amax * unit) / F32(6 * 256)
     error = np.abs(decoded - x * unit).reshape(len(x), -1, 16)
@@ -141,7 +142,7 @@ def _single_precision_error(
 
 
 def _power_of_two_up(wanted: np.ndarray) -> np.ndarray:
-    """The smallest powers of two in 2^-127 .. 2^127 that are not below `wanted` (doubles)."""
+    """The smallest powers of two in 2^-127 .. 2^127 that are not below `wanted` (FP64)."""
     powers = np.exp2(np.arange(-127, 128, dtype=np.float64))
     return powers[np.minimum(np.searchsorted(powers, wanted), len(powers) - 1)]
 
@@ -155,8 +156,8 @@ def mxfp4(x: np.ndarray, block_rows: int = 1) -> Quantized:
 
 
 def mxfp8(x: np.ndarray, block_rows: int = 1) -> Quantized:
-    """MXFP8 with 1x32 or 32x32 blocks: the smallest power of two s in 2^-127 .. 2^127 with amax / 448 <= s, the left
-    side a product with 1/448 in single precision. `codes` are the E4M3 values."""
+    """MXFP8 with 1x32 or 32x32 blocks: the smallest power of two s in 2^-127 .. 2^127 with amax * (1/448) <= s, a
+    product in FP32. `codes` are the E4M3 values."""
     x = np.asarray(x, dtype=F32)
     wanted = _block_amax(x, block_rows, 32) * (F32(1) / F32(448))
     assert wanted.dtype == np.float32
@@ -166,10 +167,9 @@ def mxfp8(x: np.ndarray, block_rows: int = 1) -> Quantized:
 
 
 def fp8(x: np.ndarray, block_rows: int = 1, power_of_two: bool = False) -> Quantized:
-    """E4M3 with 1x128 or 128x128 blocks: encode = 448 / amax (optionally a power of two, down), decode = 1 / encode.
-
-    `codes` are the E4M3 values, `scales` the FP32 decode scales. A zero block has codes 0 under any scale.
-    """
+    """E4M3 with 1x128 or 128x128 blocks: encode = 448 / amax, optionally rounded down to a power of two; decode =
+    1 / encode. `codes` are the E4M3 values, `scales` the FP32 decode scales. A block of zeros has zero codes for any
+    scale."""
     x = np.asarray(x, dtype=F32)
     block_amax = _block_amax(x, block_rows, 128)
     with np.errstate(all="ignore"):
@@ -187,17 +187,11 @@ PAPER_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1
 
 
 def rht(x: np.ndarray, signs: np.ndarray = PAPER_SIGNS) -> np.ndarray:
-    """(x diag(signs) H) / sqrt(size) on tiles of len(signs) along the last dimension, in double, not rounded; H is
-    Sylvester's matrix."""
+    """(x diag(signs) H) / sqrt(size) on tiles of size len(signs) along the last dimension, in FP64; H is Sylvester's
+    matrix."""
     size = len(signs)
     hadamard = np.ones((1, 1))
     while len(hadamard) < size:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     tiles = np.asarray(x, dtype=np.float64).reshape(-1, size)
     return ((tiles * signs) @ hadamard / np.sqrt(size)).reshape(x.shape)
-
-
-def snr_db(exact: np.ndarray, approximate: np.ndarray) -> float:
-    """Signal to noise in decibels."""
-    exact = np.asarray(exact, dtype=np.float64)
-    return float(10 * np.log10(np.square(exact).sum() / np.square(exact - approximate).sum()))

@@ -1,4 +1,4 @@
-"""The table of formats, and every kernel launch of theirs against the kernels' signatures."""
+"""The table of formats, and the arguments of every kernel launch against the kernels' signatures."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from megatron_fp4.planning.dry_run import AllocatingGPU, planned_gpu
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED, packed_weight, quantize_operand, side_of
 from megatron_fp4.precision.recipe import Operand
-from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
+from megatron_fp4.precision.torch_scaled_mm import FORMATS as SCALED_MM_FORMATS
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.rounding import rounding_key
 
-ROOM = Path(cuda.__file__).parent
+KERNELS = Path(cuda.__file__).parent / "kernels"
 ALONG = ("columns", "rows")
 KEY = rounding_key("draws")
-SET = {"four_over_six": ("absolute", "squared"), "power_of_two_scales": (True,)}
+OPTION_VALUES = {"four_over_six": ("absolute", "squared"), "power_of_two_scales": (True,)}
 
 
 def operands() -> Iterator[Operand]:
-    """Every operand that the table allows."""
+    """All operands that the table allows."""
     for name, form in FORMATS.items():
         for block in form.blocks:
             for rounding in ("nearest", "stochastic") if form.stochastic else ("nearest",):
                 yield Operand(name, block, rounding)
                 for option in form.options:
-                    yield from (Operand(name, block, rounding, **{option: value}) for value in SET[option])
+                    yield from (Operand(name, block, rounding, **{option: value}) for value in OPTION_VALUES[option])
         if form.encode_ms_eden is not None:
             yield Operand(name, (1, form.tile), "ms_eden")
 
 
 @pytest.mark.parametrize("operand", operands(), ids=str)
-def test_a_row_says_what_its_encoder_does(operand: Operand) -> None:
+def test_each_format_describes_what_its_encoder_returns(operand: Operand) -> None:
     form, x = FORMATS[operand.format], torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     key = KEY if operand.drawn else None
     encoded = operand.encode(x, key)
@@ -55,17 +55,17 @@ def test_a_row_says_what_its_encoder_does(operand: Operand) -> None:
     assert form.largest / 2 < encoded.elements.float().abs().max() <= form.largest
     values = encoded.block_values()
     assert torch.equal(values.to(encoded.exact).float(), values)
-    # What is packed stands for the same, and is the operand of a GEMM.
-    packed = encoded.reshaped((2, 128))
-    assert packed.shape == (2, 128, 256) and torch.equal(packed.block_values().flatten(0, 1), values)
-    made = quantize_operand(x, OperandRequest(operand, key=KEY, dtype=torch.float32))
-    assert torch.equal(made.unpacked().float(), values) and made.unpacked().dtype == encoded.exact
+    reshaped = encoded.reshaped((2, 128))
+    assert reshaped.shape == (2, 128, 256) and torch.equal(reshaped.block_values().flatten(0, 1), values)
+    # The operand of a GEMM has the same values.
+    gemm_operand = quantize_operand(x, OperandRequest(operand, key=KEY, dtype=torch.float32)).unpacked()
+    assert torch.equal(gemm_operand.float(), values) and gemm_operand.dtype == encoded.exact
 
 
 def signatures() -> dict[str, tuple[list[str], list[str]]]:
-    """Kernel -> its run-time arguments and its constants, read off its source (Triton may not be there)."""
+    """From kernels to their run-time arguments and constants, from the source, because Triton may not be installed."""
     found = {}
-    for path in (ROOM / "kernels").glob("*.py"):
+    for path in KERNELS.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 constants = [arg.arg for arg in node.args.args if arg.annotation is not None]
@@ -77,44 +77,44 @@ def signatures() -> dict[str, tuple[list[str], list[str]]]:
 
 @contextmanager
 def launches() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
-    """The way of a GPU on fake tensors; kernels that would have started, with their arguments and constants."""
+    """Run code as on a GPU, on fake tensors. Yields what would have started: kernels, their arguments and constants."""
     started: list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]] = []
     with FakeTensorMode(), planned_gpu(), mock.patch.object(AllocatingGPU, "start") as start:
         start.side_effect = lambda kernel, _, arguments, constants: started.append((kernel, arguments, constants))
         yield started
 
 
-def test_every_launch_is_what_its_kernel_takes() -> None:
+def test_the_arguments_of_every_launch_match_its_kernel() -> None:
     known, seen = signatures(), set[Kernel]()
     with launches() as started:
         x = torch.empty(128, 128, dtype=torch.bfloat16)
         for operand in operands():
-            kernels, eden = FORMATS[operand.format].kernels, operand.rounding == "ms_eden"
-            for rht in (0, 128 if eden else operand.block[1]):
+            kernels, ms_eden = FORMATS[operand.format].kernels, operand.rounding == "ms_eden"
+            for rht in (0, 128 if ms_eden else operand.block[1]):
                 key = KEY if operand.drawn else None
-                request = OperandRequest(operand, rht, "fresh" if eden else "fixed", key, KEY)
-                sides = [request if kernels(side_of(request), along) else None for along in ALONG]
+                request = OperandRequest(operand, rht, "fresh" if ms_eden else "fixed", key, KEY)
+                requests = [request if kernels(side_of(request), along) else None for along in ALONG]
                 for keep in (False, True):
-                    kept = [side and replace(side, keep=keep and side is sides[1]) for side in sides]
-                    makers = EMULATED.operands(x, *kept)
-                    made = [maker() for maker in makers if maker is not None]
-                    assert all(one.unpacked().shape == (128, 128) for one in made)
-                    EMULATED.gemm(*made, x.dtype) if len(made) == 2 else None
-                if operand.format in OF_SCALED_MM:
-                    for maker in TorchBackend().operands(x, *sides):
-                        maker() if maker is not None else None
+                    makers = EMULATED.operands(x, *(each and replace(each, keep=keep) for each in requests))
+                    gemm_operands = [maker() for maker in makers if maker is not None]
+                    assert all(each.unpacked().shape == (128, 128) for each in gemm_operands)
+                    if len(gemm_operands) == 2:
+                        EMULATED.gemm(*gemm_operands, x.dtype)
+                if operand.format in SCALED_MM_FORMATS:
+                    for maker in TorchBackend().operands(x, *requests):
+                        if maker is not None:
+                            maker()
         for name in ("nvfp4", "mxfp4"):
             request = OperandRequest(Operand(name, FORMATS[name].blocks[1]))
-            packed = packed_weight(x, request, 128, 128)
-            assert packed.unpacked().shape == (128, 128)
+            assert packed_weight(x, request, 128, 128).unpacked().shape == (128, 128)
         for kernel, arguments, constants in started:
-            names, wanted = known[kernel.name]
-            assert len(arguments) == len(names), kernel
-            assert constants.keys() == set(wanted), kernel
+            parameters, constant_names = known[kernel.name]
+            assert len(arguments) == len(parameters), kernel
+            assert constants.keys() == set(constant_names), kernel
             if kernel.types is not None:
-                assert list(constants) == wanted and len(arguments) == len(kernel.types), kernel
+                assert list(constants) == constant_names and len(arguments) == len(kernel.types), kernel
             seen.add(kernel)
-        # How each is compiled: a kernel's numbers depend on fusion, its speed on warps.
+        # How each kernel is compiled: its numbers depend on fusion, its speed on warps.
         assert {kernel.name for kernel in seen if kernel.enable_fp_fusion} == {"fp8.matmul_fp8_kernel"}
         warps = {kernel.name: kernel.num_warps for kernel in seen if kernel.num_warps != 4}
         assert warps == {"fp4.quantize_rows_kernel": 2, "fp8.quantize_fp8_kernel": 8}
@@ -125,12 +125,12 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
     assert {kernel.name for kernel in seen} == known.keys()
 
 
-def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
+def test_a_compiled_kernel_gets_constants_in_the_order_of_its_signature() -> None:
     compiled = mock.MagicMock()
 
     class Jitted:
         @staticmethod
-        def fn(codes_ptr, scales_ptr, values_ptr, num_blocks, tiles_per_part, codes_stride, scales_stride, BLOCK, BLOCKS):
+        def fn(codes_ptr, scales_ptr, values_ptr, num_blocks, tiles, codes_stride, scales_stride, BLOCK, BLOCKS):
             raise AssertionError("compiled, not called")
 
         warmup = mock.Mock(return_value=compiled)

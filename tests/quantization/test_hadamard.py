@@ -1,3 +1,5 @@
+"""The random Hadamard transform against the oracle's matrix, and its signs."""
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from megatron_fp4.quantization.hadamard import HADAMARD_SIZES, fixed_signs, rand
 from tests.quantization import oracle
 
 
-def test_signs_are_the_papers_a_prefix_and_frozen():
+def test_fixed_signs_are_frozen_begin_with_the_papers_and_are_shared_by_all_sizes():
     longest = fixed_signs(128)
     for size in HADAMARD_SIZES:
         assert torch.equal(fixed_signs(size), longest[:size])
@@ -16,7 +18,7 @@ def test_signs_are_the_papers_a_prefix_and_frozen():
     assert mask == 0xD2CB698E823CE4903FC9A9133115D7E8
 
 
-def test_random_signs_are_balanced_and_a_function_of_the_key():
+def test_random_signs_are_balanced_and_depend_only_on_the_key():
     drawn = torch.stack([random_signs(128, rounding_key(step)) for step in range(256)])
     assert set(drawn.unique().tolist()) == {1.0, -1.0}
     assert abs(drawn.mean().item()) < 4 / (256 * 128) ** 0.5
@@ -27,7 +29,7 @@ def test_random_signs_are_balanced_and_a_function_of_the_key():
 
 
 @pytest.mark.parametrize("size", HADAMARD_SIZES)
-def test_double_precision_is_the_matrix_of_the_oracle(size):
+def test_fp64_transform_is_a_product_with_the_oracles_matrix(size):
     x = torch.randn(5, 256, dtype=torch.float64)
     signs = fixed_signs(size).double().numpy()
     for given, expected in ((None, signs), (torch.ones(size), np.ones(size)), (-fixed_signs(size), -signs)):
@@ -36,10 +38,10 @@ def test_double_precision_is_the_matrix_of_the_oracle(size):
 
 
 @pytest.mark.parametrize("size", HADAMARD_SIZES)
-def test_bf16_results_are_the_exact_transform_rounded_once(size):
-    """Except where a tie of BF16 lies within the error that single-precision sums provably may have.
+def test_bf16_transform_is_the_exact_one_rounded_once(size):
+    """Except where the bound of the error of FP32 sums does not decide how BF16 rounds.
 
-    Sums are exact where a tile's magnitudes add up to less than 2^24 units in the last place of its smallest.
+    Sums are exact if the magnitudes of a tile add up to less than 2^24 units in the last place of the smallest one.
     """
     signs = fixed_signs(size).double().numpy()
     rng = np.random.default_rng(0)
@@ -49,10 +51,10 @@ def test_bf16_results_are_the_exact_transform_rounded_once(size):
         magnitudes = np.abs(x.double().numpy()).reshape(-1, size)
         total = magnitudes.sum(axis=1, keepdims=True)
         unit = np.exp2(np.floor(np.log2(magnitudes.min(axis=1, keepdims=True))) - 7)
-        slack = np.where(total < 2.0**24 * unit, 0, total / np.sqrt(size) * np.log2(size) * 2.0**-24)
-        if int(np.log2(size)) % 2:  # the factor is irrational: it is rounded, and so is the product
-            slack = slack + np.abs(exact) * 2.0**-23
-        decided = oracle.bfloat16(exact - slack) == oracle.bfloat16(exact + slack)
+        bound = np.where(total < 2.0**24 * unit, 0, total / np.sqrt(size) * np.log2(size) * 2.0**-24)
+        if int(np.log2(size)) % 2:  # the factor is irrational, so it is rounded, and so is the product
+            bound = bound + np.abs(exact) * 2.0**-23
+        decided = oracle.bfloat16(exact - bound) == oracle.bfloat16(exact + bound)
         assert decided.mean() > 0.98
         actual = random_hadamard_transform(x, size)
         assert actual.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Rounding to the element formats against tables, and the random draws: frozen, restated, independent, unbiased."""
+"""Rounding to the element formats against tables; the random draws are frozen, independent and unbiased."""
 
 import numpy as np
 import pytest
@@ -23,17 +23,17 @@ GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def around(points: np.ndarray) -> torch.Tensor:
-    """Each point, its single-precision neighbours on both sides, and all negatives."""
+    """Each point, its FP32 neighbours on both sides, and the negatives of these."""
     points = np.asarray(points, dtype=np.float32)
     near = np.concatenate([points, np.nextafter(points, np.float32(1e30)), np.nextafter(points, np.float32(-1e30))])
     return torch.from_numpy(np.concatenate([near, -near]))
 
 
-def test_nearest_is_the_nearest_entry_of_the_table():
-    critical = around(np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, *GRID[1:7]]))
-    tiny = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38, 5.9999995, -5.9999995, 6.0, -6.0])
+def test_e2m1_rounds_to_the_nearest_entry_of_the_table():
+    ties = around(np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, *GRID[1:7]]))
+    extremes = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38, 5.9999995, -5.9999995, 6.0, -6.0])
     spread = torch.from_numpy(np.random.default_rng(0).uniform(-6, 6, 20000).astype(np.float32))
-    x = torch.cat([critical, tiny, spread])
+    x = torch.cat([ties, extremes, spread])
     assert np.array_equal(e2m1_codes(round_e2m1_nearest(x), x < 0).numpy(), oracle.e2m1(x.numpy()))
 
 
@@ -60,17 +60,17 @@ def test_ue8m0_rounds_up_to_powers_of_two():
 
 
 @pytest.mark.parametrize("below", range(7))
-def test_stochastic_rounding_is_unbiased_between_every_two_neighbours(below):
-    low, high, num = GRID[below], GRID[below + 1], 2**16
+def test_stochastic_rounding_is_unbiased_between_adjacent_values(below):
+    low, high, num_draws = GRID[below], GRID[below + 1], 2**16
     for index, fraction in enumerate((2**-7, 0.3, 0.5, 1 - 2**-7)):
         value = torch.tensor(low + fraction * (high - low))
-        share = (value.item() - low) / (high - low)
-        uniform = rounding_draws(RoundingKey(1000 * below + 10 * index), 256, num // 256, "cpu")
+        probability = (value.item() - low) / (high - low)
+        uniform = rounding_draws(RoundingKey(1000 * below + 10 * index), 256, num_draws // 256, "cpu")
         for sign in (1, -1):
-            rounded = round_e2m1_stochastic((sign * value).expand(256, num // 256).contiguous(), uniform)
+            rounded = round_e2m1_stochastic((sign * value).expand(256, num_draws // 256).contiguous(), uniform)
             assert set(rounded.unique().tolist()) == {sign * low, sign * high}
-            error = (rounded == sign * high).double().mean().item() - share
-            assert abs(error) < 4 * (share * (1 - share) / num) ** 0.5
+            error = (rounded == sign * high).double().mean().item() - probability
+            assert abs(error) < 4 * (probability * (1 - probability) / num_draws) ** 0.5
 
 
 # Draws.
@@ -82,22 +82,22 @@ def unsigned(bits: torch.Tensor) -> np.ndarray:
     return bits.long().numpy() & 0xFFFFFFFF
 
 
-def uniform(samples: np.ndarray, num_bins: int) -> bool:
-    """Within five standard deviations of the chi-square statistic."""
+def is_uniform(samples: np.ndarray, num_bins: int) -> bool:
+    """Whether the chi-square statistic of integers 0..num_bins - 1 is within five standard deviations of its mean."""
     expected = samples.size / num_bins
     statistic = ((np.bincount(samples.ravel(), minlength=num_bins) - expected) ** 2 / expected).sum()
     return bool(abs(statistic - (num_bins - 1)) < 5 * (2 * (num_bins - 1)) ** 0.5)
 
 
-def independent(one: np.ndarray, other: np.ndarray, shifts: tuple[int, ...]) -> bool:
-    """By their correlation, and by four bits from each shift on, taken together."""
+def are_independent(one: np.ndarray, other: np.ndarray, shifts: tuple[int, ...]) -> bool:
+    """Judged by their correlation, and by the joint distribution of the four bits from each shift on."""
     correlation = np.corrcoef(one.ravel().astype(float), other.ravel().astype(float))[0, 1]
     pairs = (((one >> shift) & 15) * 16 + ((other >> shift) & 15) for shift in shifts)
-    return abs(correlation) * one.size**0.5 < 4.5 and all(uniform(pair, 256) for pair in pairs)
+    return abs(correlation) * one.size**0.5 < 4.5 and all(is_uniform(pair, 256) for pair in pairs)
 
 
-def test_the_hash_is_lowbias32_of_both_coordinates():
-    """The generator once more, in Python integers: runs are reproduced by these numbers."""
+def test_draws_are_frozen():
+    """They equal a second implementation, in Python integers. Runs cannot be reproduced if these numbers change."""
 
     def mix(x: int) -> int:
         x ^= x >> 16
@@ -113,37 +113,37 @@ def test_the_hash_is_lowbias32_of_both_coordinates():
     bits = [[mix(r ^ c) for c in columns] for r in rows]
     assert unsigned(random_bits(key, 6, 7, "cpu")).tolist() == bits
     assert (random_uniform(key, 6, 7, "cpu") * 2**22).tolist() == [[bit >> 10 for bit in row] for row in bits]
-    # Two columns of a draw for rounding share a hash: that of the pair's number.
+    # In draws for rounding, two columns share a hash: that of the pair's number.
     pairs = [mix((((2**32 - 6) // 2 + i) * 0x9E3779B9 + 0xDEADBEEF) & 0xFFFFFFFF) for i in range(4)]
-    shared = [[mix(r ^ c) for c in pairs] for r in rows]
-    halves = [[half | 1 for both in row for half in (both & 0xFFFF, both >> 16)] for row in shared]
+    words = [[mix(r ^ c) for c in pairs] for r in rows]
+    halves = [[half | 1 for word in row for half in (word & 0xFFFF, word >> 16)] for row in words]
     draws = rounding_draws(RoundingKey(key.key, key.row_offset, 2**32 - 6), 6, 8, "cpu")
     assert (draws * 2**16).tolist() == halves
 
 
 @pytest.mark.parametrize("function", [random_bits, random_uniform, rounding_draws])
-def test_a_draw_is_a_function_of_key_and_global_position(function):
+def test_draws_depend_only_on_key_and_global_position(function):
     whole = function(RoundingKey(99), 64, 96, "cpu")
     for row, column, height, width in ((0, 0, 64, 96), (16, 32, 48, 64), (63, 94, 1, 2), (5, 0, 2, 96)):
         shard = function(RoundingKey(99, row, column), height, width, "cpu")
         assert torch.equal(shard, whole[row : row + height, column : column + width])
 
 
-def test_draws_for_rounding_are_centred_and_neighbours_independent():
+def test_draws_for_rounding_are_uniform_and_those_of_neighbours_independent():
     draws = rounding_draws(rounding_key(0), 1024, 1024, "cpu")
     numerators = (draws * 2**16).numpy().astype(np.int64)
-    assert (numerators % 2 == 1).all() and draws.min() > 0 and draws.max() < 1  # 15 random bits and a half
+    assert (numerators % 2 == 1).all() and draws.min() > 0 and draws.max() < 1  # 15 random bits, and the last bit is 1
     assert abs(draws.double().mean().item() - 0.5) < 4 * (1 / 12) ** 0.5 / 1024
-    assert uniform((numerators >> 1) & 1023, 1024)
+    assert is_uniform((numerators >> 1) & 1023, 1024)
     left, right = numerators[:, 0::2], numerators[:, 1::2]
     for one, other in ((left, right), (right[:, :-1], left[:, 1:]), (left[1:], right[:-1])):
-        assert independent(one, other, (1, 6, 12))
+        assert are_independent(one, other, (1, 6, 12))
 
 
-def test_other_coordinates_give_independent_draws():
-    mine = unsigned(random_bits(rounding_key(*COORDINATES), 512, 512, "cpu"))
+def test_draws_of_keys_that_differ_in_one_coordinate_are_independent():
+    draws = unsigned(random_bits(rounding_key(*COORDINATES), 512, 512, "cpu"))
     for index, changed in enumerate((1235, 8, 4, "blocks.3.mixer.in_proj", "wgrad_gradient")):
-        other = (*COORDINATES[:index], changed, *COORDINATES[index + 1 :])
-        theirs = unsigned(random_bits(rounding_key(*other), 512, 512, "cpu"))
-        for one, another in ((mine, theirs), (mine, theirs.T), (mine[1:], theirs[:-1])):
-            assert independent(one, another, (0, 28))
+        coordinates = (*COORDINATES[:index], changed, *COORDINATES[index + 1 :])
+        others = unsigned(random_bits(rounding_key(*coordinates), 512, 512, "cpu"))
+        for one, other in ((draws, others), (draws, others.T), (draws[1:], others[:-1])):
+            assert are_independent(one, other, (0, 28))

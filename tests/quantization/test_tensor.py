@@ -7,9 +7,9 @@ from megatron_fp4.quantization.tensor import swizzle_scales, unswizzle_scales
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (127, 3), (128, 4), (400, 17), (1040, 12)])
-def test_it_is_transformer_engines_layout_and_has_an_inverse(rows, columns):
-    """Transformer Engine writes its swizzled scales through a layout of shape ((32, 4, row tiles), (4, column tiles))
-    and stride ((16, 4, column tiles * 512), (1, 512)), the first mode of each the fastest.
+def test_swizzled_scales_have_transformer_engines_layout_and_unswizzling_inverts_it(rows, columns):
+    """Transformer Engine writes swizzled scales with a layout of shape ((32, 4, row tiles), (4, column tiles)) and
+    stride ((16, 4, column tiles * 512), (1, 512)); the first mode of each varies fastest.
     """
     generator, row_tiles, column_tiles = torch.Generator().manual_seed(rows), -(-rows // 128), -(-columns // 4)
     scales = torch.randint(1, 256, (rows, columns), generator=generator).to(torch.uint8)

@@ -1,9 +1,9 @@
-"""NVFP4, MXFP4, MXFP8 and FP8 blocks against an independent statement of them (oracle.py), and their edges."""
+"""NVFP4, MXFP4, MXFP8 and FP8 blocks against an independent implementation (oracle.py), and their edge cases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,116 +12,130 @@ import torch
 from megatron_fp4.quantization import quantize, quantize_nvfp4, rounding_key
 from megatron_fp4.quantization.rounding import rounding_draws
 from tests.quantization import oracle
-from tests.quantization.cases import NAMES, close_in_single, codes_of, scales_of, tensors
+from tests.quantization.cases import NAMES, close_in_fp32, codes_of, scales_of, tensors
 
 INF, NAN = float("inf"), float("nan")
-SQUARED = {"four_over_six": "squared"}
-# Name -> format, oracle, width of a block, keywords of the quantizer and of the oracle.
-FORMATS: dict[str, tuple[str, Callable[..., oracle.Quantized], int, dict[str, Any], dict[str, Any]]] = {
-    "nvfp4": ("nvfp4", oracle.nvfp4, 16, {}, {}),
-    "four over six": ("nvfp4", oracle.nvfp4, 16, {"four_over_six": "absolute"}, {"four_over_six": True}),
-    "four over six, squares": ("nvfp4", oracle.nvfp4, 16, SQUARED, {"four_over_six": True, "squared": True}),
-    "mxfp4": ("mxfp4", oracle.mxfp4, 32, {}, {}),
-    "mxfp8": ("mxfp8", oracle.mxfp8, 32, {}, {}),
-    "fp8": ("fp8", oracle.fp8, 128, {}, {}),
-    "fp8, powers of two": ("fp8", oracle.fp8, 128, {"power_of_two_scales": True}, {"power_of_two": True}),
+
+
+class Format(NamedTuple):
+    """A format, the oracle's function for it, the columns of a block, and the options of both quantizers."""
+
+    name: str
+    oracle: Callable[..., oracle.Quantized]
+    width: int
+    options: dict[str, Any]
+    oracle_options: dict[str, Any]
+
+
+FORMATS = {
+    "nvfp4": Format("nvfp4", oracle.nvfp4, 16, {}, {}),
+    "four over six": Format("nvfp4", oracle.nvfp4, 16, {"four_over_six": "absolute"}, {"four_over_six": True}),
+    "four over six, squares": Format(
+        "nvfp4", oracle.nvfp4, 16, {"four_over_six": "squared"}, {"four_over_six": True, "squared": True}
+    ),
+    "mxfp4": Format("mxfp4", oracle.mxfp4, 32, {}, {}),
+    "mxfp8": Format("mxfp8", oracle.mxfp8, 32, {}, {}),
+    "fp8": Format("fp8", oracle.fp8, 128, {}, {}),
+    "fp8, powers of two": Format("fp8", oracle.fp8, 128, {"power_of_two_scales": True}, {"power_of_two": True}),
 }
 FOUR_BITS = [name for name in FORMATS if "fp8" not in name]
 SQUARE = pytest.mark.parametrize("square", [False, True], ids=["1xN", "NxN"])
 
 
 def quantized(name: str, x: torch.Tensor, square: bool = False, **settings: Any) -> Any:
-    form, _, width, options, _ = FORMATS[name]
-    return quantize(x, form, (width if square else 1, width), **options, **settings)
+    form = FORMATS[name]
+    return quantize(x, form.name, (form.width if square else 1, form.width), **form.options, **settings)
 
 
-def codes_in(name: str, made: Any) -> np.ndarray:
+def codes_in(name: str, q: Any) -> np.ndarray:
     """E2M1 codes, or E4M3 values, [rows, cols]."""
     if name in FOUR_BITS:
-        return codes_of(made)
-    return made.codes.double().reshape(-1, made.codes.shape[-1]).numpy()
+        return codes_of(q)
+    return q.codes.double().reshape(-1, q.codes.shape[-1]).numpy()
 
 
-def scales_in(name: str, made: Any) -> np.ndarray:
-    return np.exp2(scales_of(made) - 127) if name.startswith("mx") else scales_of(made)
+def scales_in(name: str, q: Any) -> np.ndarray:
+    return np.exp2(scales_of(q) - 127) if name.startswith("mx") else scales_of(q)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("case", NAMES)
 @SQUARE
 def test_codes_scales_and_values_are_those_of_the_oracle(name: str, case: str, square: bool) -> None:
-    _, restated, width, _, settings = FORMATS[name]
-    x = tensors(128, 256, 4)[case]
-    made, expected = quantized(name, torch.from_numpy(x), square), restated(x, width if square else 1, **settings)
-    codes, scales = codes_in(name, made), scales_in(name, made)
+    form, x = FORMATS[name], tensors(128, 256, 4)[case]
+    actual = quantized(name, torch.from_numpy(x), square)
+    expected = form.oracle(x, form.width if square else 1, **form.oracle_options)
+    codes, scales = codes_in(name, actual), scales_in(name, actual)
     assert np.array_equal(codes, expected.codes)
-    counts = np.ones(scales.shape, dtype=bool)
+    compared = np.ones(scales.shape, dtype=bool)
     if name.startswith("fp8"):  # a block of zeros may have any scale
-        counts = np.abs(codes).reshape(len(x), -1, width).max(axis=2) > 0
-    assert np.array_equal(scales[counts], expected.scales[counts]) and np.isfinite(scales).all()
-    assert close_in_single(made.dequantize(), expected.values)
+        compared = np.abs(codes).reshape(len(x), -1, form.width).max(axis=2) > 0
+    assert np.array_equal(scales[compared], expected.scales[compared]) and np.isfinite(scales).all()
+    assert close_in_fp32(actual.dequantize(), expected.values)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_leading_dimensions_are_rows_and_any_float_dtype_is_taken(name: str) -> None:
-    width = FORMATS[name][2]
+def test_leading_dimensions_are_rows_and_any_float_dtype_is_allowed(name: str) -> None:
+    width = FORMATS[name].width
     x = torch.from_numpy(tensors(width, 2 * width)["student_t"])
     for square in (False, True):
         whole, batched = quantized(name, x, square), quantized(name, x.reshape(2, width // 2, -1), square)
         assert batched.shape == (2, width // 2, 2 * width) and batched.scales.shape == (2, width // 2, 2)
         assert torch.equal(batched.dequantize().flatten(0, 1), whole.dequantize())
         assert torch.equal(quantized(name, x.t().contiguous().t(), square).dequantize(), whole.dequantize())
-    low = quantized(name, x.bfloat16())
-    assert np.array_equal(codes_in(name, low), codes_in(name, quantized(name, x.bfloat16().float())))
-    assert low.dequantize(torch.bfloat16).dtype == torch.bfloat16
+    from_bf16 = quantized(name, x.bfloat16())
+    assert np.array_equal(codes_in(name, from_bf16), codes_in(name, quantized(name, x.bfloat16().float())))
+    assert from_bf16.dequantize(torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
 @SQUARE
-def test_a_non_finite_element_poisons_its_block_and_of_nvfp4_everything(name: str, bad: float, square: bool) -> None:
-    form, _, width, *_ = FORMATS[name]
-    x = torch.randn(128, 256)
-    x[3, 140] = bad
+def test_a_non_finite_element_makes_its_block_non_finite_and_in_nvfp4_all_values(
+    name: str, value: float, square: bool
+) -> None:
+    form, x = FORMATS[name], torch.randn(128, 256)
+    x[3, 140] = value
+    expected = torch.full((128, 256), form.name == "nvfp4")
+    first_column = 140 // form.width * form.width
+    expected[slice(0, form.width) if square else 3, first_column : first_column + form.width] = True
     for rounding in ("nearest", "stochastic") if name in FOUR_BITS else ("nearest",):
-        finite = torch.isfinite(quantized(name, x, square, rounding=rounding, key=rounding_key(0)).dequantize())
-        poisoned = torch.zeros(128, 256, dtype=torch.bool)
-        poisoned[slice(0, width) if square else slice(3, 4), 140 // width * width :][:, :width] = True
-        assert torch.equal(~finite, poisoned | torch.tensor(form == "nvfp4"))
+        values = quantized(name, x, square, rounding=rounding, key=rounding_key(0)).dequantize()
+        assert torch.equal(~values.isfinite(), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_shards_have_the_codes_of_the_whole(name: str) -> None:
-    """With the maximum of the whole, and, rounded stochastically, their slice of the draws."""
+    """Given the amax of the whole, and for stochastic rounding the shard's offsets."""
     x = torch.from_numpy(tensors(64, 256)["gauss"])
-    shared = {"amax": x.abs().max()} if FORMATS[name][0] == "nvfp4" else {}
-    place = {"row_offset": 32, "column_offset": 128}
+    shard, amax = x[32:, 128:], {"amax": x.abs().max()} if FORMATS[name].name == "nvfp4" else {}
+    key, shard_key = rounding_key(1), rounding_key(1, row_offset=32, column_offset=128)
     for rounding in ("nearest", "stochastic") if name in FOUR_BITS else ("nearest",):
-        first, placed = ({"rounding": rounding, "key": rounding_key(1, **at)} for at in ({}, place))
-        whole = codes_in(name, quantized(name, x, **first))[32:, 128:]
-        assert np.array_equal(codes_in(name, quantized(name, x[32:, 128:], **placed, **shared)), whole)
+        expected = codes_in(name, quantized(name, x, rounding=rounding, key=key))[32:, 128:]
+        actual = quantized(name, shard, rounding=rounding, key=shard_key, **amax)
+        assert np.array_equal(codes_in(name, actual), expected)
         if rounding == "stochastic":
-            unplaced = quantized(name, x[32:, 128:], **first, **shared)
-            assert not np.array_equal(codes_in(name, unplaced), whole)
+            without_offsets = quantized(name, shard, rounding=rounding, key=key, **amax)
+            assert not np.array_equal(codes_in(name, without_offsets), expected)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 @SQUARE
-def test_stochastic_rounding_takes_a_neighbour_by_the_draw_of_the_place(name: str, square: bool) -> None:
-    """That this is unbiased is in test_rounding.py."""
-    _, restated, width, *_ = FORMATS[name]
-    x, key = tensors(width, 64)["student_t"], rounding_key("draws")
-    made = quantized(name, torch.from_numpy(x), square, rounding="stochastic", key=key)
-    expected = restated(x, width if square else 1)
-    assert np.array_equal(scales_in(name, made), expected.scales)
-    unit = np.repeat(expected.scales, width, axis=1) * (expected.amax / 2688 if name == "nvfp4" else 1)
-    magnitude = np.minimum(np.abs(x) / unit, 6)
+def test_stochastic_rounding_picks_a_neighbour_by_the_draw_for_the_position(name: str, square: bool) -> None:
+    """test_rounding.py tests that this is unbiased."""
+    form = FORMATS[name]
+    x, key = tensors(form.width, 64)["student_t"], rounding_key("draws")
+    actual = quantized(name, torch.from_numpy(x), square, rounding="stochastic", key=key)
+    expected = form.oracle(x, form.width if square else 1)
+    assert np.array_equal(scales_in(name, actual), expected.scales)
+    decode = np.repeat(expected.scales, form.width, axis=1) * (expected.amax / 2688 if name == "nvfp4" else 1)
+    magnitude = np.minimum(np.abs(x) / decode, 6)
     spacing = np.where(magnitude < 2, 0.5, np.where(magnitude < 4, 1, 2))
     rounded = np.floor(magnitude / spacing + rounding_draws(key, *x.shape, "cpu").numpy()) * spacing
-    assert np.array_equal(oracle.E2M1[codes_of(made)], np.copysign(rounded, x))
+    assert np.array_equal(oracle.E2M1[codes_of(actual)], np.copysign(rounded, x))
 
 
-def test_without_a_key_stochastic_rounding_follows_torch() -> None:
+def test_without_a_key_stochastic_rounding_uses_torchs_generator() -> None:
     torch.manual_seed(1)
     x, state = torch.randn(16, 64), torch.get_rng_state()
     first, second = (quantize_nvfp4(x, rounding="stochastic").codes for _ in range(2))
@@ -136,27 +150,28 @@ def test_without_a_key_stochastic_rounding_follows_torch() -> None:
     ("name", "variant"),
     [
         ("tensor_scale", lambda amax, cap=448: np.float32(1) / amax * np.float32(6 * cap)),  # no true division
-        ("wanted_scale", lambda block_amax, scale: block_amax / np.float32(6) * scale),  # the sixth not folded into S
+        ("wanted_scale", lambda block_amax, scale: block_amax / np.float32(6) * scale),  # 1/6 is not folded into S
     ],
 )
 def test_nvfp4_computes_in_the_papers_order(monkeypatch: pytest.MonkeyPatch, name: str, variant: Any) -> None:
-    """On tensors for which another order gives other codes. Integers: their ratios are ties often enough."""
-    rng, differ = np.random.default_rng(5), 0
+    """Tested on tensors for which another order gives other codes: ratios of integers are ties often enough."""
+    rng, num_different = np.random.default_rng(5), 0
     for _ in range(400):
         x = rng.integers(-400, 401, (16, 64)).astype(np.float32)
         x[0, 0] = 448 + rng.integers(500)
-        right = oracle.nvfp4(x)
+        expected = oracle.nvfp4(x)
         with monkeypatch.context() as patch:
             patch.setattr(oracle, name, variant)
-            wrong = oracle.nvfp4(x)
-        if not (np.array_equal(right.codes, wrong.codes) and np.array_equal(right.scales, wrong.scales)):
-            differ += 1
-            made = quantize_nvfp4(torch.from_numpy(x))
-            assert np.array_equal(codes_of(made), right.codes) and np.array_equal(scales_of(made), right.scales)
-    assert differ >= 3
+            other = oracle.nvfp4(x)
+        if not (np.array_equal(expected.codes, other.codes) and np.array_equal(expected.scales, other.scales)):
+            num_different += 1
+            actual = quantize_nvfp4(torch.from_numpy(x))
+            assert np.array_equal(codes_of(actual), expected.codes)
+            assert np.array_equal(scales_of(actual), expected.scales)
+    assert num_different >= 3
 
 
-# Edges.
+# Edge cases.
 
 
 def test_zeros_and_their_signs() -> None:
@@ -169,17 +184,17 @@ def test_zeros_and_their_signs() -> None:
     assert quantize(x, "mxfp8").codes.view(torch.uint8)[0, :5].tolist() == [0x7E, 0x80, 0x80, 0, 0]
 
 
-def test_values_of_bf16_tensors_in_mxfp8_are_bf16_numbers_however_small() -> None:
+def test_mxfp8_values_of_bf16_tensors_are_exact_in_bf16_however_small() -> None:
     bits = torch.randint(0, 0x1000, (4096, 64), generator=torch.Generator().manual_seed(0))  # all below 2^-95
     x = ((bits >> torch.arange(64) % 8).to(torch.int32) << 16).view(torch.float32)
-    made = quantize(x, "mxfp8")
-    assert made.scales.min() == 0
-    assert torch.equal(made.dequantize(torch.bfloat16).float(), made.dequantize())
+    q = quantize(x, "mxfp8")
+    assert q.scales.min() == 0
+    assert torch.equal(q.dequantize(torch.bfloat16).float(), q.dequantize())
 
 
-def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
+def test_errors_for_wrong_arguments_give_value_and_remedy() -> None:
     x = torch.randn(16, 32)
-    for wrong, arguments in (
+    for message, arguments in (
         (r"\(2, 16\).*\(1, 16\), \(16, 16\)", (x, (2, 16))),
         (r"'up'.*'nearest' or 'stochastic'", (x, (1, 16), "up")),
         (r"33 columns \(shape \(16, 33\)\).*16; pad to 48 with zeros", (torch.randn(16, 33),)),
@@ -187,7 +202,7 @@ def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
         ("is a scalar or has no elements", (torch.empty(0, 16),)),
         (r"floating-point.*int64", (torch.ones(16, 16, dtype=torch.int64),)),
     ):
-        with pytest.raises((ValueError, TypeError), match=wrong):
+        with pytest.raises((ValueError, TypeError), match=message):
             quantize_nvfp4(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fp8: rounding 'stochastic' is not 'nearest'"):
         quantize(torch.randn(16, 128), "fp8", rounding="stochastic")
@@ -195,7 +210,7 @@ def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
         quantize_nvfp4(x, four_over_six="mean")
 
 
-def test_what_is_returned_is_as_small_as_its_codes() -> None:
+def test_quantized_tensors_keep_only_packed_codes() -> None:
     for name, bits in (("nvfp4", 4), ("mxfp4", 4), ("mxfp8", 8), ("fp8", 8)):
-        made = quantize(torch.randn(128, 128), name)
-        assert made.negative is None and made.elements.nbytes == 128 * 128 * bits // 8
+        q = quantize(torch.randn(128, 128), name)
+        assert q.negative is None and q.elements.nbytes == 128 * 128 * bits // 8
