@@ -1,4 +1,4 @@
-"""Weights as 4-bit codes on a GPU: kernels against the reference on the CPU, bit for bit."""
+"""The kernels of weights in square blocks against the reference on the CPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def normal(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator)
 
 
-# Rows and columns, rows of a group without and with padding, the part's first row and the one after its last.
+# Rows and columns of the weight, rows of a group without and with padding, the part's first row and the one after its
+# last.
 PLACES = {
     "whole": (192, 1120, 192, 192, 0, 192),
     "cut in blocks": (192, 1120, 192, 192, 41, 150),
@@ -38,7 +39,8 @@ def test_kernels(form: str, place: str) -> None:
 
 
 def check(w: Tensor, blocks: RowBlocks, what: str) -> None:
-    """All three passes of the part's rows, with maxima of the whole."""
+    """Compare all three passes: the maxima and the codes of the part, given the maxima of the whole weight, and the
+    values of the whole weight."""
     rounded, part = w.to(torch.bfloat16), slice(blocks.first, blocks.end)
     whole_blocks = RowBlocks(blocks.format, blocks.group_rows, blocks.padded_group_rows, 0, len(w))
     of_whole = block_maxima(rounded, whole_blocks)

@@ -1,4 +1,4 @@
-"""The fused kernels against the PyTorch reference on the CPU, bit for bit."""
+"""The quantizing kernels against the PyTorch reference on the CPU, bit for bit."""
 
 from dataclasses import replace
 
@@ -49,12 +49,12 @@ CASES = {
 
 
 def case_of(name: str) -> Tensor:
-    """In BF16, which FP32 input counts as rounded to."""
+    """The tensor in BF16; the one of "fp32 input" stays in FP32, and kernels round it to BF16."""
     return CASES[name] if name == "fp32 input" else CASES[name].bfloat16()
 
 
 def reference(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Values in BF16, codes, scale bytes and the decode scale of x along its last dimension, from the CPU."""
+    """BF16 values, codes, scale bytes and the decode scale of x, quantized along its last dimension on the CPU."""
     x = x.bfloat16().contiguous()
     if side.ms_eden:
         assert side.signs_key is not None
@@ -70,7 +70,7 @@ def reference(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor | N
 
 
 def same(actual: Tensor | None, expected: Tensor | None) -> bool:
-    """Equal, NaN where NaN; zeros of either sign are equal."""
+    """Whether both are equal; NaN equals NaN, and +0 equals -0."""
     if actual is None or expected is None:
         return actual is expected
     actual = actual.cpu()
@@ -78,15 +78,16 @@ def same(actual: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def check(kernels: type[Fused], x: Tensor, along: str, given: Side, side: Side, made: Fused | None = None) -> None:
-    """One operand of x in all its forms. given: the side as the kernels get it. made: them, if they exist already."""
+    """Compare one operand of x, in all its forms, with the reference. given: the side for the kernels; it differs from
+    `side` if keys are in memory. made: the kernels' object, if it exists already."""
     values, codes, scales, scale = reference(x if along == "columns" else x.t(), side)
     made = made or kernels(x.cuda(), **{along: given})
-    # Which codes stand under a scale of NaN does not matter; large numbers may overflow in a transform.
+    # Codes do not matter if their scale is NaN. Large numbers may overflow in a transform.
     finite = x.isfinite().all() and (scale is None or scale.isfinite())
     code_bytes, scale_bytes = made.code_bytes(along)
     assert torch.equal(scale_bytes.cpu(), scales) or (side.ms_eden and not finite)
     assert torch.equal(unpack_codes(code_bytes.cpu()), codes) or not finite
-    if not (side.ms_eden and along == "columns"):  # which is made once, as values
+    if not (side.ms_eden and along == "columns"):  # this operand can be made only once, as values
         packed = made.operand(along, keep=True)
         assert not isinstance(packed, Tensor) and same(packed.values(), values)
     found = made.operand(along)
@@ -95,7 +96,7 @@ def check(kernels: type[Fused], x: Tensor, along: str, given: Side, side: Side, 
 
 
 def sides(form: str) -> list[tuple[Side, Side]]:
-    """What a tensor may get along its columns and along its rows: x, W and dy of the recipes."""
+    """The sides along columns and along rows of the recipes' x, W and dy."""
     row, square = FORMATS[form].blocks
     block = row[1]
     first = rounding_key(1, "a", row_offset=48, column_offset=160)
@@ -118,14 +119,14 @@ def test_fp4(case: str, form: str) -> None:
 
 
 def in_memory(key: RoundingKey) -> RoundingKey:
-    """`key`, to be read from memory, as under CUDA graphs."""
+    """`key` in device memory, as for CUDA graphs."""
     halves = torch.tensor([key.key & 0xFFFFFFFF, key.key >> 32, 0, 0], dtype=torch.int64)
     return replace(key, key=0, device=halves.to(torch.int32).cuda())
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_fp4_with_keys_in_memory(form: str) -> None:
-    """Of either operand, or of both."""
+    """Keys of one operand, of the other, or of both."""
     x, (columns, rows) = CASES["normal"].bfloat16(), sides(form)[2]
     first, second = (replace(side, key=in_memory(side.key)) for side in (columns, rows) if side.key is not None)
     for given in ((first, rows), (columns, second), (first, second)):
@@ -162,7 +163,7 @@ def test_ms_eden_of_other_sizes_and_with_keys_in_memory(rows: int, columns: int)
 
 
 def test_the_branchless_reciprocal_is_correctly_rounded() -> None:
-    # One block a row, whose scale takes every E4M3 value, under tensor maxima of all mantissas and many exponents.
+    # Each row is a block. Their scales are all E4M3 values, for tensor maxima of all BF16 mantissas and many exponents.
     scales, side = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float(), Side("nvfp4", (1, 16))
     for exponent in (-126, -110, -100, -64, -61, -60, -59, 0, 1, 60, 100, 119):
         amax = torch.linspace(1, 2, 129)[:-1].bfloat16().float() * 2.0**exponent
@@ -226,7 +227,7 @@ def test_mxfp8(case: str, along: str, block_rows: int) -> None:
     made = fused.operand(along)
     assert isinstance(made, Tensor) and made.dtype == torch.bfloat16
     assert same(made, expected.dequantize(torch.bfloat16))
-    finite = (expected.scales != 255).repeat_interleave(32, -1)  # the codes under a scale of NaN do not matter
+    finite = (expected.scales != 255).repeat_interleave(32, -1)  # codes do not matter if their scale is NaN
     codes, scales = fused.code_bytes(along)
     assert codes.is_contiguous() and torch.equal(codes.cpu()[finite], expected.codes.view(torch.uint8)[finite])
     assert torch.equal(scales.cpu(), expected.scales)
