@@ -18,6 +18,8 @@ SIXES = tl.constexpr(0x40C040C0)
 ONES = tl.constexpr(0x3F803F80)
 SMALLEST_PAIR = tl.constexpr(0x00800080)
 LARGEST_POWERS = tl.constexpr(0x7E807E80)
+# Masks below are signed int32: -2147483648 is 0x80000000, -2147450880 0x80008000, -65536 0xFFFF0000, -252645136
+# 0xF0F0F0F0, -2004318072 0x88888888.
 
 
 # Tiles and pairs.
@@ -164,8 +166,8 @@ def block_scale(largest, sixth, inverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def nearest_e4m3(scale):
-    """`rounding.to_e4m3` of FP32 0..448, in FP32: adding 1.5 * 2^23 spacings rounds to a multiple of the spacing. Below
-    2^-6, in E4M3's subnormals, the spacing stays the same."""
+    """`rounding.to_e4m3` of FP32 0..448, in FP32: adding 1.5 * 2^23 spacings (1.5 * 2^20 binades) rounds to a multiple
+    of the spacing. Below 2^-6, in E4M3's subnormals, the spacing stays the same."""
     binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
     return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
 
@@ -175,7 +177,7 @@ def block_encode(x, inverse):
     """min(1 / x, FLT_MAX), correctly rounded, by CUDA's own sequence without its branch for extreme numbers.
 
     At x = 0 the estimate is infinite and its correction NaN, which the minimum drops. x is 0 or at least
-    2^-9 * inverse; it is scaled up first if it could be subnormal.
+    2^-9 * inverse; if it could be subnormal (inverse < 2^-60), it is scaled up by 2^64.
     """
     scale_up = tl.where(inverse < 8.673617379884035e-19, 1.8446744073709552e19, 1.0)
     x = x * scale_up
@@ -197,7 +199,7 @@ def grid_stochastic(magnitude, draw):
     `binade` is 2^124 times that of the number, so draw * binade is u times the spacing, which is half a binade. From 16
     on it overflows: it is infinite, and the result NaN; from 32 on the integer is negative, and the number is rounded
     as if it were below 2. The caller's minimum with 6 gives 6 for both. Such numbers occur only in blocks with a scale
-    of zero; elsewhere the largest is 12 at most.
+    of zero; elsewhere the largest is 12 at most. 1.97e-31 is 2^-102: 2^23 spacings are 2^-102 of the scaled `binade`.
     """
     bits = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000) + 0x3E000000
     binade = tl.maximum(bits, 0x7D800000).to(tl.float32, bitcast=True)
