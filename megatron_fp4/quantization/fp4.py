@@ -59,8 +59,7 @@ def new_pair(codes: Layout, scales: Layout, device: torch.device) -> tuple[Tenso
 
 
 def _split(messages: Tensor, codes: Layout, scales: Layout) -> tuple[Tensor, Tensor]:
-    """Codes and scales [ranks, ...], as views of `messages`, uint8 [ranks, bytes]. codes, scales: their layout on a
-    rank."""
+    """Codes and scales [ranks, ...] as views of uint8 [ranks, bytes]. codes, scales: their layout on one rank."""
     parts, start = [], 0
     for shape, dtype in (codes, scales):
         end = start + math.prod(shape) * dtype.itemsize
@@ -139,9 +138,8 @@ class PackedColumns(_Packed):
 
 
 class FusedFP4(Fused):
-    """NVFP4 and MXFP4 kernels for a tensor [rows, columns]; both sizes are multiples of the block.
-
-    Making the object measures amax and hashes positions for stochastic rounding."""
+    """NVFP4 and MXFP4 kernels for a tensor [rows, columns], both multiples of the block's size. The constructor
+    measures amax and hashes positions for stochastic rounding."""
 
     def __init__(
         self, x: Tensor, columns: Side | None = None, rows: Side | None = None, amax_group: ProcessGroup | None = None
@@ -153,9 +151,9 @@ class FusedFP4(Fused):
         self.block = side.block[1]
         assert x.shape[0] % self.block == x.shape[1] % self.block == 0, f"{side.format}: {tuple(x.shape)}"
         self._size = x.shape[0], x.shape[1] // self.block  # rows, and blocks along the columns
-        hadamard, signs = rows is not None and rows.hadamard > 0, 0
-        if rows is not None and rows.hadamard and rows.signs == "fixed":
-            signs = FIXED_SIGNS & ((1 << self.block) - 1)
+        hadamard = rows is not None and rows.hadamard > 0
+        has_signs = rows is not None and hadamard and rows.signs == "fixed"
+        signs = FIXED_SIGNS & ((1 << self.block) - 1) if has_signs else 0
         self._transform = {"HADAMARD": hadamard, "SIGNS": signs, "FACTOR": 1.0 / math.sqrt(self.block)}
         self._fp32 = x.dtype == torch.float32
         self._amax = self._hashes = self.x  # placeholders that no kernel reads
@@ -184,8 +182,7 @@ class FusedFP4(Fused):
             return
         if stochastic:
             # Hashes of operand 0: rows, pairs of columns; of operand 1: pairs of rows, columns.
-            rows, columns = self.x.shape
-            self._hashes = torch.empty(3 * (rows + columns) // 2, dtype=torch.int32, device=self.x.device)
+            self._hashes = torch.empty(3 * sum(self.x.shape) // 2, dtype=torch.int32, device=self.x.device)
         blocks = _MEASURE_COLUMNS // self.block
         num_rows, num_blocks = self._size
         column_programs = -(-num_blocks // blocks)
@@ -220,8 +217,8 @@ class FusedFP4(Fused):
     def _along_columns(self, side: Side, keep: bool) -> Tensor | PackedRows:
         rows, columns = self.x.shape
         if keep:
-            sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // self.block), torch.uint8)
-            codes, scales = new_pair(*sizes, self.x.device)
+            layouts = ((rows, columns // 2), torch.uint8), ((rows, columns // self.block), torch.uint8)
+            codes, scales = new_pair(*layouts, self.x.device)
             values = self.x  # a placeholder
         else:
             values = codes = scales = torch.empty_like(self.x, dtype=torch.bfloat16)
@@ -249,17 +246,16 @@ class FusedFP4(Fused):
     def _along_rows(self, side: Side, keep: bool) -> Tensor | PackedColumns:
         if keep:
             row_blocks, width = self.x.shape[0] // self.block, self.x.shape[1] // 2
-            sizes = ((row_blocks, self.block // 4, width), torch.int32), ((row_blocks, width), torch.int16)
-            out, scales = new_pair(*sizes, self.x.device)
+            layouts = ((row_blocks, self.block // 4, width), torch.int32), ((row_blocks, width), torch.int16)
+            out, scales = new_pair(*layouts, self.x.device)
         else:
             out = scales = torch.empty_like(self.x, dtype=torch.bfloat16)
         blocks = _QUANTIZE_ROWS_COLUMNS[self.block] // self.block
         grid, tiles = self._grid(blocks, self.block)
-        decode_scale = self.scales.get("rows", self.x)
         launch(
             _QUANTIZE_ALONG_ROWS,
             grid,
-            (self.x, out, scales, self._amax, decode_scale, self._hashes, *self._size, tiles),
+            (self.x, out, scales, self._amax, self.scales.get("rows", self.x), self._hashes, *self._size, tiles),
             {
                 "BLOCK": self.block,
                 "STOCHASTIC": side.key is not None,
@@ -278,8 +274,7 @@ class FusedFP4(Fused):
         return packed.transposed() if isinstance(packed, PackedColumns) else (packed.codes, packed.scales)
 
     def _grid(self, blocks: int, tile_rows: int) -> tuple[tuple[int], int]:
-        """The grid of a quantizing kernel whose programs do `blocks` blocks side by side, and how many tiles of
-        `tile_rows` rows a program does."""
+        """A quantizing kernel's grid, and how many tiles of `tile_rows` rows and `blocks` blocks a program does."""
         num_rows, num_blocks = self._size
         column_programs, num_tiles = -(-num_blocks // blocks), num_rows // tile_rows
         programs = _QUANTIZE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device)
@@ -298,8 +293,8 @@ class FusedFourOverSix(FusedFP4):
 
     def _along_columns(self, side: Side, keep: bool) -> Tensor | PackedRows:
         rows, columns = self.x.shape
-        sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // 16), torch.uint8)
-        codes, scales = new_pair(*sizes, self.x.device)
+        layouts = ((rows, columns // 2), torch.uint8), ((rows, columns // 16), torch.uint8)
+        codes, scales = new_pair(*layouts, self.x.device)
         pairs, blocks = self.x.to(torch.bfloat16).view(torch.int32), self.x.numel() // 16
         launch(
             _FOUR_OVER_SIX,

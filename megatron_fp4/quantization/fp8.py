@@ -85,10 +85,7 @@ class FusedFP8(Fused):
         x, (num_rows, num_columns) = self.x.contiguous(), self.x.shape
         rows, columns = side.block if along == "columns" else reversed(side.block)
         assert num_rows % rows == num_columns % columns == 0, f"fp8: {tuple(x.shape)} in blocks of {rows}x{columns}"
-        if side.power_of_two_scales:
-            kind = "values"
-        else:
-            kind = "bytes" if keep else "codes"
+        kind = "values" if side.power_of_two_scales else ("bytes" if keep else "codes")
         out = torch.empty_like(x, dtype=torch.uint8 if kind == "bytes" else torch.bfloat16)
         scales = torch.empty(num_rows // rows, num_columns // columns, dtype=torch.float32, device=x.device)
         launch(

@@ -17,10 +17,9 @@ that one transform mixes. In FP32, in this order:
     value   = code * scale' * amax / (M * 256)
 
 A sum over a group first adds the 16 elements of each block one after another, then the eight blocks by halves (first
-half plus second half, three times). A block's largest element is mapped to about M, not to 6, because there the error
-after the correction is smallest; what exceeds 6 saturates, and c corrects that too. The largest scale is 256, not
-E4M3's 448, to leave room for the correction: |u| / code is at most 1.53, and above 1.24 only in blocks with subnormal
-scales.
+half plus second half, three times). A block's largest element is mapped to about M, not to 6, because the error after
+the correction is smallest there; what exceeds 6 saturates, and c corrects that too. 256, not E4M3's 448, leaves room
+for the corrected scale: |u| / code is at most 1.53, and above 1.24 only in blocks with subnormal scales.
 
 Edge cases: Zeros, and blocks whose scale underflows, have zero codes and a zero scale. If the tensor has NaN or inf, so
 has amax, and no value is decoded to a finite number. If amax is below M * 256 / FLT_MAX = 4.6e-36, the edge cases of
@@ -149,9 +148,8 @@ class FusedMSEden(Fused):
 
 
 class _OperandAlongRows:
-    """The operand [columns, k = rows] of a contiguous BF16 tensor [rows, columns].
-
-    Making the object draws the transform's signs and measures amax after the transform."""
+    """The operand [columns, k = rows] of a contiguous BF16 tensor [rows, columns]. The constructor draws the signs of
+    the transform and measures amax after it."""
 
     def __init__(self, x: Tensor, side: Side, amax_group: ProcessGroup | None) -> None:
         assert x.shape[0] % GROUP == x.shape[1] % BLOCK == 0, f"MS-EDEN: {tuple(x.shape)}"
@@ -187,8 +185,8 @@ class _OperandAlongRows:
     def packed(self) -> PackedColumns:
         """The operand as 4-bit codes."""
         blocks, width = self.tiles * GROUP // BLOCK, self.columns // 2
-        sizes = ((blocks, BLOCK // 4, width), torch.int32), ((blocks, width), torch.int16)
-        codes, scales = new_pair(*sizes, self.x.device)
+        layouts = ((blocks, BLOCK // 4, width), torch.int32), ((blocks, width), torch.int16)
+        codes, scales = new_pair(*layouts, self.x.device)
         self._quantize(self.x, codes.view(torch.int16), scales.view(torch.uint8), packed=True)
         return PackedColumns(codes, scales)
 
@@ -204,7 +202,6 @@ class _OperandAlongRows:
 
 
 def _key_arguments(key: RoundingKey, placeholder: Tensor) -> tuple[Tensor, int, int]:
-    """A kernel's arguments for a key: the key in device memory, and first arguments of the hashes of rows and pairs of
-    blocks."""
+    """A kernel's arguments for a key: its device memory, and first arguments of the hashes of rows and block pairs."""
     start_row, start_column = hash_starts(key, columns_apart=BLOCK)
     return placeholder if key.device is None else key.device, start_row, start_column

@@ -40,8 +40,8 @@ _MIX_B = 0x846CA68B
 def e2m1_codes(values: Tensor, negative: Tensor) -> Tensor:
     """Codes (uint8, 0..15) of FP32 `values` that are on the E2M1 grid; NaN gets the code of 6.
 
-    negative: bool, where the sign bit is set. The sign of `values` would not do: `round_e2m1_nearest` loses the sign of
-    zero, but a negative number that rounds to zero keeps its sign in the code (8).
+    negative: bool, where the sign bit is set. It cannot be read from `values`, because `round_e2m1_nearest` loses the
+    sign of zero, and a negative number that is rounded to zero keeps its sign in the code (8).
     """
     magnitude = values.abs()
     # The code of v is 2v below 2, v + 2 in [2, 4), and v/2 + 4 at 4 and 6.
