@@ -44,10 +44,9 @@ def random_signs(size: int, key: RoundingKey, device: torch.device | str = "cpu"
 def random_hadamard_transform(x: Tensor, size: int = 16, signs: Tensor | None = None) -> Tensor:
     """Transform tiles of `size` elements along the last dimension of `x` ([..., cols], floating point).
 
-    signs: FP32 [size] of +-1; None: `fixed_signs(size)`. Ones give a transform without signs.
-    Returns a tensor of the shape and dtype of `x`; FP64 is computed in FP64, other dtypes in FP32 and rounded once.
-    Raises ValueError if `size` is not a power of two in 2..128 or does not divide the last dimension, or if `signs` has
-    another shape.
+    signs: FP32 [size] of +-1; None: `fixed_signs(size)`. Returns a tensor of the shape and dtype of `x`; FP64 is
+    computed in FP64, other dtypes in FP32 and rounded once. Raises ValueError if `size` is not a power of two in 2..128
+    or does not divide the last dimension, or if `signs` has another shape.
     """
     _check_size(size)
     if x.shape[-1] % size != 0:

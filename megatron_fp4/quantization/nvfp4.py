@@ -51,11 +51,10 @@ def encode_nvfp4(
     amax: 0-dim, or [rows, 1] if the rows belong to several tensors (not with four_over_six); None: amax of `rows`.
     four_over_six: for each block, also try to map the largest value to 4 instead of 6 (scale x 1.5), and keep the
         choice with the smaller sum of `absolute` or `squared` errors; 6 wins ties (arXiv 2512.02010). The largest block
-        scale is then mapped to 256, and the 1/6 is not folded into S, as in Transformer Engine. Empty: only 6.
+        scale is then mapped to 256, and the 1/6 is not folded into S, as in Transformer Engine. Empty: only 6. Raises
+        ValueError for other words.
     maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, if other rows of these blocks are not
         among `rows` (not with four_over_six); None: the maxima of `rows`.
-
-    Raises ValueError for another `four_over_six`.
     """
     if four_over_six not in ("", "absolute", "squared"):
         raise ValueError(f"nvfp4: four_over_six {four_over_six!r} is not 'absolute', 'squared' or ''")
