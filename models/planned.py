@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.config.schema import Config
-from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, over_ranks
+from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, reduce_over_ranks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.attention import KERNELS, split_heads
 from models.execution import Execution
@@ -173,5 +173,5 @@ class _LossKernels(CudaLossKernels):
         if not self.fused:
             return super().losses(logits_tv, index_t, mesh)
         maximum, total, target = logits_tv.new_empty(3, *index_t.shape, dtype=torch.float32)
-        maximum, total, target = over_ranks(maximum, total, target, mesh)
+        maximum, total, target = reduce_over_ranks(maximum, total, target, mesh)
         return total.log_().add_(maximum).sub_(target)

@@ -1,6 +1,7 @@
-"""Softmax and its gradient over rows of logits on an NVIDIA GPU, one read each, the gradient in place.
+"""Softmax statistics and gradient of the loss over rows of logits on an NVIDIA GPU.
 
-One program handles one row (a token), in blocks of `_BLOCK` words. All arithmetic is FP32.
+Each kernel reads the logits once; the gradient overwrites them. One program handles one row (a token), in blocks of
+`_BLOCK` columns. All arithmetic is FP32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _OPTIONS = {"num_warps": 16, "enable_fp_fusion": True}
 
 
 def row_statistics(logits_tv: Tensor, index_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row, FP32 [tokens]: maximum, sum of exp(logit - maximum), and the logit at `index_t` (0 if outside).
+    """Maximum, sum of exp(logit - maximum), and the logit at `index_t` (0 if outside) of each row, FP32 [tokens].
 
     logits_tv: BF16 or FP32 [tokens, vocab], contiguous. index_t: int64 [tokens].
     """
@@ -28,7 +29,7 @@ def row_statistics(logits_tv: Tensor, index_t: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def to_gradient_(logits_tv: Tensor, index_t: Tensor, maximum_t: Tensor, total_t: Tensor) -> None:
-    """logits -> exp(logit - maximum) / total - onehot(index), in place."""
+    """Overwrite logits with exp(logit - maximum) / total - onehot(index)."""
     rows, words = logits_tv.shape
     assert logits_tv.is_contiguous() and maximum_t.is_contiguous() and total_t.is_contiguous()
     with torch.cuda.device(logits_tv.device):
@@ -40,7 +41,7 @@ def _statistics_kernel(logits_ptr, index_ptr, statistics_ptr, rows, words, BLOCK
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * words
     maximum = -float("inf")
-    # Per lane of the block, so that only the end needs a sum over lanes.
+    # One sum per lane of the block: only the end needs a sum over lanes.
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, words, BLOCK):
         columns = first + tl.arange(0, BLOCK)

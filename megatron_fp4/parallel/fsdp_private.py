@@ -1,6 +1,7 @@
-"""What this project uses of FSDP2 that has no public name, in one place; torch 2.11 to 2.13 have it.
+"""All that this project uses of FSDP2's private interface; torch 2.11 to 2.13 have it.
 
-`NAMES` lists it by torch's file and class; a test looks each up in the installed torch, or in another one's files.
+`NAMES` lists the private names by torch's file and class. A test looks each up in the installed torch, or in the files
+of another version.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ NAMES = {
 
 
 class ShardedParameter:
-    """FSDP2's own object for a parameter: its shard, and what it is gathered into.
+    """FSDP2's object for a parameter: its shard, and the tensor it is gathered into.
 
-    module: which has the parameter. size: of the whole parameter (of its tensor-parallel part).
+    module: the module that has the parameter. size: shape of the gathered parameter (of its tensor-parallel part).
     """
 
     def __init__(self, param: Any) -> None:
@@ -40,27 +41,27 @@ class ShardedParameter:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's part, without padding. Initialization and loading may put another tensor in its place."""
+        """This rank's part, without padding. Initialization and loading may replace the tensor."""
         return self._param._sharded_local_tensor  # type: ignore[no-any-return]
 
     @property
     def padded_shard(self) -> Tensor:
-        """The shard, flat, as large as every rank's."""
+        """The shard, flat, padded to the same size on all ranks."""
         return self._param._sharded_param_data  # type: ignore[no-any-return]
 
     @property
     def sharded(self) -> nn.Parameter:
-        """What the optimizer sees; its gradient is the reduced one."""
+        """The parameter that the optimizer updates; its gradient is the reduced one."""
         return self._param.sharded_param  # type: ignore[no-any-return]
 
     @property
     def gathered(self) -> nn.Parameter:
-        """What the forward pass sees; its gradient is the one before the reduction."""
+        """The parameter that the forward pass uses; its gradient is the one before the reduction."""
         return self._param.unsharded_param  # type: ignore[no-any-return]
 
     def set_hooks(self, hooks: Any) -> None:
-        """From the next gathering on: what `hooks.fsdp_pre_all_gather` gives is sent, and
-        `hooks.fsdp_post_all_gather` makes the parameter of what came. None: the shard is sent, as ever."""
+        """From the next all-gather on, FSDP2 sends the tensors that `hooks.fsdp_pre_all_gather` returns, and
+        `hooks.fsdp_post_all_gather` makes the parameter from those received. None: FSDP2 sends the shard."""
         shard: Any = self.shard
         present = hasattr(shard, "fsdp_pre_all_gather")
         if present == (hooks is not None):
@@ -73,19 +74,19 @@ class ShardedParameter:
         self._param._init_extensions()
 
     def forget_messages(self) -> None:
-        """The next gathering has messages of other sizes."""
+        """Drop the message buffers, because the next all-gather has messages of other sizes."""
         self._param.all_gather_outputs = []
 
     def keep_memory(self, wanted: Callable[[nn.Parameter], bool]) -> None:
-        """From now on what the parameter is gathered into is freed only if it is not `wanted` then."""
+        """From now on, when FSDP2 would free the gathered parameter, keep it if `wanted` returns true for it."""
         param, free = self._param, self._param.free_unsharded_param
         param.free_unsharded_param = lambda: None if wanted(param._unsharded_param) else free()
 
     def exchange(
         self, gathered: nn.Parameter | None, messages: list[Tensor]
     ) -> tuple[nn.Parameter | None, list[Tensor]]:
-        """Gather into `gathered` from now on (None: into a new parameter) through the memory `messages`; returns those
-        of before. FSDP2 makes both once and remembers them."""
+        """From now on, gather into `gathered` (None: into a new parameter) through the buffers `messages`. Returns the
+        previous ones; FSDP2 makes both once and reuses them."""
         before = getattr(self._param, "_unsharded_param", None), self._param.all_gather_outputs
         if gathered is None:
             del self._param._unsharded_param
@@ -102,23 +103,23 @@ def parameters_of(unit: FSDPModule) -> list[ShardedParameter]:
 
 
 def initialize_lazily(unit: FSDPModule) -> None:
-    """What FSDP2 does before the first forward pass, if that has not been."""
+    """Do FSDP2's setup of the first forward pass now, if it is not done yet."""
     unit._get_fsdp_state()._lazy_init()
 
 
 def is_last_backward(model: FSDPModule) -> bool:
-    """What `set_is_last_backward` was told."""
+    """The value last given to `set_is_last_backward`."""
     return model._get_fsdp_state()._state_ctx.is_last_backward
 
 
 def reduction_streams(model: FSDPModule) -> Sequence[torch.cuda.Stream]:
-    """The streams in which gradients are reduced, of a model that has run on a GPU."""
+    """The CUDA streams that reduce gradients. The model must have run on a GPU."""
     context: Any = model._get_fsdp_state()._comm_ctx
     return context.reduce_scatter_stream, context.all_reduce_stream
 
 
 def before_reduction(unit: FSDPModule, function: Callable[[], None]) -> None:
-    """Call `function` whenever the gradients of `unit` are whole on this rank and are about to be reduced."""
+    """Call `function` each time before the gradients of `unit`, complete on this rank, are reduced over ranks."""
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     reduce = group.post_backward
 

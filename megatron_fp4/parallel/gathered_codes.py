@@ -1,34 +1,36 @@
 """FSDP gathers 4-bit codes of quantized weights instead of BF16 copies.
 
-A linear whose weight has one set of codes for fprop and dgrad (16x16 blocks, nearest rounding, no transform) multiplies
-by these codes and by nothing else of the weight. So each rank quantizes its shard of the FP32 master, and what is
-gathered are rows of codes and of scales (`quantization/square_blocks.py`): 0.56 bytes a parameter instead of 2. They
-are gathered once a step, at the linear's first use, and stay until the last backward pass, whatever `parallel.reshard`
-says, since they are all that is kept of the weight (`precision/emulated.py`).
+If a weight has the same codes for fprop and dgrad (16x16 blocks, rounding to nearest, no transform), its linear needs
+only these codes. So each rank quantizes its shard of the FP32 master, and FSDP gathers rows of codes and scales
+(`quantization/square_blocks.py`): 0.56 bytes per parameter instead of 2. They are gathered once per step, at the
+linear's first use, and stay until the last backward pass, also with `parallel.reshard`, because nothing else of the
+weight is kept (`precision/emulated.py`).
 
-    root's forward pass, weights changed    maxima of all shards' blocks; one MAX reduction of those that ranks share
-    unit's forward pass                     codes and scales of its shards, gathered by FSDP with the unit's other
-                                            parameters, as bytes
-    GEMMs                                   unpack them
-    last backward pass                      freed; gradients as ever: FP32, whole, reduced by FSDP
+    root's forward pass, weights changed    maxima of the blocks of all shards; one MAX all-reduce of those that ranks
+                                            share
+    unit's forward pass                     codes and scales of its shards, gathered by FSDP as bytes, together with the
+                                            unit's other parameters
+    GEMMs                                   unpack the codes
+    last backward pass                      codes are freed; gradients are the usual ones: FP32, reduced by FSDP
 
-Codes do not depend on the mesh. FSDP cuts rows into equal chunks wherever that falls; a block that lies in several
-ranks' rows takes the largest of their maxima, and the tensor's scale that of all ranks, tensor-parallel ones included
-where the linear says so. Both go in one message a step for all linears.
+Codes do not depend on the mesh. FSDP cuts the rows into equal chunks, anywhere. If several ranks hold rows of a block,
+its maximum is the largest of theirs. The tensor's scale uses the maximum of all ranks, of tensor-parallel ones too if
+the linear asks for it. One message per step exchanges both for all linears.
 
-What a weight is gathered as is decided before each forward pass of the model, equally on all ranks: as BF16 where the
-recipe or backend in effect wants it (blocks in BF16, after a precision switch, other formats) and where the weight
-itself is read (a probe, a recheck). A unit of which every linear is gathered as codes ignores
-`parallel.reshard`; others obey it. Not gathered as codes: where rounding is stochastic, where W has two sets of codes
-or four-over-six, or where there is one shard (nothing is sent there).
+Before each forward pass of the model, all ranks decide alike how each weight is gathered. It is gathered as BF16 if the
+current recipe or backend needs that (BF16 blocks, after a precision switch, other formats), or if something reads the
+weight itself (a probe, a recheck). If all linears of a unit are gathered as codes, the unit ignores `parallel.reshard`.
+Codes are not gathered with stochastic rounding, with two sets of codes of W, with four-over-six, or with one shard
+(which sends nothing).
 
-How: FSDP2 asks a parameter's local shard for `fsdp_pre_all_gather` and `fsdp_post_all_gather`, and gathers what the
-first gives. Here these are attributes of the shard itself, put there and taken away, not methods of a tensor subclass:
-optimizer and checkpoints see plain FP32 tensors. The gathered parameter has the weight's shape, dtype and gradient and
-no memory: one NaN, seen at every place, so that a read by mistake shows. The codes hang on it, for the
-linear to take (`precision/linear.py`).
+FSDP2 calls `fsdp_pre_all_gather` of a parameter's local shard, gathers the tensors that it returns, and gives them to
+`fsdp_post_all_gather`. Here these two are attributes that are set on the shard and deleted from it, not methods of a
+tensor subclass, so the optimizer and checkpoints see plain FP32 tensors. The gathered parameter has the weight's shape,
+dtype and gradient, but no memory: it is one NaN, expanded, so that reading it by mistake is noticed. The codes are
+attached to it, and the linear takes them from there (`precision/linear.py`).
 
-The same way parameters that must never be rounded (Mamba-2's A, D and dt bias) are gathered in FP32 with their block.
+In the same way, parameters that must never be rounded (Mamba-2's A, D and dt bias) are gathered in FP32 with their
+block.
 """
 
 from __future__ import annotations
@@ -57,22 +59,22 @@ if TYPE_CHECKING:
 
 
 def gather_in_fp32(unit: FSDPModule, modules: Sequence[nn.Module]) -> None:
-    """Let `unit` gather the parameters of `modules`, which belong to it, as they are."""
-    held = {id(module) for module in modules}
-    mine = [InFP32(parameter) for parameter in parameters_of(unit) if id(parameter.module) in held]
+    """Let `unit` gather in FP32 those of its parameters that belong to `modules`."""
+    ids = {id(module) for module in modules}
+    in_fp32 = [GatheredInFP32(parameter) for parameter in parameters_of(unit) if id(parameter.module) in ids]
 
     def before_forward(*_: Any) -> None:
-        initialize_lazily(unit)  # which may put other tensors in the place of shards
-        for one in mine:
-            one.parameter.set_hooks(one)
+        initialize_lazily(unit)  # it may replace shards, so the hooks are set after it
+        for gathered in in_fp32:
+            gathered.parameter.set_hooks(gathered)
 
-    if mine:
+    if in_fp32:
         assert isinstance(unit, nn.Module)
         unit.register_forward_pre_hook(before_forward, prepend=True)
 
 
 def weight_specs(units: Iterable[nn.Module]) -> dict[QuantizedLinear, DTensorSpec | None]:
-    """Where the weights of the quantized linears in `units` lie before FSDP shards them (None: no DTensor)."""
+    """The DTensor specs of the quantized linears' weights in `units`, before FSDP shards them (None: no DTensor)."""
     linears = [module for unit in units for module in unit.modules() if isinstance(module, QuantizedLinear)]
     return {linear: linear.weight._spec if isinstance(linear.weight, DTensor) else None for linear in linears}
 
@@ -85,45 +87,47 @@ def gather_codes(
     compute_dtype: torch.dtype,
     reshard: bool,
 ) -> None:
-    """Let the `units` of a sharded `model` gather codes of weights, where linears multiply by codes.
+    """Let the `units` of a sharded `model` gather codes of the weights whose linears need only codes.
 
-    specs: `weight_specs`. shards: the axis that FSDP shards over, of several ranks. reshard: what units do that gather
-    anything else.
+    specs: from `weight_specs`. shards: the axis that FSDP shards over, of several ranks. reshard: applies to units that
+    gather anything else.
     """
-    gathering = []
+    weights_of_units = []
     for unit in units:
         assert isinstance(unit, FSDPModule)
-        linears = [(one, one.module) for one in parameters_of(unit) if isinstance(one.module, QuantizedLinear)]
-        if linears:
-            mine = [GatheredWeight(one, of, specs[of], shards, compute_dtype) for one, of in linears]
-            gathering.append((unit, mine))
-    if gathering:
-        together = GatheredCodes(model, gathering, shards, reshard)
-        # In front of FSDP's own hook, which gathers.
-        model.register_forward_pre_hook(together.before_forward, prepend=True)
+        weights = []
+        for parameter in parameters_of(unit):
+            if isinstance(linear := parameter.module, QuantizedLinear):
+                weights.append(GatheredWeight(parameter, linear, specs[linear], shards, compute_dtype))
+        if weights:
+            weights_of_units.append((unit, weights))
+    if weights_of_units:
+        codes = GatheredCodes(model, weights_of_units, shards, reshard)
+        # Before FSDP's own hook, which gathers.
+        model.register_forward_pre_hook(codes.before_forward, prepend=True)
 
 
-class InFP32:
-    """A parameter that is gathered as it is."""
+class GatheredInFP32:
+    """A parameter that is gathered in FP32."""
 
     def __init__(self, parameter: ShardedParameter) -> None:
         self.parameter = parameter
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        """The shard with FSDP's padding."""
+        """Send the shard with FSDP's padding."""
         return (self.parameter.padded_shard,), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The parameter is the message itself."""
+        """The received tensor is the parameter."""
         return outputs[0], ()
 
 
 class GatheredWeight:
-    """The weight of one linear, gathered as codes while `as_codes`, else as FSDP does by itself.
+    """The weight of one linear, gathered as codes if `as_codes`, else in BF16 by FSDP.
 
-    maxima: FP32 [blocks, in / block] of this rank's rows. amax, scale: FP32 0-dim, of NVFP4.
+    maxima: FP32 [blocks, in / block], of this rank's rows. amax, scale: the tensor's, FP32 0-dim, only with NVFP4.
     """
 
     def __init__(
@@ -137,14 +141,14 @@ class GatheredWeight:
         self.parameter, self.spec, self.context, self.dtype = parameter, spec, linear.context, compute_dtype
         self.num_rows, self.num_columns = parameter.size
         self.shard = shards.get_local_rank()
-        self.chunk = -(-self.num_rows // shards.size())  # FSDP2's rows of a rank, of which the last have fewer
+        self.chunk = -(-self.num_rows // shards.size())  # rows per rank in FSDP2; the last ranks have fewer
         self.as_codes = False
         self.blocks = self.all_blocks = RowBlocks("nvfp4", self.num_rows, self.num_rows, 0, 0)
         self.maxima: Tensor | None = None
         self.amax: Tensor | None = None
         self.scale: Tensor | None = None
         self._gathered: nn.Parameter | None = None
-        # What the weight was gathered into, and through which messages, while it last was the other of codes and BF16.
+        # The gathered parameter and the message buffers of the form that is not in use now (codes or BF16).
         self._other: tuple[nn.Parameter | None, list[Tensor]] = (None, [])
 
     @property
@@ -153,26 +157,27 @@ class GatheredWeight:
         return self.parameter.shard.detach()
 
     def shared_blocks(self) -> list[int]:
-        """The blocks whose rows several ranks hold, in order."""
-        cuts = range(self.chunk, self.num_rows, self.chunk)
+        """The blocks of which several ranks hold rows, in ascending order."""
+        starts = range(self.chunk, self.num_rows, self.chunk)
         block_of = self.all_blocks.block_of
-        return sorted({block_of(row) for row in cuts if block_of(row - 1) == block_of(row)})
+        return sorted({block_of(row) for row in starts if block_of(row - 1) == block_of(row)})
 
     def gather_as(self, codes: bool) -> None:
-        """Gather codes, or else what FSDP gathers by itself, from the next time on; the parameter must be sharded now.
-        Its gradient so far moves along if it has been gathered both ways before."""
+        """From the next all-gather on, gather codes, or else BF16 by FSDP. The parameter must be sharded now. If it was
+        gathered in both forms before, its gradient so far moves to the other form."""
         if codes:
             context = self.context
             group_rows = self.num_rows // context.num_groups
             padded = context.backend.alignment(context.recipe).padded_group(group_rows, context.num_groups)
-            form = context.recipe[FPROP_WEIGHT].format
-            if form != self.all_blocks.format:  # whose messages have other sizes
+            code_format = context.recipe[FPROP_WEIGHT].format
+            if code_format != self.all_blocks.format:  # its messages have other sizes
                 if self.as_codes:
                     self.parameter.forget_messages()
                 else:
                     self._other = self._other[0], []
-            self.all_blocks = RowBlocks(form, group_rows, padded, 0, self.num_rows)
-            first, end = (min(self.chunk * i, self.num_rows) for i in (self.shard, self.shard + 1))
+            self.all_blocks = RowBlocks(code_format, group_rows, padded, 0, self.num_rows)
+            first = min(self.chunk * self.shard, self.num_rows)
+            end = min(self.chunk * (self.shard + 1), self.num_rows)
             self.blocks, self.maxima = replace(self.all_blocks, first=first, end=end), None
         if codes != self.as_codes:
             gathered, messages = self._other
@@ -180,18 +185,18 @@ class GatheredWeight:
                 gathered = self._placeholder()
                 accept_fp32_gradient(gathered)
             self._other = self.parameter.exchange(gathered, messages)
-            before = self._other[0]
+            previous = self._other[0]
             if gathered is None:
-                assert getattr(before, "grad", None) is None, "the first micro-batch of a step decides"
-            elif before is not None and before.grad is not None:
-                gathered.grad, before.grad = before.grad, None
+                assert getattr(previous, "grad", None) is None, "only a step's first micro-batch changes the form"
+            elif previous is not None and previous.grad is not None:
+                gathered.grad, previous.grad = previous.grad, None
             self.as_codes = codes
         if not codes:
             self.parameter.set_hooks(None)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        """Codes and scales of this rank's rows, as many as FSDP2 wants of each rank."""
-        assert self.maxima is not None, "codes are gathered in forward passes of the whole model"
+        """Send codes and scales of this rank's rows, padded to `chunk` rows."""
+        assert self.maxima is not None, "`before_forward` of the whole model measures them"
         device, columns = self.maxima.device, self.num_columns
         codes = torch.empty(self.chunk, columns // 2, dtype=torch.uint8, device=device)
         scales = torch.empty(self.chunk, columns // self.blocks.block, dtype=torch.uint8, device=device)
@@ -201,25 +206,25 @@ class GatheredWeight:
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> None:
-        """Rows of all ranks, one after another."""
+        """Attach the received codes to the gathered parameter. Rows are in the order of ranks, so in the weight's."""
         codes, scales = (part[: self.num_rows] for part in outputs)
         assert self._gathered is not None and out is self._gathered
         attach_codes(self._gathered, PackedWeight(codes, scales, self.all_blocks, scale=self.scale, amax=self.amax))
 
     def _placeholder(self) -> nn.Parameter:
-        """A parameter of the weight's shape, dtype and placement that is NaN everywhere."""
+        """A parameter of the weight's shape, dtype and placement that is NaN everywhere and has no memory."""
         nan = torch.full((), float("nan"), dtype=self.dtype, device=self.parameter.shard.device)
-        seen: Tensor = nan.expand(self.num_rows, self.num_columns)
+        expanded: Tensor = nan.expand(self.num_rows, self.num_columns)
         if (spec := self.spec) is not None:
             assert spec.tensor_meta is not None
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=self.dtype))
-            seen = DTensor(seen, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
-        self._gathered = nn.Parameter(seen, requires_grad=self.parameter.sharded.requires_grad)
+            expanded = DTensor(expanded, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+        self._gathered = nn.Parameter(expanded, requires_grad=self.parameter.sharded.requires_grad)
         return self._gathered
 
 
 class GatheredCodes:
-    """All weights of a model that may be gathered as codes: decides for each, and brings maxima together."""
+    """All weights of a model that may be gathered as codes. Decides how each is gathered, and measures the maxima."""
 
     def __init__(
         self,
@@ -231,32 +236,32 @@ class GatheredCodes:
         assert isinstance(model, FSDPModule)
         self.model, self.units, self.shards, self.reshard = model, units, shards, reshard
         self.weights = [weight for _, weights in units for weight in weights]
-        self._decided: list[tuple[Any, ...]] = []
+        self._reasons: list[tuple[Any, ...]] = []  # what the current decision follows from
         self._version: int | None = None
         self._maxima = _SharedMaxima([], shards)
 
     def before_forward(self, *_: Any) -> None:
-        """Where recipes, backends, probes or watchers changed, decide what is gathered as codes; where these or weights
-        did, measure the maxima, a collective."""
+        """If recipes, backends, probes or watchers changed, decide which weights are gathered as codes. If these or the
+        weights changed, measure the maxima, a collective."""
         initialize_lazily(self.model)
         contexts = [weight.context for weight in self.weights]
-        deciding = [(context.recipe, context.backend, context.probe, context.watcher) for context in contexts]
+        reasons = [(context.recipe, context.backend, context.probe, context.watcher) for context in contexts]
         version = contexts[0].step_state.weights_version
-        changed = deciding != self._decided
+        changed = reasons != self._reasons
         if changed:
             self._decide()
-            self._decided = deciding
+            self._reasons = reasons
         if changed or version != self._version:
             for unit, weights in self.units:
                 if any(weight.as_codes for weight in weights):
-                    unit.reshard()  # nothing, unless they were gathered and not computed with
+                    unit.reshard()  # does nothing, unless the codes were gathered but not computed with
             for weight in self.weights:
-                if weight.as_codes:  # again: loading may have put another tensor in the shard's place
+                if weight.as_codes:  # set again, because loading may have replaced the shard
                     weight.parameter.set_hooks(weight)
             self._maxima.measure()
             self._version = version
         if self.reshard:
-            # Codes stay until the optimizer wants shards.
+            # Codes stay until the optimizer needs the shards.
             is_last = is_last_backward(self.model)
             for unit, weights in self.units:
                 if all(weight.as_codes for weight in weights):
@@ -266,75 +271,78 @@ class GatheredCodes:
         for unit, weights in self.units:
             unit.reshard()
             for weight in weights:
-                weight.context.weight_cache = None  # its codes change, or where they lie
+                weight.context.weight_cache = None  # its codes change, or the memory they are in
                 weight.gather_as(weight.context.gathers_codes)
-            stay = not self.reshard or all(weight.as_codes for weight in weights)
-            unit.set_reshard_after_forward(not stay, recurse=False)
+            only_codes = all(weight.as_codes for weight in weights)
+            unit.set_reshard_after_forward(self.reshard and not only_codes, recurse=False)
         self._maxima = _SharedMaxima([weight for weight in self.weights if weight.as_codes], self.shards)
 
 
 class _SharedMaxima:
-    """The largest magnitudes that ranks exchange: of weights, and of blocks whose rows several ranks hold.
+    """The maxima that ranks exchange: of weights, and of blocks of which several ranks hold rows.
 
-    One message: the maxima of the weights, then those of shared blocks [blocks, in / block], weight after weight.
+    They go in one message: the maxima of the weights, then those of shared blocks [blocks, in / block] of each weight.
     """
 
     def __init__(self, weights: list[GatheredWeight], shards: DeviceMesh) -> None:
-        # Those that tensor-parallel ranks share as well come first.
+        # Weights whose maximum tensor-parallel ranks share too come first.
         self.weights = sorted(weights, key=lambda weight: weight.context.amax_group("weight") is None)
         groups = [weight.context.amax_group("weight") for weight in self.weights]
         self.group, self.num_tensor_parallel = shards.get_group(), sum(group is not None for group in groups)
         self.tensor_parallel = groups[0] if self.num_tensor_parallel else None
-        self._message = self._scales = torch.empty(0)
-        self._own: list[Tensor] = []  # this rank's maxima of shared blocks, and where they are in the message
-        self._slots: list[Tensor] = []
-        self._numbers: list[Tensor] = []  # amax and scale of each weight, and where they are in message and scales
-        self._measured: list[Tensor] = []
+        self._message = self._scales = torch.empty(0)  # _scales: FP32 [weights], the tensor scales
+        # Pairs of lists: where a number is used, and its place in the message or in _scales.
+        self._block_maxima: list[Tensor] = []  # this rank's, of shared blocks
+        self._block_places: list[Tensor] = []
+        self._tensor_numbers: list[Tensor] = []  # amax and scale of each NVFP4 weight
+        self._tensor_places: list[Tensor] = []
 
     def measure(self) -> None:
-        """Maxima of this rank's rows, then those of all ranks."""
+        """Measure the maxima of this rank's rows, and reduce those that ranks share over these ranks."""
         if not self.weights:
             return
         for weight in self.weights:
             weight.maxima = block_maxima(weight.rows, weight.blocks, weight.maxima, dtype=weight.dtype)
         if not self._message.numel():
             self._lay_out()
-        message, count = self._message, len(self.weights)
+        message = self._message
         message.zero_()
         maxima = {i: w.maxima for i, w in enumerate(self.weights) if w.maxima is not None and w.maxima.numel()}
-        if maxima:  # a rank may be without rows
+        if maxima:  # a rank may have no rows
             largest = torch._foreach_norm([*maxima.values()], float("inf"))  # type: ignore[attr-defined]
             torch._foreach_copy_([message[i] for i in maxima], largest)
-        if self._slots:
-            torch._foreach_copy_(self._slots, self._own)
+        if self._block_places:
+            torch._foreach_copy_(self._block_places, self._block_maxima)
         bits = message.view(torch.int32)
         all_reduce_maxima(bits, self.group)
         if self.tensor_parallel is not None:
             all_reduce_maxima(bits[: self.num_tensor_parallel], self.tensor_parallel)
-        if self._slots:
-            torch._foreach_copy_(self._own, self._slots)
-        self._scales.copy_(tensor_decode_scale(message[:count], E4M3_MAX))
-        if self._numbers:
-            torch._foreach_copy_(self._numbers, self._measured)
+        if self._block_places:
+            torch._foreach_copy_(self._block_maxima, self._block_places)
+        self._scales.copy_(tensor_decode_scale(message[: len(self.weights)], E4M3_MAX))
+        if self._tensor_numbers:
+            torch._foreach_copy_(self._tensor_numbers, self._tensor_places)
 
     def _lay_out(self) -> None:
+        """Allocate the message, and find the place of every number in it."""
+        device, num_weights = self.weights[0].rows.device, len(self.weights)
         shared = [weight.shared_blocks() for weight in self.weights]
         widths = [weight.num_columns // weight.blocks.block for weight in self.weights]
-        start = count = len(self.weights)
-        size, device = count + sum(len(b) * n for b, n in zip(shared, widths, strict=True)), self.weights[0].rows.device
-        self._message, self._scales = torch.zeros(size, device=device), torch.zeros(count, device=device)
+        size = num_weights + sum(len(blocks) * width for blocks, width in zip(shared, widths, strict=True))
+        self._message, self._scales = torch.zeros(size, device=device), torch.zeros(num_weights, device=device)
+        start = num_weights
         for i, (weight, blocks, width) in enumerate(zip(self.weights, shared, widths, strict=True)):
             if weight.blocks.format != "nvfp4":
                 weight.amax = weight.scale = None
-            else:  # in memory that stays, whatever else is gathered meanwhile: CUDA graphs read it
+            else:  # their memory stays when the gathered formats change, because CUDA graphs read it
                 if weight.amax is None or weight.scale is None:
                     weight.amax, weight.scale = torch.zeros(2, device=device).unbind()
-                self._numbers += [weight.amax, weight.scale]
-                self._measured += [self._message[i], self._scales[i]]
+                self._tensor_numbers += [weight.amax, weight.scale]
+                self._tensor_places += [self._message[i], self._scales[i]]
             first, num_blocks = weight.blocks.first_block, weight.blocks.num_blocks
             for block in blocks:
                 if num_blocks and first <= block < first + num_blocks:
                     assert weight.maxima is not None
-                    self._own.append(weight.maxima[block - first])
-                    self._slots.append(self._message[start : start + width])
+                    self._block_maxima.append(weight.maxima[block - first])
+                    self._block_places.append(self._message[start : start + width])
                 start += width

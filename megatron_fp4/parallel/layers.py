@@ -1,24 +1,23 @@
 """Tensor-parallel layers on token-major activations [tokens, dim].
 
-    ColumnParallelLinear   W [out, in], rows sharded      all tokens in -> this rank's output features
-    RowParallelLinear      W [out, in], columns sharded   this rank's input features in -> sums over ranks
+    ColumnParallelLinear   W [out, in], rows sharded      all tokens -> this rank's output features
+    RowParallelLinear      W [out, in], columns sharded   this rank's input features -> sums over ranks
     VocabParallelEmbedding E [vocab, dim], rows sharded
     OutputHead             W [vocab, dim], rows sharded; never quantized
 
-Both linears are quantized by the recipe of the plan. No layer has a bias. With sequence parallelism the linears' own
-function gathers and scatters tokens beside its GEMMs (precision/linear.py). All other collectives are in the
-forward passes below:
+The plan gives both linears their recipe. No layer has a bias. With sequence parallelism `quantized_linear` gathers and
+scatters tokens while its GEMMs run (precision/linear.py). All other collectives are in the forward passes below:
 
-    enter_tensor_parallel   before a column-parallel layer: all tokens, whole features
-    leave_tensor_parallel   after a row-parallel layer: partial sums are added up over the ranks
+    enter_tensor_parallel   before a column-parallel layer: gives every rank all tokens with all features
+    leave_tensor_parallel   after a row-parallel layer: sums partial results over the ranks
 
-Between layers a rank holds either all tokens, or with sequence parallelism a contiguous slice of them. Sums are taken
-in the tensor's dtype (BF16 in training, as the paper has it).
+Between layers a rank holds all tokens, or with sequence parallelism a contiguous slice of them. Sums are in the
+tensor's dtype (BF16 in training, as in the paper).
 
-Row order: where a projection packs several things (the query, key and value heads; Mamba-2's z, x, B, C, dt), its rows
-are ordered by *group* (all rows that belong to KV head or state group 0, then 1, ...). Splitting the rows evenly over
-the ranks then gives each rank whole groups, a checkpoint means the same at every tensor-parallel size, and a packed
-weight is still one quantized tensor.
+Row order: if a projection packs several outputs (query, key and value heads; Mamba-2's z, x, B, C, dt), its rows are
+ordered by *group*: first all rows of KV head or state group 0, then those of 1, and so on. So an even split of the rows
+gives each rank whole groups, a checkpoint has the same meaning at every tensor-parallel size, and a packed weight is
+still one quantized tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Collective = Callable[[Tensor, ParallelMesh], Tensor]
 
 
 class QuantizedLinear(nn.Module):
-    """What the two parallel linears share: a weight and its context, which precision/plan.py fills in."""
+    """The base of the two parallel linears: a weight and its context, which precision/plan.py fills in."""
 
     context: LinearContext
 
@@ -55,9 +54,9 @@ class QuantizedLinear(nn.Module):
 class ColumnParallelLinear(QuantizedLinear):
     """y = x W^T with W's rows sharded.
 
-    num_groups: equal groups of output rows (KV heads, state groups) that are never split; must be a multiple of the
-    tensor-parallel size. With one group, rows are split anywhere on multiples of 16.
-    keep_padding: return each group with what it was padded by for the GEMM.
+    num_groups: number of equal groups of output rows (KV heads, state groups), which are never split; a multiple of the
+    tensor-parallel size. With one group, rows are split at multiples of 16.
+    keep_padding: return each group with the padding that it has for the GEMM.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class ColumnParallelLinear(QuantizedLinear):
         tp = mesh.tp_size
         group = mesh.tp_group if tp > 1 else None
         if num_groups == 1:
-            num_groups = tp  # each rank's slice is one group; whole blocks, so padding never differs from one rank's
+            num_groups = tp  # each rank's slice is one group of whole blocks, so the padding is that of one rank
         assert num_groups % tp == 0, (num_groups, tp)
         local_groups = num_groups // tp
         self.context = LinearContext(
@@ -79,13 +78,13 @@ class ColumnParallelLinear(QuantizedLinear):
         )
 
     def forward(self, x_td: Tensor) -> Tensor:
-        """[tokens (local with sequence parallelism), in] -> [tokens, out / tp], with `keep_padding` perhaps more."""
+        """[tokens (local with sequence parallelism), in] -> [tokens, out / tp (with `keep_padding`: and padding)]."""
         x_td = x_td if self.mesh.sequence_parallel else enter_tensor_parallel(x_td, self.mesh)
         return quantized_linear(x_td, self.weight, self.context)
 
 
 class RowParallelLinear(QuantizedLinear):
-    """y = x W^T with W's columns, and so the features of x, sharded."""
+    """y = x W^T with W's columns sharded, and therefore the features of x."""
 
     def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=1)
@@ -103,7 +102,7 @@ class RowParallelLinear(QuantizedLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a [vocab, dim] table; each rank looks up the tokens whose rows it holds, and the ranks add up."""
+    """A [vocab, dim] table. Each rank looks up the tokens whose rows it holds, and ranks sum the results."""
 
     def __init__(self, vocab_size: int, dim: int, mesh: ParallelMesh, dtype: torch.dtype) -> None:
         super().__init__()
@@ -119,7 +118,7 @@ class VocabParallelEmbedding(nn.Module):
         rows_here = self.weight.shape[0] // self.mesh.tp_size
         held = (index >= 0) & (index < rows_here)
         rows = lookup(self.weight, index.clamp(0, rows_here - 1)).to(self.dtype)
-        # One rank contributes each row and the others zeros: the sum is exact in any dtype.
+        # For each row one rank has the values and the others zeros, so the sum is exact in any dtype.
         return leave_tensor_parallel(rows * held[:, None], self.mesh)
 
 
@@ -138,8 +137,8 @@ class OutputHead(nn.Module):
     ) -> Tensor:
         """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp].
 
-        only: int64, the tokens that get logits; None: all. loss: called with all tokens [tokens, dim] and the weight,
-        which FSDP gathers for this forward pass; its result is returned instead.
+        only: int64, indices of the tokens that get logits; None: all. loss: called with all tokens [tokens, dim] and
+        the weight, which FSDP gathers only during this forward pass; its result is returned instead of logits.
         """
         x_td = enter_tensor_parallel(x_td, self.mesh)
         if loss is not None:
@@ -150,24 +149,24 @@ class OutputHead(nn.Module):
 def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """All tokens on every rank.
 
-    With sequence parallelism: all-gather over tokens, and reduce-scatter of the gradient. Without: the tensor itself,
-    and all-reduce of the gradient.
+    With sequence parallelism: all-gather over tokens, and reduce-scatter of the gradient. Without it: the tensor
+    itself, and all-reduce of the gradient.
     """
     if mesh.tp_size == 1:
         return x_td
-    pair = (all_gather_tokens, _reduce_scatter_tokens) if mesh.sequence_parallel else (_itself, _all_reduce)
+    pair = (all_gather_tokens, _reduce_scatter_tokens) if mesh.sequence_parallel else (_identity, _all_reduce)
     return _Collective.apply(x_td, mesh, *pair)  # type: ignore[return-value]
 
 
 def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
-    """The sum of the ranks' partial results.
+    """The sum of the partial results of all ranks.
 
-    With sequence parallelism: reduce-scatter over tokens, and all-gather of the gradient. Without: all-reduce, and
-    the gradient as it is.
+    With sequence parallelism: reduce-scatter over tokens, and all-gather of the gradient. Without it: all-reduce, and
+    the gradient itself.
     """
     if mesh.tp_size == 1:
         return y_td
-    pair = (_reduce_scatter_tokens, all_gather_tokens) if mesh.sequence_parallel else (_all_reduce, _itself)
+    pair = (_reduce_scatter_tokens, all_gather_tokens) if mesh.sequence_parallel else (_all_reduce, _identity)
     return _Collective.apply(y_td, mesh, *pair)  # type: ignore[return-value]
 
 
@@ -186,12 +185,12 @@ def _all_reduce(x: Tensor, mesh: ParallelMesh) -> Tensor:
     return out
 
 
-def _itself(x: Tensor, mesh: ParallelMesh) -> Tensor:
+def _identity(x: Tensor, mesh: ParallelMesh) -> Tensor:
     return x.view_as(x)
 
 
 class _Collective(torch.autograd.Function):
-    """One collective forward, its conjugate backward."""
+    """A collective in the forward pass, and its conjugate in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: ParallelMesh, forward: Collective, backward: Collective) -> Tensor:

@@ -1,10 +1,10 @@
-"""The device mesh: who computes what.
+"""The device mesh: which rank holds and computes what.
 
     replicate x dp x tp        (the replicate axis only with hybrid sharding)
 
-Ranks along `tp` hold slices of the same layers and compute the same tokens; ranks along `dp` hold FSDP shards of the
-same slice and compute other micro-batches; `replicate` repeats all that. `tp` is innermost, so tensor-parallel groups
-are neighbouring ranks of one host.
+Ranks along `tp` hold slices of the same layers and compute the same tokens. Ranks along `dp` hold FSDP shards of the
+same slice and compute different micro-batches. Ranks along `replicate` hold the same shards and also compute different
+micro-batches. `tp` is innermost, so a tensor-parallel group has neighbouring ranks of one host.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megatron_fp4.config.schema import ParallelConfig
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """A device mesh and the local device; `sequence_parallel`: activations between layers are sharded over tokens;
-    `reduce_each`: gradients are reduced over shards after every micro-batch, not only after a step's last;
-    `reproducible`: gradients, loss and norm do not depend on the data-parallel size (reproducible.py).
+    """A device mesh and the local device. sequence_parallel: activations between layers are sharded over tokens.
+    reduce_each: gradients are reduced over shards after every micro-batch, not only after a step's last one.
+    reproducible: gradients, loss and norm do not depend on the data-parallel size (reproducible.py).
 
-    Every layer asks for its axis in every call, and a slice of a DeviceMesh takes 0.4 ms to make: made once.
+    Properties are cached, because slicing a DeviceMesh takes 0.4 ms and every layer needs its axis in every call.
     """
 
     device_mesh: DeviceMesh
@@ -49,7 +49,7 @@ class ParallelMesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The axis FSDP2 shards over, with the replicate axis in front where FSDP2 sums over one."""
+        """The axis that FSDP2 shards over, after the replicate axis if FSDP2 also sums over replicas."""
         if self.num_replicas > 1 and not self.reproducible:
             return self.device_mesh["replicate", "dp"]
         return self.device_mesh["dp"]
@@ -74,12 +74,12 @@ class ParallelMesh:
 
     @cached_property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks, replicas included: ranks that compute different micro-batches."""
+        """Number of data-parallel ranks (those that compute different micro-batches), replicas included."""
         return self.device_mesh.size() // self.tp_size
 
     @cached_property
     def dp_rank(self) -> int:
-        """This rank's place among the data-parallel ranks, replicas included."""
+        """This rank's index among the data-parallel ranks, replicas included."""
         return dist.get_rank() // self.tp_size
 
     @cached_property
@@ -91,7 +91,7 @@ class ParallelMesh:
 
     @property
     def consecutive(self) -> bool:
-        """Whether a rank takes consecutive micro-batches of a global batch, and not every `dp_size`-th."""
+        """Whether a rank computes consecutive micro-batches of a global batch, instead of every `dp_size`-th one."""
         return self.reproducible and not self.reduce_each
 
     @property
@@ -104,7 +104,7 @@ class ParallelMesh:
 
 
 _OPEN_FILES = 65_536
-# Up to so many ranks gloo connects each with each when a group is made; of more, two when one first sends to the other.
+# Up to this number of ranks, gloo connects all pairs when a group is made; else a pair at its first message.
 _FULL_MESH_RANKS = 64
 
 
@@ -113,14 +113,15 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
 
     Without torchrun's environment the process forms a group of its own.
 
-    On CUDA, too, objects and what checkpoints agree on go through gloo, whose groups (the ranks', the mesh's axes', the
-    checkpoints') would each connect every rank with every other: of 4,096 ranks, each would hold 9,000 connections.
-    Connected on demand, a rank has two for a ring and a logarithm's for a tree; only the first, which gathers, has all.
+    On CUDA too, Python objects and the checkpoints' messages go through gloo. Each of its groups (all ranks, the mesh's
+    axes, checkpoints) would connect every rank with every other: with 4,096 ranks, each would hold 9,000 connections.
+    If gloo connects on demand, a rank has two connections for a ring and log2(ranks) for a tree; only the first rank,
+    which gathers, is connected with all.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if int(os.environ.get("WORLD_SIZE", 1)) > _FULL_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    # The first rank's connections: 1,000 ranks need more than the usual 1,024.
+    # For the first rank's connections: 1,000 ranks need more open files than the usual limit of 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft if soft == resource.RLIM_INFINITY else max(soft, enough), hard))
@@ -130,8 +131,8 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
         torch.cuda.set_device(device)
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if restarts > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun's own store still has the addresses of the processes before (torch 2.11 to 2.13), for which all would
-        # wait. On several nodes the counts may differ; docs/operations.md has the remedy there.
+        # torchrun's store still has the addresses of the previous processes (torch 2.11 to 2.13), and all ranks would
+        # wait for these. On several nodes the restart counts may differ; docs/operations.md has the remedy.
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
         store = dist.PrefixStore(f"restart_{restarts}", store)
@@ -145,8 +146,8 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
 
 
 def connect_ahead(group: dist.ProcessGroup | None = None) -> None:
-    """Where gloo connects on demand, make the connections that a run's collectives need: a ring's, a tree's and the
-    first rank's. Later the store that arranges them may be gone (it is torchrun's), and a run has to save then too.
+    """If gloo connects on demand, make the connections that a run's collectives need: of a ring, a tree and the first
+    rank. A connection needs torchrun's store, which may be gone when the run saves.
 
     group: None for all ranks. A collective.
     """
@@ -157,15 +158,15 @@ def connect_ahead(group: dist.ProcessGroup | None = None) -> None:
         dist.gather_object(None, everyone, dst=0, group=group)
 
 
-# How long a process may take to leave its group.
+# Time limit of `leave_distributed`.
 EXIT_SECONDS = 120.0
 
 
 def leave_distributed() -> None:
     """Destroy the process group, if there is one.
 
-    A group that hangs in its end must not hold the machines: after `EXIT_SECONDS` the process writes to stderr where
-    its threads stand, and ends with exit code 1.
+    If this hangs for `EXIT_SECONDS`, the process writes the stacks of its threads to stderr and ends with exit code 1,
+    so that it does not block the machines.
     """
     if dist.is_initialized():
         faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=sys.__stderr__ or 2)
@@ -174,13 +175,13 @@ def leave_distributed() -> None:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """End a program that has saved and closed everything, without the interpreter's own end.
+    """End a program that has saved and closed everything, without the interpreter's shutdown.
 
-    There, threads of a group that a DeviceMesh still holds may want an object's lock and abort the process
-    ("terminate called without an active exception", exit code -6): a finished run would count as failed.
+    During that shutdown, threads of a group that a DeviceMesh still holds may try to lock an object and abort the
+    process ("terminate called without an active exception", exit code -6), so a finished run would count as failed.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, SystemExit):  # its reader has left; the exit code counts
+        with contextlib.suppress(OSError, SystemExit):  # if the reader is gone, the exit code still counts
             stream.flush()
     os._exit(exit_code)
 
@@ -188,10 +189,13 @@ def end_process(exit_code: int) -> NoReturn:
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     """The mesh of the initialized process group."""
     world, shard = dist.get_world_size(), config.shards(dist.get_world_size())
-    assert world == shard * math.prod(config.sizes.values()), "config/checks.py lets no other through"
+    assert world == shard * math.prod(config.sizes.values()), "config/checks.py rejects other sizes"
     axes = {"replicate": config.replicate} if config.replicate > 1 else {}
     axes |= {"dp": shard, "tp": config.tensor}
-    sequence = config.tensor > 1 and config.sequence is not False
-    device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    each = config.reduce_gradients == "each"
-    return ParallelMesh(device_mesh, device, sequence, each, config.reproducible)
+    return ParallelMesh(
+        init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)),
+        device,
+        sequence_parallel=config.tensor > 1 and config.sequence is not False,
+        reduce_each=config.reduce_gradients == "each",
+        reproducible=config.reproducible,
+    )

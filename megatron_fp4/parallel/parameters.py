@@ -1,10 +1,10 @@
-"""Parameters as DTensors on the tensor-parallel axis, and how layers get at their local part.
+"""Parameters as DTensors on the tensor-parallel axis, and how layers access their local part.
 
-A parameter is born as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. With several data-parallel
-ranks FSDP2 then shards it over `dp` as well and hands the forward pass a gathered copy in the compute dtype. Layers
-work on the local tensor; every way to it, here, in `precision/linear.py` and in `cross_entropy.py`, rounds a master
-that FSDP2 has not rounded, and returns the gradient as an FP32 DTensor, so that gradients add up over micro-batches and
-ranks in FP32.
+A parameter is created as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. With several data-parallel
+ranks FSDP2 then also shards it over `dp` and gives the forward pass a gathered copy in the compute dtype. Layers work
+on the local tensor. The functions that take it (here, in `precision/linear.py` and in `cross_entropy.py`) round it if
+FSDP2 has not, and return the gradient as an FP32 DTensor, so that gradients are summed over micro-batches and ranks in
+FP32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_fp4.precision.fp32_gradients import (
 def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | None = None) -> nn.Parameter:
     """An uninitialized FP32 parameter of global `shape`, sharded over `tp` along `shard_dim` (None: replicated).
 
-    Created on the current default device (the meta device under `torch.device("meta")`).
+    Created on the default device (under `torch.device("meta")`: on the meta device).
     """
     local = list(shape)
     placement: Placement = Replicate()
@@ -41,7 +41,7 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
 
 
 def local_parameter(parameter: Tensor) -> Tensor:
-    """The local part of a parameter as the forward pass sees it, in FP32, with an FP32 gradient."""
+    """The local part of a parameter, rounded as the forward pass needs it, as FP32; its gradient is FP32."""
     accept_fp32_gradient(parameter)
     return _LocalParameter.apply(parameter)  # type: ignore[return-value]
 
@@ -49,8 +49,8 @@ def local_parameter(parameter: Tensor) -> Tensor:
 def lookup(parameter: Tensor, index: Tensor) -> Tensor:
     """Rows `index` (int64, any shape) of the local part of a [rows, dim] parameter, [*index, dim].
 
-    The gradients of a row that is looked up many times add up in FP32. (`F.embedding` of a BF16 table would add them
-    up in BF16, where a frequent token loses most of its gradient.)
+    If a row is looked up several times, its gradients are summed in FP32. (`F.embedding` of a BF16 table would sum them
+    in BF16, and frequent tokens would lose most of their gradient.)
     """
     accept_fp32_gradient(parameter)
     return _Lookup.apply(parameter, index)  # type: ignore[return-value]
@@ -97,5 +97,5 @@ def global_offsets(parameter: Tensor) -> tuple[int, ...]:
     """Where the local part of a (possibly FSDP-sharded) parameter starts in the global tensor, per dimension."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
-    (chunk,) = parameter.__create_chunk_list__()  # as checkpoints have it
+    (chunk,) = parameter.__create_chunk_list__()  # torch's method for checkpoints
     return tuple(chunk.offsets)

@@ -1,22 +1,23 @@
 """Gradients summed in an order that does not depend on the number of ranks (`parallel.reproducible`).
 
-A sum of floating-point numbers depends on its order, and a ring's order on the ranks in it. Here the gradient of a
-global batch is summed by one binary tree over its micro-batches, which neighbours join first:
+A sum of floating-point numbers depends on its order, and the order in a ring depends on its ranks. Here one binary tree
+over the micro-batches of a global batch sums its gradient, neighbours first:
 
-    (((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)))        micro-batches of a global batch, by index
+    (((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)))        indices of micro-batches in the global batch
 
-Cut at any level it is a tree of R equal subtrees, so a power of two of ranks computes the same tree: with
-`reduce_gradients=once` a rank has consecutive micro-batches, sums its subtree by a binary counter and the ranks sum the
-rest; with `each` ranks take micro-batches in turn, sum those of a round, and the counter sums the rounds. If the number
-of micro-batches is no power of two, its odd factor is the number of consecutive ones that are summed one after another
-at the leaves, for which `once` is needed.
+At each level the tree consists of equal subtrees, so any power-of-two number of ranks can compute the same tree. With
+`reduce_gradients=once` a rank has consecutive micro-batches: it sums its subtree, and the ranks sum the rest. With
+`each` a round is one micro-batch per rank: the ranks sum each round, and then each rank sums the rounds. A rank sums
+its subtree like a binary counter: two sums of equally many leaves become one. If the number of micro-batches is not a
+power of two, a leaf is not one micro-batch, but as many consecutive ones as its odd factor, summed one after another;
+this needs `once`.
 
-Between ranks an all-to-all brings each rank its shard of all gradients, as many bytes as a ring sends, and they are
-added here. FSDP2 calls this in the place of its reduce-scatter, and of its all-reduce over replicas: there the model is
-sharded over the shards alone, and each reduced shard is then summed over replicas.
+Between ranks, an all-to-all gives each rank its shard of all gradients (as many bytes as a ring sends), and the rank
+adds them. FSDP2 calls this instead of its reduce-scatter, and instead of its all-reduce over replicas: FSDP2 shards
+over `dp` only, and a hook then sums each reduced shard over replicas.
 
-The counter holds as many further FP32 gradients as a rank's tree has levels: whole ones with `once`, shards with
-`each`.
+The binary counter keeps as many extra FP32 gradients as a rank's tree has levels: complete ones with `once`, shards
+with `each`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron_fp4.precision.fp32_gradients import local_part
 
 
 def leaf_size(num_micro_batches: int) -> int:
-    """How many consecutive micro-batches of a global batch are summed one after another: the odd factor."""
+    """How many consecutive micro-batches of a global batch make a leaf of the tree: the odd factor of their number."""
     return num_micro_batches // (num_micro_batches & -num_micro_batches)
 
 
@@ -48,7 +49,7 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 class TreeReduceScatter:
-    """In the place of FSDP2's reduce-scatter (`set_custom_reduce_scatter`)."""
+    """Replaces FSDP2's reduce-scatter (`set_custom_reduce_scatter`)."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -56,14 +57,14 @@ class TreeReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """output_tensor [m] becomes the sum over ranks of their input_tensor [ranks, m], flat, at this rank."""
+        """Write to output_tensor [m] the sum over ranks of this rank's row of their input_tensor [ranks, m] (flat)."""
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.copy_(tree_sum(received.view(group.size(), -1)))
 
 
 def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum `tensor`, flat, over the ranks of `group`, in place."""
+    """Sum `tensor` [n] over the ranks of `group`, in place."""
     ranks = group.size()
     padded = torch.nn.functional.pad(tensor, (0, -len(tensor) % ranks))
     received = torch.empty_like(padded)
@@ -75,19 +76,20 @@ def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:
 class GradientTree:
     """The part of the tree that one rank sums, between the micro-batches of `accumulate`.
 
-    model: sharded by FSDP2, or of one data-parallel rank alone.
+    model: sharded by FSDP2, unless there is one data-parallel rank.
     """
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
-        self._groups: list[Callable[[], list[nn.Parameter]]] = []  # of parameters that hold gradients together
-        self._reduced_beside: FSDPModule | None = None  # the model, where FSDP2 reduces after every micro-batch
+        # Functions that return the parameters of a group; FSDP2 reduces the gradients of a group together.
+        self._groups: list[Callable[[], list[nn.Parameter]]] = []
+        self._reduced_in_streams: FSDPModule | None = None  # the model, if CUDA streams reduce each micro-batch
         if mesh.dp_size == 1:
-            # Looked up in the first step: initialization puts others in their places.
-            self._groups.append(cache(lambda: [one for one in model.parameters() if one.requires_grad]))
+            # Looked up in the first step, because initialization replaces the parameters.
+            self._groups.append(cache(lambda: [p for p in model.parameters() if p.requires_grad]))
         else:
             assert isinstance(model, FSDPModule)
             if mesh.reduce_each and mesh.device.type == "cuda":
-                self._reduced_beside = model
+                self._reduced_in_streams = model
             for module in model.modules():
                 if isinstance(module, FSDPModule) and parameters_of(module):
                     self._add_group(module, mesh.reduce_each)
@@ -95,18 +97,21 @@ class GradientTree:
 
     def _add_group(self, module: FSDPModule, reduce_each: bool) -> None:
         parameters, index = parameters_of(module), len(self._groups)
-        self._groups.append(lambda: [one.sharded if reduce_each else one.gathered for one in parameters])
+        self._groups.append(lambda: [p.sharded if reduce_each else p.gathered for p in parameters])
         if not reduce_each:
             before_reduction(module, lambda: self._finish(index))
 
     def begin(self) -> None:
-        """Before the first micro-batch of a step."""
-        # Of each group: the number of leaves, falling powers of 2, and the sums of their gradients.
+        """Called before the first micro-batch of a step."""
+        # For each group: the binary counter, pairs of a number of leaves (falling powers of 2) and their summed
+        # gradients.
         self._sums: list[list[tuple[int, list[Tensor]]]] = [[] for _ in self._groups]
 
     def keep(self, copied: bool = False) -> None:
-        """After each leaf but this rank's last: take its gradients. copied: out of the memory of a CUDA graph, which
-        the next leaf writes."""
+        """Called after each leaf of this rank except the last: move its gradients from `.grad` into the sums.
+
+        copied: copy them, because they are in the memory of a CUDA graph, which the next leaf overwrites.
+        """
         self._wait_for_reductions()
         for group, sums in zip(self._groups, self._sums, strict=True):
             parameters, leaves = group(), 1
@@ -122,7 +127,8 @@ class GradientTree:
             sums.append((leaves, gradients))
 
     def finish(self) -> None:
-        """After the last leaf: `.grad` becomes the sum. With FSDP2 and `once` it was, before the reduction."""
+        """Called after the last leaf: add the sums to its `.grad`. With FSDP2 and `once` a hook has already done this,
+        before the reduction."""
         self._wait_for_reductions()
         for index in range(len(self._groups)):
             self._finish(index)
@@ -134,12 +140,12 @@ class GradientTree:
             torch._foreach_add_(gradients, sums.pop()[1])  # type: ignore[attr-defined]
 
     def _wait_for_reductions(self) -> None:
-        if self._reduced_beside is not None:
-            for stream in reduction_streams(self._reduced_beside):
+        if self._reduced_in_streams is not None:
+            for stream in reduction_streams(self._reduced_in_streams):
                 torch.cuda.current_stream().wait_stream(stream)
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    assert len(gradients) == len(parameters), "without one, sums would be of gradients of different parameters"
+    assert len(gradients) == len(parameters), "if one were missing, gradients of different parameters would be added"
     return gradients
