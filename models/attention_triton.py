@@ -1,14 +1,15 @@
-"""Causal attention in Triton: the forward pass, and a backward pass whose sums are always taken in the same order.
+"""Causal attention in Triton: a forward pass, and a backward pass that always sums in the same order.
 
-The usual backward pass gives a program a tile of keys and lets it add its part of dq to memory, in whatever order the
-programs come by. Here a gradient has one program: one kernel makes dq of a tile of queries, another dk and dv of a tile
-of keys (of all query heads that share them). Scores are computed twice for that, 7 products where 5 would do, and
-nothing is added up in memory: two runs are equal in every bit. The arithmetic is FlashAttention-2's (arXiv:2307.08691):
-products of BF16 with FP32 sums, and the logarithm of each row's sum in place of the row.
+In the usual backward pass a program has a tile of keys and adds its part of dq to memory, in the order in which the
+programs run. Here each part of a gradient has one program: one kernel computes dq of a tile of queries, another dk and
+dv of a tile of keys (for all query heads that share them). No program adds to memory, so two runs have the same bits.
+The price is that scores are computed twice: 7 matrix products instead of 5. The arithmetic is that of FlashAttention-2
+(arXiv:2307.08691): products of BF16 with FP32 sums; of each row of scores only the logarithm of its sum of exponentials
+is saved.
 
-Documents lie one after the other in a row, so a query's keys are a range, from its document's `begin` to itself, and a
-key's queries one too, from itself to its document's `end`. A tile's range comes in three parts, of which the middle one
-needs no mask, whether there are documents or not.
+Documents follow one another in a row. So the keys of a query are a range, from the beginning of its document to itself,
+and so are the queries of a key, from itself to the end of its document. The range of a tile has three parts; the middle
+part needs no mask, with or without documents.
 
 Shapes: b batch, s sequence, h query heads, g KV heads, d head dimension. All tensors are contiguous.
 """
@@ -23,23 +24,23 @@ import triton.language as tl
 from torch import Tensor
 
 Tiles = tuple[int, int, int, int]
-"""Queries and keys of one tile, warps and stages of a program (models/attention.py has which)."""
+"""Queries and keys of a tile, warps and stages of a program (`TILES` in models/attention.py)."""
 
 
 def forward(
     q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, tiles: Tiles, begins_bs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention [b, s, h, d] in the dtype of q, and FP32 [b, h, s], the natural logarithm of every row's sum.
+    """Attention y [b, s, h, d] in the dtype of q, and log sum_k exp(score_qk) of every query, FP32 [b, h, s].
 
-    begins: int32 [b, s], the first token of each token's document; None: a row is one document.
+    begins_bs: int32, the first token of each token's document; None: a row is one document.
     """
     batch, length, heads, _ = q_bshd.shape
-    y, sums = torch.empty_like(q_bshd), q_bshd.new_empty(batch, heads, length, dtype=torch.float32)
+    y, log_sums = torch.empty_like(q_bshd), q_bshd.new_empty(batch, heads, length, dtype=torch.float32)
     with _on(q_bshd):
         _attention_forward_kernel[(triton.cdiv(length, tiles[0]), batch * heads)](
-            q_bshd, k_bsgd, v_bsgd, y, sums, begins_bs, length, **_settings(q_bshd, k_bsgd, begins_bs, tiles)
+            q_bshd, k_bsgd, v_bsgd, y, log_sums, begins_bs, length, **_settings(q_bshd, k_bsgd, begins_bs, tiles)
         )
-    return y, sums
+    return y, log_sums
 
 
 def backward(
@@ -48,29 +49,28 @@ def backward(
     k_bsgd: Tensor,
     v_bsgd: Tensor,
     y_bshd: Tensor,
-    sums_bhs: Tensor,
-    of_dq: Tiles,
-    of_keys: Tiles,
+    log_sums_bhs: Tensor,
+    dq_tiles: Tiles,
+    dkdv_tiles: Tiles,
     begins_bs: Tensor | None = None,
     ends_bs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of what `forward`, or another kernel, returned as y and sums.
+    """dq, dk and dv. y and log_sums: from `forward` or from another kernel for the same attention.
 
-    of_dq, of_keys: tiles of the kernels that make dq, and dk and dv. begins, ends: int32 [b, s], the first token of
-    each token's document, and the one after its last.
+    begins_bs, ends_bs: int32, the first token of each token's document, and the token after its last one.
     """
     batch, length, heads, _ = q_bshd.shape
     dq, dk, dv = torch.empty_like(q_bshd), torch.empty_like(k_bsgd), torch.empty_like(v_bsgd)
-    # What of dy does not change a row's sum of probabilities; the first kernel makes it, the second reads it.
-    delta = torch.empty_like(sums_bhs)
+    # sum_d y dy of every query (D in FlashAttention-2); the first kernel computes it, the second reads it.
+    delta = torch.empty_like(log_sums_bhs)
     with _on(q_bshd):
-        _attention_dq_kernel[(triton.cdiv(length, of_dq[0]), batch * heads)](
-            q_bshd, k_bsgd, v_bsgd, y_bshd, dy_bshd, sums_bhs, delta, dq, begins_bs, length,
-            **_settings(q_bshd, k_bsgd, begins_bs, of_dq),
+        _attention_dq_kernel[(triton.cdiv(length, dq_tiles[0]), batch * heads)](
+            q_bshd, k_bsgd, v_bsgd, y_bshd, dy_bshd, log_sums_bhs, delta, dq, begins_bs, length,
+            **_settings(q_bshd, k_bsgd, begins_bs, dq_tiles),
         )  # fmt: skip
-        _attention_dkdv_kernel[(triton.cdiv(length, of_keys[1]), batch * k_bsgd.shape[2])](
-            q_bshd, k_bsgd, v_bsgd, dy_bshd, sums_bhs, delta, dk, dv, begins_bs, ends_bs, length,
-            **_settings(q_bshd, k_bsgd, begins_bs, of_keys),
+        _attention_dkdv_kernel[(triton.cdiv(length, dkdv_tiles[1]), batch * k_bsgd.shape[2])](
+            q_bshd, k_bsgd, v_bsgd, dy_bshd, log_sums_bhs, delta, dk, dv, begins_bs, ends_bs, length,
+            **_settings(q_bshd, k_bsgd, begins_bs, dkdv_tiles),
         )  # fmt: skip
     return dq, dk, dv
 
@@ -93,7 +93,7 @@ def _settings(q_bshd: Tensor, k_bsgd: Tensor, begins_bs: Tensor | None, tiles: T
 
 
 def _on(tensor: Tensor) -> Any:
-    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)  # -1: as it is, for Triton's interpreter
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)  # -1: no change, for Triton's interpreter
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -102,7 +102,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _rows(start, index, length, STRIDE: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, DIM] from `start`; with MASKED, zeros for those that are not there."""
+    """[rows, DIM] from `start`; with MASKED, zeros for rows from `length` on."""
     places = start + index.to(tl.int64)[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     if MASKED:
         return tl.load(places, mask=(index < length)[:, None], other=0.0)
@@ -111,7 +111,7 @@ def _rows(start, index, length, STRIDE: tl.constexpr, DIM: tl.constexpr, MASKED:
 
 @triton.jit
 def _seen(m, n, begin, DOCUMENTS: tl.constexpr):
-    """Whether query m sees key n; its document begins at `begin`. All three broadcast."""
+    """Whether query m sees key n; the query's document begins at `begin`. All three broadcast."""
     seen = n <= m
     if DOCUMENTS:
         seen = seen & (n >= begin)
@@ -120,8 +120,9 @@ def _seen(m, n, begin, DOCUMENTS: tl.constexpr):
 
 @triton.jit
 def _ranges_of_keys(begins_ptr, first, length, M: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """For the tile of queries that begins at `first`: where its keys begin, where every query sees them all, from where
-    on some do not again, which are those of the tile itself, and where they end."""
+    """The bounds of the three parts of the keys of the tile of queries that begins at `first`: in the first part some
+    queries do not see keys of earlier documents, in the second all see all keys, in the third they see keys up to
+    themselves."""
     diagonal = first // N * N
     start = 0
     whole = 0
@@ -138,7 +139,7 @@ def _attention_forward_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    # The last queries see most keys: these tiles begin first.
+    # The last queries see the most keys, so their tiles begin first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     row, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
     group = head // (HEADS // GROUPS)
@@ -156,7 +157,7 @@ def _attention_forward_kernel(
     ranges = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
     k_ptr += k_start
     v_ptr += k_start
-    for part in tl.static_range(0 if DOCUMENTS else 1, 3):  # the one in the middle needs no mask
+    for part in tl.static_range(0 if DOCUMENTS else 1, 3):  # the middle part needs no mask
         y, highest, total = _forward_tiles(
             y, highest, total, q, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
             GROUPS * DIM, DIM, N, DOCUMENTS, part != 1,
@@ -179,7 +180,7 @@ def _forward_tiles(
         if MASKED:
             scores = tl.where(_seen(m[:, None], n[None, :], begin[:, None], DOCUMENTS), scores, -float("inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        if MASKED:  # a query may have seen no key yet
+        if MASKED:  # a query may not have seen a key yet
             base = tl.where(higher == -float("inf"), 0.0, higher)
         else:
             base = higher
@@ -253,13 +254,13 @@ def _attention_dkdv_kernel(
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(N % M == 0)
-    first = tl.program_id(0) * N  # the first keys have most queries
+    first = tl.program_id(0) * N  # the first keys have the most queries, so their tiles begin first
     row, group = (tl.program_id(1) // GROUPS).to(tl.int64), tl.program_id(1) % GROUPS
     n = first + tl.arange(0, N)
     k_start = (row * length * GROUPS + group) * DIM
     k = _rows(k_ptr + k_start, n, length, GROUPS * DIM, DIM, True)
     v = _rows(v_ptr + k_start, n, length, GROUPS * DIM, DIM, True)
-    # After the tile's own queries come those that see all of its keys, then those that see some.
+    # After the tile's own queries come those that see all of its keys, then those that see some of them.
     after = first + N
     whole = length
     end = length
@@ -304,7 +305,7 @@ def _dkdv_tiles(
         else:
             sums = tl.load(sums_ptr + m) * LOG2_E
             delta = tl.load(delta_ptr + m)
-        # The transposes [keys, queries], so that nothing is turned for dk and dv.
+        # Transposed, [keys, queries], so that the products for dk and dv need no transposes.
         p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - sums[None, :])
         if MASKED:
             p = tl.where(_seen(m[None, :], n[:, None], begin[None, :], DOCUMENTS) & there[None, :], p, 0.0)

@@ -1,4 +1,4 @@
-"""How a model computes what it computes: which kernels, and what it computes again in the backward pass.
+"""How a model runs: which kernels it uses, and what it recomputes in the backward pass.
 
 The PyTorch path (`PLAIN`) runs anywhere and is the reference; the fused path differs from it by roundings to BF16.
 `choose_execution` (models/pattern.py) chooses for a configuration and a machine.
@@ -6,27 +6,27 @@ The PyTorch path (`PLAIN`) runs anywhere and is the reference; the fused path di
     part                            torch                   fused (CUDA)
     Mamba-2's scan                  models/ssd.py, FP32     mamba-ssm, BF16 in and out, FP32 sums and states
     Mamba-2's convolution           models/mamba2.py, FP32  causal-conv1d, BF16 in and out
-    attention (models/attention.py) PyTorch's own choice    cuDNN, Triton or FlashAttention
+    attention (models/attention.py) PyTorch chooses         cuDNN, Triton or FlashAttention
     norms, squared ReLU, RoPE       eager                   torch.compile of the small pure functions
     softmax of the loss             eager                   Triton, in place
 
-Selective activation checkpointing keeps what GEMMs return, and computes everything between them again: norms, squared
-ReLU, RoPE, Mamba-2's convolution and scan. A recomputed function keeps its inputs alone, and puts on its result a
-promise to make it again; whatever would keep that result, or a view of it, keeps the promise instead.
+Selective activation checkpointing saves the results of GEMMs and attention, and recomputes what is between them: norms,
+squared ReLU, RoPE, Mamba-2's convolution and scan. A recomputed function saves only its inputs, and marks its result
+with a `_Recomputation`. Where autograd would save that result or a view of it, it saves the `_Recomputation` instead.
 
     norm = recomputed(norm)
     with recompute_saved():         around a block
-        x = norm(h, weight)         keeps h and weight; x bears a promise
-        y = linear(x)               where it would keep x, it keeps the promise
-        z = squared_relu(y)         (another recomputed function) keeps y
+        x = norm(h, weight)         saves h and weight; x is marked
+        y = linear(x)               saves the recomputation of x instead of x
+        z = squared_relu(y)         (another recomputed function) saves y
         ...
 
-In the backward pass whatever first needs x (the linear for wgrad, or the norm itself) has it computed again, once.
-A linear that keeps 4-bit codes of x keeps the codes, and what keeps a copy of x, padded for instance, keeps the copy.
+In the backward pass x is recomputed once, when it is first needed (by the linear for wgrad, or by the norm). A linear
+that saves 4-bit codes of x still saves the codes, and a function that saves a copy of x (a padded one) saves the copy.
 
 Recomputed functions are pure functions of tensors: they gather no parameters, read no clock, run no GEMM and draw no
-random number, so gradients have the same bits as without. (Not with FP32 as the compute dtype: the parts of a norm's
-gradient are added up before the residual's then, as they are in BF16 anyway.)
+random numbers, so gradients have the same bits as without recomputation. (Except with FP32 as the compute dtype: only
+with recomputation, the parts of a norm's gradient are summed before the residual's is added. In BF16 they always are.)
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """A kernel of another package that can take the place of a function in plain PyTorch.
+    """A kernel of another package that can replace a function in plain PyTorch.
 
-    part: what it computes, the name under which a mixer asks for it; title: the same in words. package: as pip knows
-    it. refusal: why it does not take a model's sizes at a tensor-parallel size, or None. optional: whether another
-    fused kernel takes its place then, so that `train.kernels=fused` goes without it.
+    part: what it computes, the name by which a mixer asks for it; title: the same in words. package: its name for pip.
+    refusal: called with the model's sizes and the tensor-parallel size; returns why the kernel does not support them,
+    or None. optional: if it is refused, another fused kernel replaces it, so `train.kernels=fused` does not need it.
     """
 
     part: str
@@ -66,14 +66,14 @@ class FusedKernel:
 
 @dataclass(frozen=True)
 class Execution:
-    """The choices. Everything in it can be pickled, for ranks to compare theirs.
+    """How a model runs. It can be pickled, so that ranks can compare theirs.
 
-    kernels: part -> what computes it in place of the function in plain PyTorch, with the same arguments: `scan` and
-    `conv` of Mamba-2, `attention`, `loss`. (A dry run puts functions here that only allocate.)
+    kernels: part -> the function that computes it instead of the one in plain PyTorch, with the same arguments: `scan`
+    and `conv` of Mamba-2, `attention`, `loss`. (In a dry run these functions only allocate.)
     compile: makes one kernel of a small pure function (norms, squared ReLU, RoPE), such as `torch_compile`; with it,
-    attention prefers cuDNN and the loss's softmax is Triton's. None: such functions run as they are.
-    recompute: `none`, `block` (a block keeps only its input) or `selective` (it keeps its input and what its GEMMs and
-    attention return).
+    attention prefers cuDNN and Triton computes the softmax of the loss. None: these functions run eagerly.
+    recompute: `none`, `block` (a block saves only its input) or `selective` (it saves its input and the results of its
+    GEMMs and attention).
     """
 
     kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -86,116 +86,116 @@ class Execution:
         return self.compile is not None
 
     def kernel(self, part: str, plain: Callable[P, R]) -> Callable[P, R]:
-        """What computes `part`: the kernel if there is one, else `plain`."""
+        """The kernel that computes `part`, or `plain` if there is none."""
         return self.kernels.get(part, plain)
 
     def pure(self, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, compiled if this execution compiles. It must depend on nothing but its arguments."""
+        """`function`, compiled if this execution compiles. It must depend only on its arguments."""
         return function if self.compile is None else self.compile(function)
 
     def recomputed(self, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, computed again in the backward pass if recomputation is selective.
+        """`function`, recomputed in the backward pass if recomputation is selective.
 
-        It must depend on nothing but its arguments, which are tensors and constants, and return tensors.
+        It must depend only on its arguments, which are tensors and constants, and return tensors.
         """
         return recomputed(function) if self.recompute == "selective" else function
 
 
 PLAIN = Execution()
 
-# Processes of one rank that compile, at most; a model has some fifteen such kernels.
+# At most this number of processes compile for a rank; a model has about fifteen kernels to compile.
 _COMPILERS = 8
 
 
 @functools.cache
 def torch_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` through torch.compile; the same one every time."""
+    """`function` compiled by torch.compile; the same object in every call."""
     from torch._inductor import config
 
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        # The ranks of a machine share its cores: each would start as many compilers as there are cores, or 32.
+        # The ranks of a machine share its cores, but each would start min(cores, 32) compilers.
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         config.compile_threads = min(max(cores, 1), _COMPILERS)
-    # Shapes are those of one micro-batch for the whole run; compiled for any shape the kernels would be slower.
+    # A micro-batch has the same shapes in the whole run, and kernels for dynamic shapes would be slower.
     return torch.compile(function, dynamic=False)
 
 
 def recomputed(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` of tensors and constants, whose results (a tensor or a tuple of them) bear promises, if a gradient is
-    asked for."""
+    """`function` of tensors and constants, recomputed in the backward pass. If a gradient is needed, its results (a
+    tensor or a tuple of tensors) are marked for `recompute_saved`."""
 
     @functools.wraps(function)
-    def promising(*arguments: Any) -> Any:
+    def marking(*arguments: Any) -> Any:
         if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)):
             return function(*arguments)  # type: ignore[call-arg]
-        promise = _Promise(function, arguments)
-        results = _Recomputed.apply(promise, *arguments)
+        recomputation = _Recomputation(function, arguments)
+        results = _Recomputed.apply(recomputation, *arguments)
         for i, result in enumerate(_tuple(results)):
-            result._promised = (promise, i)
+            result._recomputation = (recomputation, i)
         return results
 
-    return promising  # type: ignore[return-value]
+    return marking  # type: ignore[return-value]
 
 
 def recompute_saved() -> AbstractContextManager[Any]:
-    """Inside, what autograd keeps of a result that bears a promise, or of a view of it, is the promise."""
+    """A context in which autograd saves the recomputation of a marked result, or of a view of one, instead of it."""
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
-class _Promise:
-    """A recomputed function, its arguments, and in the backward pass, for a while, its results."""
+class _Recomputation:
+    """A recomputed function, its arguments, and during the backward pass its results."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.function = function
         self.inputs = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in arguments]
-        self._made: tuple[Tensor, ...] | None = None
+        self._results: tuple[Tensor, ...] | None = None
 
     def results(self) -> tuple[Tensor, ...]:
-        """With the graph from `inputs` to them; computed once and kept until `forget`."""
-        if self._made is None:
+        """The results with their graph from `inputs`; computed once and kept until `free`."""
+        if self._results is None:
             with torch.enable_grad():
-                self._made = _tuple(self.function(*self.inputs))
-        return self._made
+                self._results = _tuple(self.function(*self.inputs))
+        return self._results
 
-    def forget(self) -> None:
-        """The gradient has passed through: nothing upstream needs the results."""
-        self.inputs, self._made = [], None
+    def free(self) -> None:
+        """Drop inputs and results. Called after the gradient of the inputs: nothing needs them any more."""
+        self.inputs, self._results = [], None
 
 
 def _pack(tensor: Tensor) -> Any:
-    """The tensor, or the promise that it is part of, which of its results, and how it lies there."""
-    for bearer in (tensor, tensor._base):
-        if (promised := getattr(bearer, "_promised", None)) is not None:
-            return *promised, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+    """The tensor, or if it is a marked result or a view of one: its recomputation, index, and shape and strides."""
+    for marked in (tensor, tensor._base):
+        if (recomputation_and_index := getattr(marked, "_recomputation", None)) is not None:
+            return *recomputation_and_index, tensor.shape, tensor.stride(), int(tensor.storage_offset())
     return tensor
 
 
-def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    promise, result, *place = kept
-    return promise.results()[result].detach().as_strided(*place)
+def _unpack(saved: Any) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    recomputation, index, *layout = saved
+    return recomputation.results()[index].detach().as_strided(*layout)
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, promise: _Promise, *arguments: Any) -> Any:
-        ctx.promise = promise
+    def forward(ctx: Any, recomputation: _Recomputation, *arguments: Any) -> Any:
+        ctx.recomputation = recomputation
         ctx.set_materialize_grads(False)
-        results = promise.function(*(a.detach() if isinstance(a, Tensor) else a for a in arguments))
-        # Detached, a result is the base of its views, even if the function returned a view of something.
+        results = recomputation.function(*(a.detach() if isinstance(a, Tensor) else a for a in arguments))
+        # Detached, so that a result is the base of its views, even if the function returned a view.
         return tuple(t.detach() for t in results) if isinstance(results, tuple) else results.detach()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        promise: _Promise = ctx.promise
-        wanted = [isinstance(a, Tensor) and a.requires_grad for a in promise.inputs]
-        pairs = [(y, dy) for y, dy in zip(promise.results(), grad_outputs, strict=True) if dy is not None]
-        inputs = [a for a, needed in zip(promise.inputs, wanted, strict=True) if needed]
-        results, gradients = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(results, inputs, gradients, allow_unused=True))
-        promise.forget()
-        return None, *(next(found) if needed else None for needed in wanted)
+        recomputation: _Recomputation = ctx.recomputation
+        needs_gradient = [isinstance(a, Tensor) and a.requires_grad for a in recomputation.inputs]
+        pairs = [(y, dy) for y, dy in zip(recomputation.results(), grad_outputs, strict=True) if dy is not None]
+        inputs = [a for a, needed in zip(recomputation.inputs, needs_gradient, strict=True) if needed]
+        results, dresults = zip(*pairs, strict=True)
+        gradients = iter(torch.autograd.grad(results, inputs, dresults, allow_unused=True))
+        recomputation.free()
+        return None, *(next(gradients) if needed else None for needed in needs_gradient)
 
 
 def _tuple(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

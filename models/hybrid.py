@@ -6,12 +6,12 @@ Each character of the pattern is one block, `h = h + mixer(norm(h))`:
     *  attention      models/attention.py
     -  FFN            models/mlp.py             (the table is in models/pattern.py)
 
-The hidden state between blocks is token-major, h_td [tokens, hidden] in the compute dtype, tokens = batch * sequence
-with the sequence inside. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the tokens;
-a mixer's first projection gathers them and its second scatters them again, so mixers see whole sequences.
+The hidden state between blocks is h_td [tokens, hidden] in the compute dtype, tokens = batch * sequence, with the
+sequence as the inner dimension. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the
+tokens. The first projection of a mixer gathers them and the second scatters them, so mixers see whole sequences.
 
-A sequence holds several documents. Told which token is of which, mixers keep them apart (models/positions.py);
-everything between mixers knows single tokens only.
+A sequence holds several documents. If mixers get the document of each token, they keep documents apart
+(models/positions.py). Everything between mixers works on single tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from models.positions import Documents, NewTokens
 
 
 class Block(nn.Module):
-    """h + mixer(norm(h)); `letter` is the pattern's. What is recomputed in the backward pass is decided here."""
+    """h + mixer(norm(h)); `letter` is the pattern's. Applies `execution.recompute`."""
 
     def __init__(self, letter: str, config: ModelConfig, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Block(nn.Module):
         cache: Any = None,
         new: NewTokens | None = None,
     ) -> Tensor:
-        """[tokens (local with sequence parallelism), hidden] -> the same. With `new`: of tokens that continue the
+        """[tokens (local with sequence parallelism), hidden] -> the same shape. With `new`, the tokens continue the
         texts in the mixer's `cache`."""
         if new is not None:
             return h_td + self.mixer.decode(self.norm(h_td), cache, new)
         recompute = self.execution.recompute
         if recompute == "block" and torch.is_grad_enabled():
-            # Nothing is drawn from a generator here: what is random depends on the run's StepState alone.
+            # No generator state is needed: random numbers here depend only on the run's StepState.
             return checkpoint(
                 self._forward, h_td, sequence_length, documents, use_reentrant=False, preserve_rng_state=False
             )
@@ -71,19 +71,20 @@ class Block(nn.Module):
 
 
 class InferenceCache:
-    """What a model keeps of the tokens before, so that a text continues without being computed again.
+    """What a model keeps of earlier tokens, so that it can continue a text without computing these again.
 
         cache = model.new_cache(batch, max_length)
-        logits = model(tokens, cache=cache, counts=counts)    rows bring a prompt, a piece of one, or one token
+        logits = model(tokens, cache=cache, counts=counts)    each row is a prompt, a part of a prompt, or one token
 
     A row is a text. Attention keeps keys and values of all tokens, Mamba-2 the last inputs of its convolution and the
     state of its scan (FP32), an FFN nothing (models/mixer.py: `new_cache`, `decode`).
 
-    Of the s columns of a call, row i brings the first counts[i], and the others are padding: causal mixers never look
-    at it, its keys and values are not kept, and for Mamba-2 it is a step of size zero. So a row's result depends on the
-    others only by the rounding of GEMMs, whose kernels depend on the number of tokens.
+    In row i of a call the first counts[i] columns are tokens and the others padding. Causal mixers do not see padding,
+    its keys and values are not kept, and for Mamba-2 it is a step of size zero. So a row's result depends on the other
+    rows only through the rounding of GEMMs, whose kernels depend on the number of tokens.
 
-    mixers: each block's part, in order. max_length: the most tokens a row holds. lengths: how many each has had.
+    mixers: the cache of each block's mixer, in order. max_length: limit of tokens per row. lengths: tokens so far of
+    each row.
     """
 
     def __init__(self, mixers: Sequence[Any], batch: int, max_length: int) -> None:
@@ -105,7 +106,7 @@ class HybridModel(nn.Module):
         self.head = OutputHead(config.hidden_dim, config.vocab_size, mesh)
         if execution.recompute == "selective":
             for _, linear in self.linears():
-                # All of them promises, or attention's result, which it keeps itself: nothing is as small.
+                # Saving the input takes no memory: it is recomputed, or attention saves it as its result anyway.
                 linear.context.keeps_input = True
 
     def forward(
@@ -125,57 +126,57 @@ class HybridModel(nn.Module):
 
         documents: int32 [batch, sequence], the number of each token's document in its row, ascending from 0; no token
         then sees another document. None: a row is one document. num_documents: of all rows together; without it, fused
-        attention waits for the GPU to tell. num_targets: how many targets count, where negative ones do not; the mean
-        is over these, and 0 if there are none. None: all count.
+        attention copies it from the GPU, a host sync. num_targets: the number of targets that are not negative; the
+        mean is over these, and 0 if there are none. None: all targets count.
 
-        cache: the tokens continue the texts in it, of which row i brings the first counts[i], by default all; logits
-        are then those of each row's last token, [batch, vocab / tp]. Without gradients, in plain PyTorch.
+        cache: the tokens continue the texts in it; of row i the first counts[i] are tokens (None: all). Returns the
+        logits of each row's last token, [batch, vocab / tp], without gradients, computed in plain PyTorch.
         """
         if cache is not None:
             return self._decode(tokens, cache, [tokens.shape[1]] * tokens.shape[0] if counts is None else counts)
-        within = None if documents is None else Documents(documents, num_documents)
+        masked = None if documents is None else Documents(documents, num_documents)
         h_td = self.embedding(tokens)
         for block in self.blocks:
-            h_td = block(h_td, tokens.shape[1], within)
+            h_td = block(h_td, tokens.shape[1], masked)
         h_td = self.final_norm(h_td)
         if targets is None:
             return self.head(h_td).unflatten(0, tokens.shape)
-        function, first = self.execution.kernel("loss", head_cross_entropy), self.head.first
+        head_loss = self.execution.kernel("loss", head_cross_entropy)
+        fused, first = self.execution.compiled, self.head.first
 
         def loss(x_td: Tensor, weight: Tensor) -> Tensor:
-            fused = self.execution.compiled
-            return function(x_td, weight, targets.flatten(), first, self.mesh, fused=fused, num_targets=num_targets)
+            return head_loss(x_td, weight, targets.flatten(), first, self.mesh, fused=fused, num_targets=num_targets)
 
         return self.head(h_td, loss=loss)
 
     def new_cache(self, batch: int, max_length: int) -> InferenceCache:
-        """For `batch` texts of at most `max_length` tokens each, on the mesh's device."""
+        """An empty cache for `batch` texts of at most `max_length` tokens each, on the mesh's device."""
         device, dtype = self.mesh.device, self.embedding.dtype
         mixers = [mixer.new_cache(batch, max_length, device, dtype) for mixer in self.mixers()]
         return InferenceCache(mixers, batch, max_length)
 
     @torch.no_grad()
     def _decode(self, tokens: Tensor, cache: InferenceCache, counts: Sequence[int]) -> Tensor:
-        while self.mesh.sequence_parallel and tokens.numel() % self.mesh.tp_size:  # ranks share the tokens evenly
+        while self.mesh.sequence_parallel and tokens.numel() % self.mesh.tp_size:  # ranks hold equal slices of tokens
             tokens = F.pad(tokens, (0, 1))
         lengths = [n + count for n, count in zip(cache.lengths, counts, strict=True)]
         assert max(counts) <= tokens.shape[1] and max(lengths) <= cache.max_length, "a text does not fit the cache"
         new = NewTokens(cache.lengths, counts, tokens.shape[1], tokens.device)
-        # Compiled functions would be compiled again for every shape.
+        # Eager, because compiled functions would be compiled again for every shape.
         with torch.compiler.set_stance("force_eager") if self.execution.compiled else nullcontext():
             h_td = self.embedding(tokens)
-            for block, of_mixer in zip(self.blocks, cache.mixers, strict=True):
-                h_td = block(h_td, new.length, None, of_mixer, new)
+            for block, mixer_cache in zip(self.blocks, cache.mixers, strict=True):
+                h_td = block(h_td, new.length, None, mixer_cache, new)
             logits = self.head(self.final_norm(h_td), new.last)
         cache.lengths = lengths
         return logits
 
     def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:
-        """Name and module of every linear that a precision plan decides about, in order of execution."""
+        """Name and module of every linear in a precision plan, in order of execution."""
         return ((name, module) for name, module in self.named_modules() if isinstance(module, QuantizedLinear))
 
     def mixers(self) -> list[Mixer]:
-        """Of all blocks, in order."""
+        """The mixers of all blocks, in order."""
         return [module for module in self.modules() if isinstance(module, Mixer)]
 
     def fp32_units(self) -> list[nn.Module]:
@@ -183,7 +184,7 @@ class HybridModel(nn.Module):
         return [unit for mixer in self.mixers() for unit in mixer.fp32_units()]
 
     def autotuned_mixers(self) -> list[Mixer]:
-        """The first of each type of mixer with kernels that measure how they run fastest."""
+        """The first mixer of each type that has autotuned kernels."""
         mixers = {type(mixer): mixer for mixer in reversed(self.mixers()) if mixer.autotuned}
         return list(mixers.values())
 
@@ -191,10 +192,10 @@ class HybridModel(nn.Module):
 def build_model(
     config: ModelConfig, mesh: ParallelMesh, compute_dtype: torch.dtype, execution: Execution = PLAIN
 ) -> HybridModel:
-    """The model of `config` with uninitialized parameters, on the default device (try `torch.device("meta")`).
+    """The model of `config` with uninitialized parameters, on the default device (such as `torch.device("meta")`).
 
-    compute_dtype: of the hidden state. execution: which kernels, and what is recomputed.
-    Raises ConfigError for a pattern with an unknown letter and for sizes that do not divide.
+    compute_dtype: of the hidden state. execution: which kernels it uses, and what it recomputes.
+    Raises ConfigError for a pattern with an unknown letter, and for sizes that a block cannot have.
     """
     check_model(config)
     return HybridModel(config, mesh, compute_dtype, execution)

@@ -1,8 +1,8 @@
-"""Initial weights: one function, any mesh.
+"""Initial weights, the same on any mesh.
 
 Every element is a pure function of (seed, parameter name, position in the global tensor), drawn by the counter-based
-generator of `quantization/rounding.py`. Each rank fills its own shard, without communication, and the model is the
-same on any mesh. (Between CPU and GPU logarithms and cosines may differ in the last bit.)
+generator of `quantization/rounding.py`. So each rank fills its own shard without communication. (CPU and GPU may differ
+in the last bit of logarithms and cosines.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from megatron_fp4.parallel.parameters import global_offsets
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.quantization.rounding import random_uniform, rounding_key
 
-# Rows are filled in pieces of about so many elements: temporaries stay small beside the weights, and in a CPU's caches.
+# Rows are filled in pieces of about this many elements, so that temporaries stay small compared with the weights, and
+# in a CPU's caches.
 _PIECE = 2**24
 _PIECE_ON_CPU = 2**18
 
@@ -38,10 +39,10 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     A_log                                               log U(1, 16)
     dt_bias                                             softplus^-1(dt), dt log-uniform in [0.001, 0.1], floor 0.0001
 
-    Output projections: one residual is added per block, and a Transformer of L double blocks has 2L of them here, so
-    the scale is 1/sqrt(2L) there. The first two rows are here, the others with their modules (`initial_values`).
+    Output projections: every block adds once to the residual stream. A Transformer of L layers has 2L blocks here, so
+    their scale is the usual 1/sqrt(2L). The first two rules are below, the others in their modules (`initial_values`).
 
-    Raises ValueError for a parameter that is still on the meta device.
+    Raises ValueError for a parameter on the meta device.
     """
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -69,7 +70,7 @@ def _fill(parameter: Tensor, name: str, rule: Rule, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Draws:
-    """A rectangle of one parameter, and the draws for it."""
+    """A rectangle of one parameter, and random numbers for it. row, column: where it begins in the global tensor."""
 
     seed: int
     name: str
@@ -79,12 +80,12 @@ class Draws:
     device: torch.device
 
     def uniform(self, low: float = 0.0, high: float = 1.0, draw: str = "uniform") -> Tensor:
-        """FP32 draws in [low, high)."""
+        """FP32 draws of U[low, high). draw: a name; different names give independent draws."""
         key = rounding_key(self.seed, self.name, draw, row_offset=self.row, column_offset=self.column)
         return random_uniform(key, self.shape[0], self.shape[1], self.device).mul_(high - low).add_(low)
 
     def normal(self, std: float) -> Tensor:
-        """FP32 draws of N(0, std^2) by Box and Muller's transform; beyond 5.5 std there are none (22-bit draws)."""
+        """FP32 draws of N(0, std^2) by the Box-Muller transform; none is beyond 5.5 std, because draws have 22 bits."""
         radius = (1 - self.uniform(draw="radius")).log_().mul_(-2 * std**2).sqrt_()
         return self.uniform(high=2 * math.pi, draw="angle").cos_().mul_(radius)
 
@@ -100,5 +101,5 @@ def uniform(low: float, high: float) -> Rule:
 
 
 def ones(draws: Draws) -> float:
-    """1 everywhere."""
+    """The rule for parameters that are 1 everywhere."""
     return 1.0

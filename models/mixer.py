@@ -1,7 +1,7 @@
-"""What a block h + mixer(norm(h)) consists of: its norm, and what the rest of the program asks its mixer.
+"""The parts of a block h + mixer(norm(h)): RMS norm, and the interface of mixers.
 
-A block type is a subclass of `Mixer` in a file of its own, and a row in the table of `models/pattern.py`; no other file
-names it. Class methods answer from the configuration alone, before anything is built.
+A block type is a subclass of `Mixer` in its own file, and a row in the table of `models/pattern.py`; no other file
+names it. Class methods need only the configuration, so they can be called before a model is built.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from models.positions import Documents, NewTokens
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467, eq. 4).
 
-    Computed in the dtype of `weight` (FP32), returned in that of `x`.
+    Computed in the dtype of `weight` (FP32), returned in the dtype of `x`.
     """
     return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """RMS norm with a weight that every tensor-parallel rank holds whole.
+    """RMS norm. Its weight is replicated over tensor-parallel ranks, unless `shard_dim` is given.
 
-    With sequence parallelism each rank sees its own tokens only, so the weight's gradient is a partial sum.
+    With sequence parallelism each rank has only its slice of the tokens, so the gradient of a replicated weight is a
+    partial sum (training/step.py sums it).
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class RMSNorm(nn.Module):
         formula: Callable[..., Tensor] = rms_norm,
         shard_dim: int | None = None,
     ) -> None:
-        """formula: of tensors, the FP32 weight and eps. shard_dim: over tensor-parallel ranks."""
+        """formula: called with the tensors of `forward`, the FP32 weight and eps. shard_dim: the weight's dimension to
+        shard over tensor-parallel ranks."""
         super().__init__()
         self.eps = eps
         self.weight = new_parameter((dim,), mesh, shard_dim)
@@ -56,11 +58,11 @@ class RMSNorm(nn.Module):
         return {"weight": ones}
 
     def local_weight(self) -> Tensor:
-        """FP32 [dim] of this rank, for `function`."""
+        """This rank's part of the weight, FP32 [dim], for `function`."""
         return local_parameter(self.weight)
 
     def function(self, *tensors: Tensor) -> Tensor:
-        """`forward` as a function of tensors alone: its own, then the weight."""
+        """`forward` as a pure function, with `local_weight` as the last argument."""
         return self._norm(*tensors, self.eps)
 
     def forward(self, *tensors: Tensor) -> Tensor:
@@ -68,9 +70,9 @@ class RMSNorm(nn.Module):
 
 
 class Mixer(nn.Module, ABC):
-    """[tokens, hidden] -> [tokens, hidden], by some linears (parallel/layers.py) and what lies between them.
+    """[tokens, hidden] -> [tokens, hidden], by linears (parallel/layers.py) and functions between them.
 
-    name: as people call it. fused: kernels that can take the place of its functions in plain PyTorch.
+    name: for messages. fused: kernels that can replace its functions in plain PyTorch.
     """
 
     name: ClassVar[str]
@@ -82,55 +84,54 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], each sequence of `sequence_length` tokens on its own.
+        """[tokens, hidden] -> [tokens, hidden]; each sequence has `sequence_length` tokens.
 
-        documents: where no token is to see another document than its own, which these are; None: a sequence is one
-        document.
+        documents: no token sees another document than its own; None: a sequence is one document.
         """
 
     @abstractmethod
     def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """What `decode` keeps of the tokens before, for `batch` texts that have none yet; None if nothing.
+        """What `decode` keeps of earlier tokens, for `batch` empty texts; None if nothing.
 
-        max_length: no text will be longer, in tokens. dtype: the compute dtype.
+        max_length: limit of tokens per text. dtype: the compute dtype.
         """
 
     @abstractmethod
     def decode(self, x_td: Tensor, cache: Any, new: NewTokens) -> Tensor:
-        """`forward` of tokens that continue the texts in `cache`, which then holds them too. No gradients.
+        """`forward` of tokens that continue the texts in `cache`; adds them to the cache. No gradients.
 
-        [tokens, hidden] -> [tokens, hidden], tokens = batch * new.length. Whatever lies between the linears is computed
-        by the functions in plain PyTorch, on any device: shapes change from call to call.
+        [tokens, hidden] -> [tokens, hidden], tokens = batch * new.length. The functions between the linears are those
+        in plain PyTorch on any device, because shapes change from call to call.
         """
 
     @classmethod
     @abstractmethod
     def check(cls, config: ModelConfig) -> None:
-        """Raise ConfigError for sizes that do not go together."""
+        """Raise ConfigError for sizes that do not fit together."""
 
     @classmethod
     @abstractmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
-        """Key -> (what tensor-parallel ranks divide among them, the key's value)."""
+        """Key of the configuration -> (number that the tensor-parallel size must divide, the key's value)."""
 
     @classmethod
     @abstractmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
-        """In order of execution; `name` is that of the mixer's attribute."""
+        """Its linears in order of execution; `name` is that of the mixer's attribute."""
 
     @classmethod
     def flops_per_token(cls, config: ModelConfig, sequence_length: int) -> int:
-        """Model FLOPs of the forward pass besides the linears'."""
+        """Model FLOPs per token of the forward pass, without the linears."""
         return 0
 
     @classmethod
     def other_parameters(cls, config: ModelConfig) -> int:
-        """Number of parameters besides the linears'."""
+        """Number of parameters, without the linears."""
         return 0
 
     @classmethod
     def describe_kernels(cls, execution: Execution, masked: bool) -> list[str]:
-        """For the log: which kernel computes what. masked: whether documents are."""
+        """Which kernel computes which part, for the log. masked: whether documents are masked."""
         return [f"{k.title}: {k.package if k.part in execution.kernels else 'torch'}" for k in cls.fused]
 
     def fp32_units(self) -> list[nn.Module]:
@@ -139,15 +140,15 @@ class Mixer(nn.Module, ABC):
 
     @property
     def autotuned(self) -> bool:
-        """Whether some kernel here measures, when it first runs, how it runs fastest."""
+        """Whether it has autotuned kernels: their first call measures which configuration is fastest."""
         return False
 
     def rehearse(
         self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device, masked: bool = False
     ) -> None:
-        """Run the autotuned kernels forward and backward on constants, in the shapes and dtypes that the run will have.
+        """Run the autotuned kernels forward and backward on constants, in the shapes and dtypes of the run.
 
-        masked: whether the run masks documents. Needs no parameters, changes nothing, draws nothing.
+        masked: whether the run masks documents. Reads no parameters, changes no state, draws no random numbers.
         """
 
 
@@ -155,14 +156,14 @@ def check_multiple(config: ModelConfig, name: str, of: str) -> None:
     """Raise ConfigError unless `model.<name>` is a multiple of `model.<of>`."""
     size, divisor = getattr(config, name), getattr(config, of)
     if size % divisor:
-        works = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
-        raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; use one of {works}")
+        divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+        raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; use one of {divisors}")
 
 
 def input_projection(name: str, config: ModelConfig, out_features: int, groups: int = 1) -> LinearShape:
     """A mixer's first linear, which reads the hidden state; its outputs are sharded over tensor-parallel ranks.
 
-    groups: equal groups of outputs that stay together.
+    groups: number of equal groups of outputs that are never split.
     """
     title, key = "the projections into every block", "model.hidden_dim"
     return LinearShape(name, 0, config.hidden_dim, out_features, input_key=key, title=title, groups=groups)
@@ -175,14 +176,13 @@ def output_projection(name: str, config: ModelConfig, in_features: int, input_ke
 
 
 def group_major_order(section_rows: Sequence[int], num_groups: int) -> Tensor:
-    """The rows of a packed projection: ours by group, published checkpoints by section. int64 [rows], with
+    """The row order of a packed projection, int64 [rows]: ours is by group, that of published checkpoints by section.
 
         ours = published[order]             published = ours[order.argsort()]
 
-    Published weights stack their sections: `[q | k | v]`, Mamba-2's `[z | x | B | C | dt]`. Ours put together what
-    belongs to one group (a KV head with its query heads; a state group with its heads), as
-    `[q_0 | k_0 | v_0 | q_1 | k_1 | ...]`: an even split over tensor-parallel ranks then gives every rank whole groups,
-    at any tensor-parallel size. Every section divides into `num_groups`.
+    Published weights stack their sections: `[q | k | v]`, Mamba-2's `[z | x | B | C | dt]`. Ours stack groups (a KV
+    head with its query heads; a state group with its heads): `[q_0 | k_0 | v_0 | q_1 | k_1 | ...]`. So an even split
+    over tensor-parallel ranks gives every rank whole groups. section_rows: of each section, multiples of `num_groups`.
     """
     sections = torch.arange(sum(section_rows)).split(list(section_rows))
     return torch.cat([section.view(num_groups, -1) for section in sections], 1).flatten()

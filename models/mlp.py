@@ -1,4 +1,4 @@
-"""The FFN block: down(relu(up(x))^2) (squared ReLU, arXiv:2109.08668), without a gate and biases."""
+"""The FFN block: down(relu(up(x))^2) (squared ReLU, arXiv:2109.08668), without a gate or biases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.execution import PLAIN, Execution
 from models.mixer import Mixer, input_projection, output_projection
 from models.positions import Documents, NewTokens
 
-# Tiles of quantization and of the Hadamard transform are at least as wide, and no two ranks share one.
+# Blocks of quantization and of the Hadamard transform are at least this wide, and ranks must not share one.
 _TILE = 16
 
 
@@ -28,7 +28,7 @@ class MLP(Mixer):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
-        # Compiled, autograd's composition is one pass each way; eager, it takes the function written by hand.
+        # Compiled, the composition of relu and square is one kernel each way; eager, the autograd function is faster.
         activation = execution.pure(_squared_relu) if execution.compiled else squared_relu
         self._activation = execution.recomputed(activation)
         up, down = self.linears(config)
@@ -47,8 +47,8 @@ class MLP(Mixer):
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         if extra := config.ffn_dim % _TILE:
-            works = config.ffn_dim - extra + _TILE
-            raise ConfigError(f"model.ffn_dim={config.ffn_dim} is not a multiple of {_TILE}; use {works}")
+            next_multiple = config.ffn_dim - extra + _TILE
+            raise ConfigError(f"model.ffn_dim={config.ffn_dim} is not a multiple of {_TILE}; use {next_multiple}")
 
     @classmethod
     def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -64,7 +64,7 @@ class MLP(Mixer):
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2, elementwise. Keeps relu(x) for the backward pass, which is 2 relu(x) dy."""
+    """relu(x)^2, elementwise. Saves relu(x) for the backward pass, dx = 2 relu(x) dy."""
     return _SquaredReLU.apply(x)  # type: ignore[return-value]
 
 
@@ -73,7 +73,7 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 
 class _SquaredReLU(Function):
-    # Autograd's own composition walks over the tensor three times more, which on a CPU costs as much as a GEMM.
+    # Autograd's composition reads the tensor three more times, which on a CPU costs as much as a GEMM.
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         rectified = x.relu()

@@ -1,10 +1,10 @@
-"""What follows from a model's configuration without building it.
+"""What follows from a model's configuration without building the model.
 
-The letters of `model.pattern`, one row a block type; checks; shapes of linears; which kernels a run computes with;
-parameter counts and model FLOPs: those of linears and head, of attention's two products with [S, S] matrices (the
-causal half), and of Mamba-2's recurrence (the chunked scan does more arithmetic). A multiplication with its addition
-counts 2, the backward pass twice the forward pass; embedding, norms and the convolution do not count. Where documents
-are masked, attention counts as if they were not: runs could not be compared otherwise.
+The table of block types, one row per letter of `model.pattern`; checks; shapes of linears; the kernels of a run;
+parameter counts; model FLOPs. Model FLOPs are those of linears and head, of attention's two products with score
+matrices [s, s] (the causal half), and of Mamba-2's recurrence (the chunked scan does more arithmetic). A multiply-add
+counts as 2, and the backward pass as twice the forward pass. Embedding, norms and the convolution do not count. With
+masked documents attention counts as without, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from models.mamba2 import Mamba2
 from models.mixer import Mixer
 from models.mlp import MLP
 
-# A hundred times the largest model that is trained; beyond it sizes leave 64 bits somewhere.
+# A hundred times the largest models; with more parameters some sizes overflow 64 bits.
 _MOST_PARAMETERS = 10**14
 
 MIXERS: dict[str, type[Mixer]] = {"M": Mamba2, "*": Attention, "-": MLP}
 
 
 def mixers_of(pattern: str) -> list[type[Mixer]]:
-    """The block types in `pattern`, each once, in the table's order."""
+    """The block types in `pattern`, each once, in the order of `MIXERS`."""
     return [mixer for letter, mixer in MIXERS.items() if letter in pattern]
 
 
 def check_model(config: ModelConfig) -> None:
-    """Raise ConfigError for an unknown letter in the pattern, or sizes that do not go together in a block."""
+    """Raise ConfigError for an unknown letter in the pattern, or sizes that do not fit together in a block."""
     known = ", ".join(f"{letter} ({mixer.name})" for letter, mixer in MIXERS.items())
     if not config.pattern:
-        raise ConfigError(f"model.pattern is empty; give one letter a block: {known}")
+        raise ConfigError(f"model.pattern is empty; give one letter per block: {known}")
     for position, letter in enumerate(config.pattern):
         if letter not in MIXERS:
             raise ConfigError(
@@ -52,7 +52,7 @@ def check_model(config: ModelConfig) -> None:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a model that cannot be: `check_model`, and a size that must be a mistake."""
+    """`check_model`, and raise ConfigError for a model that is too large for any run."""
     model = config.model
     check_model(model)
     counts = parameter_count(model)
@@ -65,7 +65,7 @@ def check(config: Config) -> None:
 
 
 def check_exceptions(exceptions: Iterable[ExceptionConfig], key: str) -> None:
-    """Raise ConfigError for an exception (`precision.exceptions`) with a letter that is no block's."""
+    """Raise ConfigError for an exception (`precision.exceptions`) with an unknown block letter."""
     for i, exception in enumerate(exceptions):
         for letter in exception.blocks:
             if letter not in MIXERS:
@@ -76,15 +76,15 @@ def check_exceptions(exceptions: Iterable[ExceptionConfig], key: str) -> None:
 
 
 def shared_by_tensor_ranks(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Key -> (what tensor-parallel ranks divide among them, the key's value), of a checked configuration."""
+    """Key of a checked configuration -> (number that the tensor-parallel size must divide, the key's value)."""
     shared = {"model.vocab_size": (config.vocab_size, config.vocab_size)}
-    for mixer in reversed(mixers_of(config.pattern)):  # what refuses most often comes first
+    for mixer in reversed(mixers_of(config.pattern)):  # the most frequent reasons for a refusal come first
         shared |= mixer.shared_by_tensor_ranks(config)
     return shared
 
 
 def linear_shapes(config: ModelConfig) -> list[LinearShape]:
-    """Every linear of the blocks, in order of execution: those that a precision plan decides about."""
+    """Every linear of the blocks, in order of execution. These are the linears of a precision plan."""
     return [
         replace(shape, name=f"blocks.{block}.mixer.{shape.name}", block=block, letter=letter)
         for block, letter in enumerate(config.pattern)
@@ -95,20 +95,22 @@ def linear_shapes(config: ModelConfig) -> list[LinearShape]:
 def choose_execution(config: Config, device_type: str) -> Execution:
     """The execution for `train.kernels` and `train.activation_checkpointing` on `cuda` or `cpu`.
 
-    `torch` is the reference path. `fused` needs CUDA, BF16, Triton and the packages of the model's mixers. `auto` is
-    `fused` on CUDA with BF16, as far as what it needs is installed and takes the model's sizes, and `torch` elsewhere.
-    Raises ConfigError for `fused` where it cannot run.
+    `torch` is the reference path. `fused` needs CUDA, BF16, Triton and the packages of the model's mixers. `auto` on
+    CUDA with BF16 uses each fused kernel that is installed and supports the model's sizes; elsewhere it is `torch`.
+    Raises ConfigError if `fused` cannot run.
     """
     train, compute_dtype = config.train, config.precision.compute_dtype
     plain = Execution(recompute=train.activation_checkpointing)
     if train.kernels == "torch":
         return plain
-    general = None if _installed("triton") else "needs Triton: pip install triton"
-    if compute_dtype != "bfloat16":
-        general = f"computes in BF16, and precision.compute_dtype={compute_dtype}"
+    refusals = []  # why `fused` cannot run; the first reason is reported
     if device_type != "cuda":
-        general = f"needs CUDA, and this run is on {device_type}"
-    kernels, refusals = {}, [general]
+        refusals.append(f"needs CUDA, and this run is on {device_type}")
+    if compute_dtype != "bfloat16":
+        refusals.append(f"computes in BF16, and precision.compute_dtype={compute_dtype}")
+    if not _installed("triton"):
+        refusals.append("needs Triton: pip install triton")
+    kernels = {}
     for mixer in mixers_of(config.model.pattern):
         for kernel in mixer.fused:
             if _installed(kernel.package.replace("-", "_")):
@@ -120,22 +122,22 @@ def choose_execution(config: Config, device_type: str) -> Execution:
                 kernels[kernel.part] = kernel.function
             elif not kernel.optional:
                 refusals.append(refusal)
-    if train.kernels == "fused" and (refusal := next(filter(None, refusals), None)) is not None:
-        raise ConfigError(f"train.kernels=fused {refusal}; or use auto or torch")
+    if train.kernels == "fused" and refusals:
+        raise ConfigError(f"train.kernels=fused {refusals[0]}; or use auto or torch")
     if device_type != "cuda" or compute_dtype != "bfloat16":
         return plain
     return replace(plain, kernels=kernels, compile=torch_compile if _installed("triton") else None)
 
 
 def agreed_execution(execution: Execution) -> Execution:
-    """`execution`, if all ranks chose alike; a collective. Raises ConfigError if they did not."""
+    """`execution`, if all ranks chose the same parts. A collective. Raises ConfigError if they did not."""
     executions: list[Execution] = [execution] * dist.get_world_size()
     dist.all_gather_object(executions, execution)
     used = [{*chosen.kernels, *(["compiled"] if chosen.compiled else [])} for chosen in executions]
     for rank, parts in enumerate(used):
         if parts != used[0]:
             raise ConfigError(
-                f"train.kernels=auto: ranks 0 and {rank} have not the same fused parts, as to "
+                f"train.kernels=auto: ranks 0 and {rank} differ in their fused parts: "
                 f"{', '.join(sorted(parts ^ used[0]))}; install the same packages on all machines, or choose "
                 "train.kernels=torch"
             )
@@ -143,7 +145,7 @@ def agreed_execution(execution: Execution) -> Execution:
 
 
 def describe_execution(execution: Execution, config: Config) -> str:
-    """One line for the log: what computes the blocks of a run."""
+    """One line for the log: the kernels of a run."""
     mixers, masked = mixers_of(config.model.pattern), config.data.documents == "masked"
     parts = [line for mixer in mixers for line in mixer.describe_kernels(execution, masked)]
     parts.append(f"norms and activations: {'torch.compile' if execution.compiled else 'torch'}")
@@ -156,7 +158,7 @@ def _installed(module: str) -> bool:
 
 
 def kernel_facts(model: Any, config: Config, device_type: str) -> dict[str, str | None]:
-    """Which kernels compute the model, and what determinism costs there: for people."""
+    """Facts for the log: which kernels compute the model, and whether determinism makes it slower."""
     slower = config.run.deterministic and device_type == "cuda"
     return {
         "kernels": describe_execution(model.execution, config),
@@ -166,19 +168,19 @@ def kernel_facts(model: Any, config: Config, device_type: str) -> dict[str, str 
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Model FLOPs of the forward pass, per token, in sequences of `sequence_length` tokens."""
+    """Model FLOPs per token of the forward pass, in sequences of `sequence_length` tokens."""
     linears = sum(linear.flops_per_token for linear in linear_shapes(config))
     mixing = sum(MIXERS[letter].flops_per_token(config, sequence_length) for letter in config.pattern)
     return linears + mixing + 2 * config.hidden_dim * config.vocab_size
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Model FLOPs of a forward and a backward pass, per token."""
+    """Model FLOPs per token of a forward and a backward pass."""
     return 3 * forward_flops_per_token(config, sequence_length)
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters, by part. `other`: norms, convolutions, A_log, D and dt_bias."""
+    """Number of parameters of each part. `other`: norms, convolutions, A_log, D and dt_bias."""
 
     embedding: int
     linears: int
@@ -191,7 +193,7 @@ class ParameterCount(NamedTuple):
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
-    """Parameters of the model, all of them trained."""
+    """The number of parameters of the model; all are trained."""
     norms = (config.num_blocks + 1) * config.hidden_dim
     return ParameterCount(
         embedding=config.vocab_size * config.hidden_dim,
@@ -202,11 +204,12 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
 
 
 def parts(model: Any, config: Config) -> list[tuple[str, int, int]]:
-    """What the model consists of: name, number and parameters, in the order of the forward pass."""
+    """The model's parts: name, how many there are, and their number of parameters."""
     counts, pattern = parameter_count(config.model), config.model.pattern
     rows = [("embedding", 1, counts.embedding)]
     for letter, mixer in MIXERS.items():
-        if own := [block for block, of in zip(model.blocks, pattern, strict=True) if of == letter]:
-            numel = sum(parameter.numel() for block in own for parameter in block.parameters())
-            rows.append((f"{mixer.name} blocks", len(own), numel))
+        blocks = [block for block, its_letter in zip(model.blocks, pattern, strict=True) if its_letter == letter]
+        if blocks:
+            num_parameters = sum(parameter.numel() for block in blocks for parameter in block.parameters())
+            rows.append((f"{mixer.name} blocks", len(blocks), num_parameters))
     return [*rows, ("final norm", 1, config.model.hidden_dim), ("head", 1, counts.head)]

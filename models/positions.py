@@ -1,19 +1,19 @@
-"""Which token is where: the documents of a training row, the tokens that a call of generation brings, and RoPE.
+"""Positions of tokens: the documents of training rows, the new tokens in generation, and RoPE.
 
-With `data.documents=masked` no token sees another document of its row: attention looks at nothing else, Mamba-2's state
-and its convolution begin anew, and positions (RoPE) count from each document's first token. The logits of a document
-are then those of the document alone.
+With `data.documents=masked` no token sees another document of its row: attention is limited to the document, Mamba-2's
+state and convolution restart at its first token, and positions (RoPE) count from there. So the logits of a document do
+not depend on the rest of its row.
 
-    numbers      int32 [b, s]        Mamba-2's scan and convolution, plain and fused (what the kernels call `seq_idx`)
-    positions    int64 [b, s]        RoPE: the place of a token in its document
-    begins, ends int32 [b, s]        attention in tiles: its document's first token, and the one after its last
-    boundaries   int32 [n + 1]       FlashAttention: where documents begin among the b * s tokens, and their end
+    numbers      int32 [b, s]        Mamba-2's scan and convolution, plain and fused (the kernels' `seq_idx`)
+    positions    int64 [b, s]        RoPE: the position of a token in its document
+    begins, ends int32 [b, s]        attention in tiles: the document's first token, and the token after its last one
+    boundaries   int32 [n + 1]       FlashAttention: where documents begin among the b * s tokens, and b * s
     mask         bool [b, 1, s, s]   attention in plain PyTorch
 
-Each is made when it is first asked for, once for all blocks. A document that continues from one row into the next
-counts as two: rows are samples, which know nothing of each other.
+Each is computed when it is first used, once for all blocks. Rows are independent samples: a document that continues
+from one row into the next counts as two.
 
-Shapes: b batch, s sequence (of generation: columns of a call), n documents in all rows together, h heads, d head
+Shapes: b batch, s sequence (in generation: columns of a call), n documents in all rows together, h heads, d head
 dimension.
 """
 
@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CONV_CHUNK = 64  # tokens of a chunk of causal-conv1d's kernel with the channels innermost
+_CONV_CHUNK = 64  # tokens per chunk of causal-conv1d's kernel for channels as the inner dimension
 
 
 class _Positions:
-    """Tokens whose place in their text is known; RoPE's tables of these places are made once for all blocks."""
+    """Tokens with known positions. RoPE's tables for these are computed once for all blocks."""
 
     positions: Tensor  # int64 [b, s]
 
@@ -39,23 +39,24 @@ class _Positions:
         self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
 
     def rope_tables(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every token's angles, FP32 [b, s, head_dim / 2]."""
+        """Cosine and sine of the angles of every token, FP32 [b, s, head_dim / 2]."""
         if (head_dim, base) not in self._tables:
             self._tables[head_dim, base] = rope_at(self.positions, head_dim, base)
         return self._tables[head_dim, base]
 
 
 class Documents(_Positions):
-    """numbers_bs: int32 [batch, sequence], the number of each token's document: not negative, never falling in a row.
+    """The documents of training rows.
 
-    count: how many documents the rows hold together, if it is known; without it, `boundaries` waits for the GPU.
+    numbers_bs: int32, the number of each token's document; not negative, and ascending in a row. count: the number of
+    documents in all rows together; without it, computing `boundaries` is a host sync.
     """
 
     def __init__(self, numbers_bs: Tensor, count: int | None = None) -> None:
         super().__init__()
-        assert numbers_bs.dtype == torch.int32 and numbers_bs.ndim == 2, "int32 [batch, sequence] is what kernels take"
-        # causal-conv1d's forward kernel reads the numbers of its last chunk as if that were whole, also beyond the last
-        # row (its issue 67), and uses none of these: there must be memory.
+        assert numbers_bs.dtype == torch.int32 and numbers_bs.ndim == 2, "kernels need int32 [batch, sequence]"
+        # causal-conv1d's forward kernel always reads the numbers of a complete last chunk, even after the end of the
+        # last row (its issue 67). It does not use those, but their memory must exist.
         extra = -numbers_bs.shape[1] % _CONV_CHUNK
         flat = F.pad(numbers_bs.flatten(), (0, extra)) if extra else numbers_bs.contiguous()
         self.numbers = flat[: numbers_bs.numel()].view(numbers_bs.shape) if extra else flat
@@ -63,13 +64,13 @@ class Documents(_Positions):
 
     @cached_property
     def begins(self) -> Tensor:
-        """int32 [b, s], the place in its row of the first token of each token's document."""
-        # Rows ascend, so the first place of a number is where its document begins.
+        """int32 [b, s], the index in its row of the first token of each token's document."""
+        # Rows ascend, so the first index with a number is the beginning of its document.
         return torch.searchsorted(self.numbers, self.numbers, out_int32=True)
 
     @cached_property
     def ends(self) -> Tensor:
-        """int32 [b, s], the place in its row after the last token of each token's document."""
+        """int32 [b, s], the index in its row after the last token of each token's document."""
         return torch.searchsorted(self.numbers, self.numbers, out_int32=True, right=True)
 
     @cached_property
@@ -80,7 +81,8 @@ class Documents(_Positions):
     @cached_property
     def boundaries(self) -> Tensor:
         """int32 [n + 1], ascending from 0 to b * s."""
-        # The number of each token's document among those of all rows; a search needs no length that only a GPU knows.
+        # The index of each token's document among those of all rows. A search, because its result has a known length
+        # (`nonzero` would be a host sync).
         index = (self.positions == 0).flatten().cumsum(0) - 1
         count = int(index[-1]) + 1 if self._count is None else self._count
         return torch.searchsorted(index, torch.arange(count + 1, device=index.device), out_int32=True)
@@ -93,17 +95,18 @@ class Documents(_Positions):
 
 
 class NewTokens(_Positions):
-    """Which tokens a call of generation brings.
+    """The new tokens of a call in generation. before: the number of earlier tokens of each row.
 
-    counts: int64 [b], how many of the `length` columns of each row are no padding. positions: int64 [b, s], the place
-    of each token in its text. valid: bool [b, s], false for padding. last: int64 [b], the place among the b * s tokens
-    of each row's last one (of a row without any: its first column). end: no text is longer, these tokens included.
+    counts: int64 [b], how many of the `length` columns of each row are tokens; the others are padding. positions:
+    int64 [b, s], the position of each token in its text. valid: bool [b, s], false for padding. last: int64 [b], the
+    index of each row's last token among the b * s columns (its first column if it has no tokens). end: the length of
+    the longest text, with the new tokens.
     """
 
     def __init__(self, before: Sequence[int], counts: Sequence[int], length: int, device: torch.device) -> None:
         super().__init__()
         self.length, self.end = length, max(b + n for b, n in zip(before, counts, strict=True))
-        # One copy to the device.
+        # One tensor, so one copy to the device.
         before_b, self.counts = torch.tensor([before, counts], dtype=torch.int64, device=device)
         column = torch.arange(length, device=device)
         self.positions = before_b[:, None] + column
@@ -115,20 +118,20 @@ class NewTokens(_Positions):
 def rope_tables(sequence_length: int, head_dim: int, base: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """RoPE (arXiv:2104.09864): cosine and sine of every angle, FP32 [sequence, head_dim / 2].
 
-    angle[position, i] = position * base^(-2 i / head_dim), in radians. Kept for the next call: do not write into them.
+    angle[position, i] = position * base^(-2 i / head_dim), in radians. The tables are cached: do not write to them.
     """
     return rope_at(torch.arange(sequence_length, device=device), head_dim, base)
 
 
 def rope_at(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """The same for `positions`, int64 of any shape: FP32 [*positions, head_dim / 2]."""
+    """`rope_tables` of given `positions` (int64, any shape): FP32 [*positions, head_dim / 2]."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
     angle = positions.to(torch.float32)[..., None] * base**-exponent
     return angle.cos(), angle.sin()
 
 
 def apply_rope(x_bshd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i + d/2}) by its position's angle; computed in the tables' dtype, returned in x's.
+    """Rotate each pair (x_i, x_{i + d/2}) by the angle of its position. Computed in the tables' dtype, returned in x's.
 
     cos_sd, sin_sd: [sequence, head_dim / 2] for all rows, or [batch, sequence, head_dim / 2].
     """

@@ -1,5 +1,5 @@
-"""What a trainer asks of the models of this package: `pretrain.py` hands this module over, as Megatron's pretrain
-scripts hand over their model provider. megatron_fp4/training/providers.py describes each name."""
+"""The functions of this package that the trainer calls. `pretrain.py` passes this module to it, as Megatron's pretrain
+scripts pass their model provider. megatron_fp4/training/providers.py describes each name."""
 
 from models.hybrid import build_model  # noqa: F401
 from models.initialization import initialize  # noqa: F401

@@ -1,9 +1,9 @@
 """Mamba-2's scan: step sizes, the state-space recurrence and the skip connection D x.
 
-    dt = softplus(dt + dt_bias)         not clamped, as mamba-ssm's default
+    dt = softplus(dt + dt_bias)         not clamped, as in mamba-ssm by default
     y  = ssd(x, dt, A, B, C) + D x
 
-By mamba-ssm's kernels (`fused_scan`), and in plain PyTorch (`plain_scan`) by the state-space dual (SSD) form of the
+`fused_scan` uses mamba-ssm's kernels. `plain_scan` is plain PyTorch, in the state-space dual (SSD) form of the
 recurrence (arXiv:2405.21060, section 6).
 
 The recurrence, for one head, with state S [p, n]:
@@ -11,8 +11,7 @@ The recurrence, for one head, with state S [p, n]:
     S_t = exp(dt_t a) S_{t-1} + dt_t x_t B_t^T        y_t = S_t C_t
 
 Unrolled, y_t = sum_{m <= t} (C_t . B_m) exp(w_{m+1} + ... + w_t) dt_m x_m with w = dt a: attention with a decay
-instead of a softmax. Sequences are cut into chunks of l tokens. With cum the running sum of w inside a chunk and
-u = dt x:
+instead of a softmax. Sequences are cut into chunks of l tokens. With cum the running sum of w in a chunk and u = dt x:
 
     its own token     y  = (C . B) u
     inside a chunk    y += (C B^T * exp(cum_t - cum_m) [m < t]) u                matrices [l, l]
@@ -20,21 +19,21 @@ u = dt x:
     between chunks    S_k = sum_{j < k} exp(w of the chunks between j and k) N_j  the state that chunk k begins with
     from the past     y += exp(cum) (C S)
 
-Work is linear in the sequence and nearly all of it is matrix products. Every decay is the exponential of a number
-that is at most zero, so nothing overflows however long or fast the decay. On CUDA the products must be true FP32, so
-`torch.backends.cuda.matmul.allow_tf32` has to stay off, as it is by default.
+The work is linear in the sequence length, and nearly all of it is matrix products. Every decay is the exponential of a
+number that is at most zero, so nothing overflows. On CUDA the products must be true FP32, so
+`torch.backends.cuda.matmul.allow_tf32` must stay off, which is its default.
 
-The backward pass is written out. It keeps the inputs, the output less each token's own part and the states (which are
-small) and computes the [l, l] matrices again, so that they never exist for more than one layer. It needs no products of
-[l, l] matrices for the decays' gradient: d/dcum_t collects dy_t . y_t - u_t . du_t, plus what flows through the states.
-A token's own part of y_t and du_t does not depend on any decay, would cancel there, and where decays are fast is nearly
-all of both: it stays out of these products, which would be its rounding error otherwise.
+The backward pass is an autograd function. It saves the inputs, the output without each token's own part, and the states
+(which are small), and recomputes the [l, l] matrices, so these exist for one layer at a time. The gradient of the
+decays needs no products of [l, l] matrices: d/dcum_t is dy_t . y_t - u_t . du_t, plus what flows through the states.
+The own parts of y_t and du_t do not depend on a decay, so they cancel in this difference. With fast decays they are
+nearly all of both terms, and the difference would be their rounding error. So they are left out of both terms.
 
-Documents (models/positions.py) end the recurrence: S is zero before the first token of each. Then the running sum cum
-begins anew with every document (the triangle of ones that makes it has zeros between documents), a token sees only its
-own document inside its chunk and, from the past, the state of a document that it continues; a chunk's state is that
-of the document with which it ends, and a chunk passes a state on if the whole of it is of one document with what came
-before. mamba-ssm's kernels do the same, by comparing the numbers of documents in the same places.
+Documents (models/positions.py) end the recurrence: S is zero before the first token of each. So the running sum cum
+restarts with every document (the triangle of ones that computes it has zeros between documents). Inside a chunk a token
+sees only its own document. It sees the state from the past if its document began in an earlier chunk. A chunk's state
+is that of the document with which it ends. A chunk passes the earlier state on if all its tokens continue one document
+from the chunk before. mamba-ssm's kernels make the same comparisons of document numbers.
 
 Everything is computed in the dtype of `x`: FP32 in training, FP64 in tests.
 
@@ -53,7 +52,7 @@ from torch.autograd import Function
 
 
 class ScanInputs(NamedTuple):
-    """dt is before its bias and softplus, A negative."""
+    """dt is before bias and softplus; A is negative."""
 
     x_bshp: Tensor
     dt_bsh: Tensor
@@ -65,9 +64,9 @@ class ScanInputs(NamedTuple):
 
 
 def plain_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
-    """y [b, s, h, p] of the formulas above in plain PyTorch; all FP32 but `dt_bsh`, which may be BF16.
+    """y [b, s, h, p] of the formulas above in plain PyTorch. All tensors are FP32; `dt_bsh` may also be BF16.
 
-    documents_bs: int32, the number of each token's document, ascending in a row and not negative; None: a row is one
+    documents_bs: int32, the number of each token's document, not negative and ascending in a row; None: a row is one
     document.
     """
     x, dt, a, b, c, d, dt_bias = inputs
@@ -78,8 +77,8 @@ def plain_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None 
 def continued_scan(inputs: ScanInputs, chunk_size: int, state_bgnrp: Tensor, valid_bs: Tensor) -> tuple[Tensor, Tensor]:
     """`plain_scan` of rows that continue from a state S, and the state after their last token. No gradients.
 
-    state_bgnrp: S^T of the r heads of each group; zeros at a row's beginning. valid_bs: bool; where it is false, a
-    token is padding: a step of size zero, which passes the state on.
+    state_bgnrp: S^T of the r heads of each group; zeros at a text's beginning. valid_bs: bool, false for padding, which
+    is a step of size zero and does not change the state.
     """
     x, dt, a, b, c, d, dt_bias = inputs
     dt = F.softplus(dt.to(torch.float32) + dt_bias).masked_fill(~valid_bs[..., None], 0)
@@ -89,13 +88,13 @@ def continued_scan(inputs: ScanInputs, chunk_size: int, state_bgnrp: Tensor, val
         padded, dt, b, c = _with_empty_steps(extra, x, dt, b, c)
     parts = _Chunks(padded, dt, a, b, c, chunk_size, None)
     y, _, states, added = _outputs(parts, state_bgnrp)
-    begins = states.unflatten(-1, parts.r_p)[:, -1]  # what the last chunk begins with
-    after = torch.addcmul(added, begins, parts.chunk_decay[:, -1, :, None, :, None])
-    return torch.addcmul(y[:, :length], x, d[:, None]), after
+    last_state = states.unflatten(-1, parts.r_p)[:, -1]  # at the beginning of the last chunk
+    state_after = torch.addcmul(added, last_state, parts.chunk_decay[:, -1, :, None, :, None])
+    return torch.addcmul(y[:, :length], x, d[:, None]), state_after
 
 
 def fused_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
-    """The same by mamba-ssm's Triton kernels: x, dt, B and C in BF16, the rest in FP32; BF16 out."""
+    """`plain_scan` by mamba-ssm's Triton kernels: x, dt, B, C and y in BF16, the rest in FP32."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     x, dt, a, b, c, d, dt_bias = inputs
@@ -113,8 +112,8 @@ def ssd_scan(
     chunk_size: int,
     documents_bs: Tensor | None = None,
 ) -> Tensor:
-    """y [b, s, h, p] of the recurrence above, by chunks of `chunk_size` tokens. dt_bsh: positive step sizes. All of one
-    dtype; any sequence length. documents_bs: as of `plain_scan`."""
+    """y [b, s, h, p] of the recurrence above, in chunks of `chunk_size` tokens. The sequence may have any length, and
+    all tensors have one dtype. dt_bsh: positive step sizes. documents_bs: see `plain_scan`."""
     length = x_bshp.shape[1]
     chunk_size = min(chunk_size, length)
     extra = -length % chunk_size
@@ -128,7 +127,7 @@ def ssd_scan(
 def _with_empty_steps(
     extra: int, x_bshp: Tensor, dt_bsh: Tensor, b_bsgn: Tensor, c_bsgn: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows with `extra` more steps, of size zero: these neither decay the state nor add to it."""
+    """Rows with `extra` more steps of size zero, which neither decay the state nor add to it."""
     x, b, c = (F.pad(t, (0, 0, 0, 0, 0, extra)) for t in (x_bshp, b_bsgn, c_bsgn))
     return x, F.pad(dt_bsh, (0, 0, 0, extra)), b, c
 
@@ -157,7 +156,7 @@ class _SsdScan(Function):
         dy_by_head, x_by_head = parts.by_head(grad_outputs[0]), parts.by_head(x)
         dy = dy_by_head.contiguous()
 
-        # Its own token and inside a chunk: y = (C . B) u + (scores * decays) u.
+        # Own token and inside a chunk: y = (C . B) u + (scores * decays) u.
         decays, own_scores = parts.decays(), parts.own_scores()
         dscores = parts.same_document_((dy @ parts.u_by_head().mT).mul_(decays).sum(3).tril_())
         du = decays.mul_(parts.scores_before()).mT @ dy
@@ -182,7 +181,7 @@ class _SsdScan(Function):
         x_du_states = (dv_by_head * x_by_head).sum(-1).mul_(decay_to_end)
         du.addcmul_(dv_by_head, decay_to_end[..., None])
 
-        # u = dt x and cum = running sum of w = dt a. Of what a token adds to the state, only later tokens decay.
+        # u = dt x and cum = running sum of w = dt a. Only later tokens' decays act on what a token adds to the state.
         dcum = (dy_by_head * parts.by_head(y_before)).sum(-1).addcmul_(parts.dt, x_du_inside, value=-1)
         dcum[..., -1] += dchunk_decay * parts.chunk_decay
         dw = dcum @ parts.ones_lm + (parts.dt * x_du_states) @ parts.ones_lm.mT.triu(1)
@@ -195,9 +194,9 @@ class _SsdScan(Function):
 
 
 def _outputs(parts: _Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y; y without each token's own part; the states that chunks begin with; what the last chunk adds to its own.
+    """y; y without each token's own part; the state at the beginning of each chunk; what the last chunk adds to it.
 
-    initial: the state that the first chunk begins with, [b, g, n, r, p]; None: zero.
+    initial: the state at the beginning of the first chunk, [b, g, n, r, p]; None: zero.
     """
     x = parts.x
     y_inside = parts.decays().mul_(parts.scores_before()) @ parts.u_by_head()
@@ -214,8 +213,8 @@ def _outputs(parts: _Chunks, initial: Tensor | None = None) -> tuple[Tensor, Ten
 class _Chunks:
     """The inputs cut into chunks, and what both passes compute from them.
 
-    All tensors begin with [b, k, g]. Then follow [r, l, p] in the layout "by head" (a matrix for each head) or
-    [l, r, p] "by group" (one wide matrix for all the heads that share B and C).
+    All tensors begin with [b, k, g]. Then follow [r, l, p] in the layout "by head" (a matrix per head), or [l, r, p] in
+    the layout "by group" (one wide matrix for all heads that share B and C).
     """
 
     def __init__(
@@ -235,9 +234,9 @@ class _Chunks:
             same = documents_bkl[..., :, None] == documents_bkl[..., None, :]
             self.ones_lm = (self.ones_lm * same)[:, :, None]  # [b, k, 1, l, m]
             last_bk = documents_bkl[..., -1]
-            before_bk = F.pad(last_bk[:, :-1], (1, 0), value=-1)  # nothing comes before the first chunk
-            # Of the document that the chunk before ended with; of the one that this chunk ends with: [b, k, 1, 1, l].
-            self.from_past = (documents_bkl == before_bk[..., None])[:, :, None, None]
+            previous_bk = F.pad(last_bk[:, :-1], (1, 0), value=-1)  # no document continues into the first chunk
+            # Whether a token is in the last document of the previous chunk, or of its own: [b, k, 1, 1, l].
+            self.from_past = (documents_bkl == previous_bk[..., None])[:, :, None, None]
             self.to_end = (documents_bkl == last_bk[..., None])[:, :, None, None]
         self.cum = (self.dt * self.a) @ self.ones_lm.mT
         self.chunk_decay = self.cum[..., -1].exp()
@@ -245,11 +244,11 @@ class _Chunks:
             self.chunk_decay *= self.from_past[..., -1]
 
     def by_head(self, t_bsh: Tensor) -> Tensor:
-        """[b, s, h, ...] -> view [b, k, g, r, l, ...]."""
+        """[b, s, h, ...] -> [b, k, g, r, l, ...], a view."""
         return t_bsh.unflatten(1, (-1, self.chunk_size)).unflatten(3, (self.num_groups, -1)).movedim(2, 4)
 
     def by_group(self, t_bsh: Tensor) -> Tensor:
-        """[b, s, h, ...] -> view [b, k, g, l, r, ...]."""
+        """[b, s, h, ...] -> [b, k, g, l, r, ...], a view."""
         return t_bsh.unflatten(1, (-1, self.chunk_size)).unflatten(3, (self.num_groups, -1)).movedim(2, 3)
 
     def ungroup(self, t_bkgln: Tensor) -> Tensor:
@@ -262,11 +261,11 @@ class _Chunks:
 
     def scores_before(self) -> Tensor:
         """C B^T where m < l, else 0: [b, k, g, 1, l, m]."""
-        # Masked here, once for all heads of a group, rather than in every head's decays.
+        # Masked here, once for all heads of a group, instead of in the decays of every head.
         return self.same_document_((self.c @ self.b.mT).tril_(-1))[:, :, :, None]
 
     def same_document_(self, t_bkglm: Tensor) -> Tensor:
-        """In place: zero where l and m are of different documents."""
+        """Set to zero, in place, where l and m are in different documents."""
         return t_bkglm.mul_(self.ones_lm) if self.masked else t_bkglm
 
     def own_scores(self) -> Tensor:
@@ -274,14 +273,14 @@ class _Chunks:
         return (self.c * self.b).sum(-1)[:, :, :, None]
 
     def decay_to_end(self) -> Tensor:
-        """exp(cum_last - cum), [b, k, g, r, l]; zero for other documents than that which the chunk ends with."""
+        """exp(cum_last - cum), [b, k, g, r, l]; zero for tokens before the chunk's last document."""
         to_end = self.cum[..., -1:] - self.cum
-        if self.masked:  # before the exponential: between documents the difference may be large
+        if self.masked:  # before the exponential, because between documents the difference may be large
             to_end.masked_fill_(~self.to_end, -torch.inf)
         return to_end.exp_()
 
     def past_decay(self) -> Tensor:
-        """exp(cum), [b, k, g, r, l]; zero for other documents than that which the chunk before ended with."""
+        """exp(cum), [b, k, g, r, l]; zero for tokens after the last document of the previous chunk."""
         decay = self.cum.exp()
         return decay.mul_(self.from_past) if self.masked else decay
 
@@ -295,13 +294,13 @@ class _Chunks:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a * b laid out contiguously; plain multiplication would keep the strides of a permuted view."""
+    """a * b, contiguous; plain multiplication would keep the strides of a permuted view."""
     return torch.mul(a, b, out=a.new_empty(a.shape))
 
 
 def _accumulate_states(states_bkgnrp: Tensor, decay_bkgr: Tensor, initial: Tensor | None = None) -> Tensor:
-    """From what each chunk adds to the state, in place, to the state each chunk begins with; returns what the last one
-    adds. initial: what the first one begins with; None: zero."""
+    """Replace what each chunk adds to the state by the state at its beginning, in place. Returns what the last chunk
+    adds. initial: the state at the beginning of the first chunk; None: zero."""
     decay = decay_bkgr[:, :, :, None, :, None]
     added = states_bkgnrp[:, 0].clone()
     states_bkgnrp[:, 0] = 0 if initial is None else initial
@@ -313,7 +312,7 @@ def _accumulate_states(states_bkgnrp: Tensor, decay_bkgr: Tensor, initial: Tenso
 
 
 def _accumulate_states_backward(grads_bkgnrp: Tensor, decay_bkgr: Tensor) -> None:
-    """From the gradients of the states that chunks begin with, in place, to those of what each chunk adds."""
+    """Replace the gradients of the states at the beginning of chunks by those of what each chunk adds, in place."""
     decay = decay_bkgr[:, :, :, None, :, None]
     later = torch.zeros_like(grads_bkgnrp[:, 0])
     for k in reversed(range(grads_bkgnrp.shape[1])):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models import attention
-from models.attention import KERNELS, attend, attend_in_tiles
+from models.attention import TILES, attend, attend_in_tiles
 from models.positions import Documents
 from tests.gpu.test_model_kernels import LENGTHS, ODD, numbers_of, randn
 from tests.models.builders import relative_error
@@ -49,14 +49,14 @@ def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
 
 
 @pytest.mark.parametrize(("length", "by_cudnn"), [(384, True), (333, True), (333, False), (2, False)])
-@pytest.mark.parametrize("dim", KERNELS)
+@pytest.mark.parametrize("dim", TILES)
 def test_whole_rows(monkeypatch: pytest.MonkeyPatch, dim: int, length: int, by_cudnn: bool) -> None:
     if not by_cudnn:
-        monkeypatch.setattr(attention, "_cudnn_takes", lambda *_: False)
+        monkeypatch.setattr(attention, "_cudnn_supports", lambda *_: False)
     compare(heads(2, length, dim))
 
 
-@pytest.mark.parametrize("dim", KERNELS)
+@pytest.mark.parametrize("dim", TILES)
 def test_documents(dim: int) -> None:
     for lengths in (LENGTHS, ODD):
         documents = Documents(numbers_of(lengths))

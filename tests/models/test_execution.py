@@ -82,7 +82,7 @@ def test_a_rank_without_a_package_is_refused_on_all_ranks(tmp_path):
     """Else ranks with mamba-ssm's scan would wait for the others in the collective that pins its kernels."""
     first, second = launch(_build, 2, [PLAIN, Execution(SCAN)], small_corpus(tmp_path))
     assert first == second
-    assert "ranks 0 and 1 have not the same fused parts, as to scan" in first
+    assert "ranks 0 and 1 differ in their fused parts: scan" in first
 
 
 CONFIG = small_config(hidden_dim=64, ffn_dim=64, rope=True)

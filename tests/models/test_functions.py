@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.attention import KERNELS
+from models.attention import TILES
 from models.ssd import ssd_scan
 from tests.models.builders import relative_error
 from tests.models.recurrence import ssd_recurrence
@@ -79,7 +79,7 @@ def test_extreme_decay_gives_no_infinities():
 
 
 def test_tiles_of_attention_are_such_as_the_kernels_demand():
-    for dim, kernels in KERNELS.items():
+    for dim, kernels in TILES.items():
         assert all(size & (size - 1) == 0 and size >= 16 for size in (dim, *(n for tile in kernels for n in tile[:2])))
         assert kernels.dkdv[1] % kernels.dkdv[0] == 0
         # The range of keys that every query sees ends where the tile of queries begins.
