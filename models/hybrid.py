@@ -83,8 +83,7 @@ class InferenceCache:
     its keys and values are not kept, and for Mamba-2 it is a step of size zero. So a row's result depends on the other
     rows only through the rounding of GEMMs, whose kernels depend on the number of tokens.
 
-    mixers: the cache of each block's mixer, in order. max_length: limit of tokens per row. lengths: tokens so far of
-    each row.
+    mixers: the caches of the blocks' mixers. max_length: limit of tokens per row. lengths: tokens of each row so far.
     """
 
     def __init__(self, mixers: Sequence[Any], batch: int, max_length: int) -> None:

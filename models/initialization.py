@@ -20,8 +20,7 @@ from megatron_fp4.parallel.parameters import global_offsets
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.quantization.rounding import random_uniform, rounding_key
 
-# Rows are filled in pieces of about this many elements, so that temporaries stay small compared with the weights, and
-# in a CPU's caches.
+# Rows are filled in pieces of about this many elements, so that temporaries stay small, and in a CPU's caches.
 _PIECE = 2**24
 _PIECE_ON_CPU = 2**18
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.config.schema import Config
-from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, reduce_over_ranks
+from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, reduce_stats
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.attention import TILES, split_heads
 from models.execution import Execution
@@ -37,12 +37,8 @@ def planned_execution(config: Config) -> Execution:
 
 
 class _Kernel(torch.autograd.Function):
-    """A kernel for the forward pass and one for the backward pass.
-
-    forward: allocates, and returns results and the tensors saved for the backward pass. backward: allocates the
-    temporaries of the backward pass, and returns those that still exist when gradients are allocated. It must not hold
-    tensors.
-    """
+    """A kernel for each pass. forward: allocates, and returns results and the tensors to save. backward: allocates the
+    temporaries of the backward pass, and returns those that exist until gradients are allocated; it holds no tensor."""
 
     @staticmethod
     def forward(ctx: Any, forward: Callable[[], Any], backward: Callable[[], Any], *arguments: Any) -> Any:
@@ -126,8 +122,7 @@ def scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None
 
 
 def attention(deterministic: bool, tiled: bool) -> Callable[..., Tensor]:
-    """The attention kernel for q [b, s, h, d], k and v. tiled: the one that `attend_in_tiles` chooses, else
-    FlashAttention.
+    """The attention kernel for q [b, s, h, d], k and v. tiled: as `attend_in_tiles` chooses, else FlashAttention.
 
     All save q, k, v, their output and the log of each row's sum (FP32). Attention in tiles also saves where documents
     begin and end, and allocates one FP32 number per row in its backward pass. FlashAttention's backward pass sums dq in
@@ -176,5 +171,5 @@ class _LossKernels(CudaLossKernels):
         if not self.fused:
             return super().losses(logits_tv, index_t, mesh)
         maximum, total, target = logits_tv.new_empty(3, *index_t.shape, dtype=torch.float32)
-        maximum, total, target = reduce_over_ranks(maximum, total, target, mesh)
+        maximum, total, target = reduce_stats(maximum, total, target, mesh)
         return total.log_().add_(maximum).sub_(target)

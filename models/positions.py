@@ -46,10 +46,9 @@ class _Positions:
 
 
 class Documents(_Positions):
-    """The documents of training rows.
+    """numbers_bs: int32, the number of each token's document; not negative, and ascending in a row.
 
-    numbers_bs: int32, the number of each token's document; not negative, and ascending in a row. count: the number of
-    documents in all rows together; without it, computing `boundaries` is a host sync.
+    count: number of documents in all rows together; without it, computing `boundaries` is a host sync.
     """
 
     def __init__(self, numbers_bs: Tensor, count: int | None = None) -> None:
@@ -81,8 +80,7 @@ class Documents(_Positions):
     @cached_property
     def boundaries(self) -> Tensor:
         """int32 [n + 1], ascending from 0 to b * s."""
-        # The index of each token's document among those of all rows. A search, because its result has a known length
-        # (`nonzero` would be a host sync).
+        # The index of each token's document among those of all rows. `nonzero` instead of a search would be a sync.
         index = (self.positions == 0).flatten().cumsum(0) - 1
         count = int(index[-1]) + 1 if self._count is None else self._count
         return torch.searchsorted(index, torch.arange(count + 1, device=index.device), out_int32=True)

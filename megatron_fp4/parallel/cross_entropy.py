@@ -11,7 +11,7 @@ rounded, and an FP32 product takes four times as long. So dx is rounded twice th
 times micro-batches is a power of two.)
 
 Negative targets do not count: their tokens have no loss and no gradient, and the mean is over the others. The caller
-passes the number of the others, so that the host does not wait for the GPU.
+passes the number of the others, which avoids a host sync.
 
 The vocabulary is sharded over tensor-parallel ranks. They exchange three numbers per token (maximum, sum of
 exponentials, target logit), but no logits.
@@ -100,7 +100,7 @@ class LossKernels:
         target = torch.where(held, scores.gather(1, column)[:, 0], 0.0)
         local_maximum = scores.amax(1)
         exponentials = torch.sub(scores, local_maximum[:, None], out=scores if scores is not logits_tv else None).exp_()
-        maximum, total, target = reduce_over_ranks(local_maximum, exponentials.sum(1), target, mesh)
+        maximum, total, target = reduce_stats(local_maximum, exponentials.sum(1), target, mesh)
         exponentials.mul_(((local_maximum - maximum).exp() / total)[:, None])
         exponentials.scatter_add_(1, column, -held.to(torch.float32)[:, None])
         logits_tv.copy_(exponentials)
@@ -132,7 +132,7 @@ class CudaLossKernels(LossKernels):
         from megatron_fp4.parallel import cross_entropy_triton as triton_kernels
 
         maximum, total, target = triton_kernels.row_statistics(logits_tv, index_t)
-        maximum, total, target = reduce_over_ranks(maximum, total, target, mesh)
+        maximum, total, target = reduce_stats(maximum, total, target, mesh)
         triton_kernels.to_gradient_(logits_tv, index_t, maximum, total)
         return total.log_().add_(maximum).sub_(target)
 
@@ -185,13 +185,9 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return dx, dw, None, None, None, None, None, None, None
 
 
-def reduce_over_ranks(
-    maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMesh
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, sum of exp(logit - maximum) and target logit over the whole vocabulary, from those of this rank's part.
-
-    All are FP32 [tokens]; this rank's target logit is 0 if another rank holds the target.
-    """
+def reduce_stats(maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum of exp(logit - maximum) and target logit over the whole vocabulary, from those of this rank's part
+    (where a target logit is 0 if another rank holds the target)."""
     if mesh.tp_size == 1:
         return maximum, total, target
     overall = maximum.clone()

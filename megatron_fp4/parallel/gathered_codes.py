@@ -6,10 +6,9 @@ only these codes. So each rank quantizes its shard of the FP32 master, and FSDP 
 linear's first use, and stay until the last backward pass, also with `parallel.reshard`, because nothing else of the
 weight is kept (`precision/emulated.py`).
 
-    root's forward pass, weights changed    maxima of the blocks of all shards; one MAX all-reduce of those that ranks
-                                            share
-    unit's forward pass                     codes and scales of its shards, gathered by FSDP as bytes, together with the
-                                            unit's other parameters
+    root's forward pass, weights changed    maxima of the shards' blocks; one MAX all-reduce of those that ranks share
+    unit's forward pass                     codes and scales of its shards; FSDP gathers them as bytes, with the unit's
+                                            other parameters
     GEMMs                                   unpack the codes
     last backward pass                      codes are freed; gradients are the usual ones: FP32, reduced by FSDP
 
@@ -29,8 +28,7 @@ tensor subclass, so the optimizer and checkpoints see plain FP32 tensors. The ga
 dtype and gradient, but no memory: it is one NaN, expanded, so that reading it by mistake is noticed. The codes are
 attached to it, and the linear takes them from there (`precision/linear.py`).
 
-In the same way, parameters that must never be rounded (Mamba-2's A, D and dt bias) are gathered in FP32 with their
-block.
+In the same way, parameters that must never be rounded (Mamba-2's A, D, dt bias) are gathered in FP32 with their block.
 """
 
 from __future__ import annotations
@@ -176,8 +174,7 @@ class GatheredWeight:
                 else:
                     self._other = self._other[0], []
             self.all_blocks = RowBlocks(code_format, group_rows, padded, 0, self.num_rows)
-            first = min(self.chunk * self.shard, self.num_rows)
-            end = min(self.chunk * (self.shard + 1), self.num_rows)
+            first, end = (min(self.chunk * rank, self.num_rows) for rank in (self.shard, self.shard + 1))
             self.blocks, self.maxima = replace(self.all_blocks, first=first, end=end), None
         if codes != self.as_codes:
             gathered, messages = self._other
@@ -291,10 +288,9 @@ class _SharedMaxima:
         self.group, self.num_tensor_parallel = shards.get_group(), sum(group is not None for group in groups)
         self.tensor_parallel = groups[0] if self.num_tensor_parallel else None
         self._message = self._scales = torch.empty(0)  # _scales: FP32 [weights], the tensor scales
-        # Pairs of lists: where a number is used, and its place in the message or in _scales.
-        self._block_maxima: list[Tensor] = []  # this rank's, of shared blocks
+        self._block_maxima: list[Tensor] = []  # this rank's maxima of shared blocks, and their places in the message
         self._block_places: list[Tensor] = []
-        self._tensor_numbers: list[Tensor] = []  # amax and scale of each NVFP4 weight
+        self._tensor_numbers: list[Tensor] = []  # amax and scale of NVFP4 weights; their places in message and _scales
         self._tensor_places: list[Tensor] = []
 
     def measure(self) -> None:

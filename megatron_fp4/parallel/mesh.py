@@ -113,10 +113,9 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
 
     Without torchrun's environment the process forms a group of its own.
 
-    On CUDA too, Python objects and the checkpoints' messages go through gloo. Each of its groups (all ranks, the mesh's
-    axes, checkpoints) would connect every rank with every other: with 4,096 ranks, each would hold 9,000 connections.
-    If gloo connects on demand, a rank has two connections for a ring and log2(ranks) for a tree; only the first rank,
-    which gathers, is connected with all.
+    On CUDA too, Python objects and the messages of checkpoints go through gloo. Each of its groups (all ranks, mesh
+    axes, checkpoints) would connect all pairs of ranks: of 4,096 ranks each would hold 9,000 connections. If gloo
+    connects on demand, a rank holds two for a ring and log2(ranks) for a tree; only the first one, which gathers, all.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if int(os.environ.get("WORLD_SIZE", 1)) > _FULL_MESH_RANKS:
@@ -192,10 +191,7 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     assert world == shard * math.prod(config.sizes.values()), "config/checks.py rejects other sizes"
     axes = {"replicate": config.replicate} if config.replicate > 1 else {}
     axes |= {"dp": shard, "tp": config.tensor}
-    return ParallelMesh(
-        init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)),
-        device,
-        sequence_parallel=config.tensor > 1 and config.sequence is not False,
-        reduce_each=config.reduce_gradients == "each",
-        reproducible=config.reproducible,
-    )
+    device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    sequence_parallel = config.tensor > 1 and config.sequence is not False
+    reduce_each = config.reduce_gradients == "each"
+    return ParallelMesh(device_mesh, device, sequence_parallel, reduce_each, config.reproducible)

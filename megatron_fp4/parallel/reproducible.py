@@ -5,12 +5,11 @@ over the micro-batches of a global batch sums its gradient, neighbours first:
 
     (((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)))        indices of micro-batches in the global batch
 
-At each level the tree consists of equal subtrees, so any power-of-two number of ranks can compute the same tree. With
+At each level the tree has equal subtrees, so any power-of-two number of ranks can compute the same tree. With
 `reduce_gradients=once` a rank has consecutive micro-batches: it sums its subtree, and the ranks sum the rest. With
-`each` a round is one micro-batch per rank: the ranks sum each round, and then each rank sums the rounds. A rank sums
-its subtree like a binary counter: two sums of equally many leaves become one. If the number of micro-batches is not a
-power of two, a leaf is not one micro-batch, but as many consecutive ones as its odd factor, summed one after another;
-this needs `once`.
+`each` the ranks sum each round of one micro-batch per rank, and then a rank sums the rounds. A rank sums like a binary
+counter: two sums of equally many leaves become one. If the number of micro-batches is not a power of two, a leaf is as
+many consecutive micro-batches as its odd factor, summed one after another; this needs `once`.
 
 Between ranks, an all-to-all gives each rank its shard of all gradients (as many bytes as a ring sends), and the rank
 adds them. FSDP2 calls this instead of its reduce-scatter, and instead of its all-reduce over replicas: FSDP2 shards
@@ -103,15 +102,12 @@ class GradientTree:
 
     def begin(self) -> None:
         """Called before the first micro-batch of a step."""
-        # For each group: the binary counter, pairs of a number of leaves (falling powers of 2) and their summed
-        # gradients.
+        # The counter of each group: numbers of leaves (falling powers of 2), and the sums of their gradients.
         self._sums: list[list[tuple[int, list[Tensor]]]] = [[] for _ in self._groups]
 
     def keep(self, copied: bool = False) -> None:
-        """Called after each leaf of this rank except the last: move its gradients from `.grad` into the sums.
-
-        copied: copy them, because they are in the memory of a CUDA graph, which the next leaf overwrites.
-        """
+        """Called after each leaf of this rank except the last: move its gradients from `.grad` into the sums. copied:
+        copy them, because they are in the memory of a CUDA graph, which the next leaf overwrites."""
         self._wait_for_reductions()
         for group, sums in zip(self._groups, self._sums, strict=True):
             parameters, leaves = group(), 1
@@ -127,8 +123,7 @@ class GradientTree:
             sums.append((leaves, gradients))
 
     def finish(self) -> None:
-        """Called after the last leaf: add the sums to its `.grad`. With FSDP2 and `once` a hook has already done this,
-        before the reduction."""
+        """Called after the last leaf: add the sums to `.grad`, unless hooks did (FSDP2 with `once`)."""
         self._wait_for_reductions()
         for index in range(len(self._groups)):
             self._finish(index)
