@@ -1,4 +1,4 @@
-"""A model that one data-parallel rank has alone computes what FSDP2 would make it compute, without FSDP2."""
+"""One data-parallel rank without FSDP2 computes the same as with FSDP2; and so do ranks without FSDP2's hooks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def batches(step: int) -> list[ToyBatch]:
     return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
 
 
-def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, step_state: StepState) -> HybridModel:
-    """As a run builds it. The first block's linears are quantized, the others in BF16."""
+def build(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, step_state: StepState) -> HybridModel:
+    """A model, built as in a run. The first block's linears are quantized, the others in BF16."""
     with torch.device("meta"):
         model = build_model(CONFIG, mesh, torch.bfloat16)
     settings: dict[str, Any] = {"units": list(model.blocks), "fp32_units": model.fp32_units()}
@@ -47,19 +47,20 @@ def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, step_st
     return model
 
 
-def trained(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tuple[list[Any], HybridModel]:
+def train(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tuple[list[Any], HybridModel]:
+    """Train three steps; returns their losses and norms, and the model."""
     step_state = StepState(seed=3)
-    model = built(mesh, apply, reshard, step_state)
+    model = build(mesh, apply, reshard, step_state)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
     results = [train_step(model, optimizer, batches(s), mesh, step_state, step=s, reshard=reshard) for s in range(3)]
     return [(result.loss, result.grad_norm) for result in results], model
 
 
 @pytest.mark.parametrize("reshard", [False, True])
-def test_one_rank_alone_computes_what_fsdp_computes(mesh: ParallelMesh, reshard: bool) -> None:
-    found, model = trained(mesh, apply_data_parallel, reshard)
-    expected, sharded = trained(mesh, shard, reshard)
-    assert found == expected
+def test_one_rank_without_fsdp_computes_the_same_as_with_fsdp(mesh: ParallelMesh, reshard: bool) -> None:
+    actual, model = train(mesh, apply_data_parallel, reshard)
+    expected, sharded = train(mesh, shard, reshard)
+    assert actual == expected
     assert any(isinstance(module, FSDPModule) for module in sharded.modules())
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
     assert model.state_dict().keys() == sharded.state_dict().keys()
@@ -68,10 +69,10 @@ def test_one_rank_alone_computes_what_fsdp_computes(mesh: ParallelMesh, reshard:
         assert torch.equal(local_part(mine), local_part(theirs)), name
 
 
-def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) -> None:
+def test_rounded_weights_are_kept_until_the_weights_change(mesh: ParallelMesh) -> None:
     step_state, (batch, *_) = StepState(seed=0), batches(0)
     for reshard in (False, True):
-        model = built(mesh, apply_data_parallel, reshard, step_state)
+        model = build(mesh, apply_data_parallel, reshard, step_state)
         contexts = {name: linear.context for name, linear in model.linears()}
         quantized = {name for name in contexts if name.startswith("blocks.0")}
         model(batch.tokens, batch.targets)
@@ -84,31 +85,32 @@ def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) 
         assert not any(contexts[name].weight_cache is cache for name, cache in kept.items())
 
 
-def trained_by_two(rank: int) -> list[tuple[list[Any], list[torch.Tensor]]]:
-    """Steps of five micro-batches without FSDP2's hooks in the middle, then with them: losses and norms, weights."""
-    found = []
+def train_without_and_with_hooks(rank: int) -> list[tuple[list[Any], list[torch.Tensor]]]:
+    """Train two steps of five micro-batches without FSDP2's hooks in the middle ones, then with them. Returns losses
+    and norms, and weights, of both."""
+    outcomes = []
     for context in (without_fsdp_hooks, lambda _: nullcontext()):
-        mesh, step_state, ran = toy_mesh(), StepState(seed=3), []
-        model = built(mesh, apply_data_parallel, False, step_state)
+        mesh, step_state, forwards = toy_mesh(), StepState(seed=3), []
+        model = build(mesh, apply_data_parallel, False, step_state)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
-        model.blocks[0].register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
-        with mock.patch.object(training_step, "without_fsdp_hooks", side_effect=context) as left_out:
+        model.blocks[0].register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
+        with mock.patch.object(training_step, "without_fsdp_hooks", side_effect=context) as without_hooks:
             given = [[*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5] for s in range(2)]
             results = [train_step(model, optimizer, given[s], mesh, step_state, step=s) for s in range(2)]
-        assert left_out.call_count == 2 * 3 and len(ran) == 2 * 5
+        assert without_hooks.call_count == 2 * 3 and len(forwards) == 2 * 5
         weights = [whole(parameter) for parameter in model.parameters()]
-        # An error in the second micro-batch of a step leaves the hooks as they were.
-        model.blocks[0].register_forward_pre_hook(lambda *_, ran=ran: 1 / (len(ran) - 12) and None)
+        # An error in the second micro-batch of a step restores the hooks.
+        model.blocks[0].register_forward_pre_hook(lambda *_, forwards=forwards: 1 / (len(forwards) - 12) and None)
         hooks = [len(module._forward_pre_hooks) for module in model.modules()]
         with pytest.raises(ZeroDivisionError):
             train_step(model, optimizer, given[0], mesh, step_state, step=2)
-        assert hooks == [len(module._forward_pre_hooks) for module in model.modules()] and len(ran) == 12
-        found.append(([(result.loss, result.grad_norm) for result in results], weights))
-    return found
+        assert hooks == [len(module._forward_pre_hooks) for module in model.modules()] and len(forwards) == 12
+        outcomes.append(([(result.loss, result.grad_norm) for result in results], weights))
+    return outcomes
 
 
 @pytest.mark.slow
-def test_micro_batches_in_the_middle_of_a_step_need_no_hooks() -> None:
-    for without, hooks in launch(trained_by_two, 2):
-        assert without[0] == hooks[0]
-        assert all(torch.equal(a, b) for a, b in zip(without[1], hooks[1], strict=True))
+def test_middle_micro_batches_of_a_step_need_no_fsdp_hooks() -> None:
+    for without, with_hooks in launch(train_without_and_with_hooks, 2):
+        assert without[0] == with_hooks[0]
+        assert all(torch.equal(a, b) for a, b in zip(without[1], with_hooks[1], strict=True))

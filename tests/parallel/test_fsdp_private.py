@@ -1,7 +1,7 @@
-"""The names of FSDP2 that have no promise: which of them a torch lacks.
+"""Torch still has the private names of FSDP2 that we use.
 
-Of another torch than the installed one, by its files: python -m tests.parallel.test_fsdp_private FOLDER, which has
-torch/distributed/fsdp/_fully_shard (a wheel, unpacked).
+To check another version of torch: python -m tests.parallel.test_fsdp_private FOLDER, where FOLDER is its unpacked
+wheel, with torch/distributed/fsdp/_fully_shard.
 """
 
 import re
@@ -16,16 +16,16 @@ FOLDER = "distributed/fsdp/_fully_shard"
 
 
 def missing(folder: Path) -> list[str]:
-    """`file: class.name` of each name that does not occur in its class of FSDP2, whose files are in `folder`."""
-    lacking = []
+    """`file: class.name` of each name in `NAMES` that does not occur in its class. folder: has the files of FSDP2."""
+    missing_names = []
     for (file, class_name), names in NAMES.items():
         _, *rest = re.split(rf"^class {class_name}\b", (folder / file).read_text(), flags=re.MULTILINE)
         words = set(re.findall(r"\w+", "".join(rest).split("\nclass ")[0]))
-        lacking += [f"{file}: {class_name}.{name}" for name in names if name not in words]
-    return lacking
+        missing_names += [f"{file}: {class_name}.{name}" for name in names if name not in words]
+    return missing_names
 
 
-def test_the_installed_torch_has_them_all() -> None:
+def test_the_installed_torch_has_all_private_names() -> None:
     assert missing(Path(torch.__file__).parent / FOLDER) == []
 
 

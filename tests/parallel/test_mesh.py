@@ -1,4 +1,4 @@
-"""The mesh, its process groups, and how they end and start again."""
+"""Process groups end in time, and start again after a restart."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ mesh.leave_distributed()
 
 
 @pytest.mark.slow
-def test_a_group_that_hangs_in_its_end_does_not_hold_the_machines(tmp_path: Path) -> None:
+def test_a_process_whose_group_hangs_at_the_end_is_ended(tmp_path: Path) -> None:
     (tmp_path / "end.py").write_text(_END)
     done = run_program([tmp_path / "end.py"])
     assert (done.returncode, done.stdout) == (1, "") and "in hang" in done.stderr
 
 
-def _start_twice(rank: int, port: int) -> list[float]:
+def _start_three_times(rank: int, port: int) -> list[float]:
     dist.destroy_process_group()
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
@@ -54,6 +54,6 @@ def _start_twice(rank: int, port: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_restart_does_not_wait_for_the_processes_before() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has it
-    assert launch(_start_twice, 2, store.port) == [[3.0, 3.0, 3.0]] * 2
+def test_a_restart_does_not_wait_for_the_previous_processes() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # like that of torchrun's agent
+    assert launch(_start_three_times, 2, store.port) == [[3.0, 3.0, 3.0]] * 2
