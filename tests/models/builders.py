@@ -44,7 +44,7 @@ def tokens_and_targets(config: ModelConfig, batch: int = 2, length: int = 20) ->
 
 
 def fp64_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """FP64 copies, each a leaf that collects a gradient."""
+    """FP64 copies of the parameters, as leaves with gradients."""
     return {n: local(p).detach().double().requires_grad_() for n, p in module.named_parameters()}
 
 

@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence token by token: what the chunked scans are compared with."""
+"""Mamba-2's recurrence token by token, the reference for chunked scans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def ssd_recurrence(
     c_bsgn: Tensor,
     documents_bs: Tensor | None = None,
 ) -> Tensor:
-    """`models.ssd.ssd_scan` by its definition, in any dtype, differentiable by autograd."""
+    """`models.ssd.ssd_scan` by its definition, in any dtype; autograd differentiates it."""
     repeats = x_bshp.shape[2] // b_bsgn.shape[2]
     b_bshn, c_bshn = b_bsgn.repeat_interleave(repeats, 2), c_bsgn.repeat_interleave(repeats, 2)
     state_bhpn = x_bshp.new_zeros(x_bshp.shape[0], *x_bshp.shape[2:], b_bsgn.shape[3])

@@ -1,4 +1,4 @@
-"""Which kernels a run computes with, and what it computes again in the backward pass."""
+"""Which kernels a run uses, and what it recomputes in the backward pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def choose(
     return choose_execution(config, device)
 
 
-def test_auto_takes_what_is_there(monkeypatch):
+def test_auto_uses_the_kernels_that_are_installed_and_support_the_sizes(monkeypatch):
     assert choose(monkeypatch) == Execution({**SCAN, **CONV}, torch_compile)
     assert choose(monkeypatch, installed={"triton", "causal_conv1d"}) == Execution(CONV, torch_compile)
     assert choose(monkeypatch, pattern="*-") == Execution(compile=torch_compile)
@@ -69,7 +69,7 @@ def test_fused_says_what_it_needs(monkeypatch, changes, words):
 
 
 def _build(rank: int, executions: list[Execution], corpus: list[str]) -> str:
-    """What `build` says on a rank whose packages lead to executions[rank]."""
+    """The error of building a run on a rank that chose executions[rank]."""
     config = configure(["model=tiny", *corpus])
     mesh: Any = build_mesh(ParallelConfig(), torch.device("cpu"))
     chosen = mock.patch.object(models, "choose_execution", lambda *_: executions[rank])
@@ -78,8 +78,8 @@ def _build(rank: int, executions: list[Execution], corpus: list[str]) -> str:
     return str(refused.value)
 
 
-def test_a_rank_without_a_package_is_refused_on_all_ranks(tmp_path):
-    """Else ranks with mamba-ssm's scan would wait for the others in the collective that pins its kernels."""
+def test_if_one_rank_lacks_a_package_all_ranks_refuse(tmp_path):
+    """Otherwise ranks with mamba-ssm's scan would wait for the others in the collective that pins its kernels."""
     first, second = launch(_build, 2, [PLAIN, Execution(SCAN)], small_corpus(tmp_path))
     assert first == second
     assert "ranks 0 and 1 differ in their fused parts: scan" in first
@@ -87,7 +87,7 @@ def test_a_rank_without_a_package_is_refused_on_all_ranks(tmp_path):
 
 CONFIG = small_config(hidden_dim=64, ffn_dim=64, rope=True)
 STOCHASTIC, WEIGHT = Operand("nvfp4", (1, 16), "stochastic"), Operand("nvfp4", (16, 16))
-# Stochastic in the forward pass too: a recomputed block must draw the same numbers again.
+# Stochastic in the forward pass too, because a recomputed block must draw the same numbers again.
 RECIPES = {
     "bf16": BF16,
     "nvfp4": Recipe("nvfp4", Gemm(STOCHASTIC, WEIGHT), Gemm(STOCHASTIC, WEIGHT), Gemm(STOCHASTIC, STOCHASTIC, 16)),
@@ -95,7 +95,7 @@ RECIPES = {
 
 
 def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) -> dict[str, Tensor]:
-    """Of two micro-batches a rank."""
+    """Gradients of two micro-batches per rank."""
     state, execution = StepState(seed=3), Execution(recompute=recompute)
     model, _ = controlled_model(mesh, RECIPES[recipe], state, CONFIG, torch.bfloat16, reshard, execution)
     accumulate(model, micro_batches(0, mesh, 2 * mesh.dp_size), mesh, state, reshard=reshard)
@@ -105,38 +105,39 @@ def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) ->
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_gradients_have_the_same_bits(mesh, recompute, recipe):
-    plain, again = (gradients(how, recipe, mesh, reshard=False) for how in ("none", recompute))
-    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    plain, with_recompute = (gradients(how, recipe, mesh, reshard=False) for how in ("none", recompute))
+    assert all(torch.equal(plain[name], with_recompute[name]) for name in plain)
 
 
-def on_a_rank(rank: int, tensor: int, reshard: bool) -> list[str]:
+def different_gradients(rank: int, tensor: int, reshard: bool) -> list[str]:
+    """The parameters whose gradients recomputation changes."""
     mesh = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu"))
-    plain, wrong = gradients("none", "nvfp4", mesh, reshard), []
+    plain, different = gradients("none", "nvfp4", mesh, reshard), []
     for recompute in ("block", "selective"):
-        again = gradients(recompute, "nvfp4", mesh, reshard)
-        wrong += [f"{recompute} {name}" for name in plain if not torch.equal(plain[name], again[name])]
-    return wrong
+        with_recompute = gradients(recompute, "nvfp4", mesh, reshard)
+        different += [f"{recompute} {name}" for name in plain if not torch.equal(plain[name], with_recompute[name])]
+    return different
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "reshard"), [(1, True), (2, False)])
-def test_over_ranks(tensor, reshard):
-    assert launch(on_a_rank, 2, tensor, reshard) == [[], []]
+def test_gradients_have_the_same_bits_on_two_ranks(tensor, reshard):
+    assert launch(different_gradients, 2, tensor, reshard) == [[], []]
 
 
-def test_cheap_runs_once_again_and_expensive_never():
+def test_a_recomputed_function_runs_once_more_in_the_backward_pass():
     weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
     calls: list[str] = []
 
-    def cheap(x: Tensor) -> Tensor:
-        calls.append("cheap")
+    def function(x: Tensor) -> Tensor:
+        calls.append("function")
         return x.sin()
 
     h = torch.randn(4, 8).requires_grad_()
     with recompute_saved():
-        y = recomputed(cheap)(h) @ weight
-    assert calls == ["cheap"]
+        y = recomputed(function)(h) @ weight
+    assert calls == ["function"]
     y.square().sum().backward()
-    assert calls == ["cheap", "cheap"]
+    assert calls == ["function", "function"]
     expected = torch.autograd.grad((h.sin() @ weight).square().sum(), (h, weight))
     assert torch.equal(h.grad, expected[0]) and torch.equal(weight.grad, expected[1])

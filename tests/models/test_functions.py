@@ -1,4 +1,4 @@
-"""The scan against its recurrence in FP64; and what Triton demands of attention's tiles."""
+"""The scan against its recurrence in FP64, and Triton's conditions for the tiles of attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def value_and_gradients(function, tensors):
 
 
 @pytest.mark.parametrize(("length", "dt_max", "groups"), [(1, 0.1, 2), (7, 5.0, 1), (8, 0.1, 4), (45, 5.0, 2)])
-def test_equals_the_recurrence(length, dt_max, groups):
+def test_the_scan_equals_the_recurrence(length, dt_max, groups):
     tensors = inputs(length, groups=groups, dt_max=dt_max)
     expected = value_and_gradients(ssd_recurrence, tensors)
     actual = value_and_gradients(lambda *t: ssd_scan(*t, 8), tensors)
@@ -46,20 +46,21 @@ def fp32_errors(tensors, chunk_size):
     return {name: relative_error(a, e) for name, a, e in zip(names, actual, expected, strict=True)}
 
 
-# At dt 0.01 states live for many chunks; at 1.0 the decay within one chunk passes e^-1000.
+# With dt 0.01 states last for many chunks; with 1.0 the decay within a chunk is below e^-1000.
 @pytest.mark.parametrize(("dt_max", "tolerance"), [(0.01, 1e-6), (1.0, 6e-5)])
 def test_fp32_is_close_to_the_fp64_recurrence(dt_max, tolerance):
     for name, error in fp32_errors(inputs(300, dt_max=dt_max, batch=1), 128).items():
         assert error < tolerance, name
 
 
-# Where dt |a| is large, what one token passes to the next is e^(dt a) of what it gives its own output: gradients of
-# decays are exact only if that own part takes no part in them. What is left is the rounding of the running sum of dt a.
+# If dt |a| is large, a token adds e^(dt a) times as much to the next output as to its own. So gradients of decays are
+# accurate only if they do not contain the token's own part. The remaining error is the rounding of the running sum of
+# dt a.
 @pytest.mark.parametrize(
     ("lowest", "highest", "chunk_size", "tolerance"),
     [(0.5, 1, 64, 7e-6), (1, 5, 16, 5e-6), (10, 12, 64, 3e-5)],
 )
-def test_gradients_of_fast_decays_keep_their_digits(lowest, highest, chunk_size, tolerance):
+def test_gradients_of_fast_decays_are_accurate(lowest, highest, chunk_size, tolerance):
     x, dt, _, b, c = inputs(200, batch=1, head_dim=16, state=16)
     dt = lowest + (highest - lowest) * torch.rand(dt.shape, generator=torch.Generator().manual_seed(1))
     errors = fp32_errors([x, dt, torch.tensor([-1.0, -1.1, -1.3, -1.5]), b, c], chunk_size)
@@ -68,19 +69,19 @@ def test_gradients_of_fast_decays_keep_their_digits(lowest, highest, chunk_size,
     assert max(errors[name] for name in "yxbc") < 1e-6
 
 
-def test_extreme_decay_gives_no_infinities():
+def test_extreme_decay_gives_finite_results():
     x, _, a, b, c = (t.detach().float().requires_grad_() for t in inputs(64))
     dt = torch.full((2, 64, 4), 1e4, requires_grad=True)
     results = value_and_gradients(lambda *t: ssd_scan(*t, 16), [x, dt, a, b, c])
     assert all(result.isfinite().all() for result in results)
-    # Nothing survives a step: each output is that of its own token.
+    # The state decays to zero in one step, so each output depends only on its own token.
     own = (b * c).sum(-1).repeat_interleave(2, 2)[..., None] * x * dt[..., None]
     torch.testing.assert_close(results[0], own, rtol=1e-4, atol=1e-2)
 
 
-def test_tiles_of_attention_are_such_as_the_kernels_demand():
+def test_tiles_of_attention_meet_the_conditions_of_the_kernels():
     for dim, kernels in TILES.items():
         assert all(size & (size - 1) == 0 and size >= 16 for size in (dim, *(n for tile in kernels for n in tile[:2])))
         assert kernels.dkdv[1] % kernels.dkdv[0] == 0
-        # The range of keys that every query sees ends where the tile of queries begins.
+        # The keys that every query of a tile sees end where the tile begins.
         assert all(queries % keys == 0 for queries, keys, *_ in (kernels.forward, kernels.dq))

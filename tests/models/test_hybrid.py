@@ -1,4 +1,4 @@
-"""Whole models: losses, gradients under FSDP, sizes, FLOPs, initial values."""
+"""Whole models: gradients under FSDP, numbers of parameters, FLOPs, initial values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.models.builders import build, local, small_config, tokens_and_targets
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_gradients_under_fsdp_in_bf16_are_those_of_fp32_masters(mesh, reshard):
-    """FSDP2 hands out BF16 copies; gradients must not pass through BF16 on the way back, and A must not be rounded.
+    """FSDP2 gathers BF16 copies, but gradients must not be rounded to BF16, and A must not be rounded.
 
-    The same model twice, bare and under FSDP2, with weights that a BF16 copy does not change (but FP32 A).
+    The same model without and with FSDP2. Its weights, except A, are exact in BF16.
     """
     config = small_config()
     plain = build(config, mesh, torch.bfloat16)
@@ -61,7 +61,7 @@ def test_gradients_under_fsdp_in_bf16_are_those_of_fp32_masters(mesh, reshard):
         ("transformer_60m", 60_046_848),
     ],
 )
-def test_models_have_the_sizes_of_the_paper_and_of_published_checkpoints(mesh, name, published):
+def test_models_have_the_parameter_counts_of_the_paper_and_of_published_checkpoints(mesh, name, published):
     config = composed(f"model={name}").model
     with torch.device("meta"):
         model = build_model(config, mesh, torch.bfloat16)
@@ -70,7 +70,7 @@ def test_models_have_the_sizes_of_the_paper_and_of_published_checkpoints(mesh, n
     assert parameter_count(config).total == published
 
 
-def test_linears_and_head_are_what_torch_counts(mesh):
+def test_flops_of_linears_and_head_are_those_that_torch_counts(mesh):
     config = small_config()
     model, (tokens, _) = build(config, mesh, torch.bfloat16), tokens_and_targets(config, length=16)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -80,7 +80,7 @@ def test_linears_and_head_are_what_torch_counts(mesh):
         assert counter.get_flop_counts()[f"HybridModel.{name}"] == {torch.ops.aten.mm: flops * tokens.numel()}, name
 
 
-def test_the_formulas_of_each_block_by_hand():
+def test_flops_of_each_block_are_those_counted_by_hand():
     config = ModelConfig(
         pattern="M-*", vocab_size=7, hidden_dim=10, ffn_dim=30, num_query_heads=4, num_kv_heads=2, head_dim=3,
         mamba_num_heads=6, mamba_head_dim=5, mamba_num_groups=2, mamba_state_dim=4,
@@ -118,7 +118,7 @@ def test_initial_values(values):
         assert -0.5 <= conv.min() < -0.45 and 0.45 < conv.max() <= 0.5
 
 
-def test_depends_on_seed_and_name_only(mesh, values, monkeypatch):
+def test_initial_values_depend_only_on_seed_and_name(mesh, values, monkeypatch):
     monkeypatch.setattr("models.initialization._PIECE_ON_CPU", 1000)
     again = {name: local(p) for name, p in build(CONFIG, mesh).named_parameters()}
     assert all(torch.equal(again[name], value) for name, value in values.items())

@@ -1,4 +1,4 @@
-"""Texts continued from a cache: as if the whole had been computed again."""
+"""Texts that continue from a cache have the logits of a forward pass over the whole text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATTERNS = {
     "transformer": {"pattern": "*-*-", "rope": True, "num_kv_heads": 1},
     "all Mamba": {"pattern": "MMM", "mamba_num_groups": 1, "mamba_conv_width": 3},
 }
-LENGTH = 41  # of chunks of 8, more than any sequence that these models were built for
+LENGTH = 41  # not a multiple of the scan's chunks of 8
 
 
 def text(batch: int = 3, length: int = LENGTH) -> Tensor:
@@ -28,13 +28,13 @@ def model(request: pytest.FixtureRequest, mesh: ParallelMesh) -> HybridModel:
 
 
 def test_rows_of_different_lengths(model: HybridModel) -> None:
-    """Each brings as many tokens as it has, also none, and more in some calls than others."""
+    """A row may have any number of tokens in a call, including none."""
     tokens = text()
     with torch.no_grad():
         whole = model(tokens)
     cache, done = model.new_cache(3, LENGTH), [0, 0, 0]
     for counts in ([5, 17, 1], [1, 1, 1], [0, 1, 2], [9, 0, 1], [1, 1, 1], [0, 0, 8], [1, 3, 0]):
-        columns = torch.full((3, max(counts)), 95)  # what stands in the padding does not matter
+        columns = torch.full((3, max(counts)), 95)  # any token may be padding
         for row, count in enumerate(counts):
             columns[row, :count] = tokens[row, done[row] : done[row] + count]
             done[row] += count
@@ -45,8 +45,7 @@ def test_rows_of_different_lengths(model: HybridModel) -> None:
     assert cache.lengths == done
 
 
-def test_padding_after_the_end_of_a_full_cache(mesh: ParallelMesh) -> None:
-    """Keys and values of padding go where none are read: not over those of a text that fills its cache."""
+def test_padding_does_not_overwrite_a_full_cache(mesh: ParallelMesh) -> None:
     model = build(small_config(pattern="*", init_std=0.2), mesh)
     tokens = text(2, 8)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Each mixer against itself written out in FP64, over weights in the published row order."""
+"""Each mixer against its formula in FP64, with weights in the row order of published checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.recurrence import ssd_recurrence
 
 
 def compare(mixer, reference, config, length, tolerance=1e-5):
-    """Values and gradients of two sequences with those of `reference` in FP64."""
+    """Compare values and gradients of two sequences with those of `reference` in FP64."""
     x = torch.randn(2 * length, config.hidden_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
     x64, weights = x.detach().double().requires_grad_(), fp64_parameters(mixer)
     y, expected = mixer(x, length), reference(x64, weights, config, length)
@@ -27,7 +27,7 @@ def compare(mixer, reference, config, length, tolerance=1e-5):
 
 
 def attention_reference(x, weights, config, length):
-    """Softmax attention written out, over weights in the published order."""
+    """Softmax attention by its formula, with weights in the published order."""
     qkv_weight = weights["qkv_proj.weight"][qkv_order(config).argsort()]
     q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
     q, k, v = (x @ qkv_weight.t()).view(-1, length, qkv_weight.shape[0]).split([q_dim, kv_dim, kv_dim], -1)
@@ -44,14 +44,14 @@ def attention_reference(x, weights, config, length):
 
 
 @pytest.mark.parametrize(("kv_heads", "rope"), [(1, True), (2, False), (4, True)])
-def test_equals_attention_written_out(mesh, kv_heads, rope):
+def test_attention_equals_its_formula(mesh, kv_heads, rope):
     config = small_config(pattern="*", num_kv_heads=kv_heads, rope=rope, init_std=0.2)
     mixer = build(config, mesh).blocks[0].mixer
     compare(mixer, attention_reference, config, 11)
 
 
 def mamba_reference(x, weights, config, length):
-    """The mixer written out, over weights in the published order, with the recurrence instead of the scan."""
+    """Mamba-2 by its formulas, with the recurrence instead of the scan, and weights in the published order."""
     in_weight = weights["in_proj.weight"][mamba_in_proj_order(config).argsort()]
     channels = mamba_conv_order(config).argsort()
     conv_weight, conv_bias = weights["conv.weight"][channels], weights["conv.bias"][channels]
@@ -75,10 +75,10 @@ def mamba_reference(x, weights, config, length):
 
 
 @pytest.mark.parametrize(("groups", "length", "width"), [(1, 19, 1), (2, 8, 4), (4, 2, 4)])
-def test_equals_the_mixer_written_out(mesh, groups, length, width):
+def test_mamba2_equals_its_formula(mesh, groups, length, width):
     config = small_config(pattern="M", mamba_num_groups=groups, mamba_conv_width=width, init_std=0.2)
     mixer, generator = build(config, mesh).blocks[0].mixer, torch.Generator().manual_seed(3)
-    for weight in (mixer.norm.weight, mixer.ssm.D):  # which initialization sets to one
+    for weight in (mixer.norm.weight, mixer.ssm.D):  # initialization sets them to one
         local(weight.data).copy_(torch.rand(weight.shape, generator=generator) + 0.5)
     compare(mixer, mamba_reference, config, length, tolerance=1e-4)
 
@@ -87,6 +87,6 @@ def ffn_reference(x, weights, config, length):
     return (x @ weights["up_proj.weight"].t()).relu().square() @ weights["down_proj.weight"].t()
 
 
-def test_equals_the_ffn_written_out(mesh):
+def test_the_ffn_equals_its_formula(mesh):
     config = small_config(pattern="-")
     compare(build(config, mesh).blocks[0].mixer, ffn_reference, config, 5)
