@@ -10,7 +10,7 @@ from tests.distributed.one_rank import Job
 
 @pytest.fixture
 def root(tmp_path: Path, mesh: ParallelMesh) -> Path:
-    """Checkpoints of steps 1, 2 and 3."""
+    """A folder with checkpoints of steps 1, 2 and 3."""
     job = Job(tmp_path / "checkpoints", mesh)
     for step in (1, 2, 3):
         job.save(step)

@@ -1,4 +1,4 @@
-"""A small hybrid model with every kind of block, trained for a few steps on any mesh; a look at its GEMMs."""
+"""A small hybrid model with every kind of block, trained for a few steps on any mesh, and the operands of its GEMMs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from models.pattern import linear_shapes
 from tests.precision.reference import MXFP8, NVFP4, QUARTET2
 from tests.training.harness import toy_batches, train_step, whole
 
-# Four of everything that tensor-parallel ranks divide among them. The rows of a group of in_proj, 16 + 16 + 8 + 8 + 2,
-# are no multiple of 16, as in the 12B model.
+# Tensor-parallel ranks can share every size: there are four KV heads and state groups. A group of in_proj has
+# 16 + 16 + 8 + 8 + 2 rows, not a multiple of 16, as in the 12B model.
 MODEL = ModelConfig(
     pattern="M*-",
     vocab_size=64,
@@ -59,7 +59,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh to run on; `reshard` is varied along with it. num_micro_batches: of a step, on all ranks together."""
+    """A mesh, and `reshard`. num_micro_batches: per step, of all ranks together."""
 
     world: int
     tensor: int = 1
@@ -90,9 +90,9 @@ LAYOUTS = {
 
 @dataclass
 class Result:
-    """What one rank saw. Gradients (of the first step, as the optimizer got them) and weights are whole tensors.
+    """The results of one rank. Gradients (of the first step, as the optimizer gets them) and weights are whole tensors.
 
-    codes: (step, micro-batch) -> of its quantized GEMMs, one after the other, both operands' values and scales.
+    codes: (step, micro-batch) -> values and scales of both operands of each quantized GEMM, in order.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -116,7 +116,7 @@ def controlled_model(
     reshard: bool = False,
     execution: Execution = PLAIN,
 ) -> tuple[HybridModel, PrecisionController]:
-    """As a run builds it, all linears in `recipe`."""
+    """A model, built as in a run, with all linears in `recipe`."""
     with torch.device("meta"):
         model = build_model(config, mesh, dtype, execution)
     apply_data_parallel(
@@ -135,8 +135,8 @@ def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, step_state
 
 
 def masked_micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_batches) -> list[MicroBatch]:
-    """The same text in documents of a few tokens in some micro-batches and of whole rows in others; targets of another
-    document do not count, so that micro-batches have from a third to all of theirs."""
+    """`micro_batches`, in which documents have a few tokens or whole rows. Targets in another document do not count, so
+    from a third to all targets of a micro-batch count."""
     masked = []
     for batch in micro_batches(step, mesh, number):
         generator = torch.Generator().manual_seed(2000 * step + batch.index)
@@ -156,10 +156,10 @@ def train(
     steps: int = 3,
     batches: Callable[[int, ParallelMesh, int], list[MicroBatch]] = micro_batches,
 ) -> Result:
-    """Train `steps` steps; every rank of the layout calls it."""
+    """Train `steps` steps, on every rank of the layout."""
     mesh, step_state = layout.mesh(), StepState(seed=11)
     model = sharded_model(layout, mesh, RECIPES[precision], step_state)
-    # A larger eps than usual: where a gradient is all rounding error, Adam would make a step of full length of it.
+    # A larger eps than usual, because Adam would make a full step from a gradient that is only rounding error.
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     result = Result()
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -176,9 +176,9 @@ def train(
 
     optimizer.register_step_pre_hook(keep_gradients)
     for step in range(steps):
-        mine = batches(step, mesh, layout.num_micro_batches)
+        own_batches = batches(step, mesh, layout.num_micro_batches)
         with watched_gemms(keep_codes):
-            done = train_step(model, optimizer, mine, mesh, step_state, step=step, reshard=layout.reshard)
+            done = train_step(model, optimizer, own_batches, mesh, step_state, step=step, reshard=layout.reshard)
         result.losses.append(done.loss)
         result.norms.append(done.grad_norm)
     result.weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
@@ -187,7 +187,7 @@ def train(
 
 @contextmanager
 def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator[None]:
-    """Show `watch` both operands of every GEMM of every linear."""
+    """Inside, call `watch` with both operands of every GEMM of a linear."""
     gemm = EmulatedBackend.gemm
 
     def watched(self: EmulatedBackend, a: GemmOperand, b: GemmOperand, *settings: Any) -> Tensor:
@@ -198,5 +198,6 @@ def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator
         yield
 
 
-def operand(of: GemmOperand) -> tuple[Tensor, Tensor | None]:
-    return of.unpacked().detach().clone(), None if of.scale is None else of.scale.clone()
+def operand(given: GemmOperand) -> tuple[Tensor, Tensor | None]:
+    """Copies of its values and its tensor scale."""
+    return given.unpacked().detach().clone(), None if given.scale is None else given.scale.clone()

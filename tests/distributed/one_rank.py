@@ -1,4 +1,4 @@
-"""Starts of a run on one rank, in this process, for tests of its checkpoints."""
+"""A run on one rank, in this process, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Job:
-    """One start of a run: a model whose weights tell which step they are of, and its checkpointer.
+    """One start of a run: a model and its checkpointer. All weights of a saved model are equal to its step.
 
     settings: of the checkpointer.
     """

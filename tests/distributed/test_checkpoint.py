@@ -1,5 +1,5 @@
-"""Checkpoints with real processes: resume bit for bit, killed and failing saves. (On other numbers of ranks:
-test_resharding.py.)"""
+"""Checkpoints of two processes: resumes have the same bits, saves are killed or fail. (test_resharding.py: other
+meshes.)"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _draws() -> list[float]:
+def _random_numbers() -> list[float]:
     return [random.random(), float(np.random.normal()), torch.rand(()).item()]
 
 
@@ -50,11 +50,14 @@ def run(
     root: str,
     until: int,
     interval: int = 2,
-    sabotage: str | None = None,
+    kill_at: str | None = None,
     stop_rank: int | None = None,
     asynchronous: bool = False,
 ) -> dict[str, Any]:
-    """Train to step `until` with a checkpoint every `interval` steps, resuming from what there is."""
+    """Resume from the newest checkpoint under `root`, if any, and train to step `until`; save every `interval` steps.
+
+    kill_at: a key of `KILL_AT`. stop_rank: this rank gets SIGTERM before the last step but one.
+    """
     mesh = toy_mesh()
     model, optimizer = toy(mesh, seed=3)
     step_state = StepState(seed=0)
@@ -63,8 +66,8 @@ def run(
     checkpointer.prepare(model, optimizer)
     start = 0 if resumed is None else resumed.step
     loaded = snapshot(model, optimizer)
-    if sabotage is not None and rank == SABOTAGE[sabotage][0]:
-        setattr(*SABOTAGE[sabotage][1:], _kill)
+    if kill_at is not None and rank == KILL_AT[kill_at][0]:
+        setattr(*KILL_AT[kill_at][1:], _kill)
     losses: list[tuple[float, float]] = []
     draws: list[float] = []
     stopped = False
@@ -75,7 +78,7 @@ def run(
             batches, requests = toy_batches(step, mesh), StepRequests(stop=stop.requested)
             result = train_step(model, optimizer, batches, mesh, step_state, step=step, requests=requests)
             losses.append((result.loss, result.grad_norm))
-            draws += _draws()
+            draws += _random_numbers()
             done, stopped = step + 1, result.requests.stop
             if done % interval == 0 or stopped or done == until:
                 checkpointer.save(
@@ -98,14 +101,14 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two ranks, six steps without interruption."""
-    return launch(run, 2, str(tmp_path_factory.mktemp("straight")), 6)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Six steps of two ranks without interruption."""
+    return launch(run, 2, str(tmp_path_factory.mktemp("uninterrupted")), 6)
 
 
 @pytest.fixture(scope="module")
 def after_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two ranks' checkpoint after two steps."""
+    """A folder with a checkpoint of two ranks after two steps."""
     root = tmp_path_factory.mktemp("after_two")
     launch(run, 2, str(root), 2)
     return root
@@ -116,32 +119,32 @@ def root(after_two: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(after_two, tmp_path / "checkpoints"))
 
 
-def assert_continues(resumed: list[dict[str, Any]], straight: list[dict[str, Any]], start: int) -> None:
-    for one, other in zip(resumed, straight, strict=True):
+def assert_continues(resumed: list[dict[str, Any]], uninterrupted: list[dict[str, Any]], start: int) -> None:
+    for one, other in zip(resumed, uninterrupted, strict=True):
         assert one["start"] == start
         assert one["losses"] == other["losses"][start:]
         assert one["draws"] == other["draws"][3 * start :]
         assert equal(one["final"], other["final"])
 
 
-def test_resumed_is_straight_bit_for_bit(root: Path, straight: list[dict[str, Any]]) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(root: Path, uninterrupted: list[dict[str, Any]]) -> None:
     resumed = launch(run, 2, str(root), 6)
-    assert_continues(resumed, straight, start=2)
-    assert straight[0]["draws"] != straight[1]["draws"]
+    assert_continues(resumed, uninterrupted, start=2)
+    assert uninterrupted[0]["draws"] != uninterrupted[1]["draws"]
     assert resumed[0]["trainer"] == {"skipped": 0, "note": [1, 0.1]}
     assert resumed[0]["consumed"] == (16, 128)
     assert names(root) == ["latest", "step_00000004", "step_00000006"]
     assert (root / "latest").read_text() == "step_00000006\n"
 
 
-def _kill(*given: Any, **_: Any) -> None:
-    if given and isinstance(given[0], _HashingFile):
-        given[0]._file.flush()  # some of it is on the disk
+def _kill(*arguments: Any, **_: Any) -> None:
+    if arguments and isinstance(arguments[0], _HashingFile):
+        arguments[0]._file.flush()  # so that a part of the file is on the disk
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# Which rank is killed when it comes to what.
-SABOTAGE: dict[str, tuple[int, Any, str]] = {
+# Which rank is killed when it calls which function.
+KILL_AT: dict[str, tuple[int, Any, str]] = {
     "staging": (1, Staging, "copy"),
     "half a shard": (1, _HashingFile, "finish"),
     "manifest": (0, checkpoint_files, "write_manifest"),
@@ -151,32 +154,34 @@ SABOTAGE: dict[str, tuple[int, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("stage", SABOTAGE)
-def test_killed_while_saving(root: Path, straight: list[dict[str, Any]], stage: str) -> None:
-    """At once, and in the background while the steps after it train, in turns."""
-    asynchronous = list(SABOTAGE).index(stage) % 2 == 0
+@pytest.mark.parametrize("stage", KILL_AT)
+def test_a_run_killed_while_saving_resumes(root: Path, uninterrupted: list[dict[str, Any]], stage: str) -> None:
+    """Every other stage with saves in the background."""
+    asynchronous = list(KILL_AT).index(stage) % 2 == 0
     exit_codes: list[int] = []
     launch(run, 2, str(root), 8 if asynchronous else 4, 2, stage, None, asynchronous, exit_codes=exit_codes)
     assert -signal.SIGKILL in exit_codes and 0 not in exit_codes
     renamed = stage in ("half pointer", "prune")
     assert ("step_00000004" in names(root)) == renamed
     assert (root / "latest").read_text() == ("step_00000004\n" if stage == "prune" else "step_00000002\n")
-    if stage == "half pointer":  # a run that is finished saves no more
+    if stage == "half pointer":  # the run to step 4 has nothing to train or save, but writes the pointer
         assert (root / "latest.tmp").exists() and launch(run, 2, str(root), 4)[0]["start"] == 4
         assert (root / "latest").read_text() == "step_00000004\n"
-    assert_continues(launch(run, 2, str(root), 6, 2, None, None, asynchronous), straight, start=4 if renamed else 2)
+    resumed = launch(run, 2, str(root), 6, 2, None, None, asynchronous)
+    assert_continues(resumed, uninterrupted, start=4 if renamed else 2)
     assert not [name for name in names(root) if "." in name]
 
 
-def test_saved_in_the_background_is_saved_at_once(root: Path, straight: list[dict[str, Any]]) -> None:
-    """What is written while training continues is of one instant, also where each save waits for the one before."""
+def test_a_save_in_the_background_has_the_state_of_its_step(root: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    """Training continues while it is written. With a save in every step, each waits for the previous one."""
     in_background = launch(run, 2, str(root), 5, 1, None, None, True)
-    assert_continues(launch(run, 2, str(root), 6, 2, None, None, True), straight, start=5)
-    assert in_background[0]["losses"] == straight[0]["losses"][2:5]
+    assert_continues(launch(run, 2, str(root), 6, 2, None, None, True), uninterrupted, start=5)
+    assert in_background[0]["losses"] == uninterrupted[0]["losses"][2:5]
     assert names(root) == ["latest", "step_00000005", "step_00000006"]
 
 
-def _disk_full(rank: int, root: str, victim: int) -> tuple[str, list[str], list[str], int]:
+def _save_with_a_failing_write(rank: int, root: str, failing_rank: int) -> tuple[str, list[str], list[str], int]:
+    """The error; the names under `root` after it, and after another save; the next save index."""
     mesh = toy_mesh()
     model, optimizer = toy(mesh)
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity={"run": 1})
@@ -186,29 +191,29 @@ def _disk_full(rank: int, root: str, victim: int) -> tuple[str, list[str], list[
         checkpointer.save(3, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
 
     checkpointer_module._PAUSES = (0.0,)
-    if rank == victim:  # this rank's writes fail after 1,000 bytes of a file
+    if rank == failing_rank:  # its writes fail after 1,000 bytes of a file
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError) as caught:
         save_again()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     dist.barrier()
-    left = names(Path(root))
+    after_error = names(Path(root))
     dist.barrier()
-    save_again()  # the process is still good for another try
-    return str(caught.value), left, names(Path(root)), checkpoint_files.next_save_index(Path(root))
+    save_again()  # the process can save again
+    return str(caught.value), after_error, names(Path(root)), checkpoint_files.next_save_index(Path(root))
 
 
-def test_a_failing_write_is_known_to_all_and_leaves_nothing(root: Path) -> None:
-    for message, left, later, index in launch(_disk_full, 2, str(root), 1):
+def test_a_failing_write_fails_on_all_ranks_and_leaves_no_files(root: Path) -> None:
+    for message, after_error, after_save, index in launch(_save_with_a_failing_write, 2, str(root), 1):
         assert "could not write" in message and "File too large" in message
-        assert left == ["latest", "step_00000002"]
-        assert later == ["latest", "step_00000002", "step_00000003"] and index == 3
+        assert after_error == ["latest", "step_00000002"]
+        assert after_save == ["latest", "step_00000002", "step_00000003"] and index == 3
 
 
-def test_sigterm_to_one_rank_saves_and_resumes(root: Path, straight: list[dict[str, Any]]) -> None:
-    """While a save is on its way."""
+def test_sigterm_to_one_rank_saves_and_resumes(root: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    """SIGTERM comes during a save in the background."""
     stopped = launch(run, 2, str(root), 7, 1, None, 1, True)
     assert all(one["stopped"] and one["start"] == 2 and len(one["losses"]) == 4 for one in stopped)
     assert "step_00000006" in names(root)
-    assert equal(stopped[0]["final"], straight[0]["final"])
+    assert equal(stopped[0]["final"], uninterrupted[0]["final"])
     assert launch(run, 2, str(root), 6)[1]["start"] == 6

@@ -1,5 +1,5 @@
-"""One model on every mesh: loss, gradients, weights, codes, the gradient norm and generated texts are those of one
-process; and what ranks multiplied by is what is exported."""
+"""Loss, gradients, weights, codes, gradient norm and generated texts of a model on every mesh are those of one process;
+and ranks multiply by the weights that are exported."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ pytestmark = pytest.mark.slow
 
 PRECISIONS = {"fp32": 2, "nvfp4": 1}
 MESHES = ["tp2_without_sequence_parallel", "dp2", "tp2_dp2", "tp2_dp2_each", "hsdp2_dp2"]
-# With sequence parallelism, the tokens of a call of an odd number of rows do not divide; nor do single ones.
+# With sequence parallelism, ranks cannot share the tokens of an odd number of rows evenly without padding.
 PROMPTS = ([5], [1, 2, 3], list(range(40)))
 SETTINGS = (Settings(9), Settings(9, Sampling(0.9, 0.9, seed=3), stop=11))
 
 
 def _train_all(rank: int, layouts: list[Layout]) -> list[Result]:
-    """Every layout in every precision, in one launch: two steps in FP32, one in NVFP4."""
+    """Every layout in every precision: two steps in FP32, one in NVFP4."""
     return [train(rank, layout, precision, steps) for layout in layouts for precision, steps in PRECISIONS.items()]
 
 
@@ -55,7 +55,7 @@ def one() -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def many() -> dict[tuple[str, str], list[Result]]:
-    """(layout, precision) -> what each rank saw."""
+    """(layout, precision) -> the results of each rank."""
     results: dict[tuple[str, str], list[Result]] = {}
     for world in (2, 4):
         names = [name for name in MESHES if LAYOUTS[name].world == world]
@@ -66,8 +66,8 @@ def many() -> dict[tuple[str, str], list[Result]]:
 
 
 @pytest.mark.parametrize("layout", MESHES)
-def test_in_fp32_every_mesh_is_one_process(layout, one, many):
-    """Losses, norms, gradients and weights; and ranks agree bit for bit."""
+def test_in_fp32_every_mesh_has_the_results_of_one_process(layout, one, many):
+    """Losses, norms, gradients and weights; ranks have the same bits."""
     expected, (first, *_) = one["fp32"], many[layout, "fp32"]
     assert {name.rpartition(".")[2] for name in expected.gradients} == {"weight", "bias", "A_log", "D", "dt_bias"}
     assert all(gradient.norm() > 1e-6 for gradient in expected.gradients.values())
@@ -82,14 +82,14 @@ def test_in_fp32_every_mesh_is_one_process(layout, one, many):
 
 
 def test_reducing_after_each_micro_batch_changes_the_order_of_sums(many):
-    """Or the setting does nothing."""
+    """Otherwise the setting would do nothing."""
     each, once = (many[name, "fp32"][0].gradients for name in ("tp2_dp2_each", "tp2_dp2"))
     assert any(not torch.equal(gradient, once[name]) for name, gradient in each.items())
 
 
 @pytest.mark.parametrize("layout", MESHES)
-def test_in_nvfp4_the_loss_and_all_codes_of_data_parallel_ranks(layout, one, many):
-    """(test_linear_codes.py gives linears of tensor-parallel ranks equal inputs.)"""
+def test_in_nvfp4_losses_and_data_parallel_codes_are_those_of_one_process(layout, one, many):
+    """(test_linear_codes.py compares the codes of tensor-parallel ranks, from equal inputs.)"""
     expected, tensor = one["nvfp4"], LAYOUTS[layout].tensor
     assert abs(expected.losses[0] - one["fp32"].losses[0]) > 1e-4
     for rank in many[layout, "nvfp4"]:
@@ -100,7 +100,7 @@ def test_in_nvfp4_the_loss_and_all_codes_of_data_parallel_ranks(layout, one, man
 
 
 def test_three_ranks_have_the_codes_of_one():
-    """Three and six are no powers of two: a division in another place would round, and move codes."""
+    """Three and six are not powers of two, so a division in another place would round, and change codes."""
     one = launch(train, 1, replace(ONE, num_micro_batches=6), "nvfp4", 1)[0]
     for rank in launch(train, 3, Layout(3, num_micro_batches=6), "nvfp4", 1):
         assert rank.losses == pytest.approx(one.losses, rel=1e-6)
@@ -109,29 +109,30 @@ def test_three_ranks_have_the_codes_of_one():
 
 
 def assert_codes_equal(rank: Result, one: Result) -> None:
-    """Bit for bit, which equal gradients do not show: the smallest code of one of in_proj's moves none by 1e-6."""
+    """The same bits. Equal gradients do not show this: a change of the smallest code of in_proj changes no gradient by
+    1e-6."""
     assert rank.codes and all(len(gemms) == 6 * 3 for gemms in rank.codes.values())
-    torch.testing.assert_close(rank.codes, {place: one.codes[place] for place in rank.codes}, rtol=0, atol=0)
+    torch.testing.assert_close(rank.codes, {step: one.codes[step] for step in rank.codes}, rtol=0, atol=0)
 
 
 def assert_gradients_equal(rank: Result, one: Result, tolerance: float = 1e-6) -> None:
-    """But for the order of sums over micro-batches."""
+    """They may differ by the order of sums over micro-batches."""
     assert rank.gradients.keys() == one.gradients.keys()
     for name, gradient in rank.gradients.items():
         assert relative_error(gradient, one.gradients[name]) < tolerance, name
 
 
 def texts(rank: int, layout: Layout) -> tuple[list[list[Continuation]], Tensor]:
-    """In both settings, of all prompts together and of one alone; and logits after the prompts."""
+    """Continuations of all prompts together and of one alone, in both settings; and logits after the prompts."""
     mesh = layout.mesh()
     model = sharded_model(layout, mesh, RECIPES["fp32"], StepState(seed=0))
     requests = [Request(prompt) for prompt in PROMPTS]
-    found = [generate(model, part, settings) for settings in SETTINGS for part in (requests, requests[:1])]
+    generated = [generate(model, part, settings) for settings in SETTINGS for part in (requests, requests[:1])]
     cache = model.new_cache(3, 40)
     with torch.no_grad():
         tokens = torch.tensor([prompt + [0] * (40 - len(prompt)) for prompt in PROMPTS])
         logits = model(tokens, cache=cache, counts=[len(prompt) for prompt in PROMPTS])
-    return found, logits_of_all_ids(logits, mesh)
+    return generated, logits_of_all_ids(logits, mesh)
 
 
 @pytest.mark.parametrize("name", ["tp2", "dp2"])
@@ -139,36 +140,36 @@ def test_texts_on_a_mesh_are_those_of_one_process(name: str) -> None:
     with alone():
         expected, expected_logits = texts(0, ONE)
     assert len({tuple(text.tokens) for part in expected for text in part}) > 4
-    for found, logits in launch(texts, LAYOUTS[name].world, LAYOUTS[name]):
-        assert found == expected
+    for generated, logits in launch(texts, LAYOUTS[name].world, LAYOUTS[name]):
+        assert generated == expected
         torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
 
 
-def weights_given(rank: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """This rank's place along `tp`, what its fprop GEMMs were given as weights, and the whole masters."""
+def weight_operands(rank: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """The tensor-parallel rank, the weight operands of its fprop GEMMs, and the whole master weights."""
     layout = LAYOUTS["tp2_dp2"]
     mesh = layout.mesh()
     model = sharded_model(layout, mesh, NVFP4, StepState(seed=11))
-    given: list[Any] = []
-    with watched_gemms(lambda _, right: given.append(operand(right))), torch.no_grad():
+    operands: list[Any] = []
+    with watched_gemms(lambda _, right: operands.append(operand(right))), torch.no_grad():
         model(micro_batches(0, mesh)[0].tokens)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # the masters; what was gathered is codes
+            module.reshard()  # so that parameters are masters again, not gathered codes
     names = [name for name, _ in model.linears()]
-    return mesh.tp_rank, dict(zip(names, given, strict=False)), {n: whole(m.weight) for n, m in model.linears()}
+    return mesh.tp_rank, dict(zip(names, operands, strict=False)), {n: whole(m.weight) for n, m in model.linears()}
 
 
-def test_ranks_together_multiplied_what_is_exported():
-    ranks = {tp: (given, masters) for tp, given, masters in launch(weights_given, 4)}
+def test_ranks_multiply_by_the_weights_that_are_exported():
+    ranks = {tp: (operands, masters) for tp, operands, masters in launch(weight_operands, 4)}
     assert len(ranks) == 2
     for shape in linear_shapes(MODEL):
-        made = trained_weight(ranks[0][1][shape.name], PlannedLinear(shape, NVFP4, ""), torch.float32)
+        exported = trained_weight(ranks[0][1][shape.name], PlannedLinear(shape, NVFP4, ""), torch.float32)
         parts = [ranks[tp][0][shape.name] for tp in (0, 1)]
         values = torch.cat([values.float() for values, _ in parts], 1 if shape.input_sharded else 0)
-        # Eight or four groups of heads, each padded to whole blocks by itself.
+        # In packed projections each of the four groups is padded to whole blocks.
         groups = 4 if shape.name.endswith(("qkv_proj", "in_proj")) else 1
-        kept = values.unflatten(0, (groups, -1))[:, : shape.out_features // groups].flatten(0, 1)
-        assert torch.equal(block_values(made.codes, made.scales), kept), shape.name
-        assert all(torch.equal(scale, made.decode_scale()) for _, scale in parts), shape.name
-        assert shape.name.endswith("in_proj") == (len(kept) < len(values)) or "qkv" in shape.name
+        unpadded = values.unflatten(0, (groups, -1))[:, : shape.out_features // groups].flatten(0, 1)
+        assert torch.equal(block_values(exported.codes, exported.scales), unpadded), shape.name
+        assert all(torch.equal(scale, exported.decode_scale()) for _, scale in parts), shape.name
+        assert (len(unpadded) < len(values)) == shape.name.endswith("in_proj")  # only it has padding

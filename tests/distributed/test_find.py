@@ -1,5 +1,5 @@
-"""Which checkpoint is resumed from, which are kept, and what is no checkpoint of the run. One rank, in this process,
-where nothing else is said."""
+"""Which checkpoint a run resumes from, and what it refuses. Tests use one rank in this process, unless they launch
+more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 SECOND, NEWEST = "step_00000002", "step_00000003"
 
 
-def test_the_newest_or_a_given_one(root: Path, tmp_path: Path, mesh: ParallelMesh) -> None:
+def test_a_run_resumes_from_the_newest_or_a_given_checkpoint(root: Path, tmp_path: Path, mesh: ParallelMesh) -> None:
     assert Job(tmp_path / "none", mesh).resume() is None
     assert Job(root, mesh).resume() == 3 == Job(root, mesh).resume("required")
     assert Job(root, mesh).resume("never") is None
@@ -48,29 +48,29 @@ def _truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _pipe(path: Path) -> None:
+def _replace_by_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "harm"),
+    ("name", "damage"),
     [
         ("__0_0.distcp", flip_a_bit),
         (".metadata", _truncate),
         ("trainer.json", Path.unlink),
         ("rng.pt", flip_a_bit),
-        ("manifest.json", _pipe),
+        ("manifest.json", _replace_by_pipe),
     ],
 )
-def test_any_damage_falls_back_loudly(
-    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture, name: str, harm: Callable[[Path], None]
+def test_a_damaged_checkpoint_is_reported_and_the_run_resumes_from_the_previous_one(
+    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture, name: str, damage: Callable[[Path], None]
 ) -> None:
-    harm(root / NEWEST / name)
+    damage(root / NEWEST / name)
     assert Job(root, mesh).resume() == 2
-    loud = [record.message for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(loud) == 2 and f"DAMAGED: {NEWEST}: " in loud[0] and name in loud[0]
-    assert loud[1].endswith(f"{NEWEST}.damaged; resuming from {SECOND}")
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2 and f"DAMAGED: {NEWEST}: " in errors[0] and name in errors[0]
+    assert errors[1].endswith(f"{NEWEST}.damaged; resuming from {SECOND}")
     assert names(root) == ["latest", "step_00000001", SECOND, f"{NEWEST}.damaged"]
     assert (root / "latest").read_text() == f"{SECOND}\n"
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: Parall
 
 
 @pytest.mark.parametrize("content", ["step_00000001\n", "step_99999999\n", "a folder"])
-def test_whatever_the_pointer_is(
+def test_a_wrong_pointer_does_not_change_the_choice(
     root: Path, mesh: ParallelMesh, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (root / "latest").unlink()
@@ -106,20 +106,22 @@ def test_whatever_the_pointer_is(
     assert job.save(4).is_dir()
 
 
-def test_saving_a_step_again(root: Path, mesh: ParallelMesh) -> None:
-    again = Job(root, mesh)
-    assert again.resume() == 3
+def test_a_step_is_saved_again_only_by_a_new_run(root: Path, mesh: ParallelMesh) -> None:
+    resumed = Job(root, mesh)
+    assert resumed.resume() == 3
     before = (root / NEWEST / "manifest.json").stat()
-    assert again.save(3) == root / NEWEST and (root / NEWEST / "manifest.json").stat() == before
-    anew = Job(root, mesh)
-    assert anew.resume("never") is None
+    assert resumed.save(3) == root / NEWEST and (root / NEWEST / "manifest.json").stat() == before
+    new = Job(root, mesh)
+    assert new.resume("never") is None
     (root / f"{SECOND}.tmp").symlink_to(root / "step_00000001")
-    anew.save(2, note="new")  # replaced, and the newest now
-    assert files.read_manifest(root / "step_00000001").step == 1  # what the link led to
+    new.save(2, note="new")  # replaces the checkpoint, which becomes the newest
+    assert files.read_manifest(root / "step_00000001").step == 1  # the link's target is unchanged
     assert Job(root, mesh).resume() == 2
 
 
-def test_another_run_is_refused(root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
+) -> None:
     other = Job(root, mesh, hidden=16, tokenizer="abc")
     with pytest.raises(ValueError, match="belongs to another run") as caught:
         other.resume()
@@ -131,25 +133,27 @@ def test_another_run_is_refused(root: Path, mesh: ParallelMesh, caplog: pytest.L
         other.resume(allow_mismatch=True)
 
 
-def _on_two(rank: int, root: str, sick: int, trouble: str) -> list[Any]:
-    """Save step 4 on two ranks, or resume from the newest and from step 3, and begin from the weights of step 3, with
-    trouble that rank `sick` alone has."""
+def _save_on_two(rank: int, root: str) -> None:
+    """Save step 4 on two ranks."""
+    Job(Path(root), toy_mesh()).save(4)
+
+
+def _resume_on_two(rank: int, root: str, faulty_rank: int, fault: str) -> list[Any]:
+    """Resume from the newest checkpoint and from step 3, and begin from the weights of step 3, with a fault of one
+    rank."""
     mesh, outcomes = toy_mesh(), list[Any]()
-    if trouble == "none, saving":
-        Job(Path(root), mesh).save(4)
-        return outcomes
     digest_to = shards._digest_to
 
-    def troubled(end: int, position: int, file: Any, digest: Any) -> None:
+    def faulty_digest(end: int, position: int, file: Any, digest: Any) -> None:
         if Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).parent.name == NEWEST:
-            if trouble == "io":
-                raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a name, as reading an open file has it
+            if fault == "io":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a file name, like a read of an open file
             digest.update(b"x")
         digest_to(end, position, file, digest)
 
-    if rank == sick and trouble in ("io", "hash"):
-        shards._digest_to = troubled
-    if rank == sick and trouble == "an empty folder":  # a file system that is slow to show what another host wrote
+    if rank == faulty_rank and fault in ("io", "hash"):
+        shards._digest_to = faulty_digest
+    if rank == faulty_rank and fault == "an empty folder":  # its file system does not yet show what another host wrote
         files.list_checkpoints = lambda root: []  # type: ignore[assignment]
     given = str(Path(root) / NEWEST)
     for resume in ("auto", given, "never"):
@@ -166,37 +170,38 @@ def _on_two(rank: int, root: str, sick: int, trouble: str) -> list[Any]:
     return outcomes
 
 
-@pytest.mark.parametrize(("trouble", "sick"), [("io", 1), ("hash", 0)])
-def test_what_one_rank_alone_finds_damaged_is_not_moved(root: Path, trouble: str, sick: int) -> None:
-    """A bad client or bad memory of one: an error that starts again elsewhere (no refusal), with rank and host."""
+@pytest.mark.parametrize(("fault", "faulty_rank"), [("io", 1), ("hash", 0)])
+def test_a_checkpoint_that_only_one_rank_finds_damaged_is_not_moved(root: Path, fault: str, faulty_rank: int) -> None:
+    """The host of one rank is faulty. The error names rank and host, and is no refusal, so that the run restarts on
+    another host."""
     before = names(root)
-    results = launch(_on_two, 2, str(root), sick, trouble)
+    results = launch(_resume_on_two, 2, str(root), faulty_rank, fault)
     assert results[0] == results[1] and len(results[0]) == 3
     for kind, message in results[0]:
-        assert kind is CheckpointError  # neither a refusal nor the damage itself
-        assert f"rank {sick}: " in message and f"(on {socket.gethostname()})" in message
+        assert kind is CheckpointError  # not a subclass: neither a refusal nor the damage
+        assert f"rank {faulty_rank}: " in message and f"(on {socket.gethostname()})" in message
         assert NEWEST in message and "finds it intact" in message
     assert names(root) == before
 
 
-def test_damage_that_only_another_rank_reads_is_moved_as_the_first_rank_decides(root: Path) -> None:
-    """Rank 0 has no need of that file, and finds it damaged when it looks; rank 1 sees no checkpoints at all."""
-    launch(_on_two, 2, str(root), 1, "none, saving")
+def test_damage_in_a_file_of_another_rank_is_confirmed_and_moved_by_rank_0(root: Path) -> None:
+    """Rank 0 does not need the file, but checks it. Rank 1 does not see any checkpoints."""
+    launch(_save_on_two, 2, str(root))
     flip_a_bit(root / "step_00000004" / "__1_0.distcp")
-    assert launch(_on_two, 2, str(root), 1, "an empty folder") == [[3, 3, 3]] * 2
+    assert launch(_resume_on_two, 2, str(root), 1, "an empty folder") == [[3, 3, 3]] * 2
     assert names(root) == ["latest", "step_00000001", SECOND, NEWEST, "step_00000004.damaged"]
 
 
 @pytest.mark.parametrize("steps", [(3,), (1, 2, 3)])
-def test_a_file_that_no_rank_can_read(
+def test_files_that_no_rank_can_read(
     root: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
 ) -> None:
-    """Damage where others can be read; the way to the disk is broken where none can, and that is no refusal."""
-    before, sick = names(root), {f"step_0000000{step}" for step in steps}
+    """A checkpoint is damaged if others can be read. If none can, the disk is not reachable, which is no refusal."""
+    before, unreadable = names(root), {f"step_0000000{step}" for step in steps}
     real = files.open_plain
 
     def failing(path: Path) -> Any:
-        if path.parent.name in sick and path.suffix == ".distcp":
+        if path.parent.name in unreadable and path.suffix == ".distcp":
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return real(path)
 
@@ -211,7 +216,7 @@ def test_a_file_that_no_rank_can_read(
         assert names(root) == before
 
 
-# A run whose checkpoints are gone does not begin again in silence
+# A run whose checkpoints are lost does not silently begin again
 
 
 def records(run_dir: Path, *lines: dict[str, Any] | str) -> None:
@@ -225,7 +230,7 @@ SAVED = {"kind": "event", "event": "checkpoint", "step": 7}
 
 
 @pytest.mark.parametrize(
-    ("trace", "found", "resume"),
+    ("trace", "message", "resume"),
     [
         ("metrics.jsonl", "7 steps and 2 saved checkpoints", "required"),
         ("state.json", "has a checkpoint of step 7", "branch"),
@@ -235,7 +240,7 @@ SAVED = {"kind": "event", "event": "checkpoint", "step": 7}
     ],
 )
 def test_a_run_that_lost_its_checkpoints_is_refused(
-    root: Path, tmp_path: Path, mesh: ParallelMesh, trace: str, found: str, resume: str
+    root: Path, tmp_path: Path, mesh: ParallelMesh, trace: str, message: str, resume: str
 ) -> None:
     run_dir = tmp_path / "lost"
     (run_dir / trace).parent.mkdir(parents=True)
@@ -248,14 +253,14 @@ def test_a_run_that_lost_its_checkpoints_is_refused(
     else:
         (run_dir / trace).write_text("step_00000007\n")
     job = Job(run_dir / "checkpoints", mesh)
-    with pytest.raises(ValueError, match=found) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         job.resume(str(root / NEWEST) if resume == "branch" else resume)
     assert Path(trace).name in str(caught.value) and "choose another run.dir" in str(caught.value)
     assert ("checkpoint.resume=never" in str(caught.value)) == (resume != "branch") and "\n" not in str(caught.value)
     assert job.resume("never") is None
 
 
-def test_killed_before_the_first_checkpoint(
+def test_a_run_killed_before_its_first_checkpoint_begins_again(
     tmp_path: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     records(tmp_path, BEGUN, STEP)
@@ -263,14 +268,14 @@ def test_killed_before_the_first_checkpoint(
     assert "trained 7 steps and saved no checkpoint" in caplog.text
     with pytest.raises(ValueError, match=r"checkpoint\.resume=required, but there is no checkpoint .*mount its disk"):
         Job(tmp_path / "checkpoints", mesh).resume("required")
-    # And in the place of one that was given up by checkpoint.resume=never.
+    # Also if it was started with checkpoint.resume=never in the place of a run that had checkpoints.
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step_00000900\n")
     records(tmp_path, {**BEGUN, "resume": "never"}, STEP)
     assert Job(tmp_path / "checkpoints", mesh).resume() is None
 
 
-def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
+def test_if_all_checkpoints_are_damaged_the_run_does_not_begin_again(root: Path, mesh: ParallelMesh) -> None:
     for step in (1, 2, 3):
         flip_a_bit(root / f"step_0000000{step}" / "__0_0.distcp")
     before = names(root)
@@ -284,30 +289,30 @@ def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
 
 @pytest.fixture
 def branch(root: Path, tmp_path: Path, mesh: ParallelMesh) -> Job:
-    """A run that began from step 2 of `root`'s, and saved step 5."""
+    """A run that began from step 2 of the run in `root`, and saved step 5."""
     job = Job(tmp_path / "branch" / "checkpoints", mesh)
     assert job.resume(str(root / SECOND)) == 2
     job.save(5)
     return job
 
 
-def test_a_branch_resumes_from_its_own(root: Path, branch: Job, mesh: ParallelMesh) -> None:
+def test_a_branch_resumes_from_its_own_checkpoints(root: Path, branch: Job, mesh: ParallelMesh) -> None:
     again = Job(branch.root, mesh)
     assert again.resume(str(root / SECOND)) == 5
     again.save(6)
     origin = again.checkpointer.origin
     assert origin is not None and (origin.path, origin.step) == (str(root / SECOND), 2)
-    shutil.rmtree(root)  # the parent may go
+    shutil.rmtree(root)  # the parent may be removed
     once_more = Job(branch.root, mesh)
     assert once_more.resume(str(root / SECOND)) == 6 and once_more.checkpointer.origin == origin
     for step in (5, 6):
         flip_a_bit(branch.root / f"step_0000000{step}" / "__0_0.distcp")
-    with pytest.raises(ValueError, match="none is intact"):  # not from the parent unasked
+    with pytest.raises(ValueError, match="none is intact"):  # it does not begin again from the parent
         Job(branch.root, mesh).resume(str(root / SECOND))
 
 
 def test_a_branch_of_another_origin_is_refused(root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path) -> None:
-    """The same checkpoint elsewhere, or made again in the same bits, is none."""
+    """A copy of the origin, or a checkpoint made again with the same bits, is not another origin."""
     with pytest.raises(ValueError, match=r"of a run that began from .*step_00000002; choose another run\.dir"):
         Job(branch.root, mesh).resume(str(root / "step_00000001"))
     with pytest.raises(ValueError, match=r"began at step 0; .*resume from them with checkpoint\.resume=auto"):

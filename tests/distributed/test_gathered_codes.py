@@ -1,4 +1,4 @@
-"""What FSDP gathers of quantized weights: codes, once a step, with which a run is bit for bit what it is without."""
+"""FSDP gathers codes of quantized weights once per step, and a run has the same bits as without gathered codes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.training.harness import launch, train_step
 
 pytestmark = pytest.mark.slow
 
-# Rows of out_proj: 32, of a group of in_proj: 50. On three ranks shards are smaller than a block and end within one.
-# The backend torch gathers codes of tokens as well, over the tensor-parallel ranks.
+# out_proj has 32 rows, a group of in_proj 50. On three ranks shards are smaller than a block and end inside of one. The
+# backend `torch` also gathers codes of tokens, over tensor-parallel ranks.
 CASES: dict[str, tuple[Layout, torch.dtype, Callable[[], Backend]]] = {
     "dp3": (Layout(3, num_micro_batches=6), torch.float32, EmulatedBackend),
     "hsdp2_dp2": (Layout(4, replicate=2, reshard=True, num_micro_batches=8), torch.bfloat16, EmulatedBackend),
@@ -45,30 +45,30 @@ BF16_STEP, PROBED_STEP, EVALUATED_STEP = 3, 1, 2
 
 
 @dataclass
-class Seen:
-    """losses, weights: of the run. gatherings: how often each step gathered codes of a weight, by linear. as_codes: how
-    many of the linears' weights were codes in each of the step's forward passes."""
+class Outcome:
+    """losses, weights: of the run. gathers: how often each step gathered codes of a weight. as_codes: for each step, 1
+    or 0 for each forward pass of a linear, whether its weight was codes."""
 
     losses: list[float] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
-    gatherings: list[float] = field(default_factory=list)
+    gathers: list[float] = field(default_factory=list)
     as_codes: list[list[int]] = field(default_factory=list)
 
 
-def run(rank: int, layout: Layout, dtype: torch.dtype, make: Callable[[], Backend]) -> list[Seen]:
-    """With codes, then without."""
+def run(rank: int, layout: Layout, dtype: torch.dtype, make_backend: Callable[[], Backend]) -> list[Outcome]:
+    """A run with gathered codes, then one without."""
     with mock.patch.object(torch_scaled_mm, "scaled_mm", cublas.scaled_mm), te_stand_in.installed():
-        backend = make()
+        backend = make_backend()
         with_codes = train(layout, dtype, backend)
-        # Transformer Engine's draws are others for slices of the tokens than for all.
+        # Transformer Engine draws other random numbers for slices of the tokens than for all.
         sends_values = mock.patch.object(LinearCall, "sends_operands", lambda *_: False)
-        values = sends_values if make is TorchBackend else nullcontext()
+        values = sends_values if make_backend is TorchBackend else nullcontext()
         with mock.patch.object(LinearContext, "gathers_codes", False), values:
             return [with_codes, train(layout, dtype, backend)]
 
 
-def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Seen:
-    mesh, step_state, seen = layout.mesh(), StepState(seed=11), Seen()
+def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Outcome:
+    mesh, step_state, outcome = layout.mesh(), StepState(seed=11), Outcome()
     model, controller = controlled_model(mesh, NVFP4, step_state, dtype=dtype, reshard=layout.reshard)
     contexts = controller.linears
     for context in contexts.values():
@@ -76,56 +76,56 @@ def train(layout: Layout, dtype: torch.dtype, backend: Backend) -> Seen:
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5))
     count = 0
 
-    def gathered(weight: GatheredWeight, mesh: Any) -> Any:
+    def counted(weight: GatheredWeight, mesh: Any) -> Any:
         nonlocal count
         count += 1
         return pre_all_gather(weight, mesh)
 
     pre_all_gather = GatheredWeight.fsdp_pre_all_gather
     for _, linear in model.linears():
-        linear.register_forward_pre_hook(lambda module, _: see(module.weight, seen.as_codes[-1]))
-    with mock.patch.object(GatheredWeight, "fsdp_pre_all_gather", gathered):
+        linear.register_forward_pre_hook(lambda module, _: record_form(module.weight, outcome.as_codes[-1]))
+    with mock.patch.object(GatheredWeight, "fsdp_pre_all_gather", counted):
         for step in range(STEPS):
             count = 0
-            seen.as_codes.append([])
+            outcome.as_codes.append([])
             for context in contexts.values():
                 context.recipe = BF16 if step == BF16_STEP else NVFP4
             batches = micro_batches(step, mesh, layout.num_micro_batches)
             if step == EVALUATED_STEP:
-                seen.losses.append(evaluate(model, {"held out": batches[:1]}, mesh, step_state)["held out"])
+                outcome.losses.append(evaluate(model, {"held out": batches[:1]}, mesh, step_state)["held out"])
             with Probe(once=True).attached(contexts if step == PROBED_STEP else {}):
                 done = train_step(model, optimizer, batches, mesh, step_state, step=step, reshard=layout.reshard)
-            seen.losses.append(done.loss)
-            seen.gatherings.append(count / len(contexts))
-    seen.weights = [whole(parameter) for parameter in model.parameters()]
-    return seen
+            outcome.losses.append(done.loss)
+            outcome.gathers.append(count / len(contexts))
+    outcome.weights = [whole(parameter) for parameter in model.parameters()]
+    return outcome
 
 
-def see(weight: Tensor, as_codes: list[int]) -> None:
+def record_form(weight: Tensor, as_codes: list[int]) -> None:
+    """Append to `as_codes` whether the gathered `weight` is codes."""
     codes = codes_of(weight)
     as_codes.append(int(codes is not None))
     local = weight._local_tensor  # type: ignore[attr-defined]
-    # What is known by its codes has no values that anybody could read.
+    # A weight gathered as codes has only NaN as values.
     assert bool(local.isnan().all()) == (codes is not None)
     assert codes is None or codes.codes.shape == (local.shape[0], local.shape[1] // 2)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_is_bit_for_bit_what_it_is_without(name: str) -> None:
-    layout, *how = CASES[name]
-    for of_rank in launch(run, layout.world, layout, *how):
-        codes, plain = of_rank
+def test_a_run_with_gathered_codes_has_the_bits_of_one_without(name: str) -> None:
+    layout, *settings = CASES[name]
+    for codes, plain in launch(run, layout.world, layout, *settings):
         assert codes.losses == plain.losses
         assert all(torch.equal(one, other) for one, other in zip(codes.weights, plain.weights, strict=True))
-        # Once a step, however many micro-batches; and once for the evaluation. Not where the weight is wanted.
-        assert codes.gatherings == [1, 0, 2, 0, 1]
-        assert not any(plain.gatherings)
+        # Once per step, for any number of micro-batches, and once for the evaluation; never if the weight is read.
+        assert codes.gathers == [1, 0, 2, 0, 1]
+        assert not any(plain.gathers)
         for step, as_codes in enumerate(codes.as_codes):
             assert set(as_codes) == {0 if step in (BF16_STEP, PROBED_STEP) else 1}
 
 
-def through_formats(rank: int) -> list[list[float]]:
-    """Losses of steps in MXFP4, BF16, NVFP4, BF16 and MXFP4, with codes and without."""
+def losses_of_formats(rank: int) -> list[list[float]]:
+    """Losses of steps in MXFP4, BF16, NVFP4, BF16 and MXFP4, with gathered codes and without."""
     blocks = Operand("mxfp4", (1, 32))
     mxfp4 = Recipe("mxfp4", *(Gemm(blocks, Operand("mxfp4", (32, 32))),) * 2, Gemm(blocks, blocks))
     losses = []
@@ -144,6 +144,6 @@ def through_formats(rank: int) -> list[list[float]]:
     return losses
 
 
-def test_codes_of_another_format_follow_a_step_in_bf16() -> None:
-    for with_codes, without in launch(through_formats, 2):
+def test_gathered_codes_change_their_format_after_a_step_in_bf16() -> None:
+    for with_codes, without in launch(losses_of_formats, 2):
         assert with_codes == without and len(with_codes) == 5

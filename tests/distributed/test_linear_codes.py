@@ -1,4 +1,4 @@
-"""A linear that is given the same input and output gradient has the same codes at every tensor-parallel size."""
+"""With the same input and output gradient, a linear has the same codes at every tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 Message = tuple[str, int]
 
-# Eight groups of 18 rows: as the 12B's in_proj (8 groups of 2836), no multiple of 16.
+# Eight groups of 18 rows, which is not a multiple of 16, like the 12B model's in_proj (8 groups of 2836 rows).
 LINEARS: dict[str, Callable[[ParallelMesh], QuantizedLinear]] = {
     "grouped": lambda mesh: ColumnParallelLinear(IN, GROUPS * GROUP_ROWS, mesh, num_groups=GROUPS),
     "column": lambda mesh: ColumnParallelLinear(IN, 256, mesh),
     "row": lambda mesh: RowParallelLinear(IN, 48, mesh),
 }
 OUTPUTS = {"grouped": GROUPS * GROUP_ROWS, "column": 256, "row": 48}
-# The dimension of each operand that tensor-parallel ranks share: fprop's x [tokens, in] and W [out, in], dgrad's dy
-# [tokens, out] and W^T [in, out], wgrad's dy^T [out, tokens] and x^T [in, tokens]. None: every rank has all of it.
+# The sharded dimension of both operands of each GEMM: fprop's x [tokens, in] and W [out, in], dgrad's dy [tokens, out]
+# and W^T [in, out], wgrad's dy^T [out, tokens] and x^T [in, tokens]. None: every rank has the whole operand.
 COLUMN_SHARDS: dict[str, tuple[int | None, int | None]] = {"fprop": (None, 0), "dgrad": (1, 1), "wgrad": (0, None)}
 ROW_SHARDS: dict[str, tuple[int | None, int | None]] = {"fprop": (1, 1), "dgrad": (None, 0), "wgrad": (None, 0)}
 
 
 def tensors(name: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
-    """x [tokens, in], W [out, in], dy [tokens, out], with outliers on one end so that shards have unequal maxima."""
+    """x [tokens, in], W [out, in], dy [tokens, out], with a trend along a dimension: shards have unequal maxima."""
     generator = torch.Generator().manual_seed(len(name))
     out = OUTPUTS[name]
     shapes = ((tokens, IN), (out, IN), (tokens, out))
@@ -69,7 +69,7 @@ def run(rank: int, tensor: int, precision: str, sequence: bool, **settings: Any)
 def calls_on(
     mesh: ParallelMesh, recipe: Recipe, dtype: torch.dtype = torch.float32, tokens: int = TOKENS, keeps: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """What the three GEMMs of every linear were given on this rank; its y, dx and dW (dW whole)."""
+    """For every linear the operands of its three GEMMs on this rank, y, dx, and the whole dW."""
     found: dict[str, dict[str, Any]] = {}
     for name in LINEARS:
         linear, x, dy = linear_on(mesh, name, recipe, dtype, tokens)
@@ -120,18 +120,18 @@ def one() -> dict[str, dict[str, Any]]:
         (2, "nvfp4", False, TOKENS),
         (8, "nvfp4", True, TOKENS),
         (4, "mxfp8", True, TOKENS),
-        (2, "quartet2", True, 256),  # groups of 128 output features lie within each rank, and slices of 128 tokens
-        (2, "nvfp4", True, 40),  # two ranks have 20 each, half a block, and gather them first
+        (2, "quartet2", True, 256),  # each rank has whole groups of 128 output features and of 128 tokens
+        (2, "nvfp4", True, 40),  # each rank has 20 tokens, not a multiple of 16, so it gathers before it quantizes
     ],
 )
 def test_codes_do_not_depend_on_the_tensor_parallel_size(tensor, precision, sequence, tokens, one):
-    of = functools.partial(run, tokens=tokens)
-    whole = one if (precision, tokens) == ("nvfp4", TOKENS) else launch(of, 1, 1, precision, False)[0]
-    check_codes(launch(of, tensor, tensor, precision, sequence), whole)
+    run_tokens = functools.partial(run, tokens=tokens)
+    expected = one if (precision, tokens) == ("nvfp4", TOKENS) else launch(run_tokens, 1, 1, precision, False)[0]
+    check_codes(launch(run_tokens, tensor, tensor, precision, sequence), expected)
 
 
 def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:
-    """As `run`, with operands as a GPU's kernels pack them; which of them were unpacked, and what was sent."""
+    """`run` with operands packed as by a GPU's kernels; also the kernels that unpacked some, and the messages."""
     kernels, packed = kernel_layout.UnpackingKernels(), replace(FORMATS["nvfp4"], fused=(kernel_layout.PackedFP4,))
     sent: list[Message] = []
     weights_as_values = mock.patch.object(emulated, "keeps_codes", lambda _: False)
@@ -142,7 +142,7 @@ def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[
 
 @contextmanager
 def counted_messages(sent: list[Message]) -> Iterator[None]:
-    """Every gather and scatter of tokens: what it was, and the bytes of the whole tensor."""
+    """Inside, append every gather and scatter of tokens to `sent`: its name, and the bytes of the whole tensor."""
 
     def counted(name: str, whole: int) -> Any:
         original = getattr(dist, name)
@@ -163,23 +163,23 @@ def one_in_bf16() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("tensor", "keeps"), [(2, True), (4, False)])
-def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
-    """And their bytes are a quarter of those of BF16."""
+def test_ranks_send_packed_codes(tensor, keeps, one_in_bf16):
+    """Their bytes are 9/32 of those of BF16."""
     results = launch(functools.partial(run_packed, keeps=keeps), tensor, tensor)
     check_codes([found for found, *_ in results], one_in_bf16, rtol=0.02)
     unpacked, sent = results[0][1:]
     x, dy = TOKENS * IN, TOKENS * 48
-    of_columns = [(GATHER, x * 9 // 16), (GATHER, x * 9 // 16), (SCATTER, 2 * x)]
-    of_row = [(SCATTER, 2 * dy), (GATHER, dy * 9 // 16), (GATHER, dy * 9 // 16)]
-    assert sent == 2 * of_columns + of_row
-    # The column-parallel linears' x, of the row-parallel one dy, and its x where that waits as codes.
+    column_messages = [(GATHER, x * 9 // 16), (GATHER, x * 9 // 16), (SCATTER, 2 * x)]
+    row_messages = [(SCATTER, 2 * dy), (GATHER, dy * 9 // 16), (GATHER, dy * 9 // 16)]
+    assert sent == 2 * column_messages + row_messages
+    # The x of column-parallel linears, the dy of the row-parallel one, and its x if it is kept as codes.
     columns, rows = (unpacked.count(name) for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))
-    # Of every operand a second time by the test's own look.
+    # Every operand is unpacked twice, because the test reads it too.
     assert (columns, rows) == (2 * 3, 2 * (3 if keeps else 4))
 
 
-def run_native(rank: int, make: type[Backend], recipe: Recipe) -> list[tuple[list[Tensor], list[Message]]]:
-    """What a native backend computes and sends, with codes and without."""
+def run_native(rank: int, make_backend: type[Backend], recipe: Recipe) -> list[tuple[list[Tensor], list[Message]]]:
+    """The results and messages of a native backend that sends codes, and of one that sends values."""
     mesh, found = build_mesh(ParallelConfig(tensor=2), torch.device("cpu")), []
     for sends_operands in (LinearCall.sends_operands, lambda *_: False):
         results, sent = list[Tensor](), list[Message]()
@@ -189,7 +189,7 @@ def run_native(rank: int, make: type[Backend], recipe: Recipe) -> list[tuple[lis
         with te_stand_in.installed(), scaled_mm, without, counted_messages(sent):
             for name in LINEARS:
                 linear, x, dy = linear_on(mesh, name, recipe, torch.bfloat16)
-                linear.context.backend = make()
+                linear.context.backend = make_backend()
                 y = linear(x)
                 y.backward(dy)
                 assert linear.weight.grad is not None and x.grad is not None
@@ -197,18 +197,22 @@ def run_native(rank: int, make: type[Backend], recipe: Recipe) -> list[tuple[lis
     return found
 
 
-# Transformer Engine's draws are others for slices of the tokens than for all. outputs: 48, padded.
+# Rounded to nearest, because Transformer Engine draws other random numbers for slices of the tokens than for all.
+# padded_out: the 48 output features of the row-parallel linear, padded.
 @pytest.mark.parametrize(
-    ("make", "recipe", "outputs"),
+    ("make_backend", "recipe", "padded_out"),
     [(TorchBackend, NVFP4, 48), (TransformerEngineBackend, rounded_to_nearest(NVFP4), 64)],
 )
-def test_native_backends_send_codes_and_compute_the_same_bits(make, recipe, outputs) -> None:
-    for (codes, sent), (values, sent_without) in launch(run_native, 2, make, recipe):
-        assert all(torch.equal(one, other) for one, other in zip(codes, values, strict=True))
-        gathered, gathered_without = ([size for way, size in of if way == GATHER] for of in (sent, sent_without))
+def test_native_backends_send_codes_and_compute_the_same_bits(make_backend, recipe, padded_out) -> None:
+    for (with_codes, sent), (with_values, sent_values) in launch(run_native, 2, make_backend, recipe):
+        assert all(torch.equal(one, other) for one, other in zip(with_codes, with_values, strict=True))
         x, dy = TOKENS * IN, TOKENS * 48
-        assert gathered == [x * 9 // 16] * 4 + [TOKENS * outputs * 9 // 16] * 2
-        assert sum(gathered_without) >= 2 * (2 * x + dy)
+        assert gathered_bytes(sent) == [x * 9 // 16] * 4 + [TOKENS * padded_out * 9 // 16] * 2
+        assert sum(gathered_bytes(sent_values)) >= 2 * (2 * x + dy)
+
+
+def gathered_bytes(sent: list[Message]) -> list[int]:
+    return [size for name, size in sent if name == GATHER]
 
 
 def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str, Any]], rtol: float = 1e-5) -> None:
@@ -223,7 +227,7 @@ def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str,
                 else:
                     assert torch.equal(torch.cat([part[0] for part in parts], dim), values), (name, gemm, which)
                 assert all(part[1] is scale is None or torch.equal(part[1], scale) for part in parts), (name, which)
-        # Each element of dW is a sum over tokens that one rank computes alone; other results are sums over ranks.
+        # One rank computes an element of dW; y (row-parallel) or dx (column-parallel) are sums over ranks.
         for result, dim in (("y", 1), ("dx", 0), ("dw", 0)) if name != "row" else (("y", 0), ("dx", 1), ("dw", 0)):
             shape, parts = one[name][result].shape, [rank[name][result] for rank in ranks]
             actual = parts[0] if parts[0].shape == shape else torch.cat(parts, dim)
@@ -231,21 +235,19 @@ def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str,
             torch.testing.assert_close(actual, one[name][result], rtol=rtol, atol=rtol * largest)
 
 
-def test_amax_per_shard_quantizes_every_shard_on_its_own(one):
-    """`precision.amax=shard`: each shard's codes are those of a tensor of its own."""
+def test_amax_per_shard_quantizes_every_shard_like_a_tensor(one):
+    """`precision.amax=shard`: the codes of a shard are those of a tensor with only its elements."""
     ranks = launch(run, 2, 2, "nvfp4_shard", True)
     x, w, _ = tensors("row")
     for rank, found in enumerate(ranks):
-        expected = quantize_operand(x.chunk(2, 1)[rank], OperandRequest(NVFP4.fprop.left, dtype=torch.float32))
-        values, scale = found["row"]["fprop"][0]
-        assert torch.equal(values, expected.values)
-        assert torch.equal(scale, expected.scale)
-        values, scale = found["row"]["fprop"][1]
-        expected = quantize_operand(w.chunk(2, 1)[rank], OperandRequest(NVFP4.fprop.right, dtype=torch.float32))
-        assert torch.equal(values, expected.values)
-        assert torch.equal(scale, expected.scale)
+        for index, (tensor, operand_format) in enumerate(((x, NVFP4.fprop.left), (w, NVFP4.fprop.right))):
+            request = OperandRequest(operand_format, dtype=torch.float32)
+            expected = quantize_operand(tensor.chunk(2, 1)[rank], request)
+            values, scale = found["row"]["fprop"][index]
+            assert torch.equal(values, expected.values)
+            assert torch.equal(scale, expected.scale)
     for name, gemm, which in (("row", "fprop", 0), ("row", "wgrad", 1), ("column", "fprop", 1), ("column", "dgrad", 0)):
         (_, first), (_, second) = (rank[name][gemm][which] for rank in ranks)
         assert not torch.equal(first, second)
-    # What every rank holds whole is quantized as ever.
+    # Operands that every rank has whole do not change.
     assert torch.equal(ranks[1]["column"]["fprop"][0][0], one["column"]["fprop"][0][0])

@@ -1,4 +1,4 @@
-"""Masked documents on every mesh: as one process has them, and every target that counts weighs the same."""
+"""Masked documents on every mesh: the results are those of one process, and all targets that count weigh the same."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ STEPS = 3
 
 
 def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
-    """Training in FP32, and the held-out loss of an untrained model over unequal shares.
-
-    Along the way: what is said of the first step, as if it had been a spike, and of one that was not finite.
-    """
+    """The results of training in FP32, and held-out losses of an untrained model, where ranks may have unequal numbers
+    of micro-batches. Also checks the diagnoses of a spike and of a step that is not finite."""
     result = hybrid.train(rank, layout, "fp32", STEPS, masked_micro_batches)
     mesh, step_state = layout.mesh(), StepState(seed=0)
-    model, mine = sharded_model(layout, mesh, RECIPES["fp32"], step_state), masked_micro_batches(9, mesh)
+    model, batches = sharded_model(layout, mesh, RECIPES["fp32"], step_state), masked_micro_batches(9, mesh)
     first = StepResult(result.losses[0], result.norms[0], skipped=True)
-    said = diagnose_spike(model, masked_micro_batches(0, mesh), mesh, step_state, first)
-    assert "as before" in said and "NOT" not in said, said
-    assert "every micro-batch is finite" in diagnose_nonfinite(model, mine, mesh, step_state)
-    held_out = {"all": mine, "three": [batch for batch in mine if batch.index < 3], "one": mine[: mesh.dp_rank == 0]}
+    diagnosis = diagnose_spike(model, masked_micro_batches(0, mesh), mesh, step_state, first)
+    assert "as before" in diagnosis and "NOT" not in diagnosis, diagnosis
+    assert "every micro-batch is finite" in diagnose_nonfinite(model, batches, mesh, step_state)
+    held_out = {
+        "all": batches,
+        "three": [batch for batch in batches if batch.index < 3],
+        "one": batches[:1] if mesh.dp_rank == 0 else [],
+    }
     return result, evaluate(model, held_out, mesh, step_state)
 
 
@@ -50,7 +52,7 @@ def one() -> tuple[Result, dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", ["tp2_without_sequence_parallel", "tp2_hsdp2"])
-def test_a_mesh_is_one_process(one, name):
+def test_a_mesh_has_the_results_of_one_process(one, name):
     layout, (expected, held_out) = LAYOUTS[name], one
     for result, losses in launch(trained, layout.world, layout):
         assert result.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -61,7 +63,7 @@ def test_a_mesh_is_one_process(one, name):
 
 
 def reference(batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean over all targets that count, from the logits of all micro-batches as one, and its gradients."""
+    """The mean loss over all targets that count, from the logits of all micro-batches at once, and its gradients."""
     tokens, targets, documents = (
         torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets", "documents")
     )
@@ -73,11 +75,11 @@ def reference(batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor]
 
 
 def test_every_target_that_counts_weighs_the_same(one):
-    """Against `cross_entropy` of PyTorch over the whole global batch at once."""
+    """Compared with PyTorch's `cross_entropy` over the whole global batch."""
     with alone():
         batches = masked_micro_batches(0, ONE.mesh())
     counts = [batch.num_targets for batch in batches]
-    assert min(counts) < max(counts) / 2  # the mean of micro-batches' means would be another number
+    assert min(counts) < max(counts) / 2  # so the mean of the means of micro-batches would be another number
     loss, gradients = reference(batches)
     assert one[0].losses[0] == pytest.approx(loss, rel=1e-5)
     clipping = min(1.0, 1.0 / one[0].norms[0])
@@ -93,6 +95,6 @@ def test_a_batch_without_targets_that_count_has_no_loss_and_no_gradient():
         none = MicroBatch(0, some.tokens, torch.full_like(some.targets, -1), some.documents, some.num_documents, 0)
         assert accumulate(model, [none], mesh, step_state) == 0
         assert all((whole(p.grad) == 0).all() for p in model.parameters())
-        # Beside another it changes nothing.
-        alone_loss = accumulate(model, [some], mesh, step_state)
-        assert accumulate(model, [some, none], mesh, step_state) == alone_loss > 0
+        # Together with another micro-batch it changes nothing.
+        loss_of_some = accumulate(model, [some], mesh, step_state)
+        assert accumulate(model, [some, none], mesh, step_state) == loss_of_some > 0

@@ -1,4 +1,4 @@
-"""`parallel.reproducible`: losses, norms, weights and moments are the same bits on any power of two of ranks."""
+"""`parallel.reproducible`: losses, norms, weights and moments have the same bits on any power of two of ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def trained(
     device: str = "cpu",
     callbacks: Sequence[Callback] = (),
 ) -> tuple[Trainer, list[tuple[float, float]]]:
-    """The steps [first, last) from `first`'s checkpoint in `folder`, and a checkpoint of `last`: losses, norms."""
+    """Train the steps [first, last) from the checkpoint of `first` in `folder`, and save `last`. Returns losses and
+    norms with the trainer."""
     config = compose_config([*SMALL, *EIGHT, *overrides, f"run.dir={folder}"], pretrain.CONFIGS)
     mesh = build_mesh(config.parallel, torch.device(device))
     trainer = Trainer(config, models, data, [*callbacks, Switch()], mesh, quiet=True)
@@ -69,66 +70,67 @@ def trained(
 
 
 def train(overrides: list[str], folder: Path, first: int = 0, last: int = STEPS) -> Bits:
-    """`trained`'s losses and norms, and all tensors."""
+    """Losses and norms of `trained`, and the weights and moments after it."""
     trainer, numbers = trained(overrides, folder, first, last)
     tensors = {**dict(trainer.model.named_parameters()), **optimizer_state(trainer.model, trainer.optimizer)}
     return numbers, {name: whole(tensor) for name, tensor in tensors.items()}
 
 
 def train_all(rank: int, ranks: int, step: int, corpus: list[str], folder: Path) -> dict[tuple[int, str, str], Bits]:
-    """The runs on so many ranks, step `step` of a run that changes its ranks, and one that is not reproducible."""
-    found = {
-        (of, batch, mesh): train([*corpus, *BATCHES[batch], *mesh.split()], folder / f"{ranks}_{number}")
-        for number, (of, batch, mesh) in enumerate(RUNS)
-        if of == ranks
+    """The runs of `RUNS` on this number of ranks; step `step` of a run that changes its number of ranks; and a run that
+    is not reproducible."""
+    results = {
+        (num_ranks, batch, mesh): train([*corpus, *BATCHES[batch], *mesh.split()], folder / f"{ranks}_{number}")
+        for number, (num_ranks, batch, mesh) in enumerate(RUNS)
+        if num_ranks == ranks
     }
     eight = [*corpus, *BATCHES["eight, not all targets count"]]
-    found[ranks, "changing", ""] = train(eight, folder / "changing", step, step + 1)
+    results[ranks, "changing", ""] = train(eight, folder / "changing", step, step + 1)
     if ranks < 4:
-        found[ranks, "not", ""] = train([*corpus, "parallel.reproducible=false"], folder / f"not_{ranks}", last=1)
-    return found
+        results[ranks, "not", ""] = train([*corpus, "parallel.reproducible=false"], folder / f"not_{ranks}", last=1)
+    return results
 
 
-def assert_equal(found: Bits, wanted: Bits) -> None:
-    assert found[0] == wanted[0]
-    assert found[1].keys() == wanted[1].keys() and len(wanted[1]) > 50
-    for name, tensor in wanted[1].items():
-        assert torch.equal(found[1][name], tensor), name
+def assert_equal(actual: Bits, expected: Bits) -> None:
+    assert actual[0] == expected[0]
+    assert actual[1].keys() == expected[1].keys() and len(expected[1]) > 50
+    for name, tensor in expected[1].items():
+        assert torch.equal(actual[1][name], tensor), name
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, str], list[Bits]]:
-    """What each rank of each run has."""
-    folder, found = tmp_path_factory.mktemp("runs"), {}
+    """The results of each run on each rank."""
+    folder, results = tmp_path_factory.mktemp("runs"), {}
     corpus = small_corpus(folder)
     for step, ranks in enumerate((1, 4, 2)):
-        of_ranks = launch(train_all, ranks, ranks, step, corpus, folder)
-        found |= {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
-    return found
+        by_rank = launch(train_all, ranks, ranks, step, corpus, folder)
+        results |= {name: [one_rank[name] for one_rank in by_rank] for name in by_rank[0]}
+    return results
 
 
 @pytest.mark.parametrize(("ranks", "batch", "mesh"), [run for run in RUNS if run[0] > 1])
 def test_every_mesh_computes_the_run_of_one_rank(runs, ranks, batch, mesh) -> None:
-    (wanted,) = runs[1, batch, ONCE]
-    assert len({loss for loss, _ in wanted[0]}) == STEPS
-    for found in runs[ranks, batch, mesh]:
-        assert_equal(found, wanted)
+    (expected,) = runs[1, batch, ONCE]
+    assert len({loss for loss, _ in expected[0]}) == STEPS
+    for actual in runs[ranks, batch, mesh]:
+        assert_equal(actual, expected)
 
 
-def test_a_run_changes_its_ranks_on_the_way(runs) -> None:
-    """Begun on one, continued on four and finished on two."""
-    (wanted,) = runs[1, "eight, not all targets count", ONCE]
+def test_a_run_may_change_its_number_of_ranks(runs) -> None:
+    """It begins on one rank, continues on four and ends on two."""
+    (expected,) = runs[1, "eight, not all targets count", ONCE]
     numbers = [runs[ranks, "changing", ""][0][0][0] for ranks in (1, 4, 2)]
-    assert_equal((numbers, runs[2, "changing", ""][1][1]), wanted)
+    assert_equal((numbers, runs[2, "changing", ""][1][1]), expected)
 
 
-def test_without_it_meshes_differ(runs) -> None:
+def test_runs_that_are_not_reproducible_differ_between_meshes(runs) -> None:
     """Otherwise the tests above would show nothing."""
     (_, one), (_, two) = (runs[ranks, "not", ""][0] for ranks in (1, 2))
     assert any(not torch.equal(tensor, one[name]) for name, tensor in two.items())
 
 
-def test_the_tree() -> None:
+def test_the_tree_adds_neighbours_first() -> None:
     assert [leaf_size(number) for number in (1, 2, 3, 8, 12, 768)] == [1, 1, 3, 1, 3, 3]
     a, b, c, d = parts = torch.randn(4, 100_000)
     assert torch.equal(tree_sum(parts), (a + b) + (c + d))
@@ -136,21 +138,21 @@ def test_the_tree() -> None:
 
 
 def _all_reduced(rank: int, cases: list[Tensor]) -> list[Tensor]:
-    found = [parts[rank].clone() for parts in cases]
-    for mine in found:
-        tree_all_reduce(mine, dist.group.WORLD)
-    return found
+    tensors = [parts[rank].clone() for parts in cases]
+    for tensor in tensors:
+        tree_all_reduce(tensor, dist.group.WORLD)
+    return tensors
 
 
-def test_an_all_reduce_of_any_size_is_the_tree() -> None:
+def test_an_all_reduce_of_any_size_is_the_tree_sum() -> None:
     cases = [torch.randn(4, size) for size in (1, 7, 1000)]
-    for of_rank in launch(_all_reduced, 4, cases):
-        assert all(torch.equal(found, tree_sum(parts)) for found, parts in zip(of_rank, cases, strict=True))
+    for sums in launch(_all_reduced, 4, cases):
+        assert all(torch.equal(actual, tree_sum(parts)) for actual, parts in zip(sums, cases, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0, math.inf, math.nan])
 def test_the_norm_does_not_depend_on_the_order_of_elements(scale: float) -> None:
-    """And is right to FP32's precision, over gradients of many sizes; one that is not finite stays so."""
+    """It has the accuracy of FP32, for gradients of many magnitudes, and stays non-finite if an element is."""
     elements = torch.randn(4096) * torch.randn(4096).mul(4).exp()
     elements = elements * scale if math.isfinite(scale) else elements.index_fill(0, torch.tensor(7), scale)
     with alone():
@@ -163,18 +165,18 @@ def test_the_norm_does_not_depend_on_the_order_of_elements(scale: float) -> None
     assert shares[0] == pytest.approx(math.fsum(x**2 for x in elements.tolist()), rel=2**-23, abs=0)
 
 
-def test_rows_have_the_same_sums_on_any_rank() -> None:
+def test_the_sum_of_squares_of_a_row_does_not_depend_on_the_shard() -> None:
     weight, convolution = torch.randn(37, 1000), torch.randn(37, 1, 4)
-    found = row_squares([weight, convolution], torch.device("cpu"))
-    wanted = torch.cat((weight.double().square().sum(1), convolution.double().square().sum((1, 2))))
-    assert torch.allclose(found, wanted, rtol=1e-14, atol=0.0)
+    squares = row_squares([weight, convolution], torch.device("cpu"))
+    expected = torch.cat((weight.double().square().sum(1), convolution.double().square().sum((1, 2))))
+    assert torch.allclose(squares, expected, rtol=1e-14, atol=0.0)
     for begin, end in ((0, 1), (1, 18), (18, 37), (37, 37)):
         part = row_squares([weight[begin:end], convolution[begin:end]], torch.device("cpu"))
-        assert torch.equal(part, torch.cat((found[begin:end], found[37 + begin : 37 + end])))
+        assert torch.equal(part, torch.cat((squares[begin:end], squares[37 + begin : 37 + end])))
 
 
-def test_a_micro_batch_by_itself_is_no_part_of_a_global_batch() -> None:
-    """As measurements compute one, whatever its index."""
+def test_a_single_micro_batch_has_a_loss_whatever_its_index() -> None:
+    """Measurements compute micro-batches that are not part of a global batch."""
     with alone() as mesh:
         mesh = replace(mesh, reproducible=True)
         model, _ = toy(mesh)

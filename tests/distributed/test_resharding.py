@@ -1,4 +1,4 @@
-"""A checkpoint of one mesh on another: weights, moments and logits of a resume; the weights alone of a new run."""
+"""A checkpoint loaded on another mesh: weights, moments and logits of a resumed run; only the weights of a new run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDENTITY = run_identity(Config(model=MODEL), {"tokenizer": "one"})
 
 
 class Run(NamedTuple):
-    """A run's folder, the logits of a fixed batch, and weights and moments whole."""
+    """A run's folder, its logits of a fixed batch, and its whole weights and moments."""
 
     folder: Path
     logits: Tensor
@@ -46,7 +46,7 @@ def run(rank: int, layout: Layout, source: str | None, folder: str, steps: int) 
     checkpointer = Checkpointer(Path(folder, "checkpoints"), mesh, keep=0, identity=IDENTITY)
     done = 0
     if source is not None:
-        with torch.no_grad():  # what is loaded must not be what was there before
+        with torch.no_grad():  # so that equal weights must come from the checkpoint
             for parameter in model.parameters():
                 parameter.zero_()
         resumed = checkpointer.resume(source, model, optimizer, step_state, allow_mismatch=False)
@@ -73,17 +73,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def sharded(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    """Its checkpoint, loaded and saved by two tensor-parallel ranks."""
+    """The checkpoint of `trained`, loaded and saved by two tensor-parallel ranks."""
     return launch(run, 2, TP2, trained.checkpoint(), str(tmp_path_factory.mktemp("two")), 0)
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys() and len(found) > 15
-    for name, value in found.items():
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys() and len(actual) > 15
+    for name, value in actual.items():
         assert torch.equal(value, expected[name]), name
 
 
-def test_one_rank_to_two_and_four_and_back(trained: Run, sharded: list[Run], tmp_path: Path) -> None:
+def test_loading_on_two_and_four_ranks_and_back_keeps_all_bits(
+    trained: Run, sharded: list[Run], tmp_path: Path
+) -> None:
     replicas = launch(run, 4, HSDP2, sharded[0].checkpoint(), str(tmp_path / "four"), 0)
     data_parallel = launch(run, 2, DP2, replicas[0].checkpoint(), str(tmp_path / "two"), 0)
     (back,) = launch(run, 1, ONE, data_parallel[0].checkpoint(), str(tmp_path / "one"), 0)
@@ -95,16 +97,16 @@ def test_one_rank_to_two_and_four_and_back(trained: Run, sharded: list[Run], tmp
         assert torch.equal(one.logits, trained.logits)
 
 
-def test_two_tensor_parallel_ranks_continue_as_one_would(trained: Run, tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks_continue_the_run_of_one(trained: Run, tmp_path: Path) -> None:
     (expected,) = launch(run, 1, ONE, trained.checkpoint(), str(tmp_path / "one"), 2)
-    found, _ = launch(run, 2, TP2, trained.checkpoint(), str(tmp_path / "two"), 2)
+    actual, _ = launch(run, 2, TP2, trained.checkpoint(), str(tmp_path / "two"), 2)
     for name, value in expected.weights.items():
-        assert relative_error(found.weights[name], value) < 1e-5, name
+        assert relative_error(actual.weights[name], value) < 1e-5, name
 
 
 def initialized(rank: int, layout: Layout, given: str, root: str) -> tuple[str, dict[str, Tensor], bool]:
-    """A start from the weights of `given`: from which checkpoint that was, the weights after it, and whether everything
-    else is as before."""
+    """Begin a run from the weights of `given`. Returns the checkpoint that this loaded, the weights, and whether
+    everything else is unchanged."""
     mesh, step_state = layout.mesh(), StepState(seed=0)
     model = sharded_model(layout, mesh, RECIPES["fp32"], step_state)
     with torch.no_grad():
@@ -121,12 +123,12 @@ def initialized(rank: int, layout: Layout, given: str, root: str) -> tuple[str, 
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("run", TP2), ("import", ONE), ("import", DP2)])
-def test_weights_alone_have_the_bits_of_their_source(trained: Run, kind: str, layout: Layout, tmp_path: Path) -> None:
-    """Of a run's newest checkpoint, or of an import; moments and generators are those of a new run."""
+def test_a_new_run_from_weights_has_their_bits(trained: Run, kind: str, layout: Layout, tmp_path: Path) -> None:
+    """The weights are those of a run's newest checkpoint, or of an import. Moments and generators are new."""
     given, expected = trained.folder, f"{trained.checkpoint()} 2"
     if kind == "import":
         given, expected = tmp_path / "model", f"{tmp_path / 'model'} 0"
         write_weights_only(given, Config(model=MODEL), trained.weights.items(), imported={}, tokenizer="one")
-    for said, found, fresh in launch(initialized, layout.world, layout, str(given), str(tmp_path / "own")):
-        assert said == expected and fresh
-        assert_equal(found, trained.weights)
+    for loaded, weights, fresh in launch(initialized, layout.world, layout, str(given), str(tmp_path / "own")):
+        assert loaded == expected and fresh
+        assert_equal(weights, trained.weights)

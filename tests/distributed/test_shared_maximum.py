@@ -1,4 +1,4 @@
-"""The self-test of ranks that share a tensor's maximum notices one that scales by its own."""
+"""The self-test of ranks that share a tensor's maximum notices a rank that scales by its own maximum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
 
-# The tensors that are sharded with the input features, and with the output features.
+# The operands that are sharded if input features are, and if output features are.
 SHARED = {
     "in_shards": ["fprop_activation", "wgrad_activation", "fprop_weight", "dgrad_weight"],
     "out_shards": ["fprop_weight", "dgrad_weight", "dgrad_gradient", "wgrad_gradient"],
@@ -27,18 +27,18 @@ SHARED = {
 CPU = torch.device("cpu")
 
 
-class Own(EmulatedBackend):
-    """Each rank scales by its own maximum."""
+class OwnMaximum(EmulatedBackend):
+    """A backend in which each rank scales by its own maximum."""
 
     def operands(self, x: Any, columns: Any, rows: Any) -> Any:
         return super().operands(x, *(request and replace(request, amax_group=None) for request in (columns, rows)))
 
 
 def shared_findings(rank: int, shards: str, wrong: str) -> list[tuple[str, str]]:
-    """What was compared over the ranks, and what differed. wrong: the backend whose ranks scale by their own maxima."""
+    """The comparisons over ranks and their faults. wrong: the backend whose ranks scale by their own maxima."""
     case = Case(128, 128, 128, 1, NVFP4, **{shards: dist.group.WORLD})
     with te_stand_in.installed(own_maximum=wrong == "native"):
-        backend = Own() if wrong == "emulated" else TransformerEngineBackend()
+        backend = OwnMaximum() if wrong == "emulated" else TransformerEngineBackend()
         found = [(f.what, f.fault) for f in check(backend, case, CPU)]
         if wrong:
             with pytest.raises(SelfTestError, match="of all ranks" if rank else "none on this one"):
