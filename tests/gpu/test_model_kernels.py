@@ -1,4 +1,4 @@
-"""The fused path against the PyTorch path on a GPU, part by part and as a whole, with and without documents."""
+"""The fused path is close to the PyTorch path on a GPU: each part, and a whole model, with and without documents."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) 
 
 
 def compare(ours, reference, tensors: list[Tensor], tolerance: float = 1e-2) -> None:
-    """Values and gradients of two functions of the same tensors; the reference sees FP32 copies."""
+    """Compare values and gradients of two functions of the same tensors; the reference gets FP32 copies."""
     copies = [t.detach().float().requires_grad_(t.requires_grad) for t in tensors]
     made, expected = ours(*tensors), reference(*copies)
     made, expected = (y if isinstance(y, tuple) else (y,) for y in (made, expected))
@@ -74,7 +74,7 @@ def compare(ours, reference, tensors: list[Tensor], tolerance: float = 1e-2) -> 
             assert a.grad is not None and relative_error(a.grad, b.grad) < tolerance, index
 
 
-# Chunks of the scan are 128 tokens, tiles of attention 64 or 128; 384 and 257 are whole and odd numbers of them.
+# Chunks of the scan have 128 tokens, tiles of attention 64 or 128. Rows have 384 tokens, a multiple of these, or 257.
 LENGTHS = [[100, 28, 1, 1, 254], [384], [127, 1, 128, 128], [3] * 128]
 ODD = [[1, 128, 128], [127, 130], [256, 1]]
 
@@ -169,7 +169,7 @@ def fused(**changes: str) -> Execution:
 
 
 def text() -> tuple[Tensor, Tensor]:
-    """Tokens with something to learn: each is a function of the one before, with noise."""
+    """Tokens that a model can learn: each is the one before plus 3 (modulo 64), with noise."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randint(0, 64, (4, 1), generator=generator)
     noisy = [(start * 7 + 3 * i) % 64 + torch.randint(0, 4, (4, 1), generator=generator) for i in range(257)]
@@ -210,12 +210,12 @@ def test_fused_logits_of_a_document_are_those_of_the_document_alone(mesh) -> Non
         for row, span in spans(lengths):
             alone = model(tokens[row : row + 1, span])
             assert relative_error(logits[row : row + 1, span], alone) < 2e-2
-            if span.start:  # what comes before changes it: far less in an untrained model than in a trained one
+            if span.start:  # without masks, earlier documents change the logits (little in an untrained model)
                 assert relative_error(joined[row : row + 1, span], alone) > 6e-2
 
 
-def test_told_their_number_the_host_never_waits(mesh) -> None:
-    # FlashAttention, as where the Triton kernels of attention do not take a model.
+def test_with_the_number_of_documents_the_host_never_waits(mesh) -> None:
+    # FlashAttention, which computes attention if the Triton kernels do not support a model.
     execution = fused()
     execution = dataclasses.replace(execution, kernels={**execution.kernels, "attention": attend_fused})
     model, (tokens, targets) = model_of(execution, mesh), text()
@@ -232,5 +232,5 @@ def test_told_their_number_the_host_never_waits(mesh) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waits.append(sum("synchroniz" in str(warning.message) for warning in caught))
-    _, told, not_told = waits
-    assert told == 0 < not_told, waits
+    _, with_number, without_number = waits
+    assert with_number == 0 < without_number, waits

@@ -1,4 +1,4 @@
-"""`parallel.reproducible` on 1, 2 and 4 ranks that share one GPU, over gloo: the same bits."""
+"""`parallel.reproducible` gives the same bits on 1, 2 and 4 ranks that share one GPU, over gloo."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MESHES = {
 
 def _on_a_rank(rank: int, overrides: list[str], folder: Path) -> list[tuple[float, float]]:
     set_determinism(True)
-    kernels = Kernels(folder.parent / "kernels")  # else each process would tune for itself
+    kernels = Kernels(folder.parent / "kernels")  # otherwise each process would tune its own kernels
     return trained(overrides, folder, device="cuda:0", callbacks=[kernels])[1]
 
 
 def test_ranks_that_share_a_gpu_have_the_bits_of_one(tmp_path: Path) -> None:
-    """Checkpoints are compared: where gloo gathers DTensors of CUDA, ranks end with a segmentation fault."""
+    """It compares checkpoints, because ranks end with a segmentation fault if gloo gathers DTensors on CUDA."""
     corpus, found = small_corpus(tmp_path), []
     for ranks, mesh in MESHES.items():
         folder = tmp_path / str(ranks)

@@ -1,4 +1,4 @@
-"""Attention in tiles on a GPU: against FP64, the same bits in every run, documents as if alone, and in a CUDA graph."""
+"""Attention in tiles on a GPU: close to FP64, the same bits in every run and in a CUDA graph, documents masked."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def heads(batch: int, length: int, dim: int) -> list[Tensor]:
 
 
 def attended(tensors: list[Tensor], dy: Tensor, documents: Documents | None = None) -> tuple[Tensor, ...]:
-    """The result and its gradients."""
+    """The result of attention and its gradients."""
     y = attend_in_tiles(*tensors, documents)
     return (y.detach(), *torch.autograd.grad(y, tensors, dy))
 
 
 def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
-    """With FP64, no further than BF16's rounding of scores' gradients leads; and three runs with one another."""
+    """Results are as close to FP64 as the rounding of score gradients to BF16 allows; three runs have the same bits."""
     copies = [t.detach().double().requires_grad_() for t in tensors]
     expected = attend(*copies, documents)
     dy = torch.randn_like(tensors[0])
@@ -65,7 +65,7 @@ def test_documents(dim: int) -> None:
 
 @pytest.mark.parametrize("lengths", [LENGTHS, ODD])
 def test_a_document_is_what_it_is_alone(lengths: list[list[int]]) -> None:
-    """And what stands around it changes no bit of it."""
+    """The rest of its row changes no bit of it."""
     documents = Documents(numbers_of(lengths))
     tensors = heads(*documents.numbers.shape, 64)
     dy = torch.randn_like(tensors[0])
@@ -98,7 +98,7 @@ def test_in_a_cuda_graph(masked: bool) -> None:
     with torch.cuda.graph(graph):
         captured = step()
     for _ in range(2):
-        if masked:  # other documents, in the same memory
+        if masked:  # other documents in the same memory
             numbers.copy_(numbers.flip(0).clone())
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
