@@ -103,19 +103,19 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _rows(start, index, length, STRIDE: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
     """[rows, DIM] from `start`; with MASKED, zeros for rows from `length` on."""
-    places = start + index.to(tl.int64)[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
+    pointers = start + index.to(tl.int64)[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
     if MASKED:
-        return tl.load(places, mask=(index < length)[:, None], other=0.0)
-    return tl.load(places)
+        return tl.load(pointers, mask=(index < length)[:, None], other=0.0)
+    return tl.load(pointers)
 
 
 @triton.jit
-def _seen(m, n, begin, DOCUMENTS: tl.constexpr):
+def _visible(m, n, begin, DOCUMENTS: tl.constexpr):
     """Whether query m sees key n; the query's document begins at `begin`. All three broadcast."""
-    seen = n <= m
+    visible = n <= m
     if DOCUMENTS:
-        seen = seen & (n >= begin)
-    return seen
+        visible = visible & (n >= begin)
+    return visible
 
 
 @triton.jit
@@ -125,17 +125,17 @@ def _ranges_of_keys(begins_ptr, first, length, M: tl.constexpr, N: tl.constexpr,
     themselves."""
     diagonal = first // N * N
     start = 0
-    whole = 0
+    all_seen = 0
     if DOCUMENTS:
         start = tl.load(begins_ptr + first) // N * N
         last = tl.load(begins_ptr + tl.minimum(first + M, length) - 1)
-        whole = tl.minimum(tl.cdiv(last, N) * N, diagonal)
-    return start, whole, diagonal, tl.minimum(first + M, length)
+        all_seen = tl.minimum(tl.cdiv(last, N) * N, diagonal)
+    return start, all_seen, diagonal, tl.minimum(first + M, length)
 
 
 @triton.jit
 def _attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, y_ptr, sums_ptr, begins_ptr, length, scale,
+    q_ptr, k_ptr, v_ptr, y_ptr, log_sums_ptr, begins_ptr, length, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -152,25 +152,25 @@ def _attention_forward_kernel(
         begin = tl.load(begins_ptr + tl.minimum(m, length - 1))
     q = _rows(q_ptr + q_start, m, length, HEADS * DIM, DIM, True)
     y = tl.zeros((M, DIM), tl.float32)
-    highest = tl.full((M,), -float("inf"), tl.float32)
+    row_max = tl.full((M,), -float("inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     ranges = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
     k_ptr += k_start
     v_ptr += k_start
     for part in tl.static_range(0 if DOCUMENTS else 1, 3):  # the middle part needs no mask
-        y, highest, total = _forward_tiles(
-            y, highest, total, q, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
+        y, row_max, total = _forward_tiles(
+            y, row_max, total, q, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
             GROUPS * DIM, DIM, N, DOCUMENTS, part != 1,
         )  # fmt: skip
-    places = y_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
-    tl.store(places, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(m < length)[:, None])
-    sums_ptr += (row * HEADS + head) * length
-    tl.store(sums_ptr + m, (highest + tl.log2(total)) * LN_2, mask=m < length)
+    pointers = y_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
+    tl.store(pointers, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(m < length)[:, None])
+    log_sums_ptr += (row * HEADS + head) * length
+    tl.store(log_sums_ptr + m, (row_max + tl.log2(total)) * LN_2, mask=m < length)
 
 
 @triton.jit
 def _forward_tiles(
-    y, highest, total, q, k_ptr, v_ptr, m, begin, start, end, length, scale,
+    y, row_max, total, q, k_ptr, v_ptr, m, begin, start, end, length, scale,
     STRIDE: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for first in range(start, end, N):
@@ -178,24 +178,24 @@ def _forward_tiles(
         k = _rows(k_ptr, n, length, STRIDE, DIM, MASKED)
         scores = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)
         if MASKED:
-            scores = tl.where(_seen(m[:, None], n[None, :], begin[:, None], DOCUMENTS), scores, -float("inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
+            scores = tl.where(_visible(m[:, None], n[None, :], begin[:, None], DOCUMENTS), scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
         if MASKED:  # a query may not have seen a key yet
-            base = tl.where(higher == -float("inf"), 0.0, higher)
+            base = tl.where(new_max == -float("inf"), 0.0, new_max)
         else:
-            base = higher
+            base = new_max
         p = tl.exp2(scores - base[:, None])
-        shrunk = tl.exp2(highest - base)
-        total = total * shrunk + tl.sum(p, 1)
+        rescale = tl.exp2(row_max - base)
+        total = total * rescale + tl.sum(p, 1)
         v = _rows(v_ptr, n, length, STRIDE, DIM, MASKED)
-        y = tl.dot(p.to(v.dtype), v, y * shrunk[:, None])
-        highest = higher
-    return y, highest, total
+        y = tl.dot(p.to(v.dtype), v, y * rescale[:, None])
+        row_max = new_max
+    return y, row_max, total
 
 
 @triton.jit
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, y_ptr, dy_ptr, sums_ptr, delta_ptr, dq_ptr, begins_ptr, length, scale,
+    q_ptr, k_ptr, v_ptr, y_ptr, dy_ptr, log_sums_ptr, delta_ptr, dq_ptr, begins_ptr, length, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -213,34 +213,34 @@ def _attention_dq_kernel(
     dy = _rows(dy_ptr + q_start, m, length, HEADS * DIM, DIM, True)
     y = _rows(y_ptr + q_start, m, length, HEADS * DIM, DIM, True)
     delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
-    of_head = (row * HEADS + head) * length
-    tl.store(delta_ptr + of_head + m, delta, mask=m < length)
-    sums = tl.load(sums_ptr + of_head + m, mask=m < length, other=0.0) * LOG2_E
+    head_offset = (row * HEADS + head) * length
+    tl.store(delta_ptr + head_offset + m, delta, mask=m < length)
+    log_sums = tl.load(log_sums_ptr + head_offset + m, mask=m < length, other=0.0) * LOG2_E
     dq = tl.zeros((M, DIM), tl.float32)
     ranges = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
     k_ptr += k_start
     v_ptr += k_start
     for part in tl.static_range(0 if DOCUMENTS else 1, 3):
         dq = _dq_tiles(
-            dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
+            dq, q, dy, log_sums, delta, k_ptr, v_ptr, m, begin, ranges[part], ranges[part + 1], length, scale,
             GROUPS * DIM, DIM, N, DOCUMENTS, part != 1,
         )  # fmt: skip
-    places = dq_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
-    tl.store(places, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(m < length)[:, None])
+    pointers = dq_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
+    tl.store(pointers, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(m < length)[:, None])
 
 
 @triton.jit
 def _dq_tiles(
-    dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, start, end, length, scale,
+    dq, q, dy, log_sums, delta, k_ptr, v_ptr, m, begin, start, end, length, scale,
     STRIDE: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for first in range(start, end, N):
         n = first + tl.arange(0, N)
         k = _rows(k_ptr, n, length, STRIDE, DIM, MASKED)
         v = _rows(v_ptr, n, length, STRIDE, DIM, MASKED)
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2_E) - sums[:, None])
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2_E) - log_sums[:, None])
         if MASKED:
-            p = tl.where(_seen(m[:, None], n[None, :], begin[:, None], DOCUMENTS), p, 0.0)
+            p = tl.where(_visible(m[:, None], n[None, :], begin[:, None], DOCUMENTS), p, 0.0)
         dp = tl.dot(dy, tl.trans(v))
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq)
@@ -249,7 +249,7 @@ def _dq_tiles(
 
 @triton.jit
 def _attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dy_ptr, sums_ptr, delta_ptr, dk_ptr, dv_ptr, begins_ptr, ends_ptr, length, scale,
+    q_ptr, k_ptr, v_ptr, dy_ptr, log_sums_ptr, delta_ptr, dk_ptr, dv_ptr, begins_ptr, ends_ptr, length, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -262,33 +262,33 @@ def _attention_dkdv_kernel(
     v = _rows(v_ptr + k_start, n, length, GROUPS * DIM, DIM, True)
     # After the tile's own queries come those that see all of its keys, then those that see some of them.
     after = first + N
-    whole = length
+    all_seen = length
     end = length
     if DOCUMENTS:
         begins_ptr += row * length
-        whole = tl.load(ends_ptr + row * length + first)
+        all_seen = tl.load(ends_ptr + row * length + first)
         end = tl.load(ends_ptr + row * length + tl.minimum(after, length) - 1)
-    whole = tl.maximum(whole // M * M, after)
-    begins, ends = (first, after, whole), (tl.minimum(after, end), whole, end)
+    all_seen = tl.maximum(all_seen // M * M, after)
+    begins, ends = (first, after, all_seen), (tl.minimum(after, end), all_seen, end)
     dk = tl.zeros((N, DIM), tl.float32)
     dv = tl.zeros((N, DIM), tl.float32)
-    for shared in range(HEADS // GROUPS):
-        head = group * (HEADS // GROUPS) + shared
+    for head_in_group in range(HEADS // GROUPS):
+        head = group * (HEADS // GROUPS) + head_in_group
         q_start = (row * length * HEADS + head) * DIM
-        of_head = (row * HEADS + head) * length
+        head_offset = (row * HEADS + head) * length
         for part in tl.static_range(3):
             dk, dv = _dkdv_tiles(
-                dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
-                begins[part], ends[part], length, scale, HEADS * DIM, DIM, M, DOCUMENTS, part != 1,
+                dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, log_sums_ptr + head_offset, delta_ptr + head_offset,
+                begins_ptr, n, begins[part], ends[part], length, scale, HEADS * DIM, DIM, M, DOCUMENTS, part != 1,
             )  # fmt: skip
-    places = k_start + n.to(tl.int64)[:, None] * (GROUPS * DIM) + tl.arange(0, DIM)[None, :]
-    tl.store(dk_ptr + places, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(n < length)[:, None])
-    tl.store(dv_ptr + places, dv.to(dv_ptr.dtype.element_ty), mask=(n < length)[:, None])
+    offsets = k_start + n.to(tl.int64)[:, None] * (GROUPS * DIM) + tl.arange(0, DIM)[None, :]
+    tl.store(dk_ptr + offsets, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(n < length)[:, None])
+    tl.store(dv_ptr + offsets, dv.to(dv_ptr.dtype.element_ty), mask=(n < length)[:, None])
 
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, q_ptr, dy_ptr, sums_ptr, delta_ptr, begins_ptr, n, start, end, length, scale,
+    dk, dv, k, v, q_ptr, dy_ptr, log_sums_ptr, delta_ptr, begins_ptr, n, start, end, length, scale,
     STRIDE: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for first in range(start, end, M):
@@ -297,18 +297,18 @@ def _dkdv_tiles(
         dy = _rows(dy_ptr, m, length, STRIDE, DIM, MASKED)
         begin = m
         if MASKED:
-            there = m < length
-            sums = tl.load(sums_ptr + m, mask=there, other=0.0) * LOG2_E
-            delta = tl.load(delta_ptr + m, mask=there, other=0.0)
+            in_row = m < length
+            log_sums = tl.load(log_sums_ptr + m, mask=in_row, other=0.0) * LOG2_E
+            delta = tl.load(delta_ptr + m, mask=in_row, other=0.0)
             if DOCUMENTS:
-                begin = tl.load(begins_ptr + m, mask=there, other=0)
+                begin = tl.load(begins_ptr + m, mask=in_row, other=0)
         else:
-            sums = tl.load(sums_ptr + m) * LOG2_E
+            log_sums = tl.load(log_sums_ptr + m) * LOG2_E
             delta = tl.load(delta_ptr + m)
         # Transposed, [keys, queries], so that the products for dk and dv need no transposes.
-        p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - sums[None, :])
+        p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - log_sums[None, :])
         if MASKED:
-            p = tl.where(_seen(m[None, :], n[:, None], begin[None, :], DOCUMENTS) & there[None, :], p, 0.0)
+            p = tl.where(_visible(m[None, :], n[:, None], begin[None, :], DOCUMENTS) & in_row[None, :], p, 0.0)
         dv = tl.dot(p.to(dy.dtype), dy, dv)
         dp = tl.dot(v, tl.trans(dy))
         ds = p * (dp - delta[None, :])

@@ -2,9 +2,9 @@
 
 If a weight has the same codes for fprop and dgrad (16x16 blocks, rounding to nearest, no transform), its linear needs
 only these codes. So each rank quantizes its shard of the FP32 master, and FSDP gathers rows of codes and scales
-(`quantization/square_blocks.py`): 0.56 bytes per parameter instead of 2. They are gathered once per step, at the
-linear's first use, and stay until the last backward pass, also with `parallel.reshard`, because nothing else of the
-weight is kept (`precision/emulated.py`).
+(`quantization/square_blocks.py`): 0.56 bytes per parameter instead of 2. They are gathered once per step, before the
+unit's first forward pass, and stay until the last backward pass, also with `parallel.reshard`, because nothing else of
+the weight is kept (`precision/emulated.py`).
 
     root's forward pass, weights changed    maxima of the shards' blocks; one MAX all-reduce of those that ranks share
     unit's forward pass                     codes and scales of its shards; FSDP gathers them as bytes, with the unit's
@@ -112,13 +112,11 @@ class GatheredInFP32:
         self.parameter = parameter
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        """Send the shard with FSDP's padding."""
         return (self.parameter.padded_shard,), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The received tensor is the parameter."""
         return outputs[0], ()
 
 
