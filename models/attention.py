@@ -34,8 +34,7 @@ from models.execution import PLAIN, Execution, FusedKernel
 from models.mixer import Mixer, check_multiple, group_major_order, input_projection, output_projection
 from models.positions import Documents, NewTokens, apply_rope, rope_tables
 
-# FlashAttention-2 supports head dimensions that are a multiple of the first number (others are padded), up to the
-# second.
+# FlashAttention-2 supports head dimensions that are multiples of the first number (others are padded) up to the second.
 FLASH_HEAD_MULTIPLE, FLASH_HEAD_LIMIT = 8, 256
 # Kernels with a deterministic backward pass; cuDNN has none.
 _DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
@@ -73,8 +72,7 @@ def attend(
 ) -> Tensor:
     """Causal attention [b, s, h, d]; query heads share KV heads in order.
 
-    order: PyTorch's kernels to try, in this order; empty: PyTorch chooses. A deterministic run on a GPU uses the
-    deterministic kernels instead.
+    order: PyTorch's kernels to try in turn; empty: PyTorch chooses. A deterministic run on a GPU has its own order.
     """
     deterministic = q_bshd.is_cuda and torch.are_deterministic_algorithms_enabled()
     order = _DETERMINISTIC if deterministic else order

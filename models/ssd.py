@@ -86,10 +86,10 @@ def continued_scan(inputs: ScanInputs, chunk_size: int, state_bgnrp: Tensor, val
     chunk_size = min(chunk_size, length)
     if extra := -length % chunk_size:
         padded, dt, b, c = _with_empty_steps(extra, x, dt, b, c)
-    parts = _Chunks(padded, dt, a, b, c, chunk_size, None)
-    y, _, states, added = _outputs(parts, state_bgnrp)
-    last_state = states.unflatten(-1, parts.r_p)[:, -1]  # at the beginning of the last chunk
-    state_after = torch.addcmul(added, last_state, parts.chunk_decay[:, -1, :, None, :, None])
+    chunks = _Chunks(padded, dt, a, b, c, chunk_size, None)
+    y, _, states, added = _outputs(chunks, state_bgnrp)
+    last_state = states.unflatten(-1, chunks.r_p)[:, -1]  # at the beginning of the last chunk
+    state_after = torch.addcmul(added, last_state, chunks.chunk_decay[:, -1, :, None, :, None])
     return torch.addcmul(y[:, :length], x, d[:, None]), state_after
 
 
@@ -135,14 +135,7 @@ def _with_empty_steps(
 class _SsdScan(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        chunk_size: int,
-        documents: Tensor | None,
+        ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, documents: Tensor | None
     ) -> Tensor:
         y, y_before, states, _ = _outputs(_Chunks(x, dt, a, b, c, chunk_size, documents))
         ctx.save_for_backward(x, dt, a, b, c, documents, y_before, states)
@@ -152,61 +145,61 @@ class _SsdScan(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, a, b, c, documents, y_before, states = ctx.saved_tensors
-        parts = _Chunks(x, dt, a, b, c, ctx.chunk_size, documents)
-        dy_by_head, x_by_head = parts.by_head(grad_outputs[0]), parts.by_head(x)
+        chunks = _Chunks(x, dt, a, b, c, ctx.chunk_size, documents)
+        dy_by_head, x_by_head = chunks.by_head(grad_outputs[0]), chunks.by_head(x)
         dy = dy_by_head.contiguous()
 
         # Own token and inside a chunk: y = (C . B) u + (scores * decays) u.
-        decays, own_scores = parts.decays(), parts.own_scores()
-        dscores = parts.same_document_((dy @ parts.u_by_head().mT).mul_(decays).sum(3).tril_())
-        du = decays.mul_(parts.scores_before()).mT @ dy
-        dc, db = dscores @ parts.b, dscores.mT @ parts.c
+        decays, own_scores = chunks.decays(), chunks.own_scores()
+        dscores = chunks.same_document_((dy @ chunks.u_by_head().mT).mul_(decays).sum(3).tril_())
+        du = decays.mul_(chunks.scores_before()).mT @ dy
+        dc, db = dscores @ chunks.b, dscores.mT @ chunks.c
         x_du_inside = (du * x_by_head).sum(-1)
         x_du_own = (dy * x_by_head).sum(-1).mul_(own_scores)
         du.addcmul_(dy, own_scores[..., None])
 
         # From the past: y += exp(cum) (C S).
-        dy_decayed = _product(parts.by_group(grad_outputs[0]), parts.past_decay().mT[..., None]).flatten(-2)
+        dy_decayed = _product(chunks.by_group(grad_outputs[0]), chunks.past_decay().mT[..., None]).flatten(-2)
         dc += dy_decayed @ states.mT
-        dstates = parts.c.mT @ dy_decayed
+        dstates = chunks.c.mT @ dy_decayed
 
         # Between chunks: S_{k+1} = exp(cum_last) S_k + N_k. From here on `dstates` holds the gradient of N.
-        _accumulate_states_backward(dstates.unflatten(-1, parts.r_p), parts.chunk_decay)
-        dchunk_decay = (dstates * states).unflatten(-1, parts.r_p).sum((3, 5))
+        _accumulate_states_backward(dstates.unflatten(-1, chunks.r_p), chunks.chunk_decay)
+        dchunk_decay = (dstates * states).unflatten(-1, chunks.r_p).sum((3, 5))
 
         # A chunk's state: N = B^T v with v = exp(cum_last - cum) u.
-        dv = parts.b @ dstates
-        db += parts.weighted_u_by_group() @ dstates.mT
-        dv_by_head, decay_to_end = dv.unflatten(-1, parts.r_p).transpose(3, 4), parts.decay_to_end()
+        dv = chunks.b @ dstates
+        db += chunks.weighted_u_by_group() @ dstates.mT
+        dv_by_head, decay_to_end = dv.unflatten(-1, chunks.r_p).transpose(3, 4), chunks.decay_to_end()
         x_du_states = (dv_by_head * x_by_head).sum(-1).mul_(decay_to_end)
         du.addcmul_(dv_by_head, decay_to_end[..., None])
 
         # u = dt x and cum = running sum of w = dt a. Only later tokens' decays act on what a token adds to the state.
-        dcum = (dy_by_head * parts.by_head(y_before)).sum(-1).addcmul_(parts.dt, x_du_inside, value=-1)
-        dcum[..., -1] += dchunk_decay * parts.chunk_decay
-        dw = dcum @ parts.ones_lm + (parts.dt * x_du_states) @ parts.ones_lm.mT.triu(1)
-        da = (dw * parts.dt).sum((0, 1, 4)).flatten()
+        dcum = (dy_by_head * chunks.by_head(y_before)).sum(-1).addcmul_(chunks.dt, x_du_inside, value=-1)
+        dcum[..., -1] += dchunk_decay * chunks.chunk_decay
+        dw = dcum @ chunks.ones_lm + (chunks.dt * x_du_states) @ chunks.ones_lm.mT.triu(1)
+        da = (dw * chunks.dt).sum((0, 1, 4)).flatten()
         dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
-        torch.mul(du, parts.dt[..., None], out=parts.by_head(dx))
+        torch.mul(du, chunks.dt[..., None], out=chunks.by_head(dx))
         x_du = x_du_inside.add_(x_du_own).add_(x_du_states)
-        torch.addcmul(x_du, dw, parts.a, out=parts.by_head(ddt))
-        return dx, ddt, da, parts.ungroup(db), parts.ungroup(dc), None, None
+        torch.addcmul(x_du, dw, chunks.a, out=chunks.by_head(ddt))
+        return dx, ddt, da, chunks.ungroup(db), chunks.ungroup(dc), None, None
 
 
-def _outputs(parts: _Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _outputs(chunks: _Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y; y without each token's own part; the state at the beginning of each chunk; what the last chunk adds to it.
 
     initial: the state at the beginning of the first chunk, [b, g, n, r, p]; None: zero.
     """
-    x = parts.x
-    y_inside = parts.decays().mul_(parts.scores_before()) @ parts.u_by_head()
-    states = parts.b.mT @ parts.weighted_u_by_group()
-    added = _accumulate_states(states.unflatten(-1, parts.r_p), parts.chunk_decay, initial)
-    y_past = (parts.c @ states).unflatten(-1, parts.r_p).transpose(3, 4)
+    x = chunks.x
+    y_inside = chunks.decays().mul_(chunks.scores_before()) @ chunks.u_by_head()
+    states = chunks.b.mT @ chunks.weighted_u_by_group()
+    added = _accumulate_states(states.unflatten(-1, chunks.r_p), chunks.chunk_decay, initial)
+    y_past = (chunks.c @ states).unflatten(-1, chunks.r_p).transpose(3, 4)
     y_before, y = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    torch.addcmul(y_inside, y_past, parts.past_decay()[..., None], out=parts.by_head(y_before))
-    own_scale = parts.own_scores() * parts.dt
-    torch.addcmul(parts.by_head(y_before), parts.by_head(x), own_scale[..., None], out=parts.by_head(y))
+    torch.addcmul(y_inside, y_past, chunks.past_decay()[..., None], out=chunks.by_head(y_before))
+    own_scale = chunks.own_scores() * chunks.dt
+    torch.addcmul(chunks.by_head(y_before), chunks.by_head(x), own_scale[..., None], out=chunks.by_head(y))
     return y, y_before, states, added
 
 

@@ -1,7 +1,6 @@
 """All that this project uses of FSDP2's private interface; torch 2.11 to 2.13 have it.
 
-`NAMES` lists the private names by torch's file and class. A test looks each up in the installed torch, or in the files
-of another version.
+A test looks up all `NAMES` (by torch's file and class) in the installed torch, or in the files of another version.
 """
 
 from __future__ import annotations
