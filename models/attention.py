@@ -5,11 +5,11 @@ If documents are masked, a query sees only keys of its own document, up to its o
     attend          The kernel that PyTorch chooses; documents by a mask [s, s]. This is the reference.
     attend_fused    Without masked documents cuDNN, the fastest from Hopper on. With them FlashAttention-2 of variable
                     length: it treats each document as a row, so short documents cost less.
-    attend_in_tiles Deterministic, and faster than FlashAttention's deterministic backward pass, for sizes that its
-                    Triton kernels (models/attention_triton.py) support. cuDNN's backward pass sums dq in memory in the
-                    order in which its parts finish. So a deterministic run uses cuDNN's forward pass and Triton's
-                    backward pass. With masked documents, which PyTorch's interface to cuDNN does not support, both
-                    passes are Triton's, also in other runs.
+    attend_in_tiles Triton kernels (models/attention_triton.py) for some sizes, deterministic and faster than
+                    FlashAttention's deterministic backward pass. cuDNN's backward pass sums dq in memory in the order
+                    in which its parts finish, so a deterministic run uses cuDNN's forward and Triton's backward pass.
+                    With masked documents, which PyTorch's interface to cuDNN does not support, both passes are
+                    Triton's in all runs. Otherwise it is attend_fused.
 
 Shapes: t = b s tokens, b batch, s sequence, g KV heads of this rank, r query heads per KV head, h = g r query heads,
 d head dimension, l tokens in the cache.
@@ -102,7 +102,7 @@ def attend_fused(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Docu
 
 
 def _make_deterministic(y: Tensor) -> None:
-    """Make the backward pass of `y` deterministic. With `warn_only`, attention would only warn and not change it."""
+    """Make the backward pass of `y` deterministic: with `warn_only`, PyTorch only warns that it is not."""
     warns = torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     node = y.grad_fn if warns else None
     for _ in range(3):  # the results of some kernels are sliced, so attention is not the last node
@@ -118,7 +118,7 @@ def _make_deterministic(y: Tensor) -> None:
 def attend_to_cache(q_bshd: Tensor, k_blgd: Tensor, v_blgd: Tensor, positions_bs: Tensor) -> Tensor:
     """Attention [b, s, h, d] of a text's new tokens to its tokens up to their own positions.
 
-    k_blgd, v_blgd: from the text's first token on; those after its end are not read. positions_bs: int64, of q.
+    k_blgd, v_blgd: from the text's first token on; those after its end are masked. positions_bs: int64, of q.
     """
     length, groups = q_bshd.shape[1], k_blgd.shape[2]
     # The query heads of a KV head become queries, so that the long keys and values need not be repeated.
@@ -134,11 +134,11 @@ def attend_to_cache(q_bshd: Tensor, k_blgd: Tensor, v_blgd: Tensor, positions_bs
 def tiles_refusal(model: ModelConfig, tensor_parallel: int) -> str | None:
     """Why the Triton kernels do not support a model on this GPU, or None. Without a GPU, only the model is checked."""
     if model.head_dim not in TILES:
-        return f"needs model.head_dim to be one of {', '.join(map(str, TILES))}, and it is {model.head_dim}"
+        return f"needs model.head_dim to be one of {', '.join(map(str, TILES))}, but it is {model.head_dim}"
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         if gpu.shared_memory_per_block_optin < _SHARED_MEMORY_KIB * 1024:
-            return f"needs {_SHARED_MEMORY_KIB} KiB of shared memory, and a {gpu.name} has less"
+            return f"needs {_SHARED_MEMORY_KIB} KiB of shared memory, but a {gpu.name} has less"
     return None
 
 
@@ -269,11 +269,12 @@ class Attention(Mixer):
     def describe_kernels(cls, execution: Execution, masked: bool) -> list[str]:
         tiled = "attention" in execution.kernels
         if masked:
-            kernel = "Flash of variable length" if execution.compiled else "PyTorch's SDPA with a mask"
+            kernel = "FlashAttention of variable length" if execution.compiled else "PyTorch's SDPA with a mask"
             return [f"attention within documents: {'Triton' if tiled else kernel}"]
-        kernel = "SDPA by cuDNN, or else Flash" if execution.compiled else "PyTorch's SDPA"
         if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
-            kernel = "cuDNN forward, Triton backward (deterministic)" if tiled else "SDPA by Flash (deterministic)"
+            kernel = "cuDNN forward, Triton backward" if tiled else "SDPA by FlashAttention"
+            return [f"attention: {kernel} (deterministic)"]
+        kernel = "SDPA by cuDNN, else by FlashAttention" if execution.compiled else "PyTorch's SDPA"
         return [f"attention: {kernel}"]
 
 

@@ -190,16 +190,16 @@ def _initial_dt_bias(draws: Draws) -> Tensor:
 def _scan_refusal(config: ModelConfig, tensor_parallel: int) -> str | None:
     size = config.mamba_chunk_size
     if size < 16 or size & (size - 1):
-        return f"needs model.mamba_chunk_size to be a power of two from 16 on, and it is {size}"
+        return f"needs model.mamba_chunk_size to be a power of two of at least 16, but it is {size}"
     return None
 
 
 def _conv_refusal(config: ModelConfig, tensor_parallel: int) -> str | None:
     if not 2 <= config.mamba_conv_width <= 4:
-        return f"needs model.mamba_conv_width to be 2, 3 or 4, and it is {config.mamba_conv_width}"
+        return f"needs model.mamba_conv_width to be 2, 3 or 4, but it is {config.mamba_conv_width}"
     channels = _conv_channels(config) // tensor_parallel
     if channels % 8:
-        return f"needs a multiple of 8 channels per rank in the convolution, and this model has {channels}"
+        return f"needs a multiple of 8 channels per rank in the convolution, but this model has {channels}"
     return None
 
 

@@ -105,9 +105,9 @@ def choose_execution(config: Config, device_type: str) -> Execution:
         return plain
     refusals = []  # why `fused` cannot run; the first reason is reported
     if device_type != "cuda":
-        refusals.append(f"needs CUDA, and this run is on {device_type}")
+        refusals.append(f"needs CUDA, but this run is on {device_type}")
     if compute_dtype != "bfloat16":
-        refusals.append(f"computes in BF16, and precision.compute_dtype={compute_dtype}")
+        refusals.append(f"computes in BF16, but precision.compute_dtype={compute_dtype}")
     if not _installed("triton"):
         refusals.append("needs Triton: pip install triton")
     kernels = {}
