@@ -83,7 +83,7 @@ def trained(
     mesh: ParallelMesh, graphs: bool, overrides: list[str], backend: Backend | None = None, watched: int | None = None
 ) -> tuple[list[Any], list[Tensor], list[bool]]:
     """Losses and norms by step, the last weights, and which steps were replayed.
-    watched: a step with a probe on its linears, for which FSDP gathers BF16 weights."""
+    watched: a step whose linears are, for which FSDP gathers other copies of weights."""
     config = configure([*SMALL, *overrides])
     step_state, backend = StepState(seed=1), backend or build.backend_of(config, models).open()
     execution = build.execution_of(config, models)
@@ -103,11 +103,11 @@ def trained(
             )
         replayed.append(captured is not None and captured.captured)
         found.append((result.loss, result.grad_norm))
-        if step == 3:  # a validation, which quantizes the weights too
+        if step == 3:  # a validation, which makes codes of its own
             with torch.no_grad():
                 (batch, *_) = batches(config, 100, mesh)
                 found.append(model(batch.tokens.to(mesh.device), batch.targets.to(mesh.device)).item())
-        if step == 4:  # as if weights were loaded into the same memory
+        if step == 4:  # weights are loaded, into the same memory
             with torch.no_grad():
                 for parameter in model.parameters():
                     local_part(parameter).mul_(0.5)
@@ -153,7 +153,7 @@ def test_the_torch_backend_with_its_gemms_replaced(
 
 @pytest.mark.parametrize("recomputed", ["none", "block"])
 def test_draws_from_the_default_generator(mesh: ParallelMesh, recomputed: str) -> None:
-    """Draws for gradients, and for activations that recomputation quantizes again."""
+    """Of gradients, and of activations that recomputation draws again."""
     drawn = ["precision=nvfp4", "precision.fprop.activation.rounding=stochastic"]
     check(mesh, [*drawn, f"train.activation_checkpointing={recomputed}"], Drawing())
 
@@ -178,5 +178,5 @@ def _on_a_rank(rank: int, overrides: list[str]) -> None:
 
 @pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
 def test_fsdp_over_two_ranks_of_one_gpu(precision: str) -> None:
-    """Over gloo. Weights are gathered as codes, and after the switch in BF16."""
+    """gloo carries their messages. Weights are gathered as codes, and after the switch in BF16."""
     launch(_on_a_rank, 2, [f"precision={precision}"], seconds=300)

@@ -1,4 +1,4 @@
-"""Linears on two GPUs with sequence parallelism: the operands of all GEMMs have the bits of those of one GPU."""
+"""Linears on two GPUs with sequence parallelism: the operands of all GEMMs are those of one GPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.training.harness import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# Kernels that pack, kernels that do not, PyTorch on the GPU, and a linear without quantization. Of 256 tokens each rank
-# has whole blocks of every format; of 40 it has not, so they are gathered before they are quantized.
+# Kernels that pack, kernels that do not, PyTorch on the GPU, and a linear without quantization. 256 tokens are whole
+# blocks of every format on each rank; 40 are not, and are gathered before they are quantized.
 CASES = {
     "nvfp4": (256, False),
     "nvfp4, input kept": (256, True),
@@ -38,7 +38,7 @@ CASES = {
 @pytest.mark.parametrize("format_", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_packed_operands_unpack_to_the_values(format_: str, parts: int) -> None:
-    """Along both dimensions, also if they are joined from messages with slices of several ranks."""
+    """Along both dimensions, also joined from the messages of several ranks' slices."""
     block = 16 if format_ == "nvfp4" else 32
     side = Side(format_, (1, block), key=rounding_key(3))
     for rows, columns in ((2 * block, block), (192, 4128), (4096, 2048)):
@@ -56,7 +56,7 @@ def test_packed_operands_unpack_to_the_values(format_: str, parts: int) -> None:
 
 
 def on_a_gpu(rank: int, folder: str) -> dict[str, tuple[Any, Any]]:
-    """The operands of the linears' GEMMs in every case, on this GPU alone and on both."""
+    """What the linears' GEMMs were given, of every case: on this GPU alone, and shared with the other."""
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/nccl", 2)
