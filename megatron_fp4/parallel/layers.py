@@ -172,11 +172,11 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
 
 def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """[tokens / tp, dim] -> [tokens, dim], ranks in order."""
-    return start_all_gather(x_td, mesh.tp_group, beside=False).wait()
+    return start_all_gather(x_td, mesh.tp_group, async_op=False).wait()
 
 
 def _reduce_scatter_tokens(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
-    return start_reduce_scatter(y_td, mesh.tp_group, beside=False).wait()
+    return start_reduce_scatter(y_td, mesh.tp_group, async_op=False).wait()
 
 
 def _all_reduce(x: Tensor, mesh: ParallelMesh) -> Tensor:

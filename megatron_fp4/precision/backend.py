@@ -1,20 +1,22 @@
-"""What a backend is: it makes the operands of GEMMs and multiplies them; the linear does the rest.
+"""The interface of a backend: it makes the operands of GEMMs and multiplies them; the linear does the rest.
 
-Three exist: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels of Blackwell and Hopper)
-and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's controller (plan.py) gives each
-linear its backend, which alone gets the operands that it made. support.py says what each cannot compute.
+There are three backends: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels on Blackwell
+and Hopper) and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's controller (plan.py)
+gives each linear its backend. A backend multiplies only operands that it made itself. support.py says what each backend
+cannot compute.
 
-What kernels demand of a linear's sizes is in `Alignment`, which padding, `--check` and tests read. A linear multiplies
-x [tokens, inputs] and W [outputs, inputs]. Each of the three sizes is the dot product of one GEMM and a row of operands
-in the others, and a quantized operand comes in whole blocks in both directions: kernels load tiles of a block's size
-whichever way its scales lie. So one multiple holds for a format, a Hadamard transform adds its own along the dot
-product that it mixes, and tensor cores may want more (`Backend.alignment`).
+`Alignment` describes what kernels require of a linear's sizes; padding, `--check` and tests read it. A linear
+multiplies x [tokens, inputs] and W [outputs, inputs]. Each of the three sizes is the dot product of one GEMM and a
+number of rows in the other two. A quantized operand needs complete blocks in both directions, because kernels load
+square tiles of the block's size, whichever dimension the scales lie along. So a format has one multiple for all three
+sizes. A Hadamard transform requires a multiple of its size along the dot product that it mixes, and tensor cores may
+require more (`Backend.alignment`).
 
     tokens, outputs    the linear pads them with zeros, which changes no code and no product
-    inputs             what a user chose as a model's width; refused at configuration time where they do not divide
+    inputs             the user chose them as a width of the model; the configuration check refuses other multiples
 
-The multiples are the same on every device, because the draws of stochastic rounding go by an element's position among
-the padded ones.
+The multiples are the same on every device, because the draws of stochastic rounding depend on an element's position in
+the padded tensor.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Multiples of a linear's local sizes.
+    """The multiples that a linear's sizes on one rank must have.
 
-    tokens, inputs, outputs: of the operands as a whole. group_outputs: of each group of output features (the heads of a
-    packed projection), so that blocks never straddle two groups, and with them two ranks. fast_outputs: of output
-    features, for a kernel that is faster; groups that are padded anyway are padded to it where that adds 1/16 at most.
+    tokens, inputs, outputs: for the whole operands. group_outputs: for each group of output features (the heads of a
+    packed projection), so that no block contains rows of two groups, and hence of two ranks. fast_outputs: for the
+    output features, to get a faster kernel; groups that need padding are padded to it if that adds at most 1/16.
     """
 
     tokens: int = 1
@@ -58,11 +60,11 @@ class Alignment:
         return -(-tokens // self.tokens) * self.tokens
 
     def padded_group(self, group_rows: int, num_groups: int) -> int:
-        """Output features that each of `num_groups` groups of `group_rows` takes, padding included."""
+        """Output features of one of `num_groups` groups of `group_rows`, padding included."""
 
-        def padded(outputs: int) -> int:  # so that all groups together are a multiple of `outputs`
-            step = math.lcm(self.group_outputs, outputs // math.gcd(outputs, num_groups))
-            return -(-group_rows // step) * step
+        def padded(outputs: int) -> int:  # such that all groups together are a multiple of `outputs`
+            multiple = math.lcm(self.group_outputs, outputs // math.gcd(outputs, num_groups))
+            return -(-group_rows // multiple) * multiple
 
         size, fast = padded(self.outputs), padded(math.lcm(self.outputs, self.fast_outputs))
         return fast if size != group_rows and fast - size <= size // 16 else size
@@ -70,7 +72,7 @@ class Alignment:
 
 @functools.cache
 def block_alignment(recipe: Recipe) -> Alignment:
-    """What the blocks and transforms of `recipe` demand of every backend: whole ones.
+    """What the blocks and transforms of `recipe` require with every backend: sizes that they divide.
 
     Raises ValueError for an unknown format.
     """
@@ -82,14 +84,14 @@ def block_alignment(recipe: Recipe) -> Alignment:
 
 @dataclass(frozen=True)
 class OperandRequest:
-    """What to make of a tensor for one GEMM. Requests that ask for the same are equal.
+    """How to turn a tensor into an operand of one GEMM. Requests for the same operand are equal.
 
-    operand: format, block and rounding. rht: size of the Hadamard transform before it (input and result in BF16), 0 for
-    none. signs: of the transform, `fixed`, `none` or `fresh`, which are drawn from `signs_key`. key: of the draws of
-    stochastic rounding; None rounds to nearest. slot: which operand of the recipe it is, for probes and watchers.
-    dtype: the compute dtype; an FP32 tensor (a weight) counts as rounded to it.
-    amax_group: ranks that hold the other shards and share the maximum. keep: make the operand as small as possible,
-    because it is sent to other ranks or waits for the backward pass.
+    operand: format, block and rounding. rht: the size of the Hadamard transform before quantization (its input and
+    output are BF16); 0: none. signs: the signs of the transform: `fixed`, `none`, or `fresh`, drawn with `signs_key`.
+    key: for the draws of stochastic rounding; None rounds to nearest. slot: which operand of the recipe it is; probes
+    and watchers read it. dtype: the compute dtype; an FP32 tensor (a weight) counts as rounded to it. amax_group: the
+    ranks that hold the shards of the tensor and share the maximum of all. keep: make the operand as small as possible,
+    because it is sent to other ranks or kept for the backward pass.
     """
 
     operand: Operand
@@ -105,62 +107,63 @@ class OperandRequest:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Rows that come in groups of `padded`, of which the first `kept` count."""
+    """Rows in equal groups of `padded` rows, of which the first `kept` are rows of the tensor and the rest padding."""
 
     padded: int
     kept: int
 
-    def of(self, product: Tensor) -> Tensor:
-        """Of [groups * padded, n] the rows that count, [groups * kept, n], contiguous."""
-        return self.view(product).flatten(0, 1)
+    def unpadded(self, product: Tensor) -> Tensor:
+        """[groups * padded, n] -> [groups * kept, n], contiguous."""
+        return self.unpadded_view(product).flatten(0, 1)
 
-    def view(self, product: Tensor) -> Tensor:
-        """The same as a view, [groups, kept, n]."""
+    def unpadded_view(self, product: Tensor) -> Tensor:
+        """[groups * padded, n] -> a view [groups, kept, n]."""
         return product.unflatten(0, (-1, self.padded))[:, : self.kept]
 
     def padded_indices(self, rows: Tensor) -> Tensor:
-        """The places among all rows of `rows`, which are counted without padding."""
+        """Indices of rows without the padding -> indices of the same rows with it."""
         return rows // self.kept * self.padded + rows % self.kept
 
 
 def added(product: Tensor, total: Tensor | None, rows: RowGroups | None) -> Tensor:
-    """The rows of a product [m, n] that count, contiguous; where there is a `total` of them, added to it, in place."""
+    """The product [m, n] without the padding of `rows`, contiguous; if there is a `total`, added to it in place."""
     if total is None:
-        return product if rows is None else rows.of(product)
+        return product if rows is None else rows.unpadded(product)
     if rows is None:
         return total.add_(product)
-    total.unflatten(0, (-1, rows.kept)).add_(rows.view(product))
+    total.unflatten(0, (-1, rows.kept)).add_(rows.unpadded_view(product))
     return total
 
 
 class BackendOperand(Protocol):
-    """One side of a GEMM, the dot product along the last dimension; what it holds is its backend's business."""
+    """One side of a GEMM, with the dot product along the last dimension. Only its backend knows what it holds."""
 
     @property
     def quantized(self) -> bool:
-        """Whether it came out of a quantizer."""
+        """Whether a quantizer made it."""
 
     @property
     def scale(self) -> Tensor | None:
-        """FP32 0-dim factor from `unpacked()` to real values; None for 1."""
+        """The factor between `unpacked()` and the real values, FP32 0-dim; None: 1."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What an autograd function has to save: three tensors, some of them None."""
+        """Three tensors, some of them None, which an autograd function saves."""
 
     @property
     def rebuild(self) -> Callable[..., Any]:
-        """What makes the operand again from its three tensors; it holds none of them."""
+        """A function that makes the operand from its three `tensors()`; it holds none of them."""
 
     def unpacked(self) -> Tensor:
-        """[rows, k]: values without the tensor scale."""
+        """The values [rows, k] without the tensor scale."""
 
     def decoded(self) -> QuantizedTensor | None:
-        """Codes and scales in our layout; None where the operand holds no codes to compare, only values."""
+        """Codes and scales in the layout of `QuantizedTensor`; None if the operand holds values instead of codes."""
 
     def gathered(self, gather: Any, *, transposed: bool) -> Any:
-        """Of an operand of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all.
+        """Start `gather` for the operand of a slice of the tokens.
 
-        transposed: the dot product runs over tokens.
+        Returns a function that waits and returns the operand of all tokens. transposed: the dot product runs over
+        tokens.
         """
 
 
@@ -168,12 +171,12 @@ MakeOperand = Callable[[], Any]
 
 
 class Backend(ABC):
-    """What a linear asks of a backend.
+    """The interface that a linear uses.
 
     name: as in `precision.backend`. accumulates: wgrad's GEMM itself adds to the gradient of earlier micro-batches,
-    which rounds once where a GEMM and an addition round twice. transposes: operands have `transposed()`, which
-    exchanges rows and columns, so that codes made along one dimension serve a GEMM along the other; those of tensor
-    cores do not, whose scales lie along the dot product. draws_ours: stochastic rounding draws from our keys.
+    which rounds once; a GEMM and an addition round twice. transposes: operands have `transposed()`, which exchanges
+    rows and columns, so a GEMM along one dimension can use codes made along the other; operands for tensor cores have
+    not, because their scales lie along the dot product. draws_ours: stochastic rounding uses the project's own keys.
     """
 
     name: str
@@ -182,24 +185,25 @@ class Backend(ABC):
     draws_ours = True
 
     def alignment(self, recipe: Recipe) -> Alignment:
-        """What its kernels demand of a linear's local sizes under `recipe`."""
+        """What its kernels require of a linear's sizes on one rank with `recipe`."""
         return block_alignment(recipe)
 
     def packs(self, request: OperandRequest) -> bool:
-        """Whether FSDP can gather fprop's weight as codes that are dgrad's too (`quantization/square_blocks.py`)."""
+        """Whether FSDP can gather fprop's weight as codes that dgrad uses too (`quantization/square_blocks.py`)."""
         return False
 
     def weight_of_codes(self, gathered: Any, operand: Operand) -> tuple[Any, Any]:
-        """fprop's and dgrad's operand of a weight that was gathered as codes, an `emulated.PackedWeight`."""
+        """The operands of fprop and dgrad from a weight gathered as codes, an `emulated.PackedWeight`."""
         raise NotImplementedError
 
     @abstractmethod
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """What makes `x` [n, m] an operand [n, k = m] (`columns`), and transposed an operand [m, k = n] (`rows`).
+        """Functions that make two operands of `x` [n, m]: `columns` asks for [n, k = m], `rows` for the transposed
+        [m, k = n].
 
-        Each is to be called once, the first before the second; what need not be made at once can wait for that.
+        Each function is called once, the first before the second; a backend may quantize here or only in the calls.
         """
 
     @abstractmethod
@@ -208,11 +212,11 @@ class Backend(ABC):
     ) -> Tensor:
         """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, rounded once to `out_dtype`.
 
-        total: contiguous [m, n] in `out_dtype`, to add the product to and to return. rows: those of a that count; m
-        is their number, what is returned is contiguous.
+        total: contiguous [m, n] in `out_dtype`; the product is added to it in place, and it is returned. rows: the row
+        groups of a; the product leaves their padding out (m counts the other rows) and is contiguous.
         """
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type and the first line of its text, for a fault or a refusal."""
+    """The error's type and the first line of its text."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

@@ -1,23 +1,23 @@
 """The emulated backend: exact NVFP4, MXFP4, MXFP8 and FP8 GEMMs on any device.
 
-A block-scaled tensor core computes  sum_k (code_a * scale_a) (code_b * scale_b)  in FP32 and multiplies the FP32 tensor
-scales on afterwards. Every product E2M1 x E4M3 (or E2M1 x power of two) has at most six significant bits, so it is
-exact in BF16: an ordinary GEMM of those values with FP32 accumulation, followed by the same multiplication, computes
-the same thing up to the order of accumulation. The tensor scale must *not* be folded into the values before they are
-cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two scales are exact in BF16 as well; under
-FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
+A block-scaled tensor core computes  sum_k (code_a * scale_a) (code_b * scale_b)  in FP32 and then multiplies by the
+FP32 tensor scales. Every product E2M1 x E4M3 (or E2M1 x power of two) has at most six significant bits, so it is exact
+in BF16: an ordinary GEMM of these values with FP32 accumulation, followed by the same multiplication, gives the same
+result up to the order of accumulation. The tensor scale must *not* be multiplied into the values before they are cast
+to BF16; that would round nearly all of them. E4M3 codes with power-of-two scales are exact in BF16 too; with FP32
+scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 On a CPU, PyTorch computes. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of `quantization/kernels`
-and cuBLAS do; for operands that those do not make (four-over-six in square blocks, unusual transforms, FP32
-activations), and on other GPUs, PyTorch on that device, slower by tens of times. The codes are the same bits
-everywhere; a warning says once why a device does without the kernels.
+and cuBLAS compute. PyTorch computes there the operands that have no kernel (four-over-six in square blocks, unusual
+transforms, FP32 activations), and everything on other GPUs; it is tens of times slower. The codes are the same bits
+everywhere. A warning says once why a device does not use the kernels.
 
-On a GPU weights are kept as 4-bit codes: 0.56 bytes a parameter where values take 2. Square blocks rounded to nearest
-have the same codes along both dimensions (`quantization/square_blocks.py`), so one packed copy serves fprop and dgrad,
-for all micro-batches of a step. A GEMM unpacks it to BF16 values, which are exact and gone after it. `packed_weight`
-makes the codes from the whole weight of this rank, or FSDP gathers those that ranks made of their shards
-(`parallel/gathered_codes.py`); both are the same bits. On a CPU values are kept instead (`keeps_codes`): unpacking is
-slow there in relation to the products.
+On a GPU weights are kept as 4-bit codes, which take 0.56 bytes per parameter; values take 2. Square blocks rounded to
+nearest have the same codes along both dimensions (`quantization/square_blocks.py`), so fprop and dgrad use one packed
+copy, for all micro-batches of a step. A GEMM unpacks it to BF16 values, which are exact, and frees these afterwards.
+`packed_weight` makes the codes from this rank's complete weight, or FSDP gathers the codes that ranks made from their
+shards (`parallel/gathered_codes.py`); both have the same bits. On a CPU values are kept instead (`keeps_codes`),
+because unpacking is slow there compared with the GEMMs.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# Starts a message to other ranks; `wait()` of what it returns gives what came back.
+# Starts to gather a tensor over ranks; `wait()` of its result returns the gathered tensor.
 Gather = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
 class GemmOperand:
-    """One side of a GEMM, the dot product along the last dimension.
+    """One side of a GEMM, with the dot product along the last dimension.
 
-    values: [rows, k]. For a quantized operand `code * block scale` without the tensor scale (FP32 for FP8 under FP32
-    scales, else BF16), or codes of such values with their scales; otherwise the tensor itself.
-    scale: FP32 0-dim factor from `values` to real values, or None for 1.
-    quantized: whether `values` came out of a quantizer; two unquantized sides are an ordinary GEMM.
+    values: [rows, k]; of a quantized operand `code * block scale` without the tensor scale (FP32 for FP8 with FP32
+    scales, otherwise BF16), or the codes and scales of these values; otherwise the tensor itself. scale: the factor
+    between `values` and the real values, FP32 0-dim; None: 1. quantized: whether a quantizer made `values`; if it made
+    neither side, the GEMM is an ordinary one.
     """
 
     values: Tensor | Packed
@@ -67,7 +67,7 @@ class GemmOperand:
     quantized: bool = False
 
     def decoded(self) -> None:
-        """Nothing: values are compared."""
+        """None: `unpacked()` values are compared."""
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
@@ -94,29 +94,30 @@ class GemmOperand:
         if isinstance(values, PackedRows | PackedColumns):
             message, joined = gather(values.message()), values.joined()
             return lambda: GemmOperand(joined(message.wait()), scale, quantized)
-        # Tokens go first, as they lie in MXFP8's packed codes.
-        turned, plain = transposed and isinstance(values, Tensor | BlockScaled), isinstance(values, Tensor)
+        # Tokens must be the first dimension; in MXFP8's packed codes they are.
+        tokens_last, plain = transposed and isinstance(values, Tensor | BlockScaled), isinstance(values, Tensor)
         parts = (values,) if isinstance(values, Tensor) else (values.codes, values.scales)
-        messages = [gather(part.t() if turned else part) for part in parts]
-        packing, in_one_piece = type(values), parts[0].is_contiguous()
+        messages = [gather(part.t() if tokens_last else part) for part in parts]
+        packing, is_contiguous = type(values), parts[0].is_contiguous()
 
-        def whole() -> GemmOperand:
-            made = [message.wait().t() if turned else message.wait() for message in messages]
+        def all_tokens() -> GemmOperand:
+            received = [message.wait().t() if tokens_last else message.wait() for message in messages]
             if plain:
-                return GemmOperand(made[0].contiguous() if in_one_piece else made[0], scale, quantized)
-            return GemmOperand(packing(*made), scale, quantized)  # type: ignore[call-arg]
+                return GemmOperand(received[0].contiguous() if is_contiguous else received[0], scale, quantized)
+            return GemmOperand(packing(*received), scale, quantized)  # type: ignore[call-arg]
 
-        return whole
+        return all_tokens
 
     def unpacked(self) -> Tensor:
-        """The values as a tensor [rows, k]."""
+        """The values, a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
 def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
-    """From codes and scales of a slice of the tokens: starts `gather`; what is returned waits, and gives those of all.
+    """Start `gather` for the codes and scales of a slice of the tokens, `made` [rows, k], in one message.
 
-    made: [rows, k]. transposed: the rows are features and k runs over tokens. One message, tokens first.
+    Returns a function that waits and returns those of all tokens. transposed: the rows are features and k runs over
+    tokens.
     """
     # Flat, because a dimension of size 1 may have any stride.
     parts = [part.flatten().view(torch.uint8).view(part.shape[0], -1) for part in (made.codes, made.scales)]
@@ -126,12 +127,12 @@ def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Ca
     message, sizes = gather(torch.cat(parts, dim)), [part.shape[dim] for part in parts]
 
     def joined() -> QuantizedTensor:
-        whole = message.wait()
+        received = message.wait()
         if transposed:
-            of_ranks = whole.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
-            codes, scales = (part.flatten(0, 1).t().contiguous() for part in of_ranks)
+            by_rank = received.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+            codes, scales = (part.flatten(0, 1).t().contiguous() for part in by_rank)
         else:
-            codes, scales = (part.contiguous() for part in whole.split(sizes, 1))
+            codes, scales = (part.contiguous() for part in received.split(sizes, 1))
         return QuantizedTensor(codes.view(made.codes.dtype), scales.view(made.scales.dtype), made.block)
 
     return joined
@@ -142,9 +143,12 @@ def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Ca
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Codes uint8 [out, in / 2] and scales uint8 [out, in / block] of a weight without its padding, contiguous, to be
-    read as `blocks` of the whole weight say. exchanged: transposed. scale: of codes that FSDP gathered instead of a
-    weight, FP32 0-dim the factor of their values (None: 1). amax: of NVFP4, what that was made of."""
+    """A weight without its padding: codes uint8 [out, in / 2], block scales uint8 [out, in / block]; both contiguous.
+
+    blocks: how rows of the padded weight form blocks. exchanged: whether it is transposed. For codes that FSDP gathered
+    instead of the weight, scale is the factor of their values, FP32 0-dim (None: 1), and amax, for NVFP4, the maximum
+    that it was made from.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -159,7 +163,7 @@ class PackedWeight:
         return values.t() if self.exchanged else values
 
     def padded(self) -> QuantizedTensor:
-        """Copies of codes and scales with the padding, zeros, in every group."""
+        """Copies of codes and scales, padded with zeros in every group."""
         blocks = self.blocks
         extra = (0, 0, 0, blocks.padded_group_rows - blocks.group_rows)
         codes, scales = (
@@ -179,7 +183,7 @@ def attach_codes(weight: Tensor, codes: PackedWeight) -> None:
 
 
 def codes_of(weight: Tensor) -> PackedWeight | None:
-    """What `attach_codes` attached to `weight`; None: it has values."""
+    """The codes that `attach_codes` attached to `weight`; None: it has values."""
     return getattr(_local(weight), "_codes_of_weight", None)
 
 
@@ -188,14 +192,14 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def keeps_codes(device: torch.device) -> bool:
-    """Whether weights are kept on `device` as codes; else as values."""
+    """Whether weights are kept as codes on `device`; otherwise they are kept as values."""
     return cuda.gpu.available(device)
 
 
 def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_group_rows: int) -> GemmOperand:
-    """The weight `w` [out, in], BF16 or FP32 that counts as rounded to BF16, as fprop's operand: its codes.
+    """fprop's operand, as codes, of the weight `w` [out, in], which is BF16, or FP32 that counts as rounded to BF16.
 
-    request: one that the backend `packs`. group_rows, padded_group_rows: of its groups of rows, see `RowBlocks`.
+    request: one that the backend `packs`. group_rows, padded_group_rows: as `RowBlocks` has them.
     """
     blocks = RowBlocks(request.operand.format, group_rows, padded_group_rows, 0, w.shape[0])
     maxima = block_maxima(w, blocks)
@@ -207,7 +211,7 @@ def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_gr
 
 
 def in_square_blocks(request: OperandRequest) -> bool:
-    """Whether `quantization/square_blocks.py` makes this operand."""
+    """Whether `quantization/square_blocks.py` can make the requested operand."""
     operand, size = request.operand, BLOCKS.get(request.operand.format)
     plain = not request.rht and request.key is None and not operand.four_over_six
     return plain and operand.rounding == "nearest" and operand.block == (size, size)
@@ -217,17 +221,17 @@ def in_square_blocks(request: OperandRequest) -> bool:
 
 
 class EmulatedBackend(Backend):
-    """Exact arithmetic in PyTorch, or by the fused kernels where these make the same codes."""
+    """Exact arithmetic in PyTorch, or in the fused kernels if they make the same codes."""
 
     name = "emulated"
     accumulates = transposes = True
 
     def packs(self, request: OperandRequest) -> bool:
-        """4-bit square blocks."""
+        """Whether the weight has 4-bit square blocks."""
         return in_square_blocks(request)
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:
-        """The codes as they are, or their values where these are kept."""
+        """The gathered codes themselves, or their values if the device keeps values."""
         values = gathered if keeps_codes(gathered.codes.device) else gathered.values()
         fprop = GemmOperand(values, gathered.scale, quantized=True)
         return fprop, fprop.transposed()
@@ -235,28 +239,28 @@ class EmulatedBackend(Backend):
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By the fused kernels what they can make, the rest by PyTorch.
+        """The fused kernels make the operands that they can, PyTorch the others.
 
-        The kernels measure x at once; the operands are made when they are asked for, so that the two need not be in
-        memory together.
+        The kernels compute the maxima of x here. The operands are made in the calls, so that both need not be in memory
+        at once.
         """
 
-        def made(request: OperandRequest, kernels: Fused | None, along: str) -> GemmOperand:
+        def make(request: OperandRequest, kernels: Fused | None, along: str) -> GemmOperand:
             if kernels is None:
                 return quantize_operand(x, request, transposed=along == "rows")
             return GemmOperand(kernels.operand(along, keep=request.keep), kernels.scales.get(along), True)
 
-        of_columns, of_rows = fused_kernels(x, columns, rows)
-        along_columns = None if columns is None else functools.partial(made, columns, of_columns, "columns")
+        columns_kernels, rows_kernels = fused_kernels(x, columns, rows)
+        make_columns = None if columns is None else functools.partial(make, columns, columns_kernels, "columns")
         if rows is None:
-            return along_columns, None
-        if of_rows is None and codes_transpose(rows):
-            # The 4-bit kernels make square blocks only along the columns. Transposed these are those along the rows.
+            return make_columns, None
+        if rows_kernels is None and codes_transpose(rows):
+            # The 4-bit kernels make square blocks along the columns only; transposed, they are those along the rows.
             unkept = replace(rows, keep=False)
             square, _ = fused_kernels(x, unkept, None)
             if square is not None:
-                return along_columns, lambda: made(unkept, square, "columns").transposed()
-        return along_columns, functools.partial(made, rows, of_rows, "rows")
+                return make_columns, lambda: make(unkept, square, "columns").transposed()
+        return make_columns, functools.partial(make, rows, rows_kernels, "rows")
 
     def gemm(
         self,
@@ -266,14 +270,14 @@ class EmulatedBackend(Backend):
         total: Tensor | None = None,
         rows: RowGroups | None = None,
     ) -> Tensor:
-        """a b^T, the tensor scales applied in FP32 before `out_dtype`; on a GPU cuBLAS adds to `total` and leaves the
-        padding of `rows` out."""
+        """a b^T, multiplied by the tensor scales in FP32 before it is rounded to `out_dtype`. On a GPU, cuBLAS itself
+        adds to `total` and leaves out the padding of `rows`."""
         if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
             return added(matmul_fp8(a.values, b.values, out_dtype), total, rows)
         left, right = a.unpacked(), b.unpacked().t()
         if not a.quantized and not b.quantized and out_dtype == left.dtype:
             return added(left @ right, total, rows)
-        # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
+        # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2) is the same factor up to a rounding in FP32.
         alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
         if cuda.gpu.multiplies(left) and left.dtype == right.dtype == torch.bfloat16:
             if alpha is not None or (a.quantized and b.quantized) or total is not None or rows is not None:
@@ -289,9 +293,9 @@ EMULATED = EmulatedBackend()
 def fused_kernels(
     x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
 ) -> tuple[Fused | None, Fused | None]:
-    """The fused kernels that make x's operands along its columns and along its rows; None: PyTorch does.
+    """The fused kernels that make x's operands along its columns and along its rows; None: PyTorch makes it.
 
-    Where the same kernels make both, x is measured once.
+    If the same kernels make both, they compute the maxima of x once.
     """
     found: dict[str, tuple[type[Fused], Side]] = {}
     for along, request in (("columns", columns), ("rows", rows)):
@@ -310,14 +314,14 @@ def fused_kernels(
 
 
 def codes_transpose(request: OperandRequest) -> bool:
-    """Whether the operand's codes are those of the transposed tensor, transposed."""
+    """Whether the tensor and its transpose have the same codes, transposed."""
     operand = request.operand
     square = operand.quantized and operand.block[0] == operand.block[1]
     return square and not request.rht and request.key is None
 
 
 def side_of(request: OperandRequest) -> Side:
-    """A quantized operand's request as kernels take it."""
+    """The request for a quantized operand in the form that kernels take."""
     operand = request.operand
     return Side(
         operand.format,
@@ -336,7 +340,7 @@ def side_of(request: OperandRequest) -> Side:
 
 
 def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> GemmOperand:
-    """`x` [rows, k], or if `transposed` [k, rows], as a GEMM operand, in PyTorch on any device."""
+    """Make a GEMM operand from `x` [rows, k], or [k, rows] if `transposed`, in PyTorch on any device."""
     if not request.operand.quantized:
         return GemmOperand(operand_rows(x, request, transposed))
     encoded = encode_operand(x, request, transposed)
@@ -344,7 +348,7 @@ def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = Fals
 
 
 def encode_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> QuantizedTensor:
-    """`x`, as `quantize_operand` takes it, in a quantized operand's format, scaled by the maximum of all shards."""
+    """Codes and scales of `x` (as in `quantize_operand`), scaled by the maximum of all shards."""
     rows, amax = operand_rows(x, request, transposed).to(torch.float32), None
     if format_of(request.operand.format).tensor_scale:
         amax = shared_amax(rows.abs().amax(), request.amax_group)
@@ -352,7 +356,7 @@ def encode_operand(x: Tensor, request: OperandRequest, transposed: bool = False)
 
 
 def operand_rows(x: Tensor, request: OperandRequest, transposed: bool = False) -> Tensor:
-    """What of `x`, as `quantize_operand` takes it, is quantized: [rows, k] in the compute dtype, transformed BF16."""
+    """`x` (as in `quantize_operand`) before quantization: [rows, k], compute dtype, or BF16 after the transform."""
     rows = x.to(request.dtype)
     rows = rows.t() if transposed else rows
     if not request.rht:
@@ -361,17 +365,17 @@ def operand_rows(x: Tensor, request: OperandRequest, transposed: bool = False) -
 
 
 def transform_signs(request: OperandRequest, device: torch.device) -> Tensor:
-    """FP32 [size of the request's transform] of +-1."""
+    """The signs of the request's transform, +-1, FP32 [request.rht]."""
     if request.signs == "fixed":
         return fixed_signs(request.rht, device)
     if request.signs == "none":
         return torch.ones(request.rht, device=device)
-    assert request.signs_key is not None, "fresh signs come from a key"
+    assert request.signs_key is not None, "fresh signs need a key"
     return random_signs(request.rht, request.signs_key, device)
 
 
 def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The largest of the FP32 0-dim maxima of `group`'s ranks; its own without a group."""
+    """The largest FP32 0-dim `amax` of the ranks of `group`; without a group, `amax` itself."""
     if group is None:
         return amax
     bits = amax.view(torch.int32) & 0x7FFFFFFF

@@ -1,11 +1,11 @@
-"""How an autograd function uses a parameter: the local part in the compute dtype in, an FP32 gradient out.
+"""How an autograd function uses a parameter: it computes with the local part and returns an FP32 gradient.
 
-Parameters are DTensors: FP32 masters sharded by FSDP2, which hands the forward pass a BF16 copy. A function takes the
-DTensor itself and returns its gradient as an FP32 DTensor, so that nothing is rounded to BF16 between the GEMM and the
-optimizer; `to_local()` in front of the function would cast the gradient to the parameter's dtype.
+Parameters are DTensors: FP32 master weights sharded by FSDP2, which gives the forward pass a BF16 copy. A function
+takes the DTensor itself and returns its gradient as an FP32 DTensor, so that nothing is rounded to BF16 between the
+GEMM and the optimizer; `to_local()` before the function would cast the gradient to the parameter's dtype.
 
-A model that no other data-parallel rank shares has no FSDP2 (parallel/data_parallel.py): there the forward pass gets
-the master itself, which says how it is to be rounded first (`Rounding`).
+With one data-parallel rank there is no FSDP2 (parallel/data_parallel.py). The forward pass then gets the master weight
+itself, which has an attribute that says how to round it first (`Rounding`).
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How the forward pass rounds a master: to `dtype`. kept: rounded copies may be kept until the weights change."""
+    """The forward pass rounds a master weight to `dtype`. kept: it may keep the rounded copy until weights change."""
 
     dtype: torch.dtype
     kept: bool
 
 
 def rounding_of(parameter: Tensor) -> Rounding | None:
-    """How the forward pass is to round `parameter`; None: not at all, or FSDP2 did."""
+    """How the forward pass must round `parameter`; None: it must not, or FSDP2 has rounded it."""
     return getattr(parameter, "_rounding", None)
 
 
 def set_rounding(parameter: Tensor, rounding: Rounding) -> None:
-    """Let the forward pass round `parameter`. One that takes its place (`Module.to_empty`) does not inherit this."""
+    """Make the forward pass round `parameter`. A parameter that replaces it (`Module.to_empty`) loses this."""
     parameter._rounding = rounding  # type: ignore[attr-defined]
 
 
 def accept_fp32_gradient(parameter: Tensor) -> None:
-    """Let autograd keep FP32 gradients of a parameter of any dtype. Before every use: FSDP2 makes new parameters."""
+    """Make autograd keep FP32 gradients of a parameter of any dtype. Call it before every use, because FSDP2 makes new
+    parameters."""
     if parameter.requires_grad and parameter.is_leaf and parameter.dtype != torch.float32:
         parameter.grad_dtype = torch.float32
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter (a DTensor or a plain tensor), without its graph."""
+    """This rank's part of a parameter (a DTensor or a plain tensor), detached from the graph."""
     return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def gradient_spec(parameter: Tensor) -> DTensorSpec | None:
-    """Where the gradient lies and of what global shape it is, for `gradient_of`; None: the parameter is no DTensor.
+    """Placement and global shape of the gradient, for `gradient_of`; None: the parameter is no DTensor.
 
-    Made once and kept with the parameter: there are a hundred in a backward pass, which Python must not hold up.
+    It is made once and kept with the parameter: a backward pass needs a hundred, and Python must not delay it.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -67,10 +68,10 @@ def gradient_spec(parameter: Tensor) -> DTensorSpec | None:
 
 
 def gradient_of(local: Tensor, spec: DTensorSpec | None) -> Tensor:
-    """The FP32 gradient of this rank's part, contiguous, as a DTensor by `spec`.
+    """The FP32 gradient of this rank's part, contiguous, as a DTensor placed by `spec`.
 
-    Equal to `DTensor.from_local` without its own autograd function, which takes ten times as long; FSDP2 does the same
-    with its shards.
+    The result equals that of `DTensor.from_local`, whose autograd function takes ten times as long. FSDP2 makes its
+    shards in the same way.
     """
     if spec is None:
         return local

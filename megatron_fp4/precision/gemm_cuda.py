@@ -1,18 +1,19 @@
-"""GEMMs of BF16 operands on an NVIDIA GPU with a scale that lies on the device, applied in FP32 before rounding.
+"""GEMMs of BF16 operands on an NVIDIA GPU with a scale in device memory, applied in FP32 before rounding.
 
     out = (alpha * (a b)) in BF16 or FP32,    alpha = amax_a * amax_b / (36 * 448^2) for NVFP4
     total += alpha * (a b) in FP32,           rounded once: the weight gradient of later micro-batches
 
-alpha comes out of the quantizers as a device scalar: reading it on the host would stall the GPU at every GEMM, and
-multiplying it on afterwards costs another pass over the output in FP32. cuBLAS takes it from device memory
-(`CUBLAS_POINTER_MODE_DEVICE`), which PyTorch does not offer, so `cublasGemmEx` is called here through PyTorch's own
-handle: its stream, its workspace, its library. Partial sums are kept in FP32 (PyTorch's default allows BF16 partial
-sums in split-k kernels). Where cuBLAS cannot be reached this way, `torch.mm` with FP32 output, the product with alpha
-and the rounding do the same arithmetic; a warning says so once.
+The quantizers return alpha as a scalar on the device. Reading it on the host would stall the GPU at every GEMM, and
+multiplying by it after the GEMM would take another pass over the output in FP32. cuBLAS can read it from device memory
+(`CUBLAS_POINTER_MODE_DEVICE`), but PyTorch does not offer this. So this file calls `cublasGemmEx` with PyTorch's own
+handle, and thus its stream, workspace and library. Partial sums are kept in FP32 (PyTorch's default allows BF16 partial
+sums in split-k kernels). If cuBLAS cannot be called in this way, the same arithmetic is done by `torch.mm` with FP32
+output, a multiplication by alpha and a rounding; a warning says so once.
 
-Rows of `a` that are padding in equal groups are left out by a batched GEMM, one matrix a group: what comes out needs no
-copy, and is where the gradient lies. For groups whose rows are no multiple of 8 (the 12B's 2836) cuBLAS takes kernels
-of old tensor cores (25 ms for 16,384 tokens, 5 at the rate of other GEMMs): there the padding is computed as well.
+If equal groups of rows of `a` end in padding, a batched GEMM with one matrix per group leaves the padding out: it
+writes where the gradient is, and needs no copy. If a group's rows without padding are no multiple of 8 (the 12B's
+2836), cuBLAS uses kernels for old tensor cores (25 ms for 16,384 tokens; 5 ms at the rate of other GEMMs); then the
+padding is computed too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _R_32F, _R_16BF = 0, 14
 _COMPUTE_32F, _GEMM_DEFAULT = 68, -1
 
-Matrix = tuple[Tensor, int, int]  # with its operation and its leading dimension
+Matrix = tuple[Tensor, int, int]  # the tensor, cuBLAS's operation, the leading dimension
 
 
 def scaled_matmul(
@@ -50,10 +51,11 @@ def scaled_matmul(
 ) -> Tensor:
     """alpha * (a b): BF16 [m, k] x [k, n] -> [m, n] in `out_dtype` (BF16 or FP32), accumulated in FP32.
 
-    a, b: contiguous along either dimension. alpha: FP32 0-dim on the device; None is 1. total: contiguous [m, n] in
-    `out_dtype` to add to and to return. rows: those of a that count; m is their number.
+    a, b: contiguous along one of their dimensions. alpha: FP32 0-dim on the device; None: 1. total: contiguous [m, n]
+    in `out_dtype`; the product is added to it in place, and it is returned. rows: the row groups of a; the product
+    leaves their padding out, and m counts the other rows. Raises RuntimeError if cuBLAS returns an error.
     """
-    if rows is not None and rows.kept % 8:  # with the padding
+    if rows is not None and rows.kept % 8:  # computed with the padding
         return added(scaled_matmul(a, b, alpha, out_dtype), total, rows)
     left, right = _layout(a), _layout(b)
     shape = a.shape[0] if rows is None else a.shape[0] // rows.padded * rows.kept, b.shape[1]
@@ -66,7 +68,7 @@ def scaled_matmul(
 def _multiply(
     out: Tensor, left: Matrix, right: Matrix, alpha: Tensor | None, accumulate: bool, rows: RowGroups | None
 ) -> None:
-    """Write the product into `out`, or add it."""
+    """Write the product into `out`, or add it if `accumulate`."""
     (a, op_a, stride_a), (b, op_b, stride_b), library = left, right, _cublas()
     if library is None or not a.numel() or not b.numel():
         product = torch.mm(a, b, out_dtype=torch.float32)
@@ -75,7 +77,7 @@ def _multiply(
         if not accumulate:
             out.copy_(result)
         return
-    # cuBLAS is column-major: it computes out^T = b^T a^T, and a row-major matrix is its own transpose there.
+    # cuBLAS is column-major and reads a row-major matrix as its transpose: it computes out^T = b^T a^T.
     (num_rows, inner), columns = a.shape, b.shape[1]
     one, zero = _constants(a.device)
     kind = _R_16BF if out.dtype == torch.bfloat16 else _R_32F
@@ -83,7 +85,7 @@ def _multiply(
     handle = torch.cuda.current_blas_handle()
     _check(library.cublasSetPointerMode_v2(handle, _POINTER_MODE_DEVICE), "cublasSetPointerMode")
     try:
-        # PyTorch sets the math mode itself each time that it takes the handle.
+        # PyTorch sets the math mode again each time that it uses the handle.
         _check(library.cublasSetMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
         if rows is None:
             status = library.cublasGemmEx(
@@ -92,10 +94,10 @@ def _multiply(
                 factors[1], out.data_ptr(), kind, columns, _COMPUTE_32F, _GEMM_DEFAULT,
             )  # fmt: skip
         else:
-            of_group = rows.padded * (stride_a if op_a == _OP_N else 1)
+            group_stride = rows.padded * (stride_a if op_a == _OP_N else 1)
             status = library.cublasGemmStridedBatchedEx(
                 handle, op_b, op_a, columns, rows.kept, inner, factors[0],
-                b.data_ptr(), _R_16BF, stride_b, 0, a.data_ptr(), _R_16BF, stride_a, of_group,
+                b.data_ptr(), _R_16BF, stride_b, 0, a.data_ptr(), _R_16BF, stride_a, group_stride,
                 factors[1], out.data_ptr(), kind, columns, rows.kept * columns, num_rows // rows.padded,
                 _COMPUTE_32F, _GEMM_DEFAULT,
             )  # fmt: skip
@@ -105,7 +107,7 @@ def _multiply(
 
 
 def _layout(x: Tensor) -> Matrix:
-    """The matrix, its operation and its leading dimension as cuBLAS wants them for a row-major reader."""
+    """`x` as a row-major matrix for cuBLAS; a copy if neither dimension is contiguous."""
     rows, columns = x.shape
     if x.stride(1) == 1 and x.stride(0) >= columns:
         return x, _OP_N, x.stride(0)
@@ -126,7 +128,7 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _cublas() -> ctypes.CDLL | None:
-    """The cuBLAS that PyTorch has loaded, or None (with a warning)."""
+    """The cuBLAS library that PyTorch has loaded; None, with a warning, if it cannot be called."""
     name = f"libcublas.so.{(torch.version.cuda or '').split('.')[0]}"
     try:
         torch.cuda.current_blas_handle()  # loads it
@@ -141,6 +143,6 @@ def _cublas() -> ctypes.CDLL | None:
             pointer, *[number] * 5, pointer, *matrices * 2, pointer, *matrices, number, number, number
         ]  # fmt: skip
     except (OSError, AttributeError) as error:
-        log.warning("%s cannot be called (%s): GEMMs scale their output in a second pass, equally", name, error)
+        log.warning("%s cannot be called (%s): GEMMs scale their output in a second pass; same result", name, error)
         return None
     return library

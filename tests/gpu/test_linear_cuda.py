@@ -113,7 +113,7 @@ def test_scaled_matmul_adds_and_leaves_padding_out(dtype: torch.dtype, rows: Row
     b = torch.randint(-8, 9, (336, 208), device="cuda").bfloat16()
     alpha = torch.tensor(0.25, device="cuda")
     product = torch.mm(a, b, out_dtype=torch.float32) * alpha
-    product = product if rows is None else rows.of(product)
+    product = product if rows is None else rows.unpadded(product)
     before = torch.randint(-8, 9, product.shape, device="cuda").to(dtype)
     for library in (gemm_cuda._cublas, lambda: None):
         with mock.patch.object(gemm_cuda, "_cublas", library):
