@@ -1,1 +1,1 @@
-"""Which GEMM gets what: recipes, the plan of a model, the switch during a run, and the linear that carries them out."""
+"""The precision of every GEMM: recipes, a model's plan, the switch during a run, the linear layer and its backends."""

@@ -1,18 +1,18 @@
-"""The plan: which linear has which recipe, and why; and the switch to another plan during a run.
+"""The plan gives every linear a recipe and the reason for it; during a run the precision can switch to another plan.
 
-Selective high precision (paper, sections 4.1 and E.2): linears are quantized by the run's recipe except those of the
-first and last blocks, those whose names match a pattern, and those that a plan file lists, which are in BF16; and those
-of `precision.exceptions`, which have a recipe of their own. Embedding, head, norms and everything between the linears
-are never quantized and do not appear.
+Selective high precision (paper, sections 4.1 and E.2): the run's recipe quantizes all linears but these. Linears of the
+first and last blocks, linears whose names match a pattern, and linears that a plan file lists are in BF16; those of
+`precision.exceptions` have a recipe of their own. The embedding, the head, norms and everything between the linears are
+never quantized, and the plan does not contain them.
 
-The paper switches to higher precision shortly before the learning rate decays (appendix D); "FP4 all the way"
-switches when the gradient drowns in quantization noise (its section 4): when
+The paper switches to higher precision shortly before the learning rate decays (appendix D). "FP4 All the Way" (arXiv
+2505.19115, section 4.1) switches when the gradient is small compared with its quantization noise:
 
     ||gradient|| / (sigma_q * sqrt(d))  <  sqrt(3)
 
-with sigma_q the standard deviation of the gradient's quantization noise per coordinate and d their number, so that the
-denominator is the norm of the noise. The switch takes effect between two optimizer steps, on all ranks alike: it is a
-function of the step number, or of a measurement that all ranks share.
+sigma_q is the standard deviation of the gradient's quantization noise in each of d coordinates, so the denominator is
+the norm of the noise. The switch takes effect between two optimizer steps, in the same step on all ranks: it depends
+only on the step's number, or on a measurement that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron_fp4.precision.linear import LinearContext
     from megatron_fp4.precision.rng import StepState
 
-# Below this share of its weights a plan is hardly one of 4 bits, and says so.
+# A plan with a smaller share of its weights in 4 bits gives a warning.
 FEW_IN_4_BITS = 0.6
 
 
@@ -49,9 +49,10 @@ FEW_IN_4_BITS = 0.6
 class LinearShape:
     """A linear before it is built: its name (`blocks.<index>.mixer.<projection>`), block and global shape.
 
-    letter: of its block in `model.pattern`, which exceptions go by. input_key: the configuration's key of
-    `in_features`; input_sharded: whether tensor-parallel ranks share them. title: what it is, in words. groups: equal
-    groups of its output rows (KV heads, state groups), which blocks of a quantized weight do not straddle.
+    letter: its block's letter in `model.pattern`, which exceptions refer to. input_key: the key of the configuration
+    that sets `in_features`. input_sharded: whether tensor-parallel ranks shard these. title: its name in messages.
+    groups: equal groups of its output rows (KV heads, state groups); no block of a quantized weight contains rows of
+    two groups.
     """
 
     name: str
@@ -70,13 +71,13 @@ class LinearShape:
 
     @property
     def flops_per_token(self) -> int:
-        """Of the forward GEMM, a multiply and an add counted as two; training takes three times that."""
+        """FLOPs of the forward GEMM, where a multiply-add counts as two. Training takes three times as many."""
         return 2 * self.parameters
 
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """One row of the plan. key: what messages name the recipe with, such as `precision`."""
+    """One row of the plan. key: the recipe's key of the configuration in messages, such as `precision`."""
 
     linear: LinearShape
     recipe: Recipe
@@ -107,18 +108,18 @@ class Plan:
 
     @property
     def share_in_4_bits(self) -> float:
-        """Weights of the plan's linears that fprop multiplies as E2M1 codes over all of them, 0..1."""
+        """The share of the linears' weights that fprop multiplies as E2M1 codes, 0 to 1."""
         weights = [row.linear.parameters for row in self.rows if row.recipe[FPROP_WEIGHT].in_4_bits]
         return sum(weights) / max(1, sum(row.linear.parameters for row in self.rows))
 
     def warning(self, name: str) -> str:
-        """A line if a plan in 4 bits, `precision=name`, leaves much of the model in other formats; else empty."""
+        """A warning if the 4-bit plan of `precision=name` leaves much of the model in other formats; otherwise ""."""
         share = self.share_in_4_bits
         if not 0 < share < FEW_IN_4_BITS:
             return ""
         return (
             f"WARNING: precision={name} has {share:.0%} of this model's linear weights in 4 bits; its bf16_blocks and "
-            "exceptions take the others. nvfp4_4over6_1x16_qkv_bf16 is for Transformers"
+            "exceptions keep the others in other formats. nvfp4_4over6_1x16_qkv_bf16 is for Transformers"
         )
 
     def switched(self, other: Plan, scope: str) -> Plan:
@@ -134,7 +135,7 @@ class Plan:
 
     @property
     def recipe_names(self) -> dict[Recipe, str]:
-        """Every recipe of the plan, in the order of its rows, with a name of its own: `nvfp4`, then `nvfp4 (2)`."""
+        """Every recipe of the plan, in the order of its rows, with a unique name: `nvfp4`, then `nvfp4 (2)`."""
         names: dict[Recipe, str] = {}
         for recipe in recipes_in([self]):
             number = 1 + sum(recipe.name == other.name for other in names)
@@ -143,13 +144,13 @@ class Plan:
 
     @property
     def short_names(self) -> dict[Recipe, str]:
-        """`recipe_names` without the overrides that follow a file's name, if they are still different then."""
+        """`recipe_names` without the overrides after a file's name, if the names are unique without them."""
         names = self.recipe_names
         short = {recipe: name.partition(WITH)[0] for recipe, name in names.items()}
         return short if len(set(short.values())) == len(short) else names
 
     def as_dict(self) -> dict[str, Any]:
-        """For YAML and checkpoints: the recipes written out, and every linear with its recipe's name and the reason."""
+        """For YAML and checkpoints: the recipes in full, and each linear's recipe by name, with the reason."""
         names = self.recipe_names
         return {
             "recipes": {name: recipe.describe() for recipe, name in names.items()},
@@ -160,19 +161,19 @@ class Plan:
 
 
 def plan_in_effect(plans: tuple[Plan, Plan | None], switched_at: int | None) -> Plan:
-    """Of the plans before and after the precision switch, the one in effect. switched_at: a step; None: not yet."""
+    """The plan in effect, of those before and after the precision switch. switched_at: its step; None: not yet."""
     before, after = plans
     return before if switched_at is None or after is None else after
 
 
 def recipes_in(plans: Iterable[Plan | None]) -> list[Recipe]:
-    """The recipes of all linears of all plans, each once."""
+    """The recipes of all linears of all plans, without duplicates."""
     return list(dict.fromkeys(row.recipe for plan in plans if plan is not None for row in plan.rows))
 
 
 def recipe_of(exception: ExceptionConfig) -> RecipeConfig:
-    """The recipe of an exception of a composed configuration."""
-    assert isinstance(exception, ComposedException), "an exception without its recipe"
+    """The recipe of an exception in a composed configuration."""
+    assert isinstance(exception, ComposedException), "the configuration is not composed"
     return exception.recipe
 
 
@@ -187,12 +188,11 @@ def build_plan(
     exceptions: Sequence[ExceptionConfig] = (),
     key: str = "precision",
 ) -> Plan:
-    """The plan of a model with `num_blocks` blocks. exceptions: those of a composed configuration. key: what messages
-    call the precision that all this is of.
+    """The plan of a model with `num_blocks` blocks.
 
-    An exception for block types that the model does not have changes nothing. Raises ValueError if a name pattern
-    or a plan file names no linear of this model, the file cannot be read, or an exception matches only linears that
-    earlier ones take.
+    exceptions: those of a composed configuration; one for kinds of blocks that the model does not have changes nothing.
+    key: the precision's key of the configuration in messages. Raises ValueError if a pattern matches no linear, the
+    plan file cannot be read or names an unknown linear, or an exception matches only linears of earlier exceptions.
     """
     shapes = list(linears)
     recipes = [recipe_from_config(recipe_of(exception)) for exception in exceptions]
@@ -216,7 +216,7 @@ def build_plan(
 
 
 def _first_exception(shape: LinearShape, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
-    """The first exception that covers a linear, and the pattern that its name matches."""
+    """Index and pattern of the first exception that matches a linear."""
     matches = (
         (i, pattern)
         for i, exception in enumerate(exceptions)
@@ -231,30 +231,30 @@ def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[Linear
         if shapes and not any(fnmatch.fnmatchcase(shape.name, pattern) for shape in shapes):
             names = ", ".join(sorted({shape.name.split(".", 2)[-1] for shape in shapes}))
             raise ValueError(
-                f"{key} has {pattern!r}, which matches no linear; they are blocks.<index>.<one of {names}>"
+                f"{key} has {pattern!r}, which matches no linear; linears are blocks.<index>.<one of {names}>"
             )
 
 
 def _refuse_exceptions(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape], key: str) -> None:
-    """Raise ValueError for exceptions that match no linear of their blocks, or only linears that earlier ones take."""
+    """Raise ValueError for exceptions that match no linear of their blocks, or only linears of earlier exceptions."""
     for i, exception in enumerate(exceptions):
-        among = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
-        _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, among)
+        in_blocks = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
+        _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, in_blocks)
         matched = [shape for shape in shapes if _first_exception(shape, [exception])]
-        takers = {found[0] for shape in matched if (found := _first_exception(shape, exceptions))}
-        if matched and i not in takers:
-            earlier = " and ".join(f"{key}.exceptions[{taker}]" for taker in sorted(takers))
+        firsts = {first[0] for shape in matched if (first := _first_exception(shape, exceptions))}
+        if matched and i not in firsts:
+            earlier = " and ".join(f"{key}.exceptions[{first}]" for first in sorted(firsts))
             raise ValueError(
-                f"{key}.exceptions[{i}].names={exception.names} has no effect: every linear that it matches falls "
-                f"under {earlier} before it; put it first, or drop it"
+                f"{key}.exceptions[{i}].names={exception.names} has no effect: every linear that it matches belongs "
+                f"to {earlier} before it; put it first, or remove it"
             )
 
 
 def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:
-    """Why a linear stays in BF16, or an empty string if it does not."""
+    """Why a linear stays in BF16; empty if it does not."""
     first, last = shape.block < bf16.first, shape.block >= num_blocks - bf16.last
-    for end, of_it, count in (("first", first, bf16.first), ("last", last, bf16.last)):
-        if of_it:
+    for end, included, count in (("first", first, bf16.first), ("last", last, bf16.last)):
+        if included:
             return f"block {shape.block} is " + (f"one of the {end} {count}" if count > 1 else f"the {end}")
     for pattern in bf16.names:
         if fnmatch.fnmatchcase(shape.name, pattern):
@@ -269,12 +269,12 @@ def _read_plan_file(path: str, known: set[str], key: str) -> frozenset[str]:
         if not isinstance(names, list):
             raise ValueError("it has no list of linears under `bf16`")
         if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"it lists {unknown[0]!r}, which is no linear of this model")
+            raise ValueError(f"this model has no linear {unknown[0]!r}")
     except (OSError, yaml.YAMLError, ValueError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
-            f"{key}.bf16_blocks.file={path} cannot be used ({why}); give a plan file as scripts/analyze_precision.py "
-            "writes it for this model"
+            f"{key}.bf16_blocks.file={path} cannot be used ({why}); give a plan file that "
+            "scripts/analyze_precision.py wrote for this model"
         ) from error
     return frozenset(names)
 
@@ -283,9 +283,9 @@ def _read_plan_file(path: str, known: set[str], key: str) -> frozenset[str]:
 
 
 def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
-    """The step before which a switch `when` happens; None for `never` and `gradient_noise`, which have no fixed step.
+    """The first step after the switch that `when` asks for; None for `never` and `gradient_noise`: no fixed step.
 
-    Raises ValueError for anything but never, before_decay, gradient_noise, a fraction in (0, 1) or a step in
+    Raises ValueError unless `when` is never, before_decay, gradient_noise, a fraction in (0, 1) or a step in
     [0, num_steps].
     """
     if when in ("never", "gradient_noise"):
@@ -305,16 +305,16 @@ def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
     )
 
 
-# Measurements of the gradient noise in a row that must lie below the threshold.
+# The precision switches after so many consecutive measurements of the gradient noise below the threshold.
 PATIENCE = 3
 
 
 @dataclass
 class PrecisionSwitch:
-    """Decides before each step whether the precision switches now, once in a run; by default it never does.
+    """Decides before each step whether the precision switches now. It switches at most once in a run, by default never.
 
-    at_step: as `switch_step` returns it. switched_at: the first step computed under the new plan, or None.
-    num_below: measurements in a row that lay below the threshold (`gradient_noise`).
+    at_step: from `switch_step`. switched_at: the first step with the new plan, or None. num_below: consecutive
+    measurements below the threshold so far (`gradient_noise`).
     """
 
     config: SwitchConfig = field(default_factory=SwitchConfig)
@@ -323,10 +323,10 @@ class PrecisionSwitch:
     num_below: int = 0
 
     def before_step(self, step: int, measure_ratio: Callable[[], float]) -> bool:
-        """Switch before `step` is computed if it is time; returns whether it did.
+        """Decide whether the precision switches before `step` is computed; returns whether it does.
 
-        measure_ratio: measures the gradient's norm over that of its quantization noise in this very step; called only
-        in the steps in which `gradient_noise` looks at it.
+        measure_ratio: measures the norm of this step's gradient divided by the norm of its quantization noise; called
+        only every `interval` steps of `gradient_noise`.
         """
         if self.switched_at is not None:
             return False
@@ -339,11 +339,11 @@ class PrecisionSwitch:
 
 
 class PrecisionController:
-    """Writes recipes into the linears: those of `plan`, and when the switch happens those of `plan_after_switch`, if
-    there is one. From the next forward pass on a linear has its new recipe; quantized weights that it kept are dropped.
+    """Writes the recipes of `plan` into the linears, and at the switch those of `plan_after_switch`, if there is one.
 
-    linears: the context of every linear of the plan by name. step_state: what they are to read. backend: what they are
-    to compute with; None leaves each as it is (`emulated` at first). plans: the run's, in order.
+    A linear uses its new recipe from the next forward pass on; it drops the quantized weights that it kept. linears:
+    the context of every linear of the plan, by name; each gets `step_state` and `backend` (None: it keeps its own, at
+    first `emulated`). plans: those before and after the switch.
     """
 
     def __init__(
@@ -368,15 +368,16 @@ class PrecisionController:
         return self.plans[0 if self.switch.switched_at is None else -1]
 
     def before_step(self, step: int, measure_ratio: Callable[[], float]) -> bool:
-        """As `PrecisionSwitch.before_step`, for `step` from 0; what is measured is the same on all ranks."""
-        switches = self.switch.before_step(step, measure_ratio)
-        if switches:
+        """As `PrecisionSwitch.before_step`, and apply the plan. step: from 0. measure_ratio: returns the same on all
+        ranks."""
+        switched = self.switch.before_step(step, measure_ratio)
+        if switched:
             self._apply(self.plan)
-        return switches
+        return switched
 
     @contextmanager
     def other_recipes(self, change: Callable[[Recipe], Recipe]) -> Iterator[None]:
-        """Inside a `with` every linear follows `change` of its recipe."""
+        """Inside a `with`, every linear has the recipe that `change` makes from its own."""
         recipes = {name: linear.recipe for name, linear in self.linears.items()}
         self._set_recipes({name: change(recipe) for name, recipe in recipes.items()})
         try:
@@ -388,15 +389,15 @@ class PrecisionController:
         return {"switched_at": self.switch.switched_at, "num_below": self.switch.num_below}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, with the plan that its run had by then.
+        """Resume from a checkpoint, with the plan that was in effect there.
 
-        Raises ValueError if that was the plan after a switch and this run knows of none.
+        Raises ValueError if that is the plan after a switch and this run has no switch.
         """
         if state["switched_at"] is not None and len(self.plans) == 1:
             raise ValueError(
-                "the checkpoint is from after the precision switch of its run, and precision.switch.when=never says "
-                "no recipe for that; give precision.switch.when and precision.switch.target as that "
-                "run had them, or take a checkpoint from before"
+                "the checkpoint was saved after the precision switch of its run, but with precision.switch.when=never "
+                "there is no recipe for it; set precision.switch.when and precision.switch.target as in that run, or "
+                "give a checkpoint from before the switch"
             )
         self.switch.switched_at, self.switch.num_below = state["switched_at"], state["num_below"]
         self._apply(self.plan)

@@ -1,13 +1,13 @@
-"""A recipe: what each operand of fprop, dgrad and wgrad gets.
+"""A recipe says how each operand of fprop, dgrad and wgrad is quantized.
 
     fprop  y  = x W^T      operands x, W         dot product over input features
     dgrad  dx = dy W       operands dy, W^T      dot product over output features
     wgrad  dW = dy^T x     operands dy^T, x^T    dot product over tokens
 
-Every operand is quantized along its GEMM's dot product. The paper's recipe (section 4) is
+The blocks of an operand lie along its GEMM's dot product. The paper's recipe (section 4) is
 
     fprop  x 1x16 nearest       W 16x16 nearest
-    dgrad  dy 1x16 stochastic   W 16x16 nearest (the transposed codes of fprop's)
+    dgrad  dy 1x16 stochastic   W 16x16 nearest (fprop's codes, transposed)
     wgrad  dy 1x16 stochastic   x 1x16 nearest, both after a 16-point random Hadamard transform
 """
 
@@ -31,13 +31,13 @@ from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import E2M1_MAX, RoundingKey
 from megatron_fp4.quantization.tensor import QuantizedTensor
 
-# The tensors that each GEMM multiplies: left, right.
+# The tensors that each GEMM multiplies: (left, right).
 GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
 
 
 @dataclass(frozen=True)
 class OperandSlot:
-    """Where a tensor is an operand. gemm: `fprop`, `dgrad`, `wgrad`. side: `left`, `right`. tensor: as in `GEMMS`."""
+    """One of the six operands. gemm: `fprop`, `dgrad`, `wgrad`. side: `left`, `right`. tensor: as in `GEMMS`."""
 
     gemm: str
     side: str
@@ -45,17 +45,17 @@ class OperandSlot:
 
     @cached_property
     def name(self) -> str:
-        """The label of the operand in keys of draws, records and plans, such as `dgrad_gradient`."""
+        """The operand's name in keys of draws, records and plans, such as `dgrad_gradient`."""
         return f"{self.gemm}_{self.tensor}"
 
     @cached_property
     def transposed(self) -> bool:
-        """Whether the operand is the transposed tensor: its dot product lies along the tensor's rows."""
+        """Whether the operand is the transposed tensor, with the dot product along the tensor's rows."""
         return self == SLOTS_OF[self.tensor][1]
 
     @property
     def key(self) -> str:
-        """Where the configuration has the operand, below `precision`: `dgrad.gradient`."""
+        """The operand's key in the configuration below `precision`, such as `dgrad.gradient`."""
         return f"{self.gemm}.{self.tensor}"
 
 
@@ -65,7 +65,7 @@ SLOTS = tuple(
     for side, tensor in zip(("left", "right"), tensors, strict=True)
 )
 FPROP_ACTIVATION, FPROP_WEIGHT, DGRAD_GRADIENT, DGRAD_WEIGHT, WGRAD_GRADIENT, WGRAD_ACTIVATION = SLOTS
-# Both uses of each tensor: as it is stored, with the dot product along its columns, and transposed.
+# Both uses of each tensor: as it is stored, with the dot product along its columns; and transposed.
 SLOTS_OF = {
     "activation": (FPROP_ACTIVATION, WGRAD_ACTIVATION),
     "weight": (FPROP_WEIGHT, DGRAD_WEIGHT),
@@ -75,8 +75,8 @@ SLOTS_OF = {
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of one GEMM; the block is (rows, columns). four_over_six: which errors decide, `absolute` or
-    `squared`; empty: never. source: as `SecondOperandConfig` has it."""
+    """How one operand of one GEMM is quantized. block: (rows, columns). four_over_six: the errors that it compares,
+    `absolute` or `squared`; empty: off. source: as in `SecondOperandConfig`."""
 
     format: str = "bf16"
     block: tuple[int, int] = (1, 1)
@@ -87,7 +87,7 @@ class Operand:
 
     @property
     def quantized(self) -> bool:
-        """Whether the tensor is quantized; else it is multiplied in the compute dtype."""
+        """Whether the tensor is quantized; otherwise the GEMM takes it in the compute dtype."""
         return self.format != "bf16"
 
     @property
@@ -97,14 +97,15 @@ class Operand:
 
     @property
     def drawn(self) -> bool:
-        """Whether its codes depend on draws: its elements (`stochastic`) or its block scales (`ms_eden`) do."""
+        """Whether its codes depend on random draws, for elements (`stochastic`) or block scales (`ms_eden`)."""
         return self.rounding != "nearest"
 
     def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> QuantizedTensor:
-        """FP32 `rows` [rows, k] in the operand's format.
+        """Quantize FP32 `rows` [rows, k] to the operand's format.
 
-        key: of the draws, if it is `drawn`; None rounds to nearest. amax: FP32, of the tensor that `rows` are part of
-        (None: of `rows`); only formats with a tensor scale use it. Raises ValueError for an unknown format.
+        key: for the draws, if it is `drawn`; None rounds to nearest. amax: the maximum of the tensor that `rows` are
+        part of, FP32 (None: of `rows`); only formats with a tensor scale use it. Raises ValueError for an unknown
+        format.
         """
         form = format_of(self.format)
         if self.rounding == "ms_eden":
@@ -133,7 +134,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM: its two operands, as `GEMMS` orders them, and the size of their Hadamard transform (0: none)."""
+    """One GEMM: its two operands, in the order of `GEMMS`, and the size of their Hadamard transform (0: none)."""
 
     left: Operand = Operand()
     right: Operand = Operand()
@@ -149,20 +150,20 @@ class Gemm:
 
 
 def uses_signs(gemms: Iterable[Gemm]) -> bool:
-    """Whether `rht_signs` makes a difference to any of `gemms`."""
+    """Whether `rht_signs` has an effect on any of `gemms`."""
     return any(gemm.rht for gemm in gemms)
 
 
 def uses_amax(gemms: Iterable[Gemm]) -> bool:
-    """Whether `amax` makes a difference to any of `gemms`."""
+    """Whether `amax` has an effect on any of `gemms`."""
     operands = (operand for gemm in gemms for operand in gemm.operands if operand.quantized)
     return any(format_of(operand.format).tensor_scale for operand in operands)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Three GEMMs, where the signs of their Hadamard transforms come from, and whether tensor-parallel ranks share
-    their tensors' maxima (`amax`: `global` or `shard`). `recipe[DGRAD_GRADIENT]` is one of its operands."""
+    """Three GEMMs, and for all of them the signs of Hadamard transforms (`fixed`, `none`, `fresh`) and whether
+    tensor-parallel ranks share a tensor's maximum (`amax`: `global` or `shard`). `recipe[slot]` is an operand."""
 
     name: str = "bf16"
     fprop: Gemm = Gemm()
@@ -181,7 +182,7 @@ class Recipe:
 
     @cached_property
     def operands(self) -> dict[OperandSlot, Operand]:
-        """The six operands by their slots."""
+        """The six operands by slot."""
         return {slot: self[slot] for slot in SLOTS}
 
     @cached_property
@@ -206,11 +207,11 @@ BF16 = Recipe()
 
 
 def recipe_from_config(config: RecipeConfig) -> Recipe:
-    """The recipe of a precision config or of an exception (which support.py has checked)."""
+    """The recipe of a precision or of an exception that support.py has checked."""
 
     def gemm(part: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str]) -> Gemm:
         left, right = (_operand(getattr(part, tensor), config.fp8_power_of_two_scales) for tensor in tensors)
-        # A transform would cancel where neither operand is quantized.
+        # Without quantized operands a transform would only cancel in the product.
         return Gemm(left, right, part.rht if left.quantized or right.quantized else 0)
 
     fprop, dgrad, wgrad = (gemm(getattr(config, name), tensors) for name, tensors in GEMMS.items())
@@ -232,7 +233,7 @@ def _operand(config: OperandConfig, powers_of_two: bool) -> Operand:
 
 
 def rounded_to_nearest(recipe: Recipe) -> Recipe:
-    """`recipe` without draws."""
+    """`recipe` with all operands rounded to nearest."""
 
     def nearest(gemm: Gemm) -> Gemm:
         left, right = (replace(operand, rounding="nearest") for operand in gemm.operands)
@@ -244,17 +245,17 @@ def rounded_to_nearest(recipe: Recipe) -> Recipe:
 def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     """The recipe after a switch of `scope` (`both`, `forward` or `backward`) from `current` to `other`.
 
-    After a switch of the backward pass alone 16x16 weights have lost their purpose, equal codes in both passes: fprop's
-    weights take 1x16 blocks, as in the paper's appendix D. After a switch of one pass, operands whose source was
-    fprop's codes are quantized from their tensor: fprop's recipe is no longer theirs.
+    16x16 weights give both passes equal codes. After a switch of the backward pass alone this has no purpose, and
+    fprop's weights take 1x16 blocks (paper, appendix D). After a switch of one pass, operands made from fprop's codes
+    are quantized from their tensor, because fprop has another recipe than they.
 
-    `rht_signs` and `amax` hold for all GEMMs: they come from the recipe whose GEMMs use them. Raises ValueError where
-    GEMMs of both recipes do and the values differ.
+    `rht_signs` and `amax` apply to all GEMMs; they come from the recipe whose GEMMs use them. Raises ValueError if
+    GEMMs of both recipes use one and its values differ.
     """
     if scope == "both":
         return other
-    taken = ("fprop",) if scope == "forward" else ("dgrad", "wgrad")
-    gemms = {name: other.gemms[name] if name in taken else gemm for name, gemm in current.gemms.items()}
+    switched = ("fprop",) if scope == "forward" else ("dgrad", "wgrad")
+    gemms = {name: other.gemms[name] if name in switched else gemm for name, gemm in current.gemms.items()}
     weight = gemms["fprop"].right
     if scope == "backward" and not other.dgrad.right.quantized and weight.block[0] > 1:
         gemms["fprop"] = replace(gemms["fprop"], right=replace(weight, block=(1, weight.block[1])))
@@ -263,13 +264,14 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     shared = {}
     for option, uses in (("rht_signs", uses_signs), ("amax", uses_amax)):
         before, after = getattr(current, option), getattr(other, option)
-        keeps = uses(gemm for name, gemm in current.gemms.items() if name not in taken)
-        takes = uses(other.gemms[name] for name in taken)
-        if keeps and takes and before != after:
+        current_uses = uses(gemm for name, gemm in current.gemms.items() if name not in switched)
+        other_uses = uses(other.gemms[name] for name in switched)
+        if current_uses and other_uses and before != after:
             raise ValueError(
                 f"precision.switch.scope={scope}: {current.name} keeps precision.{option}={before} and {other.name} "
-                f"has {after}, but a linear has one for all; make them equal, or set precision.switch.scope=both"
+                f"has {after}, but a linear has one value for all GEMMs; make them equal, or set "
+                "precision.switch.scope=both"
             )
-        shared[option] = after if takes else before
+        shared[option] = after if other_uses else before
     fprop, dgrad, wgrad = gemms.values()
     return Recipe(f"{current.name}, {scope} {other.name}", fprop, dgrad, wgrad, **shared)

@@ -1,22 +1,22 @@
-"""What the linear computes, in plain PyTorch: the specification that backends are compared with, and a place to start.
+"""The specification of the linear in plain PyTorch. Read it first; tests compare the backends with it.
 
-A linear y = x W^T is three GEMMs, and a recipe says what each of their six operands becomes before it is multiplied:
+A linear y = x W^T consists of three GEMMs. A recipe says how each of their six operands is quantized:
 
     fprop  y  = x W^T      left x    [tokens, in]    right W    [out, in]
     dgrad  dx = dy W       left dy   [tokens, out]   right W^T  [in, out]
     wgrad  dW = dy^T x     left dy^T [out, tokens]   right x^T  [in, tokens]
 
-Each operand is laid out as [rows, k] with the dot product along k, and quantized there: every tensor twice, along its
-columns for one GEMM and along its rows for another, with scales and draws of its own. A product is the sum over k of
-left times right in FP32, multiplied by both tensor scales in FP32, and rounded once.
+Each operand is [rows, k] with the dot product along k, and its blocks lie along k. So every tensor is quantized twice,
+along its columns for one GEMM and along its rows for another, each time with its own scales and draws. A product is the
+sum over k of left times right in FP32, multiplied by both tensor scales in FP32, and rounded once.
 
-    transform   both operands of a GEMM, in BF16, by the same orthogonal matrix, which cancels in the product
-    quantize    to codes under block scales (and in NVFP4 a tensor scale), to nearest or stochastically by a key
-    source      an operand may take the `codes` that fprop made of the same tensor, transposed, instead of its own; or
-                be quantized from what these stand for (`forward`: `code * block scale`, exact in BF16; fprop's tensor
-                scale is multiplied on at the end), transposed
+    transform   of both operands of a GEMM, in BF16, by the same orthogonal matrix, which cancels in the product
+    quantize    to codes with block scales (and in NVFP4 a tensor scale), to nearest or stochastically with a key
+    source      what the second operand of a tensor is made from: the `tensor`; fprop's `codes`, transposed, as they
+                are; or `forward`: the transposed values of these codes (`code * block scale`, exact in BF16), which are
+                quantized again and at the end multiplied by fprop's tensor scale as well
 
-Tokens and output features are padded with zeros to whole blocks, which changes no code and no product.
+Tokens and output features are padded with zeros to complete blocks, which changes no code and no product.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Keys = Callable[[str], RoundingKey]
 
 
 def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
-    """y [tokens, out] and dx [tokens, in] in the type of x [tokens, in], and dW [out, in] in FP32.
+    """Returns y [tokens, out] and dx [tokens, in] in the dtype of x [tokens, in], and dW [out, in] in FP32.
 
-    w: [out, in]. dy: [tokens, out]. keys: of the draws of an operand by its label (`dgrad_gradient`), and of fresh
-    signs by their GEMM's (`wgrad_signs`).
+    w: [out, in]. dy: [tokens, out]. keys: returns the key for an operand's draws by its name (`dgrad_gradient`) and for
+    the fresh signs of a GEMM (`wgrad_signs`).
     """
     (tokens, outputs), alignment = dy.shape, block_alignment(recipe)
     more_tokens, more_outputs = -tokens % alignment.tokens, -outputs % alignment.outputs
@@ -70,7 +70,7 @@ def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Key
 
 
 def _transformed(rows: Tensor, gemm: str, recipe: Recipe, keys: Keys) -> Tensor:
-    """`rows` [rows, k] after the transform of a GEMM, in BF16; themselves where it has none."""
+    """`rows` [rows, k] after the GEMM's transform, in BF16; unchanged if it has none."""
     rht = recipe.gemms[gemm].rht
     if not rht:
         return rows
@@ -81,7 +81,7 @@ def _transformed(rows: Tensor, gemm: str, recipe: Recipe, keys: Keys) -> Tensor:
 
 
 def _operand(rows: Tensor, slot: OperandSlot, recipe: Recipe, keys: Keys) -> tuple[Tensor, Tensor]:
-    """What `rows` [rows, k] become: FP32 values of the same shape, and the FP32 0-dim tensor scale beside them."""
+    """Quantize `rows` [rows, k]: FP32 `code * block scale` of the same shape, and the FP32 0-dim tensor scale."""
     operand, rows = recipe[slot], _transformed(rows, slot.gemm, recipe, keys)
     one = torch.ones((), device=rows.device)
     if not operand.quantized:

@@ -1,13 +1,13 @@
-"""Where a run stands, as far as numerics depend on it, and the keys of draws in device memory.
+"""The position of a run that numerics depend on, and the keys of random draws in device memory.
 
-A key is a function of the run's seed, step, micro-batch, linear and operand (quantization/rounding.py), computed on the
-host. A captured CUDA graph would keep the numbers of the micro-batch that it was captured in. So its kernels read their
-keys from a table, one row for each operand that needs one, and before every replay the host computes all rows and sends
-them in one copy: the same keys, and so the same codes, with graphs and without.
+The host computes a key from the run's seed, the step, the micro-batch, the linear and the operand
+(quantization/rounding.py). A captured CUDA graph would always use the keys of the micro-batch in which it was captured.
+So its kernels read their keys from a table on the device, with one row for each operand that needs a key. Before every
+replay the host computes all rows and sends them in one copy. So keys, and codes, are the same with and without graphs.
 
-Transformer Engine draws from a generator of torch instead. Of such a generator a graph reads seed and offset from
-device memory too, where every replay puts those of the host. So each of its draws has a generator of its own, which is
-seeded by its key together with the table.
+Transformer Engine draws from a torch generator instead. A graph reads a generator's seed and offset from device memory
+too, and every replay writes the host's values there. So each of these draws has a generator of its own, which `fill`
+seeds with its key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class StepState:
     """The one mutable object that all linears of a model share; the training step advances it.
 
     seed: the run's seed. step: the optimizer step being computed, from 0. micro_batch: the *global* micro-batch index
-    within the step's batch (the same whichever rank computes it). weights_version: changes whenever weights do;
-    quantized weights are kept while it stands still. keys: where draws take their keys from, filled for `step` and
-    `micro_batch`; None: the host computes them from these numbers.
+    within the step's batch (the same on whichever rank computes it). weights_version: changes whenever weights do;
+    linears keep quantized weights until then. keys: the table of keys on the device, filled for `step` and
+    `micro_batch`; None: the host computes each key.
     """
 
     seed: int
@@ -42,53 +42,53 @@ class StepState:
 
 
 class DeviceKeys:
-    """A table of keys, int32 [operands, 4], of the operands of `recipes` (by the linear's name) on `device`.
+    """A table of keys on `device`, int32 [operands, 4], for operands with draws. recipes: by the linear's name.
 
-    A row is low half, high half and two zeros: 16 bytes, on which kernels may rely.
-    generators: those that draws have asked for so far, which a graph has to know before it is captured.
+    A row is the key's low half, its high half and two zeros; kernels rely on its 16 bytes. generators: those that draws
+    have used so far; a graph must register them before its capture.
     """
 
     def __init__(self, recipes: Mapping[str, Recipe], device: torch.device) -> None:
         self._rows = {name: i for i, name in enumerate(keyed_operands(recipes))}
         self.table = torch.zeros(len(self._rows), 4, dtype=torch.int32, device=device)
         self._generators: dict[tuple[int, int, int, int], torch.Generator] = {}
-        self._asked: Counter[tuple[int, int, int]] = Counter()  # how often in this micro-batch, by place
+        self._num_draws: Counter[tuple[int, int, int]] = Counter()  # in this micro-batch, by operand and offsets
 
     @property
     def generators(self) -> list[torch.Generator]:
         return [*self._generators.values()]
 
     def fill(self, seed: int, step: int, micro_batch: int) -> None:
-        """Write the keys of a micro-batch, in the order of the current stream. The numbers are those of `StepState`."""
+        """Write the keys of a micro-batch, on the current stream. seed, step, micro_batch: as in `StepState`."""
         if not self._rows:
             return
-        where = (seed, step, micro_batch)
-        digests = [hashlib.blake2b(repr((*where, *name)).encode(), digest_size=8).digest() for name in self._rows]
+        place = (seed, step, micro_batch)
+        digests = [hashlib.blake2b(repr((*place, *name)).encode(), digest_size=8).digest() for name in self._rows]
         on_gpu = self.table.is_cuda
-        # Pinned memory of its own each time: PyTorch does not hand it out again before the copy has read it.
+        # New pinned memory each time: PyTorch does not reuse it before the copy has read it.
         staging = torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=on_gpu)
         staging[:, :2] = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, 2)
         self.table.copy_(staging, non_blocking=on_gpu)
-        self._asked.clear()
+        self._num_draws.clear()
         for (row, rows, columns, _), generator in self._generators.items():
             generator.manual_seed(RoundingKey(int.from_bytes(digests[row], "little"), rows, columns).seed)
 
     def of(self, linear: str, operand: str, key: RoundingKey) -> RoundingKey:
-        """`key`, read from its row of the table when draws are made."""
+        """`key`, but kernels read it from the table when they draw."""
         row = self._rows[linear, operand]
         return replace(key, device=self.table[row], graph_generator=functools.partial(self._generator, row, key))
 
     def _generator(self, row: int, key: RoundingKey) -> torch.Generator:
-        """The generator of a draw, another for each time that a micro-batch makes it: recomputation repeats draws."""
-        place = (row, key.row_offset, key.column_offset)
-        times, self._asked[place] = self._asked[place], self._asked[place] + 1
-        if (*place, times) not in self._generators:
-            self._generators[*place, times] = torch.Generator(self.table.device).manual_seed(key.seed)
-        return self._generators[*place, times]
+        """The generator of a draw. If a micro-batch repeats the draw, as recomputation does, each has its own."""
+        draw = (row, key.row_offset, key.column_offset)
+        repetition, self._num_draws[draw] = self._num_draws[draw], self._num_draws[draw] + 1
+        if (*draw, repetition) not in self._generators:
+            self._generators[*draw, repetition] = torch.Generator(self.table.device).manual_seed(key.seed)
+        return self._generators[*draw, repetition]
 
 
 def keyed_operands(recipes: Mapping[str, Recipe]) -> list[tuple[str, str]]:
-    """Names of linear and operand of everything that is drawn: rounding, fresh signs of transforms."""
+    """(linear, operand) of everything that is drawn: stochastic rounding, and fresh signs of transforms."""
     names = []
     for linear, recipe in recipes.items():
         names += [(linear, slot.name) for slot in SLOTS if recipe[slot].drawn]
