@@ -1,17 +1,17 @@
 """Which configured precisions can be computed, by which backend, and on which machine.
 
-    validate_precision        a recipe that can be computed, and no option that would change nothing
-    check_sizes               input features that blocks, transforms and the backend's GEMMs divide
+    validate_precision        the recipe can be computed, and no option is without effect
+    check_sizes               blocks, transforms and the backend's GEMMs divide the input features
     choose_backend            the backend of a run on this machine
 
-Whoever sets an option believes that it does something. Of options without effect only values that are not the default
-are refused, and not what an override naturally leaves behind: blocks of a BF16 operand, whose format was replaced;
-`amax=shard` without tensor parallelism; any of `switch` with `when=never`.
+A user who sets an option expects an effect, so options without effect are refused. The default value of an option is
+never refused, nor is what an override may leave behind: the block of an operand whose format became BF16; `amax=shard`
+without tensor parallelism; any option of `switch` with `when=never`.
 
 `emulated` computes everything, on any device. `transformer_engine` and `torch` are refused, with the reason, where they
-cannot run. `auto` is transformer_engine where the run's recipes, the GPU and the installation all allow it, and else
-emulated; the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, which no
-chip has run yet: it has to be named, and the self-test says whether it computes what it should.
+cannot run. `auto` is transformer_engine if the run's recipes, the GPU and the installation all allow it, and otherwise
+emulated; the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, because it
+has not run on any chip yet: the user must name it, and the self-test compares it with the reference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 def validate_precision(precision: PrecisionConfig, device_type: str, key: str = "precision") -> None:
     """Raise ConfigError if `precision` cannot run on `device_type`.
 
-    key: how messages call it; for a switch's target, something like `precision.switch.target=NAME: precision`.
+    key: the precision's key in messages; for a switch's target, `precision.switch.target=NAME: precision`.
     """
     for refusal in _refusals(precision, device_type, key):
         raise ConfigError(refusal)
@@ -64,12 +64,12 @@ def refuse_nothing_quantized(plan: Plan, precision: PrecisionConfig, key: str = 
         first = plan.rows[0]
         raise ConfigError(
             f"{key}={precision.name} leaves none of the {len(plan.rows)} linears quantized ({first.linear.name}: "
-            f"{first.reason}); take some out of bf16_blocks or exceptions, or choose bf16"
+            f"{first.reason}); remove some from bf16_blocks or exceptions, or choose bf16"
         )
 
 
 def precisions_by_key(config: Config) -> dict[str, PrecisionConfig]:
-    """The precisions of a run before and after its switch, by the keys that messages name them with."""
+    """The precisions of a run before and after its switch, by their keys in messages."""
     found = {"precision": config.precision}
     if config.after_switch is not None:
         found[f"precision.switch.target={config.precision.switch.target}: precision"] = config.after_switch
@@ -77,12 +77,12 @@ def precisions_by_key(config: Config) -> dict[str, PrecisionConfig]:
 
 
 def recipes_by_key(precision: PrecisionConfig, key: str) -> dict[str, Recipe]:
-    """The recipe of `precision`, which messages name `key`, and those of its exceptions, by their own keys."""
+    """The recipes of `precision` and of its exceptions, by their keys in messages. key: that of `precision`."""
     return {where: recipe_from_config(part) for where, part in _parts(precision, key)}
 
 
 def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, RecipeConfig]]:
-    """`precision` itself and the recipes of its exceptions, with their keys."""
+    """As `recipes_by_key`, of the configurations."""
     found: list[tuple[str, RecipeConfig]] = [(key, precision)]
     for i, exception in enumerate(precision.exceptions):
         found.append((f"{key}.exceptions[{i}].precision={exception.precision}: precision", recipe_of(exception)))
@@ -92,7 +92,7 @@ def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, RecipeConfig
 def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterator[str]:
     for i, exception in enumerate(precision.exceptions):
         if not exception.names:
-            yield f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or drop the exception"
+            yield f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or remove the exception"
     for where, part in _parts(precision, key):
         for slot in SLOTS:
             operand: OperandConfig = attrgetter(slot.key)(part)
@@ -116,11 +116,11 @@ def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterato
             f"{key}.switch.when={switch.when} would switch from {precision.name} to itself; set "
             f"{key}.switch.when=never or another target"
         )
-    noisy = any(of.dgrad.quantized or of.wgrad.quantized for of in recipes.values())
+    noisy = any(recipe.dgrad.quantized or recipe.wgrad.quantized for recipe in recipes.values())
     if switch.when == "gradient_noise" and not noisy:
         yield (
-            f"{key}.switch.when=gradient_noise never switches: dgrad and wgrad are not quantized and make no "
-            "noise; give a step, a fraction, before_decay or never"
+            f"{key}.switch.when=gradient_noise never switches: dgrad and wgrad are not quantized, so there is no "
+            "quantization noise; give a step, a fraction, before_decay or never"
         )
     yield from _without_effect(precision, list(recipes.values()), key)
 
@@ -128,64 +128,67 @@ def _refusals(precision: PrecisionConfig, device_type: str, key: str) -> Iterato
 def _operand(operand: OperandConfig, config: RecipeConfig, slot: OperandSlot, key: str) -> Iterator[str]:
     """Refusals of options that the operand's format does not have.
 
-    MS-EDEN keeps the mean right, which the backward pass needs; in the forward pass rounding to nearest errs less. It
-    needs groups that a transform with random signs has mixed.
+    MS-EDEN is unbiased, which the backward pass needs; in the forward pass rounding to nearest has smaller errors.
+    MS-EDEN needs groups that a transform with random signs has mixed.
     """
     given = f"{key}.{slot.key}"
     if operand.format not in FORMATS:
         yield f"{given}.format={operand.format} is not known; choose one of bf16, {', '.join(FORMATS)}"
         return
     form = FORMATS[operand.format]
-    possible = {
+    allowed = {
         "rounding": ["nearest", "stochastic", "ms_eden"] if form.stochastic else ["nearest"],
         "block": [f"{rows}x{columns}" for rows, columns in form.blocks],
         "four_over_six": ["none", "absolute", "squared"] if "four_over_six" in form.options else ["none"],
     }
-    for option, values in possible.items():
+    for option, values in allowed.items():
         if (value := getattr(operand, option)) not in values:
             yield f"{given}.{option}={value} does not go with format={operand.format}; use {' or '.join(values)}"
     if operand.rounding != "ms_eden":
         return
     if slot.gemm == "fprop":
         yield f"{given}.rounding=ms_eden is for dgrad and wgrad; use nearest"
-    needed = {
+    required = {
         f"{slot.key}.format": "nvfp4",
         f"{slot.key}.block": "1x16",
         f"{slot.key}.four_over_six": "none",
         f"{slot.gemm}.rht": MS_EDEN_GROUP,
         "rht_signs": "fresh",
     }
-    for option, value in needed.items():
+    for option, value in required.items():
         if (other := attrgetter(option)(config)) != value:
             yield f"{given}.rounding=ms_eden does not go with {key}.{option}={other}; set {key}.{option}={value}"
 
 
 def _source(config: RecipeConfig, key: str) -> Iterator[str]:
-    """Refusals of a `source` that fprop's operand cannot be: both `forward` and `codes` start from its codes, made
-    without a transform. `forward` quantizes their values, which BF16 has to hold exactly; `codes` takes them as they
-    are, so all options must equal fprop's."""
+    """Refusals of a `source` that needs another operand in fprop. `forward` and `codes` both start from fprop's codes,
+    made without a transform. `forward` quantizes their values, which must be exact in BF16. `codes` uses the codes
+    unchanged, so all options must equal fprop's."""
     for gemm, tensor in (("dgrad", "weight"), ("wgrad", "activation")):
         operand: SecondOperandConfig = getattr(getattr(config, gemm), tensor)
         if operand.source == "tensor" or operand.format == "bf16":
             continue
-        given, first = f"{key}.{gemm}.{tensor}.source={operand.source}", getattr(config.fprop, tensor)
-        if first.format == "bf16" or (first.format == "fp8" and operand.source == "forward"):
-            why = "makes no codes" if first.format == "bf16" else "has scales that BF16 does not hold"
-            yield f"{given}, but {key}.fprop.{tensor}.format={first.format} {why}; set it to tensor"
+        given, fprop = f"{key}.{gemm}.{tensor}.source={operand.source}", getattr(config.fprop, tensor)
+        if fprop.format == "bf16" or (fprop.format == "fp8" and operand.source == "forward"):
+            why = "makes no codes" if fprop.format == "bf16" else "has scales that are not exact in BF16"
+            yield f"{given}, but {key}.fprop.{tensor}.format={fprop.format} {why}; set source to tensor"
         for name in ("fprop", gemm) if operand.source == "codes" else ("fprop",):
             if rht := getattr(config, name).rht:
-                yield f"{given} takes untransformed codes, but {key}.{name}.rht={rht}; set one of them to tensor or 0"
-        for option in (field.name for field in fields(OperandConfig) if operand.source == "codes"):
-            mine, theirs = getattr(operand, option), getattr(first, option)
-            if mine != theirs:
                 yield (
-                    f"{given} takes the codes of fprop, but {option}={mine} differs from "
-                    f"{key}.fprop.{tensor}.{option}={theirs}; make them equal, or set source to tensor"
+                    f"{given} uses codes of the tensor without a transform, but {key}.{name}.rht={rht}; set source to "
+                    "tensor, or rht to 0"
+                )
+        for option in (field.name for field in fields(OperandConfig) if operand.source == "codes"):
+            value, fprop_value = getattr(operand, option), getattr(fprop, option)
+            if value != fprop_value:
+                yield (
+                    f"{given} uses the codes of fprop, but {option}={value} differs from "
+                    f"{key}.fprop.{tensor}.{option}={fprop_value}; make them equal, or set source to tensor"
                 )
 
 
 def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> Iterator[str]:
-    """Refusals of options that change nothing. recipes: its own and those of its exceptions, in this order."""
+    """Refusals of options without effect. recipes: the precision's own and those of its exceptions, in this order."""
     recipe, switch, why = recipes[0], precision.switch.when, dict[str, str]()
     nothing = "nothing is quantized; leave it out, or choose a quantized recipe, such as precision=nvfp4"
     if not recipe.quantized:
@@ -201,7 +204,7 @@ def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: 
             why |= {"diagnostics.interval": nothing, "recheck_interval": nothing}
     if switch not in ("never", "gradient_noise"):
         for name in ("threshold", "interval"):
-            why[f"switch.{name}"] = f"it is for {key}.switch.when=gradient_noise; leave it out, or set that"
+            why[f"switch.{name}"] = f"only {key}.switch.when=gradient_noise uses it; leave it out, or set that"
     default = PrecisionConfig()
     for option, reason in why.items():
         if (value := attrgetter(option)(precision)) != attrgetter(option)(default):
@@ -212,30 +215,30 @@ def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: 
 
 
 def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
-    """Raise ConfigError unless every quantized linear of `plan` has input features that blocks and transforms divide.
+    """Raise ConfigError unless blocks and transforms divide the input features of every quantized linear of `plan`.
 
-    Tokens and output features are padded by the linear and need no check. tensor: ranks that share the input features
-    of some linears. backend: as `precision.backend` has it.
+    The linear pads tokens and output features, so these need no check. tensor: the tensor-parallel ranks, which shard
+    the input features of some linears. backend: as in `precision.backend`.
     """
-    if problem := _misfit(plan, tensor, block_alignment):
-        raise ConfigError(f"{problem}, as its format or transform needs; use one, or choose another format")
+    if problem := _size_problem(plan, tensor, block_alignment):
+        raise ConfigError(f"{problem}, as its format or transform requires; use one, or choose another format")
     for row in plan.rows:
-        # Ranks share output features so that one transform would mix those of two. Groups (KV heads, state groups) are
-        # padded one by one and never lie on two ranks.
+        # If ranks split a transform's group, each would mix other features than one rank alone. Groups of rows (KV
+        # heads, state groups) are padded one by one, and each is on one rank.
         linear, multiple = row.linear, tensor * block_alignment(row.recipe).group_outputs
         shared = tensor > 1 and not linear.input_sharded and linear.groups == 1
         if row.recipe.dgrad.rht and shared and linear.out_features % multiple:
             raise ConfigError(
                 f"{linear.out_features} output features of {linear.title} / parallel.tensor={tensor} are not a "
-                f"multiple of {multiple}, which {row.key}.dgrad.rht={row.recipe.dgrad.rht} mixes; use one, fewer "
+                f"multiple of {multiple}, as {row.key}.dgrad.rht={row.recipe.dgrad.rht} requires; use one, fewer "
                 "ranks, or a smaller transform"
             )
-    if backend == "transformer_engine" and (problem := _misfit(plan, tensor, te.alignment)):
-        raise ConfigError(f"{problem}, as precision.backend={backend} needs; use one, or precision.backend=emulated")
+    if backend == "transformer_engine" and (problem := _size_problem(plan, tensor, te.alignment)):
+        raise ConfigError(f"{problem}, as precision.backend={backend} requires; use one, or precision.backend=emulated")
 
 
-def _misfit(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignment]) -> str:
-    """The first quantized linear whose input features on a rank are not a multiple of what is demanded, in words."""
+def _size_problem(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignment]) -> str:
+    """The first quantized linear whose input features on a rank are not the multiple, in words; empty if none."""
     for row in plan.rows:
         linear, ranks = row.linear, tensor if row.linear.input_sharded else 1
         multiple = ranks * alignment(row.recipe).inputs
@@ -254,7 +257,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "torch": TorchBackend,
 }
 _HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = ((9, 0),), ((10, 0), (10, 3)), ((12, 0), (12, 1))
-# The formats that a backend multiplies, and the compute capabilities on which it does.
+# backend -> the formats that it multiplies -> the compute capabilities on which it does so.
 TAKES: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
     "transformer_engine": {
         "nvfp4": (*_BLACKWELL, *_CONSUMER_BLACKWELL),
@@ -268,27 +271,33 @@ _TORCH_CUDA = (12, 8)
 
 
 def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "precision") -> tuple[str, str] | None:
-    """The first thing in `recipe`, which messages name `key`, that a native backend cannot compute on any chip, by its
-    key and value, and what to do about it."""
+    """The first option of `recipe` that a native backend cannot compute on any chip: (key and value, remedy), or None.
+
+    key: the recipe's key in messages.
+    """
     formats, native = TAKES[backend], backend == "transformer_engine"
-    # Whether it is refused, what is, and what to use.
+    # (whether it is refused, the option and its value, what to use instead).
     rows: list[tuple[bool, str, str]] = [
         (compute_dtype != "bfloat16", f"compute_dtype={compute_dtype}", "bfloat16"),
         (native and recipe.rht_signs == "fresh", "rht_signs=fresh", "fixed"),
     ]
     for slot, operand in recipe.operands.items():
-        rht, drawn, six = recipe.gemms[slot.gemm].rht, operand.rounding == "stochastic", operand.four_over_six
-        draws = operand.format == "nvfp4" and slot.tensor == "gradient"
+        rht, stochastic, six = recipe.gemms[slot.gemm].rht, operand.rounding == "stochastic", operand.four_over_six
+        can_draw = operand.format == "nvfp4" and slot.tensor == "gradient"
         square = operand.block[0] > 1 and (slot.tensor != "weight" or operand.format == "mxfp8")
         row = f"1x{operand.block[1]}"
         of_slot = [
             (operand.format not in formats, f"format={operand.format}", f"{' or '.join(formats)} or bf16"),
-            (operand.source == "codes", "source=codes", "tensor: tensor cores want scales along the dot product"),
+            (operand.source == "codes", "source=codes", "tensor: tensor cores need scales along the dot product"),
             (native and operand.rounding == "ms_eden", "rounding=ms_eden", "stochastic or nearest"),
             (native and operand.source == "forward", "source=forward", "tensor"),
-            (native and drawn and not draws, "rounding=stochastic", "nearest: it draws for nvfp4 gradients alone"),
-            (native and square, "block={}x{}".format(*operand.block), f"{row}: squares are for nvfp4 and fp8 weights"),
-            (native and bool(six) and (rht > 0 or drawn), f"four_over_six={six}", "none"),
+            (native and stochastic and not can_draw, "rounding=stochastic", "nearest: only nvfp4 gradients have it"),
+            (
+                native and square,
+                "block={}x{}".format(*operand.block),
+                f"{row}: only nvfp4 and fp8 weights have them",
+            ),
+            (native and bool(six) and (rht > 0 or stochastic), f"four_over_six={six}", "none"),
         ]
         rows += [(refused, f"{slot.key}.{what}", use) for refused, what, use in of_slot if operand.quantized]
     for name, gemm in recipe.gemms.items():
@@ -301,21 +310,22 @@ def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "
 
 
 def unsupported(backend: str, recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why no release of a backend can multiply the operands of `recipe` on a GPU of this compute capability, or None
-    if one can."""
+    """Why no release of a backend can multiply the operands of `recipe` on a GPU of this compute capability; None: one
+    can."""
     here = f"this GPU has {capability[0]}.{capability[1]}"
     for name in sorted(recipe.formats):
         if capability not in (chips := TAKES[backend][name]):
-            known = ", ".join(f"{major}.{minor}" for major, minor in chips)
-            return f"native {name} needs compute capability {known} and {here}"
-    fp32_scales = any(of.format == "fp8" and not of.power_of_two_scales for of in recipe.operands.values())
+            supported = ", ".join(f"{major}.{minor}" for major, minor in chips)
+            return f"native {name} needs compute capability {supported} and {here}"
+    operands = recipe.operands.values()
+    fp32_scales = any(operand.format == "fp8" and not operand.power_of_two_scales for operand in operands)
     if fp32_scales and capability in _BLACKWELL:
-        return f"{here}, whose FP8 GEMM takes no scales but powers of two (precision.fp8_power_of_two_scales=true)"
+        return f"{here}, whose FP8 GEMM only takes powers of two as scales (precision.fp8_power_of_two_scales=true)"
     return None
 
 
 def _unsupported_here(backend: str, recipes: Iterable[Recipe]) -> str | None:
-    """Why a backend cannot compute `recipes` on this machine's GPU, with what is installed, or None if it can."""
+    """Why a backend cannot compute `recipes` on this machine's GPU with the installed software; None if it can."""
     cuda = torch.version.cuda
     if cuda is None:
         return "this PyTorch is built without CUDA"
@@ -331,10 +341,13 @@ def _unsupported_here(backend: str, recipes: Iterable[Recipe]) -> str | None:
 
 
 def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why the installed Transformer Engine is too old for `recipe` on this GPU; None if it is not, or not there. What
-    releases lack was read from their sources (2.9 to 2.20); they compute other numbers than the reference, or none."""
+    """Why the installed Transformer Engine is too old for `recipe` on this GPU; None if it is not, or not installed.
+
+    The table was read from the sources of releases 2.9 to 2.20. Older ones compute other numbers than the reference, or
+    none.
+    """
     four_over_six = any(operand.four_over_six for operand in recipe.operands.values())
-    # Whether the recipe needs it, the first release that has it, and what earlier ones do.
+    # (whether the recipe needs a release, the release, what earlier ones do).
     rows = [
         (True, (2, 14), "NVFP4's copies share their draws and block scales are rounded in another order"),
         (four_over_six, (2, 17), "there is no four-over-six"),
@@ -353,7 +366,7 @@ def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
 
 
 def installed_version() -> str | None:
-    """The version of the installed Transformer Engine, such as `2.20.2`; None if there is none."""
+    """The version of the installed Transformer Engine, such as `2.20.2`; None if it is not installed."""
     try:
         return importlib.metadata.version("transformer_engine")
     except importlib.metadata.PackageNotFoundError:
@@ -365,7 +378,7 @@ def installed_version() -> str | None:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """A backend's name, and why this one."""
+    """A backend's name, and the reason for the choice."""
 
     name: str
     reason: str
@@ -378,15 +391,15 @@ class BackendChoice:
 
 
 def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None]) -> BackendChoice:
-    """The backend for a checked `config`, before and after its switch, on this machine's `device_type`.
+    """The backend for a checked `config` on this machine's `device_type`.
 
-    plans: before and after the switch, None without one.
-    Raises ConfigError if `precision.backend=transformer_engine` or `torch` cannot be had, or if the first would be used
-    and an environment variable asks it for inexact arithmetic.
+    plans: before and after the switch; None without a switch. Raises ConfigError if `precision.backend` is
+    transformer_engine or torch, which cannot run here, or if transformer_engine would run and an environment variable
+    makes it compute inexactly.
     """
     wanted = config.precision.backend
     if wanted == "emulated":
-        return BackendChoice("emulated", "as precision.backend says")
+        return BackendChoice("emulated", "set by precision.backend")
     recipes = [recipe for recipe in recipes_in(plans) if recipe.quantized]
     if wanted == "auto" and not recipes:
         return BackendChoice("emulated", "nothing is quantized")
@@ -400,34 +413,34 @@ def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None
         raise ConfigError(f"precision.backend={native}: {reason}; use precision.backend=emulated")
     if native == "transformer_engine" and (variable := te.fast_math_variable()):
         raise ConfigError(
-            f"{variable} is set, which makes Transformer Engine quantize inexactly; unset it, or use "
+            f"{variable} is set and makes Transformer Engine quantize inexactly; unset it, or use "
             "precision.backend=emulated"
         )
-    why = {"transformer_engine": "native on", "torch": "our codes, tensor cores of"}[native]
+    why = {"transformer_engine": "native on", "torch": "emulated codes, tensor cores of"}[native]
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     return BackendChoice(native, f"{why} compute capability {capability}")
 
 
 def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
-    """Why the backend `native` cannot compute the linears of a checked `config` on any chip; None: some chips may.
-    plans: as `choose_backend` has them."""
+    """Why the backend `native` cannot compute the linears of a checked `config` on any chip; None: some chips may be
+    able to. plans: as in `choose_backend`."""
     for plan in (plan for plan in plans if plan is not None):
         for row in plan.rows:
             if refusal := first_refusal(native, row.recipe, config.precision.compute_dtype, row.key):
-                return f"it cannot do {refusal[0]}"
-        if native == "transformer_engine" and (problem := _misfit(plan, config.parallel.tensor, te.alignment)):
+                return f"it cannot compute {refusal[0]}"
+        if native == "transformer_engine" and (problem := _size_problem(plan, config.parallel.tensor, te.alignment)):
             return problem
     return None
 
 
 def agreed_backend(choice: BackendChoice) -> BackendChoice:
-    """`choice`, if all ranks chose alike; a collective. Raises ConfigError if they did not."""
+    """Returns `choice`. A collective; raises ConfigError if ranks chose different backends."""
     choices: list[BackendChoice] = [choice] * dist.get_world_size()
     dist.all_gather_object(choices, choice)
     for rank, other in enumerate(choices):
         if other.name != choices[0].name:
             raise ConfigError(
                 f"precision.backend=auto is {choices[0]} on rank 0, but {other} on rank {rank}; make the machines "
-                "alike, or name the backend"
+                "equal, or name the backend"
             )
     return choice

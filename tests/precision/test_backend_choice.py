@@ -59,9 +59,9 @@ def refused(config: Config, device_type: str = "cuda") -> str:
         (TE, (10, 3), "nvfp4", FOUR_OVER_SIX, "2.16.1", "needs 2.17 or newer: before, there is no four-over-six"),
         (TE, (10, 3), "nvfp4", FOUR_OVER_SIX, "2.17.0+abc", NATIVE),
         (TE, (12, 0), "nvfp4", {}, "2.18.0", "before, stochastic rounding makes every gradient zero"),
-        (TE, (10, 0), "nvfp4", {"wgrad.rht": 32}, "2.20.2", "it cannot do precision.wgrad.rht=32"),
+        (TE, (10, 0), "nvfp4", {"wgrad.rht": 32}, "2.20.2", "it cannot compute precision.wgrad.rht=32"),
         (TE, (10, 0), "nvfp4_all_the_way", {}, "2.20.2", "rounding=stochastic"),
-        (TE, (10, 0), "nvfp4_quartet2", {}, "2.20.2", "it cannot do precision.rht_signs=fresh"),
+        (TE, (10, 0), "nvfp4_quartet2", {}, "2.20.2", "it cannot compute precision.rht_signs=fresh"),
         (TE, (10, 0), "nvfp4_best", {}, "2.20.2", NATIVE),
         (TE, (12, 0), "nvfp4_best", {}, "2.20.2", "native mxfp8 needs compute capability 10.0, 10.3"),
         (TE, (10, 0), "fp8_block", {}, "2.20.2", "power_of_two_scales"),
@@ -91,7 +91,7 @@ def test_a_backend_where_it_computes_what_the_reference_does(
 
 def test_without_a_gpu_the_package_or_anything_quantized(machine):
     machine((10, 0), missing="transformer_engine is not installed")
-    assert chosen(configured(backend="emulated")) == BackendChoice("emulated", "as precision.backend says")
+    assert chosen(configured(backend="emulated")) == BackendChoice("emulated", "set by precision.backend")
     assert chosen(configured("bf16")).reason == "nothing is quantized"
     assert chosen(configured(backend="emulated")).open() is EMULATED
     assert isinstance(chosen(configured(backend="torch")).open(), TorchBackend)
