@@ -38,7 +38,6 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
-from megatron_fp4.precision import transformer_engine
 from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, codes_of, shared_amax
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -48,7 +47,7 @@ from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
-from megatron_fp4.precision.transformer_engine import NativeOperand
+from megatron_fp4.precision.transformer_engine import NativeLayout, NativeOperand, TransformerEngineBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.tensor import QuantizedTensor
@@ -285,13 +284,13 @@ class _PlannedTorch(_CountsProducts, TorchBackend):
     """The backend `torch`, on kernels that do nothing."""
 
 
-class _PlannedTransformerEngine(_CountsProducts, transformer_engine.TransformerEngineBackend):
+class _PlannedTransformerEngine(_CountsProducts, TransformerEngineBackend):
     """Allocates what quantizers and GEMMs of Transformer Engine return. What they allocate besides is not known."""
 
     def __init__(self) -> None:  # without the package
         self._weight_layouts = {}
 
-    def _quantize(
+    def quantize(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[NativeOperand, NativeOperand | None]:
         request = columns or rows
@@ -324,8 +323,7 @@ def _native_operand(x: Tensor, operand: Operand, amax: Tensor | None, along: str
     # FP8 keeps a scale for each square block, the other formats one for each row of the block.
     scale_rows = num_rows // operand.block[0] if operand.format == "fp8" else num_rows
     scales = x.new_empty(scale_rows, k // operand.block[1], dtype=format_of(operand.format).scales)
-    layout = transformer_engine._Layout(operand, along, object, ())
-    return NativeOperand.of(QuantizedTensor(codes, scales, operand.block), amax, layout)
+    return NativeOperand.of(QuantizedTensor(codes, scales, operand.block), amax, NativeLayout(operand, along))
 
 
 def _num_rows(operand: NativeOperand) -> int:

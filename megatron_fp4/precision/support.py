@@ -266,7 +266,7 @@ TAKES: dict[str, dict[str, tuple[tuple[int, int], ...]]] = {
     },
     "torch": {"nvfp4": (*_BLACKWELL, *_CONSUMER_BLACKWELL), "mxfp8": (*_BLACKWELL, *_CONSUMER_BLACKWELL)},
 }
-# The first CUDA whose cuBLAS multiplies block-scaled codes.
+# The first CUDA version whose cuBLAS multiplies block-scaled codes.
 _TORCH_CUDA = (12, 8)
 
 
@@ -276,36 +276,32 @@ def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "
     key: the recipe's key in messages.
     """
     formats, native = TAKES[backend], backend == "transformer_engine"
-    # (whether it is refused, the option and its value, what to use instead).
-    rows: list[tuple[bool, str, str]] = [
+    # (whether it is refused, the option and its value, what to use instead)
+    checks: list[tuple[bool, str, str]] = [
         (compute_dtype != "bfloat16", f"compute_dtype={compute_dtype}", "bfloat16"),
         (native and recipe.rht_signs == "fresh", "rht_signs=fresh", "fixed"),
     ]
     for slot, operand in recipe.operands.items():
         rht, stochastic, six = recipe.gemms[slot.gemm].rht, operand.rounding == "stochastic", operand.four_over_six
         can_draw = operand.format == "nvfp4" and slot.tensor == "gradient"
-        square = operand.block[0] > 1 and (slot.tensor != "weight" or operand.format == "mxfp8")
-        row = f"1x{operand.block[1]}"
+        rows, columns = operand.block
+        square = rows > 1 and (slot.tensor != "weight" or operand.format == "mxfp8")
         of_slot = [
             (operand.format not in formats, f"format={operand.format}", f"{' or '.join(formats)} or bf16"),
             (operand.source == "codes", "source=codes", "tensor: tensor cores need scales along the dot product"),
             (native and operand.rounding == "ms_eden", "rounding=ms_eden", "stochastic or nearest"),
             (native and operand.source == "forward", "source=forward", "tensor"),
             (native and stochastic and not can_draw, "rounding=stochastic", "nearest: only nvfp4 gradients have it"),
-            (
-                native and square,
-                "block={}x{}".format(*operand.block),
-                f"{row}: only nvfp4 and fp8 weights have them",
-            ),
+            (native and square, f"block={rows}x{columns}", f"1x{columns}: only nvfp4 and fp8 weights have squares"),
             (native and bool(six) and (rht > 0 or stochastic), f"four_over_six={six}", "none"),
         ]
-        rows += [(refused, f"{slot.key}.{what}", use) for refused, what, use in of_slot if operand.quantized]
+        checks += [(refused, f"{slot.key}.{what}", use) for refused, what, use in of_slot if operand.quantized]
     for name, gemm in recipe.gemms.items():
         left, right = gemm.left.format, gemm.right.format
         sizes = (0, 16) if name == "wgrad" and left == "nvfp4" else (0,)
-        rows.append((left != right, f"{name} of {left} and {right}", "equal formats in one GEMM"))
-        rows.append((native and gemm.rht not in sizes, f"{name}.rht={gemm.rht}", " or ".join(map(str, sizes))))
-    found = ((f"{key}.{what}", f"use {use}, or precision.backend=emulated") for refused, what, use in rows if refused)
+        checks.append((left != right, f"{name} of {left} and {right}", "equal formats in one GEMM"))
+        checks.append((native and gemm.rht not in sizes, f"{name}.rht={gemm.rht}", " or ".join(map(str, sizes))))
+    found = ((f"{key}.{what}", f"use {use}, or precision.backend=emulated") for refused, what, use in checks if refused)
     return next(found, None)
 
 
@@ -347,7 +343,7 @@ def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
     none.
     """
     four_over_six = any(operand.four_over_six for operand in recipe.operands.values())
-    # (whether the recipe needs a release, the release, what earlier ones do).
+    # (whether the recipe needs a release, the release, what earlier ones do)
     rows = [
         (True, (2, 14), "NVFP4's copies share their draws and block scales are rounded in another order"),
         (four_over_six, (2, 17), "there is no four-over-six"),

@@ -1,8 +1,8 @@
-"""The backend `torch`: our quantizers' codes, multiplied on Blackwell by `torch.nn.functional.scaled_mm`.
+"""The backend `torch`: the project's own quantizers, and GEMMs on Blackwell by `torch.nn.functional.scaled_mm`.
 
-Transformer Engine is not needed. Codes, block scales and tensor scales are those of the emulated backend bit for bit,
-draws of stochastic rounding included: one run has the same codes on a CPU, on Hopper and on Blackwell, at any mesh.
-Only the order of accumulation is the chip's.
+It does not need Transformer Engine. Codes, block scales and tensor scales are those of the emulated backend bit for
+bit, including the draws of stochastic rounding: a run has the same codes on a CPU, on Hopper and on Blackwell, on any
+mesh. Only the order of accumulation depends on the chip.
 
     operand [rows, k]    nvfp4                                        mxfp8
     codes                uint8 [rows, k / 2], even column in the      E4M3 bytes [rows, k]
@@ -10,17 +10,18 @@ Only the order of accumulation is the chip's.
     block scales         E4M3, k / 16 columns                         UE8M0, k / 32 columns
     tensor scale         FP32 0-dim, amax / 2688                      none
 
-k is along the dot product; block scales lie in cuBLAS's tiles (quantization/tensor.py); cuBLAS multiplies both tensor
-scales into the FP32 sum. Such a GEMM reads both sides along the dot product ("TN"). An operand along the rows of a
-tensor is therefore quantized there, as ever, and its bytes are transposed. Square blocks have the same codes along both
-dimensions: these are made once and exchanged. cuBLAS wants whole 16 of output columns, which whole blocks are, and
-whole 32 along the dot product: codes are filled up to them here, with zeros. What is gathered (weights in square
-blocks, slices of the tokens) travels as codes and scales in their plain order.
+k runs along the dot product. Block scales are in cuBLAS's tiled layout (quantization/tensor.py). cuBLAS multiplies the
+FP32 sum by both tensor scales. Such a GEMM reads both sides along the dot product ("TN"). So an operand along the rows
+of a tensor is quantized along the rows, and its bytes are stored transposed. Square blocks have the same codes along
+both dimensions: they are quantized once and transposed. cuBLAS requires a multiple of 16 output columns, which complete
+blocks have, and a multiple of 32 elements along the dot product, to which codes are padded here with zeros. Operands
+that ranks gather (weights in square blocks, slices of the tokens) are sent as codes and scales in their plain order.
 
-What has no packed kernel (four-over-six in square blocks, transforms of other sizes, fresh signs but MS-EDEN's) is
-quantized in PyTorch, as in the emulated backend.
+Operands that have no packed kernel (four-over-six in square blocks, transforms of other sizes, fresh signs except
+MS-EDEN's) are quantized in PyTorch, as in the emulated backend.
 
-Not run: no Blackwell chip was at hand. The self-test compares codes, products and poison before the first step.
+Not run: no Blackwell chip was available. Before the first step the self-test compares codes and products and checks
+that NaN and inf reach the products.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes
 
 @dataclass(frozen=True)
 class _Format:
-    """How `scaled_mm` takes a format: codes a byte, their dtype, what its scales are and how they lie."""
+    """A format's arguments for `scaled_mm`. per_byte: codes in a byte. codes: their dtype."""
 
     per_byte: int
     codes: torch.dtype
@@ -76,8 +77,9 @@ FORMATS = {
 class PackedOperand:
     """One side of a GEMM of codes, [rows, k] with the dot product along k.
 
-    codes: uint8 [rows, bytes of k codes, in nvfp4 filled up to whole 16]. scales: E4M3 or UE8M0 in tiles, flat. scale:
-    FP32 0-dim factor from `code * block scale` to real values, None for 1 (mxfp8). layout: (how it was quantized, k).
+    codes: uint8 [rows, bytes of k codes padded to a multiple of 32]. scales: E4M3 or UE8M0 in cuBLAS's tiles, 1-dim.
+    scale: the factor between `code * block scale` and the real values, FP32 0-dim; None: 1 (mxfp8). layout: (how it was
+    quantized, k).
     """
 
     codes: Tensor
@@ -88,7 +90,7 @@ class PackedOperand:
 
     @staticmethod
     def of(made: QuantizedTensor, scale: Tensor | None, operand: Operand) -> PackedOperand:
-        """From codes, and block scales of each row in their plain order."""
+        """Make an operand from codes and from block scales in their plain order, one row of scales per row."""
         codes, per_byte = made.codes.view(torch.uint8), FORMATS[operand.format].per_byte
         size = codes.shape[1] * per_byte
         codes = torch.nn.functional.pad(codes, (0, -size % _DOT_MULTIPLE // per_byte))
@@ -97,7 +99,7 @@ class PackedOperand:
 
     @property
     def form(self) -> _Format:
-        """How `scaled_mm` takes it."""
+        """The arguments of its format for `scaled_mm`."""
         return FORMATS[self.layout[0].format]
 
     def decoded(self) -> QuantizedTensor:
@@ -113,7 +115,7 @@ class PackedOperand:
         return self.decoded().block_values()
 
     def transposed(self) -> PackedOperand:
-        """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
+        """The operand with rows and columns exchanged; only square blocks have the same codes along both."""
         return PackedOperand.of(self.decoded().transposed(), self.scale, self.layout[0])
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], PackedOperand]:
@@ -129,38 +131,40 @@ class PackedOperand:
 
 
 class TorchBackend(Backend):
-    """The emulation's codes in `scaled_mm`'s layout, and its products, to which it cannot add (no beta). Whole blocks
-    are enough, as for the emulation: with other padding the draws would be others."""
+    """The emulation's codes in the layout of `scaled_mm`, which cannot add to a result (it has no beta).
+
+    The padding is the emulation's, to complete blocks, because draws depend on it.
+    """
 
     name = "torch"
 
     def packs(self, request: OperandRequest) -> bool:
-        """NVFP4's square blocks."""
+        """Whether the weight has NVFP4's square blocks."""
         return in_square_blocks(request) and request.operand.format in FORMATS
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
-        """Copies of the codes in cuBLAS's layout, of both directions, which a step keeps."""
+        """Copies of the codes in cuBLAS's layout, along both dimensions; the linear keeps them for a step."""
         fprop = PackedOperand.of(gathered.padded(), gathered.scale, operand)
         return fprop, fprop.transposed()
 
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By the fused kernels as far as they go, by PyTorch what is left."""
-        # Four-over-six sums errors over a block in an order of its own along each dimension: its codes are exchanged
-        # only if the operand along the columns is the same, which the emulation exchanges as well.
+        """The fused kernels make the operands that they can, PyTorch the others."""
+        # Along each dimension, four-over-six sums the errors of a block in another order, so codes may differ. They are
+        # transposed only if both requests are equal; then the emulation transposes them too.
         if rows is None or not codes_transpose(rows) or (rows.operand.four_over_six and columns != rows):
             return _makers(x, columns, rows)
-        source, _ = _makers(x, rows, None)
-        assert source is not None
-        along_columns = functools.cache(source)
-        first = along_columns if columns == rows else _makers(x, columns, None)[0]
-        return first, lambda: along_columns().transposed()
+        make, _ = _makers(x, rows, None)
+        assert make is not None
+        make_once = functools.cache(make)
+        make_columns = make_once if columns == rows else _makers(x, columns, None)[0]
+        return make_columns, lambda: make_once().transposed()
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
     ) -> Tensor:
-        """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
+        """a b^T: a GEMM of codes if both sides are quantized, else an ordinary one (support.py refuses mixtures)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
             return added(EMULATED.gemm(a, b, out_dtype), total, rows)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
@@ -182,9 +186,9 @@ class TorchBackend(Backend):
 def _makers(
     x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
-    """As `TorchBackend.operands`, each operand quantized by itself."""
+    """As `TorchBackend.operands`, with each operand quantized by itself."""
 
-    def made(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | GemmOperand:
+    def make(request: OperandRequest, fused: Fused | None, along: str) -> PackedOperand | GemmOperand:
         operand, transposed = request.operand, along == "rows"
         if fused is not None:
             encoded = QuantizedTensor(*fused.code_bytes(along), operand.block)
@@ -194,8 +198,8 @@ def _makers(
         encoded = encode_operand(x, request, transposed)
         return PackedOperand.of(encoded, encoded.decode_scale(), operand)
 
-    of_columns, of_rows = fused_kernels(x, columns, rows)
+    columns_kernels, rows_kernels = fused_kernels(x, columns, rows)
     return (
-        None if columns is None else functools.partial(made, columns, of_columns, "columns"),
-        None if rows is None else functools.partial(made, rows, of_rows, "rows"),
+        None if columns is None else functools.partial(make, columns, columns_kernels, "columns"),
+        None if rows is None else functools.partial(make, rows, rows_kernels, "rows"),
     )

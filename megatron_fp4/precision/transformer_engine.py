@@ -1,32 +1,32 @@
-"""The native backend: Transformer Engine's quantizers and cuBLAS block-scaled GEMMs under our autograd function.
+"""The native backend: Transformer Engine's quantizers and cuBLAS block-scaled GEMMs, called by our autograd function.
 
-A linear of Transformer Engine is three calls, and so is this one: a quantizer makes both operands of a tensor in one
-launch (`rowwise` along its columns, `columnwise` along its rows, after the Hadamard transform where there is one), and
-`general_gemm` multiplies them. Calling them here rather than `te.Linear` gives each GEMM its own precision, a weight
-gradient that leaves the GEMM in FP32 (and is added to that of earlier micro-batches by the GEMM itself), DTensor
-parameters, and weights quantized once a step.
+Like a linear of Transformer Engine, it makes two kinds of calls: a quantizer makes both operands of a tensor in one
+launch (`rowwise` along its columns, `columnwise` along its rows, after the Hadamard transform if there is one), and
+`general_gemm` multiplies them. This file calls these instead of `te.Linear`, so that each GEMM has its own precision,
+weight gradients leave the GEMM in FP32 (and the GEMM itself adds them to those of earlier micro-batches), parameters
+are DTensors, and weights are quantized once per step.
 
-    our operand                   what Transformer Engine has
+    our operand                   Transformer Engine's storage
     x, dy  [n, k] along columns   rowwise_data     [n, k],  one scale for 16 (FP8: 128) columns
     x, dy  transposed, [m, n]     columnwise_data  [m, n],  the same of the (transformed) transpose
     W                             both, from 16x16 (FP8: 128x128) blocks
 
-MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows. Quantizers may write NVFP4 scales in the
-order that cuBLAS reads (`optimize_for_gemm`); `NativeOperand.decoded` puts them back for all others.
+MXFP8's columnwise data is not transposed: it is [n, m] with one scale for 32 rows. Quantizers may write NVFP4 scales in
+the order that cuBLAS reads (`optimize_for_gemm`); `NativeOperand.decoded` returns them in their plain order.
 
-Weights in 16x16 blocks that FSDP gathers as codes are quantized by the project's own kernels, shard by shard:
-Transformer Engine's take whole blocks alone, and FSDP cuts rows anywhere. The codes are the same (the self-test
-compares both), and gathered ones are put into the layout of the table, their scales in cuBLAS's order.
+FSDP gathers weights in 16x16 blocks as codes. The project's own kernels quantize each shard of these, because
+Transformer Engine's kernels take only complete blocks and FSDP cuts between any two rows. The codes are the same (the
+self-test compares them). Gathered codes are put into the layout of the table, with scales in cuBLAS's order.
 
-What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
-Transformer Engine's (8 bits each), from CUDA's default generator, which has for every tensor a state that is seeded by
-the same key that the emulation draws from: they depend on seed, step, micro-batch, linear and shard, so a resumed run
-repeats them, but not on the mesh. CUDA graphs seed these states before each replay (precision/rng.py). Not run: its
-NVFP4 and MXFP8 in a CUDA graph; FP8 has no draws.
+Two things differ from the emulated backend: the order of accumulation, and the draws of stochastic rounding.
+Transformer Engine draws 8 bits for each element from CUDA's default generator. For every tensor this generator gets a
+state that is seeded by the emulation's key. So draws depend on seed, step, micro-batch, linear and shard, and a resumed
+run repeats them; but unlike the emulation's they change with the mesh. CUDA graphs seed these states before each replay
+(precision/rng.py). Not run: NVFP4 and MXFP8 in a CUDA graph; FP8 has no draws.
 
-NaN and inf: Transformer Engine's kernels take the maximum by instructions that drop NaN, and convert NaN to the largest
-code; nothing that they return shows it. So the tensor is read once more, right after the quantizer, and NaN or inf in
-it makes its maximum (FP8: its scales) NaN.
+NaN and inf: Transformer Engine's kernels compute the maximum with instructions that ignore NaN, and convert NaN to the
+largest code, so their results do not show it. Therefore this backend reads the tensor again right after the quantizer,
+and NaN or inf in it sets its maximum (FP8: its scales) to NaN.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ from megatron_fp4.quantization.tensor import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too; MXFP8 wants whole blocks both ways.
+# GEMMs need rows of a multiple of 16 bytes; MXFP8 needs complete blocks in both directions.
 GEMM_MULTIPLES = {"nvfp4": 32, "mxfp8": 32, "fp8": 16}
-# Of a gradient's columns, for the kernel that transforms and quantizes in one go (10.x); others take several.
+# If this divides a gradient's columns, one kernel transforms and quantizes it (on 10.x); otherwise several do.
 FUSED_TRANSFORM_COLUMNS = 128
 _NAN_E4M3 = 0x7F
-# They replace divisions and roundings by faster ones, and the codes are no longer those of the reference.
+# These variables select faster divisions and roundings, whose codes differ from those of the reference.
 FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
 
 
 @functools.cache
 def alignment(recipe: Recipe) -> Alignment:
-    """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
+    """Complete blocks, and a multiple of 16 bytes of codes along each GEMM's dot product."""
     multiple = max((GEMM_MULTIPLES[form] for form in recipe.formats if form in GEMM_MULTIPLES), default=1)
     blocks = block_alignment(recipe)
     tokens, inputs, outputs = (math.lcm(multiple, size) for size in (blocks.tokens, blocks.inputs, blocks.outputs))
@@ -99,25 +99,25 @@ def alignment(recipe: Recipe) -> Alignment:
 
 
 def not_installed() -> str | None:
-    """Why Transformer Engine cannot be used at all here, or None."""
+    """Why Transformer Engine cannot be imported here; None if it can."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed (pip install --no-build-isolation transformer-engine[pytorch])"
     try:
         _library()
-    except Exception as error:  # its own checks are assertions, and another release may have other names
+    except Exception as error:  # its own checks are assertions, and other releases may have other names
         return f"Transformer Engine is installed, but its import fails: {first_line(error)}"
     return None
 
 
 def fast_math_variable() -> str | None:
-    """The environment variable that would make the codes others than the reference's, if one is set."""
+    """The environment variable that makes codes differ from the reference; None if none is set."""
     return next((name for name in FAST_MATH_VARIABLES if os.environ.get(name, "0") not in ("", "0")), None)
 
 
 @functools.cache
 def _library() -> SimpleNamespace:
-    """What is used of Transformer Engine, imported at the first use."""
-    # Only the import of the package makes that of its compiled half possible.
+    """The names of Transformer Engine that this file uses; imported at the first use."""
+    # The package must be imported before its compiled module.
     from transformer_engine.pytorch.cpp_extensions import general_gemm  # isort: skip
     import transformer_engine_torch as tex  # isort: skip
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
@@ -134,36 +134,36 @@ def _library() -> SimpleNamespace:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Non-tensor metadata of a native operand.
+class NativeLayout:
+    """How a native operand is stored: everything about it but its tensors.
 
-    along: `columns` for rowwise data, `rows` for columnwise data. storage, settings: the class that Transformer Engine
-    keeps it in, and the arguments of that class that are no tensors.
+    along: `columns` for rowwise data, `rows` for columnwise data. storage, settings: Transformer Engine's class of its
+    storage, and the arguments of that class that are not tensors; only a GEMM needs them.
     """
 
     operand: Operand
     along: str
-    storage: type
-    settings: tuple[tuple[str, Any], ...]
+    storage: type = object
+    settings: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class NativeOperand:
-    """One direction of a tensor that Transformer Engine quantized: [rows, k], the dot product along k.
+    """One direction of a tensor that Transformer Engine quantized: [rows, k], with the dot product along k.
 
-    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k] (MXFP8 along the rows: [k, rows]). scales: as Transformer
-    Engine lays them out, padded. amax: FP32 [1] of NVFP4, else None.
+    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k] (MXFP8 along the rows: [k, rows]). scales: in Transformer Engine's
+    layout, padded. amax: the maximum of the tensor, FP32 [1], for NVFP4; otherwise None.
     """
 
     data: Tensor
     scales: Tensor
     amax: Tensor | None
-    layout: _Layout
+    layout: NativeLayout
     quantized: bool = True
 
     @property
     def scale(self) -> Tensor | None:
-        """FP32 0-dim tensor scale of NVFP4, else None."""
+        """The tensor scale, FP32 0-dim, of NVFP4; otherwise None."""
         decoded = self.decoded()
         return decoded.decode_scale() if isinstance(decoded, NVFP4Tensor) else None
 
@@ -175,7 +175,7 @@ class NativeOperand:
         return functools.partial(NativeOperand, layout=self.layout)
 
     def storage(self) -> Any:
-        """As the GEMM takes it."""
+        """The operand as Transformer Engine's GEMM takes it."""
         name, other = ("rowwise", "columnwise") if self.layout.along == "columns" else ("columnwise", "rowwise")
         parts: dict[str, Any] = {f"{name}_data": self.data, f"{name}_scale_inv": self.scales}
         parts |= {f"{other}_data": None, f"{other}_scale_inv": None}
@@ -184,9 +184,9 @@ class NativeOperand:
         return self.layout.storage(**parts, **dict(self.layout.settings))
 
     @staticmethod
-    def of(made: QuantizedTensor, amax: Tensor | None, layout: _Layout) -> NativeOperand:
-        """From codes [rows, k] (NVFP4: packed) and scales [rows, k / block], of each row. NVFP4's scales are put in the
-        order that cuBLAS reads."""
+    def of(made: QuantizedTensor, amax: Tensor | None, layout: NativeLayout) -> NativeOperand:
+        """Make an operand from codes [rows, k] (NVFP4: packed) and scales [rows, k / block], one row of scales per row.
+        NVFP4's scales are put in the order that cuBLAS reads."""
         codes, scales, form = made.codes.view(torch.uint8), made.scales, layout.operand.format
         rows, columns = scales.shape
         padded = rows + -rows % TILE_ROWS, columns + -columns % TILE_COLUMNS
@@ -204,7 +204,7 @@ class NativeOperand:
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], NativeOperand]:
         decoded = self.decoded()
-        if self.amax is not None:  # other ranks have no NaN in theirs
+        if self.amax is not None:  # the amax of other ranks may be finite, so the scales must show a NaN
             scales = decoded.scales.view(torch.uint8).masked_fill(~self.amax.isfinite(), _NAN_E4M3)
             decoded = replace(decoded, scales=scales.view(decoded.scales.dtype))
         joined = gather_slices(decoded, gather, transposed)
@@ -215,7 +215,7 @@ class NativeOperand:
         return self.decoded().block_values()
 
     def decoded(self) -> QuantizedTensor:
-        """Codes and scales in our layout."""
+        """Codes and scales in the layout of `QuantizedTensor`."""
         operand, rows = self.layout.operand, self.data.shape[0]
         if operand.format == "mxfp8":
             codes, scales = self.data.view(torch.float8_e4m3fn), self.scales.view(torch.uint8)
@@ -240,7 +240,7 @@ class NativeOperand:
 
 
 class TransformerEngineBackend(Backend):
-    """Transformer Engine's quantizers, kept for their next use, and its GEMM; ImportError without the package."""
+    """Transformer Engine's quantizers, which are kept, and its GEMM. Raises ImportError without the package."""
 
     name = "transformer_engine"
     accumulates = True
@@ -249,34 +249,34 @@ class TransformerEngineBackend(Backend):
     def __init__(self) -> None:
         _library()
         self._quantizers: dict[tuple[Any, ...], Any] = {}
-        self._weight_layouts: dict[Operand, tuple[_Layout, _Layout]] = {}
+        self._weight_layouts: dict[Operand, tuple[NativeLayout, NativeLayout]] = {}
 
     def alignment(self, recipe: Recipe) -> Alignment:
         return alignment(recipe)
 
     def packs(self, request: OperandRequest) -> bool:
-        """NVFP4's square blocks."""
+        """Whether the weight has NVFP4's square blocks."""
         return in_square_blocks(request) and request.operand.format == "nvfp4"
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[NativeOperand, NativeOperand]:
-        """Copies of the codes in Transformer Engine's layout, of both directions, which a step keeps."""
+        """Copies of the codes in Transformer Engine's layout, along both dimensions; a linear keeps them for a step."""
         assert gathered.amax is not None
-        if operand not in self._weight_layouts:  # as its quantizer has them
+        if operand not in self._weight_layouts:  # taken from a small tensor that the quantizer made
             block = torch.zeros(TILE_ROWS, TILE_ROWS, dtype=torch.bfloat16, device=gathered.codes.device)
-            fprop, dgrad = self._quantize(block, OperandRequest(operand), OperandRequest(operand))
+            fprop, dgrad = self.quantize(block, OperandRequest(operand), OperandRequest(operand))
             assert dgrad is not None
             self._weight_layouts[operand] = fprop.layout, dgrad.layout
-        whole, amax = gathered.padded(), gathered.amax.view(1)
-        along_columns, along_rows = self._weight_layouts[operand]
-        fprop = NativeOperand.of(whole, amax, along_columns)
-        return fprop, NativeOperand.of(whole.transposed(), amax, along_rows)
+        weight, amax = gathered.padded(), gathered.amax.view(1)
+        fprop_layout, dgrad_layout = self._weight_layouts[operand]
+        fprop = NativeOperand.of(weight, amax, fprop_layout)
+        return fprop, NativeOperand.of(weight.transposed(), amax, dgrad_layout)
 
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By one quantizer if both are wanted of one kind, else each by its own."""
+        """One quantizer makes both operands if they are of one kind; otherwise each has its own."""
         if columns is not None and rows is not None and columns.operand == rows.operand and columns.operand.quantized:
-            made: tuple[Any, Any] = self._quantize(x, columns, rows)
+            made: tuple[Any, Any] = self.quantize(x, columns, rows)
             return lambda: made[0], lambda: made[1]
         return self._maker(x, columns, None), self._maker(x, None, rows)
 
@@ -286,18 +286,18 @@ class TransformerEngineBackend(Backend):
             return None
         if not request.operand.quantized:
             return functools.partial(quantize_operand, x, request, transposed=columns is None)
-        return lambda: self._quantize(x, columns, rows)[columns is None]
+        return lambda: self.quantize(x, columns, rows)[columns is None]
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
     ) -> Tensor:
-        """a b^T: native where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
+        """a b^T: native if both sides are quantized, else an ordinary GEMM (support.py refuses mixtures)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
             return EMULATED.gemm(a, b, out_dtype, total, rows)
         if rows is not None:
             return added(self.gemm(a, b, out_dtype), total, rows)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
-        # As general_gemm counts: its A is our b, T where the dot product lies along stored rows.
+        # general_gemm's A is our b, its B our a. It names A first; T: the dot product lies along stored rows.
         layout = ("T" if b.layout.along == "columns" else "N") + ("N" if a.layout.along == "columns" else "T")
         out = _library().general_gemm(
             b.storage(),
@@ -311,33 +311,33 @@ class TransformerEngineBackend(Backend):
         )
         return out[0]
 
-    def _quantize(
+    def quantize(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[NativeOperand, NativeOperand | None]:
-        """Operands of x [n, m] along its columns, which is made in any case, and along its rows: of one kind."""
+        """Operands of one kind from x [n, m]: along its columns, even without a request, and along its rows."""
         request = columns or rows
         assert request is not None
         hadamard, signs = rows is not None and rows.rht > 0, request.signs == "fixed"
-        made_for = (request.operand, rows is not None, hadamard, signs, request.amax_group)
-        key = (*made_for, x.device.index)
+        options = (request.operand, rows is not None, hadamard, signs, request.amax_group)
+        key = (*options, x.device.index)
         if key not in self._quantizers:
-            self._quantizers[key] = _new_quantizer(*made_for)
+            self._quantizers[key] = _new_quantizer(*options)
         x = x.to(request.dtype).contiguous()
         draws = nullcontext() if request.key is None else _seeded(request.key, x.device)
         with torch.cuda.device(x.device), draws:
             storage = self._quantizers[key](x)
         parts = storage.get_metadata()
-        # The kernels drop NaN, this does not. Zero times it, added below, changes nothing unless it is NaN or inf.
+        # The kernels ignore NaN, this norm does not. Below, 0 * largest is added: it is 0, or NaN for NaN and inf.
         largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
         settings = tuple((k, None if k == "quantizer" else v) for k, v in parts.items() if k not in _TENSORS)
 
         def operand(name: str, along: str) -> NativeOperand:
             scales, amax = parts[f"{name}_scale_inv"], parts.get(f"amax_{name}")
             if request.operand.format == "mxfp8":
-                scales.masked_fill_(~largest.isfinite(), 255)  # a byte takes no NaN by addition
+                scales.masked_fill_(~largest.isfinite(), 255)  # an addition cannot set a byte to NaN
             else:
                 (scales if amax is None else amax).add_(largest, alpha=0)
-            layout = _Layout(request.operand, along, type(storage), settings)
+            layout = NativeLayout(request.operand, along, type(storage), settings)
             return NativeOperand(parts[f"{name}_data"], scales, amax, layout)
 
         return operand("rowwise", "columns"), None if rows is None else operand("columnwise", "rows")
@@ -379,14 +379,16 @@ def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, gr
             **flags,
         )
         quantizer.optimize_for_gemm = True
-    quantizer.internal = True  # a plain container, not a subclass of Tensor
+    quantizer.internal = True  # it returns a plain container, not a subclass of Tensor
     return quantizer
 
 
 @contextmanager
 def _seeded(key: RoundingKey, device: torch.device) -> Iterator[None]:
-    """Give CUDA's default generator, which Transformer Engine draws from, a state seeded by `key` and the shard's
-    place. By `graphsafe` calls: the others copy states, which a capture refuses."""
+    """Give CUDA's default generator, which Transformer Engine draws from, a state seeded by `key`, offsets included.
+
+    It uses the `graphsafe` calls, because the others copy states, which a capture does not allow.
+    """
     default = torch.cuda.default_generators[device.index or 0]
     seeded = torch.Generator(device).manual_seed(key.seed) if key.graph_generator is None else key.graph_generator()
     before = default.graphsafe_get_state()

@@ -175,9 +175,7 @@ def test_gathered_codes_of_eight_bits_lie_as_its_quantizers_leave_them(operand, 
     """Shapes of scales are those of its `get_scale_shape`, for [161, 128] or its transpose."""
     codes = torch.randint(0, 127, (161, 128), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.randint(120, 130, (161, 4), dtype=torch.uint8) if operand.format == "mxfp8" else torch.rand(161, 1)
-    made = te.NativeOperand.of(
-        QuantizedTensor(codes, scales, operand.block), None, te._Layout(operand, along, dict, ())
-    )
+    made = te.NativeOperand.of(QuantizedTensor(codes, scales, operand.block), None, te.NativeLayout(operand, along))
     assert made.scales.shape == padded[along] and made.scales.is_contiguous() and made.data.is_contiguous()
     assert made.data.shape == ((128, 161) if padded["rows"] != padded["columns"] and along == "rows" else (161, 128))
     assert torch.equal(made.decoded().codes.view(torch.uint8), codes.view(torch.uint8))

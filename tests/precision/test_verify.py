@@ -285,7 +285,7 @@ def native(rows: Tensor, operand: Operand, rht: int = 0) -> te.NativeOperand:
         eye = random_hadamard_transform(torch.eye(rht, dtype=torch.float64), rht, fixed_signs(rht))
         rows = (rows.double().unflatten(-1, (-1, rht)) @ eye).flatten(-2).bfloat16()
     quantized = quantize_nvfp4(rows, rounding=operand.rounding, key=KEY if operand.drawn else None)
-    layout = te._Layout(operand, "columns", dict, ())
+    layout = te.NativeLayout(operand, "columns")
     return te.NativeOperand(quantized.codes, quantized.scales.view(torch.uint8), quantized.amax.view(1), layout)
 
 
