@@ -170,10 +170,10 @@ SHARED = "of the variance of independent draws"
         (lambda number: uniform_of(number, N, K // 16).repeat_interleave(16, 1), SHARED),
         (lambda number: uniform_of(number, 16, K).repeat(N // 16, 1), SHARED),
         (lambda number: torch.stack(((half := uniform_of(number, N, K // 2)), 1 - half), dim=-1).flatten(1), SHARED),
-        (lambda number: uniform_of(number // 2, N, K), "its spread is"),
+        (lambda number: uniform_of(number // 2, N, K), "its variance is"),
         (lambda number: uniform_of(0, N, K), "two draws are the same"),
         (lambda number: torch.rand(N, K), "gives other draws"),
-        (lambda number: (uniform_of(number, N, K) - 0.02).clamp(min=0), "goes up too often"),
+        (lambda number: (uniform_of(number, N, K) - 0.02).clamp(min=0), "rounds up too often"),
     ],
 )
 def test_unfair_draws_of_one_operand_are_noticed(uniform, seen):
@@ -195,7 +195,7 @@ def test_two_operands_that_share_their_draws_are_noticed():
         found = fairness(sides, lambda number, how=how: draw(number, how), NO_TRANSFORM)
         assert found["dgrad_gradient"] == found["wgrad_gradient"] == ""
         fault = found["dgrad_gradient and wgrad_gradient"]
-        assert (fault == "") if how == "apart" else f"go together at the same {how}: correlation +0." in fault
+        assert (fault == "") if how == "apart" else f"are correlated at the same {how}: correlation +0." in fault
 
 
 # ------------------------------------------------------------------------------------------------------------- recheck
@@ -266,7 +266,7 @@ def test_nan_that_disappears_is_found():
     hidden = Spoiled()
     hidden.operands = lambda x, columns, rows: EmulatedBackend.operands(hidden, x.nan_to_num(), columns, rows)  # type: ignore[method-assign]
     fault, *_ = faults_of(hidden, x, w, dy)
-    assert "is finite although it was made of NaN or inf" in fault
+    assert "is finite, although its tensor has NaN or inf" in fault
 
 
 # ------------------------------------------------------------------- operands whose draws and transforms are their own
