@@ -90,8 +90,8 @@ class OperandRequest:
     output are BF16); 0: none. signs: the signs of the transform: `fixed`, `none`, or `fresh`, drawn with `signs_key`.
     key: for the draws of stochastic rounding; None rounds to nearest. slot: which operand of the recipe it is; probes
     and watchers read it. dtype: the compute dtype; an FP32 tensor (a weight) counts as rounded to it. amax_group: the
-    ranks that hold the shards of the tensor and share the maximum of all. keep: make the operand as small as possible,
-    because it is sent to other ranks or kept for the backward pass.
+    ranks that hold the tensor's shards and share the maximum over them; None: this rank's maximum. keep: make the
+    operand as small as possible, because it is sent to other ranks or kept for the backward pass.
     """
 
     operand: Operand
@@ -200,10 +200,10 @@ class Backend(ABC):
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """Functions that make two operands of `x` [n, m]: `columns` asks for [n, k = m], `rows` for the transposed
+        """Functions that make the requested operands of `x` [n, m]: along its columns, [n, k = m], and along its rows,
         [m, k = n].
 
-        Each function is called once, the first before the second; a backend may quantize here or only in the calls.
+        The caller calls each once, the first before the second; a backend may quantize here or only in these calls.
         """
 
     @abstractmethod

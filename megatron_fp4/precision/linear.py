@@ -73,10 +73,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class LinearContext:
-    """What one linear needs besides its tensors. The run's controller (plan.py) sets `name`, `recipe`, `step_state` and
-    `backend`.
+    """What one linear needs besides its tensors.
 
-    backend: makes the operands and multiplies them.
+    name, recipe, step_state, backend: set by the run's controller (plan.py).
     num_groups: equal groups of the local output features, each padded to complete blocks.
     keep_padding: y and dy have the padding of each group, and the caller skips it; this saves removing the zeros and
         adding them again.
@@ -137,8 +136,7 @@ class LinearContext:
 
 
 def same_weight_codes(recipe: Recipe) -> bool:
-    """Whether dgrad's weight has fprop's codes, transposed: equal operands in square blocks (or not quantized), to
-    nearest, without a transform."""
+    """Whether dgrad's weight has fprop's codes, transposed, or both are not quantized."""
     operand = recipe[FPROP_WEIGHT]
     plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
     square = operand.block[0] == operand.block[1] or not operand.quantized
@@ -182,7 +180,7 @@ class _QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (dy,), call = grad_outputs, ctx.call
         (w_dgrad, kept), dx, dw, scattered = call.saved(ctx), None, None, None
-        # First what exchanges maxima: after larger collectives, these would have to wait for them.
+        # First what exchanges maxima, which would otherwise wait for larger collectives.
         make_x = call.wgrad_activation(kept)
         make_dgrad, make_wgrad = call.gradient_operands(dy, *ctx.needs_input_grad[:2])
         receive_x = call.send(make_x, WGRAD_ACTIVATION)
@@ -258,7 +256,9 @@ class LinearCall:
             return None
         from_fprop = self.recipe[WGRAD_ACTIVATION].source != "tensor"
         if not isinstance(kept, Tensor):
-            return (lambda: self.derived(kept, WGRAD_ACTIVATION)()) if from_fprop else lambda: kept
+            if from_fprop:
+                return lambda: self.derived(kept, WGRAD_ACTIVATION)()
+            return lambda: kept
         x = self.pad_tokens(self.tokens_to_quantize(kept, "activation"))
         if not from_fprop:
             return self.prepare(None, WGRAD_ACTIVATION, x)[1]
@@ -307,13 +307,13 @@ class LinearCall:
         return OperandRequest(
             self.recipe[slot],
             rht,
-            self.recipe.rht_signs,
-            self.draws(slot, first_token),
-            signs_key,
-            slot,
-            self.dtype,
-            group or self.context.amax_group(slot.tensor),
-            keep or group is not None,
+            signs=self.recipe.rht_signs,
+            key=self.draws(slot, first_token),
+            signs_key=signs_key,
+            slot=slot,
+            dtype=self.dtype,
+            amax_group=group or self.context.amax_group(slot.tensor),
+            keep=keep or group is not None,
         )
 
     def draws(self, slot: OperandSlot, first_token: int = 0) -> RoundingKey | None:
@@ -326,11 +326,8 @@ class LinearCall:
         return self.context.key(self.step, self.micro_batch, slot.name, rows, columns)
 
     def derived(self, operand: Any, slot: OperandSlot) -> MakeOperand:
-        """A function that makes the operand at `slot` from fprop's `operand` of the same tensor.
-
-        With the source `codes` it takes the codes, transposed. With `forward` it quantizes their transposed
-        `code * block scale` again and multiplies both tensor scales.
-        """
+        """A function that makes the operand at `slot` from the tensor's operand in fprop: it transposes the codes,
+        or with the source `forward` quantizes their transposed `code * block scale` and multiplies tensor scales."""
         if self.recipe[slot].source != "forward":
             assert self.backend.transposes, f"operands of the backend {self.backend.name} cannot be transposed"
             return operand.transposed  # type: ignore[no-any-return]
@@ -348,11 +345,8 @@ class LinearCall:
     # ------------------------------------------------------------------------------------------------ slices of tokens
 
     def sends_operands(self, tensor: str, group: ProcessGroup) -> bool:
-        """Whether the ranks of `group` gather the operands of slices of a tensor, and not the tensor itself.
-
-        Both operands of dy are needed at once, and only in 4 bits are two operands fewer bytes than dy. Of x, one
-        operand is kept for the backward pass as a slice.
-        """
+        """Whether the ranks of `group` gather operands of slices of a tensor, and not the tensor itself. dy needs both
+        operands at once, and only in 4 bits are they fewer bytes than dy; x needs one operand per pass."""
         if self.num_tokens % (group.size() * self.alignment.tokens):  # a slice has incomplete blocks or padding
             return False
         if tensor == "activation":
@@ -373,7 +367,7 @@ class LinearCall:
     def send(self, make: MakeOperand | None, slot: OperandSlot, async_op: bool = True) -> Any:
         """A function that returns the operand of all tokens; None if `make` is None.
 
-        For a tensor in `slices` this makes the operand of the rank's slice and starts to gather all slices, and the
+        For a tensor in `slices` this makes the operand of the rank's slice and starts to gather all slices; the
         returned function waits. For other tensors it returns `make`. async_op: as in `start_all_gather`.
         """
         if make is None or slot.tensor not in self.slices:
@@ -444,10 +438,8 @@ class LinearCall:
         return not self.recipe[slot].drawn and not fresh_signs
 
     def weight_gradient(self, dy: Any, x: Any, ctx: Any) -> Tensor | None:
-        """dy^T x of wgrad's operands, the FP32 gradient [out, in] of `ctx.weight`.
-
-        None if the GEMM added it to the gradient of earlier micro-batches; it does so if it can and no probe needs it.
-        """
+        """dy^T x of wgrad's operands, the FP32 gradient [out, in] of `ctx.weight`; None if the GEMM added it to that of
+        earlier micro-batches, which it does if it can and no probe needs it."""
         weight, total = ctx.weight, None
         if ctx.observed is None and self.backend.accumulates and weight.is_leaf and weight.grad is not None:
             earlier = local_part(weight.grad)
@@ -467,8 +459,9 @@ class LinearCall:
     def saved(self, ctx: Any) -> tuple[Any, Any]:
         """What `save` saved: dgrad's weight, and wgrad's operand or x (None: neither)."""
         tensors = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
-        w_dgrad, *kept = (rebuild(*tensors[3 * i : 3 * i + 3]) for i, rebuild in enumerate(ctx.rebuild))
-        return w_dgrad, next(iter((*kept, *tensors[3 * len(ctx.rebuild) :])), None)
+        operands = [rebuild(*tensors[3 * i : 3 * i + 3]) for i, rebuild in enumerate(ctx.rebuild)]
+        w_dgrad, *kept = *operands, *tensors[3 * len(operands) :]
+        return w_dgrad, kept[0] if kept else None
 
     def observe(self, x: Tensor, y: Tensor) -> Any:
         """Pass x and y to the probe; returns the object that observes the backward pass, or None."""

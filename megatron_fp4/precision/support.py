@@ -272,9 +272,7 @@ _TORCH_CUDA = (12, 8)
 
 def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "precision") -> tuple[str, str] | None:
     """The first option of `recipe` that a native backend cannot compute on any chip: (key and value, remedy), or None.
-
-    key: the recipe's key in messages.
-    """
+    key: the recipe's key in messages."""
     formats, native = TAKES[backend], backend == "transformer_engine"
     # (whether it is refused, the option and its value, what to use instead)
     checks: list[tuple[bool, str, str]] = [
@@ -306,16 +304,14 @@ def first_refusal(backend: str, recipe: Recipe, compute_dtype: str, key: str = "
 
 
 def unsupported(backend: str, recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why no release of a backend can multiply the operands of `recipe` on a GPU of this compute capability; None: one
-    can."""
+    """Why no release of a backend multiplies the operands of `recipe` on a GPU of this compute capability, or None."""
     here = f"this GPU has {capability[0]}.{capability[1]}"
     for name in sorted(recipe.formats):
         if capability not in (chips := TAKES[backend][name]):
             supported = ", ".join(f"{major}.{minor}" for major, minor in chips)
             return f"native {name} needs compute capability {supported} and {here}"
-    operands = recipe.operands.values()
-    fp32_scales = any(operand.format == "fp8" and not operand.power_of_two_scales for operand in operands)
-    if fp32_scales and capability in _BLACKWELL:
+    fp8 = [operand for operand in recipe.operands.values() if operand.format == "fp8"]
+    if capability in _BLACKWELL and not all(operand.power_of_two_scales for operand in fp8):
         return f"{here}, whose FP8 GEMM only takes powers of two as scales (precision.fp8_power_of_two_scales=true)"
     return None
 
@@ -337,11 +333,8 @@ def _unsupported_here(backend: str, recipes: Iterable[Recipe]) -> str | None:
 
 
 def _outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why the installed Transformer Engine is too old for `recipe` on this GPU; None if it is not, or not installed.
-
-    The table was read from the sources of releases 2.9 to 2.20. Older ones compute other numbers than the reference, or
-    none.
-    """
+    """Why the installed Transformer Engine is too old for `recipe` on this GPU; None if it is not, or not installed. By
+    the sources of releases 2.9 to 2.20: older ones compute other numbers than the reference, or none."""
     four_over_six = any(operand.four_over_six for operand in recipe.operands.values())
     # (whether the recipe needs a release, the release, what earlier ones do)
     rows = [
@@ -418,8 +411,8 @@ def choose_backend(config: Config, device_type: str, plans: Sequence[Plan | None
 
 
 def why_not_native(native: str, config: Config, plans: Iterable[Plan | None]) -> str | None:
-    """Why the backend `native` cannot compute the linears of a checked `config` on any chip; None: some chips may be
-    able to. plans: as in `choose_backend`."""
+    """Why no chip can compute the linears of a checked `config` with the backend `native`; None: some may be able to.
+    plans: as in `choose_backend`."""
     for plan in (plan for plan in plans if plan is not None):
         for row in plan.rows:
             if refusal := first_refusal(native, row.recipe, config.precision.compute_dtype, row.key):

@@ -131,10 +131,8 @@ class PackedOperand:
 
 
 class TorchBackend(Backend):
-    """The emulation's codes in the layout of `scaled_mm`, which cannot add to a result (it has no beta).
-
-    The padding is the emulation's, to complete blocks, because draws depend on it.
-    """
+    """The emulation's codes in the layout of `scaled_mm`, which cannot add to a result (it has no beta). The padding is
+    the emulation's, to complete blocks, because draws depend on it."""
 
     name = "torch"
 

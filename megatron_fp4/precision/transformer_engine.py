@@ -385,10 +385,8 @@ def _new_quantizer(operand: Operand, rows: bool, hadamard: bool, signs: bool, gr
 
 @contextmanager
 def _seeded(key: RoundingKey, device: torch.device) -> Iterator[None]:
-    """Give CUDA's default generator, which Transformer Engine draws from, a state seeded by `key`, offsets included.
-
-    It uses the `graphsafe` calls, because the others copy states, which a capture does not allow.
-    """
+    """Give CUDA's default generator, which Transformer Engine draws from, a state seeded by `key`, offsets included; by
+    `graphsafe` calls, because the others copy states, which a capture does not allow."""
     default = torch.cuda.default_generators[device.index or 0]
     seeded = torch.Generator(device).manual_seed(key.seed) if key.graph_generator is None else key.graph_generator()
     before = default.graphsafe_get_state()

@@ -73,10 +73,8 @@ _BF16_STEP, _NEAR_ZERO = 2.0**-7, 2.0**-14
 
 
 def operand_fault(made: BackendOperand, x: Tensor, request: OperandRequest, *, exact: bool = False) -> str:
-    """How the operand `made` differs from the reference; empty: not at all. A collective of the request's `amax_group`
-    (nvfp4).
-
-    x: [n, k], the tensor that `made` was made from, before the transform.
+    """How the operand `made` differs from the reference; empty: not at all. For nvfp4, a collective of the request's
+    `amax_group`. x: [n, k], the tensor that `made` was made from, before the transform.
 
     The operand must equal the reference bit for bit, draws included, except for the sign of zeros, which has no effect
     on products. Two differences are allowed. With Transformer Engine's own draws, every code must be a neighbour of its
@@ -131,10 +129,8 @@ def difference(what: str, actual: Tensor, expected: Tensor, first_row: int = 0) 
 def _allowed_codes_fault(
     decoded: NVFP4Tensor, chunk: slice, rows: Tensor, request: OperandRequest, amax: Tensor, inexact: bool
 ) -> str:
-    """As `operand_fault`, for NVFP4 codes with Transformer Engine's draws or after its transform.
-
-    inexact: the quantized values may be BF16 neighbours of `rows`.
-    """
+    """As `operand_fault`, for NVFP4 codes with Transformer Engine's draws or after its transform. inexact: the values
+    that were quantized may be BF16 neighbours of `rows`."""
     step = _BF16_STEP if inexact else 0.0
     if not (decoded.amax - amax).abs() <= step * amax:
         return f"amax is {decoded.amax.item():g} instead of {amax.item():g}"
@@ -498,10 +494,8 @@ _PAIRED_BY: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Labels and faults (empty: none) of the draws of operands that are rounded stochastically to NVFP4.
-
-    tensors: padded, by their names in `SLOTS_OF`.
-    """
+    """Labels and faults (empty: none) of the draws of operands that are rounded stochastically to NVFP4. tensors: as
+    from `padded_tensors`."""
     for name, slots in SLOTS_OF.items():
         stochastic = [slot for slot in slots if case.recipe[slot].rounding == "stochastic"]
         drawn = [slot for slot in stochastic if case.recipe[slot].format == "nvfp4"]
