@@ -1,4 +1,5 @@
-"""Recipes, tensors and runs of one linear; and its three GEMMs in double, on operands that the oracle quantized."""
+"""Recipes, tensors and runs of one linear; and its three GEMMs in double precision on operands that the oracle
+quantizes."""
 
 from dataclasses import replace
 
@@ -18,12 +19,12 @@ nearest = rounded_to_nearest
 SR = "stochastic"
 X, W, W2 = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 DY = Operand("nvfp4", (1, 16), SR)
-# Section 4 of the paper, written out here once more.
+# The recipe of the paper's section 4.
 NVFP4 = Recipe("nvfp4", Gemm(X, W2), Gemm(DY, W2), Gemm(DY, X, 16))
 SIX = Operand("nvfp4", (1, 16), four_over_six="squared")
 EDEN = Operand("nvfp4", (1, 16), "ms_eden")
 EDEN_AGAIN = replace(EDEN, source="forward")
-# Quartet II, section 1 of its recipe.
+# Quartet II (arXiv 2601.22813).
 QUARTET2 = Recipe("nvfp4_quartet2", Gemm(SIX, SIX), Gemm(EDEN, EDEN_AGAIN, 128), Gemm(EDEN, EDEN_AGAIN, 128), "fresh")
 MX, MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), SR)
 MXFP4 = Recipe("mxfp4", Gemm(MX, MX), Gemm(MX_DY, MX), Gemm(MX_DY, MX, 32))
@@ -36,7 +37,7 @@ ALL_THE_WAY = Recipe("all_the_way", Gemm(X, W), Gemm(DY, W), Gemm(DY, DY))
 QAF = Recipe("qaf", Gemm(X, W))
 W8, (X_46, W_46) = Operand("mxfp8", (32, 32)), (replace(operand, four_over_six="absolute") for operand in (X, W2))
 F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (F8, F8_W))
-# Every format, transform, source of operands and way to leave some in BF16.
+# They cover every format, transform and source of operands, and operands in BF16.
 RECIPES = {
     "bf16": BF16,
     "nvfp4": NVFP4,
@@ -92,7 +93,7 @@ RECIPES = {
 
 
 def decoded(x: np.ndarray, operand: Operand, rht: int = 0) -> np.ndarray:
-    """What `operand` makes of x [rows, k], as real values in double."""
+    """The real values of x [rows, k] quantized as `operand` says, in double precision."""
     x = np.asarray(x, dtype=np.float64)
     if rht:
         x = oracle.bfloat16(oracle.rht(oracle.bfloat16(x), fixed_signs(rht).double().numpy()))
@@ -108,32 +109,32 @@ def decoded(x: np.ndarray, operand: Operand, rht: int = 0) -> np.ndarray:
     return x
 
 
-def _second(tensor: np.ndarray, first: np.ndarray, unit: float, operand: Operand, rht: int) -> np.ndarray:
-    """The operand along the rows of `tensor`, which fprop decodes to `first`; unit: NVFP4's tensor scale there."""
+def _along_rows(tensor: np.ndarray, fprop: np.ndarray, scale: float, operand: Operand, rht: int) -> np.ndarray:
+    """The operand along the rows of `tensor`. fprop: the values of fprop's operand; scale: its tensor scale."""
     if operand.source == "codes":
-        return first.T
+        return fprop.T
     if operand.source == "forward":
-        return decoded(first.T / unit, operand, rht) * unit
+        return decoded(fprop.T / scale, operand, rht) * scale
     return decoded(tensor.T, operand, rht)
 
 
 def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """y, dx and dw in double of operands quantized to nearest, each along its GEMM's dot product."""
+    """y, dx and dw in double precision, of operands rounded to nearest, each quantized along its GEMM's dot product."""
     fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
-    of_fprop = ((x, fprop.left), (w, fprop.right))
-    x_fprop, w_fprop = (decoded(tensor, operand, fprop.rht) for tensor, operand in of_fprop)
-    x_unit, w_unit = (
+    fprop_operands = ((x, fprop.left), (w, fprop.right))
+    x_fprop, w_fprop = (decoded(tensor, operand, fprop.rht) for tensor, operand in fprop_operands)
+    x_scale, w_scale = (
         np.abs(tensor).max() / (6 * (256 if operand.four_over_six else 448)) if operand.format == "nvfp4" else 1.0
-        for tensor, operand in of_fprop
+        for tensor, operand in fprop_operands
     )
-    w_dgrad = _second(w, w_fprop, w_unit, dgrad.right, dgrad.rht)
-    x_wgrad = _second(x, x_fprop, x_unit, wgrad.right, wgrad.rht)
+    w_dgrad = _along_rows(w, w_fprop, w_scale, dgrad.right, dgrad.rht)
+    x_wgrad = _along_rows(x, x_fprop, x_scale, wgrad.right, wgrad.rht)
     dy_dgrad, dy_wgrad = decoded(dy, dgrad.left, dgrad.rht), decoded(dy.T, wgrad.left, wgrad.rht)
     return x_fprop @ w_fprop.T, dy_dgrad @ w_dgrad.T, dy_wgrad @ x_wgrad.T
 
 
 def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dw of the package's layer."""
+    """y, dx and dw of `quantized_linear`."""
     x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
     y = quantized_linear(x, w, context)
     y.backward(dy)
@@ -143,7 +144,7 @@ def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tenso
 
 
 def specified(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:
-    """y, dx and dw of the specification, by the draws of the context."""
+    """y, dx and dw of the specification, with the context's draws."""
     step_state = context.step_state
     return reference_linear(
         x, w, dy, context.recipe, lambda label: context.key(step_state.step, step_state.micro_batch, label, 0, 0)
@@ -151,14 +152,14 @@ def specified(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple
 
 
 def context_of(recipe: Recipe, **settings) -> LinearContext:
-    """A linear's context with a StepState of its own."""
+    """The context of a linear, with its own StepState."""
     return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, step_state=StepState(seed=1), **settings)
 
 
 def tensors(
     tokens: int, inputs: int, outputs: int, seed: int = 0, dtype=torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w and dy of plausible sizes, as values that BF16 holds."""
+    """x, w and dy of realistic magnitudes, with values that are exact in BF16."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, inputs, generator=generator)
     w = torch.randn(outputs, inputs, generator=generator) * 0.02

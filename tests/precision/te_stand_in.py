@@ -1,10 +1,10 @@
-"""Transformer Engine's NVFP4 on a CPU: its quantizer and its GEMM by the reference quantizer, in its storage layout.
-(Its FP8 runs on GPUs that are at hand: tests/gpu/test_transformer_engine.py.)
+"""A stand-in for Transformer Engine's NVFP4 on a CPU: the reference quantizer behind the interface of its quantizer and
+GEMM, in its storage layout. (Its FP8 is tested on a GPU: tests/gpu/test_transformer_engine.py.)
 
-What its kernels do and the reference does not: NaN is dropped from maxima and becomes the largest code, every negative
-zero has code 8, draws have 8 bits and come from CUDA's default generator, padding is left as it was found, and scales
-are in cuBLAS's order where the kernels of compute capability 10.0 would write them so. Names of arguments are those of
-its releases.
+It imitates what its kernels do and the reference does not: maxima ignore NaN, and NaN becomes the largest code; every
+negative zero has code 8; draws have 8 bits and come from CUDA's default generator; padding is not written; scales are
+in cuBLAS's order if the kernels of compute capability 10.0 write them so. The names of arguments are those of its
+releases.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatron_fp4.quantization.rounding import (
 )
 from tests.quantization.cublas import slots
 
-FOUND = 0x5A  # what padding holds
-GEMMS: list[dict[str, Any]] = []
+PADDING = 0x5A  # the byte in memory that is not written
+GEMMS: list[dict[str, Any]] = []  # the calls of `general_gemm`
 _SETTINGS = {
     *("rowwise", "columnwise", "with_amax_reduction", "amax_reduction_group", "with_rht", "with_post_rht_amax"),
     *("with_2d_quantization", "stochastic_rounding", "with_random_sign_mask"),
@@ -49,7 +49,7 @@ _NAMES = {
 
 
 class NVFP4TensorStorage:
-    """What the quantizer returns, and what the GEMM takes: named tensors and settings."""
+    """The named tensors and settings that the quantizer returns and the GEMM takes."""
 
     def __init__(self, **parts: Any) -> None:
         assert set(parts) == _NAMES, set(parts) ^ _NAMES
@@ -60,7 +60,7 @@ class NVFP4TensorStorage:
 
 
 class NVFP4Quantizer:
-    """Attributes `log` and `own_maximum` are the tests': quantizers made; whether ranks keep their own maxima."""
+    """`log` (the tensors that were quantized) and `own_maximum` (ranks do not share their maxima) are for tests."""
 
     log: list[dict[str, Any]]
     own_maximum: bool
@@ -70,7 +70,7 @@ class NVFP4Quantizer:
         self.__dict__.update(_OF_FOUR_OVER_SIX | given)
         self.internal = self.optimize_for_gemm = False
         assert not (self.nvfp4_use_4over6 and (self.with_rht or self.stochastic_rounding))
-        assert self.with_post_rht_amax == self.with_rht, "no maximum from before the transform"
+        assert self.with_post_rht_amax == self.with_rht, "the maximum must be that after the transform"
 
     def __call__(self, x: Tensor) -> NVFP4TensorStorage:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.dim() == 2
@@ -101,15 +101,15 @@ class NVFP4Quantizer:
         )
 
     def side(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, padded scales and maximum of `rows` [n, k]."""
-        known = rows.to(torch.float32).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
-        amax = known.abs().amax()
+        """Codes, padded scales and the maximum of `rows` [n, k]."""
+        without_nan = rows.to(torch.float32).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        amax = without_nan.abs().amax()
         if self.with_amax_reduction and not self.own_maximum:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.amax_reduction_group)
         block = (16, 16) if self.with_2d_quantization else (1, 16)
         error = {"MAE": "absolute", "MSE": "squared"}[self.nvfp4_4over6_err_mode]
-        made = quantize_nvfp4(known, block, amax=amax, four_over_six=error if self.nvfp4_use_4over6 else "")
-        scaled = nvfp4._scaled_to_grid(known, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
+        made = quantize_nvfp4(without_nan, block, amax=amax, four_over_six=error if self.nvfp4_use_4over6 else "")
+        scaled = nvfp4._scaled_to_grid(without_nan, made.scales, nvfp4.encode_tensor_scale(amax, made.scale_max))
         values = round_e2m1_nearest(scaled)
         if self.stochastic_rounding:
             draws = torch.randint(256, rows.shape, generator=torch.cuda.default_generators[0].state)
@@ -121,7 +121,7 @@ class NVFP4Quantizer:
 def general_gemm(
     A, B, *, out_dtype, layout, grad, use_split_accumulator, out=None, accumulate=False
 ) -> tuple[Any, ...]:
-    """op(B) op(A)^T in rows, as cuBLAS's op(A) op(B) in columns."""
+    """op(B) op(A)^T of row-major matrices: cuBLAS's op(A) op(B), which is column-major."""
     assert layout in ("TN", "NN", "NT") and (out is None or out.is_contiguous()) and use_split_accumulator
     GEMMS.append({"layout": layout, "out_dtype": out_dtype, "grad": grad, "accumulate": accumulate})
     right = decoded(A, "rowwise" if layout[0] == "T" else "columnwise")
@@ -136,7 +136,7 @@ def general_gemm(
 
 
 def decoded(storage: NVFP4TensorStorage, side: str) -> Tensor:
-    """FP64 [rows, k] of one direction; the other is not there."""
+    """The values along one direction, FP64 [rows, k]; the storage must not have the other one."""
     parts = storage.parts
     other = "columnwise" if side == "rowwise" else "rowwise"
     assert parts[f"{other}_data"] is None and parts[f"{other}_scale_inv"] is None
@@ -151,7 +151,7 @@ def decoded(storage: NVFP4TensorStorage, side: str) -> Tensor:
 
 def padded(scales: Tensor, rows: int, columns: int) -> Tensor:
     extra = (-scales.shape[0] % rows, -scales.shape[1] % columns)
-    return torch.nn.functional.pad(scales, (0, extra[1], 0, extra[0]), value=FOUND)
+    return torch.nn.functional.pad(scales, (0, extra[1], 0, extra[0]), value=PADDING)
 
 
 def swizzle(scales: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def swizzle(scales: Tensor) -> Tensor:
 
 
 class DefaultGenerator:
-    """CUDA's, which draws from whatever state it is given; generators of a CPU have no such calls."""
+    """CUDA's default generator, which draws from the state that it is given; CPU generators do not have these calls."""
 
     def __init__(self) -> None:
         self.state = torch.Generator()
@@ -175,7 +175,7 @@ class DefaultGenerator:
 
 @contextlib.contextmanager
 def installed(own_maximum: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """Have the backend find this instead of the package; yields the log of what was quantized."""
+    """Make the backend use this instead of the package; yields the log of the tensors that are quantized."""
     log: list[dict[str, Any]] = []
     quantizer = type("NVFP4Quantizer", (NVFP4Quantizer,), {"log": log, "own_maximum": own_maximum})
     library = SimpleNamespace(e4m3="E4M3", general_gemm=general_gemm, NVFP4Quantizer=quantizer)

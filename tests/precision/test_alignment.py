@@ -1,4 +1,4 @@
-"""What kernels demand is met by every linear that can be configured: no GPU is the first to find out."""
+"""Every linear that can be configured has the sizes that kernels require; a CPU tests this without the kernels."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from tests.recipes import changed
 
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 PRECISIONS = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
-# No multiple of 32 or 128, as a validation's last micro-batch may leave them, and whole blocks of every format.
+# The last micro-batch of a validation may not have a multiple of 32 or 128 tokens; 128 fill blocks of every format.
 TOKENS = (16, 128)
 
 
 @functools.cache
 def recipes() -> dict[str, Recipe]:
-    """Every shipped recipe, and what switches of one pass between some leave."""
+    """Every shipped recipe, and recipes after a switch of one pass."""
     found = {name: recipe_from_config(composed("model=tiny", f"precision={name}").precision) for name in PRECISIONS}
     for current, target in (("nvfp4", "mxfp8"), ("nvfp4", "bf16"), ("mxfp4", "nvfp4"), ("nvfp4_quartet2", "fp8_block")):
         for scope in ("forward", "backward"):
@@ -52,8 +52,8 @@ def recipes() -> dict[str, Recipe]:
 
 
 def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
-    """The local weights [out, in] of all shipped models that run on `tensor` ranks, and their context: one of those
-    whose sizes are alike to kernels, which ask for multiples of 128 at most."""
+    """The shapes [out, in] of the local weights of all shipped models that run on `tensor` ranks, and their contexts;
+    only one of those whose sizes are equal modulo 128, because kernels require multiples of 128 at most."""
     mesh, found = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu")), {}
     for model in MODELS:
         config = composed(f"model={model}")
@@ -66,26 +66,27 @@ def linears(tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
             built = build_model(replace(config.model, pattern=pattern), mesh, torch.bfloat16)
         for _, module in built.linears():
             context, (outputs, inputs) = module.context, module.weight.to_local().shape  # type: ignore[union-attr]
-            sliced = context.in_tokens is not None, context.out_tokens is not None
+            has_slices = context.in_tokens is not None, context.out_tokens is not None
             sizes = outputs // context.num_groups % 128, outputs % 128, inputs % 128, context.num_groups > 1
-            found[sizes, sliced, context.keep_padding] = (outputs, inputs), context
+            found[sizes, has_slices, context.keep_padding] = (outputs, inputs), context
     assert len(found) >= 4
     return list(found.values())
 
 
-def compute(backend: Backend, taken: Mapping[str, Recipe], tensor: int) -> None:
-    """Forward and backward of the linears by each recipe that their inputs go with, as their callers do, on the way of
-    a GPU: of fake tensors, whose sizes are all that there is. Of both numbers of tokens, linears and recipes take
-    turns."""
+def compute(backend: Backend, by_name: Mapping[str, Recipe], tensor: int) -> None:
+    """Compute forward and backward passes of the linears with each recipe that fits their inputs, on fake tensors and
+    in the code path of a GPU. Pairs of a recipe and a linear alternate between the two numbers of tokens."""
     with fake_ranks(tensor):
         layers = linears(tensor)
         with FakeTensorMode(), planned_gpu():
-            for (i, name), (j, ((outputs, inputs), context)) in itertools.product(enumerate(taken), enumerate(layers)):
-                recipe, tokens = taken[name], TOKENS[(i + j) % 2]
+            pairs = itertools.product(enumerate(by_name.items()), enumerate(layers))
+            for (i, (name, recipe)), (j, ((outputs, inputs), context)) in pairs:
+                tokens = TOKENS[(i + j) % 2]
                 if inputs % backend.alignment(recipe).inputs:
                     continue  # refused
                 context = replace(context, recipe=recipe, backend=backend, weight_cache=None)
-                gathered, scattered = (1 if of is None else of.size() for of in (context.in_tokens, context.out_tokens))
+                groups = context.in_tokens, context.out_tokens
+                gathered, scattered = (1 if group is None else group.size() for group in groups)
                 x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
                 weight = nn.Parameter(torch.empty(outputs, inputs))
                 try:
@@ -101,21 +102,21 @@ def compute(backend: Backend, taken: Mapping[str, Recipe], tensor: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_no_kernel_refuses_a_linear_of_a_shipped_model(tensor: int) -> None:
-    """Quantizers check the sizes that they are given, and none goes to PyTorch."""
+def test_kernels_take_every_linear_of_shipped_models(tensor: int) -> None:
+    """Quantizers check the sizes that they get, and PyTorch quantizes nothing."""
     slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
     with mock.patch.object(emulated, "encode_operand", slow):
         compute(EMULATED, recipes(), tensor)
 
 
 def taken_by(backend: str) -> dict[str, Recipe]:
-    return {name: of for name, of in recipes().items() if first_refusal(backend, of, "bfloat16") is None}
+    return {name: recipe for name, recipe in recipes().items() if first_refusal(backend, recipe, "bfloat16") is None}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_scaled_mm_takes_every_product(tensor: int) -> None:
-    """What PyTorch demands of such a call on CUDA, by its own function for tensors without data."""
+    """PyTorch's own function for tensors without data checks what a call requires on CUDA."""
     seen: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def shape_of(t: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def test_scaled_mm_takes_every_product(tensor: int) -> None:
     assert seen == {(codes, product) for codes in codes_of for product in (torch.bfloat16, torch.float32)}
 
 
-# Of Transformer Engine's quantizers: codes a byte, and what both sizes of a tensor are multiples of.
+# Transformer Engine's quantizers -> codes per byte, and the multiple that both sizes of a tensor must be.
 TE_SIZES = {"NVFP4Quantizer": (2, 16), "MXFP8Quantizer": (1, 32), "Float8BlockQuantizer": (1, 128)}
 
 
@@ -148,8 +149,9 @@ class Storage:
         return dict(self.parts)
 
 
-def scales_of(name: str, rows: int, k: int, square: bool, turned: bool) -> Tensor:
-    """As `get_scale_shape` has them. rows, k: of the operand. turned: MXFP8's columnwise data."""
+def scales_of(name: str, rows: int, k: int, square: bool, transposed: bool) -> Tensor:
+    """Scales of the shape that `get_scale_shape` returns. rows, k: of the operand. transposed: MXFP8's columnwise
+    data."""
 
     def padded(size: int, multiple: int) -> int:
         return -(-size // multiple) * multiple
@@ -157,7 +159,7 @@ def scales_of(name: str, rows: int, k: int, square: bool, turned: bool) -> Tenso
     if name == "Float8BlockQuantizer":
         return torch.empty(-(-rows // 128), padded(k // 128, 4)) if square else torch.empty(k // 128, padded(rows, 4))
     scales = torch.empty(padded(rows, 128), padded(k // TE_SIZES[name][1], 4), dtype=torch.uint8)
-    return scales.t().contiguous() if turned else scales
+    return scales.t().contiguous() if transposed else scales
 
 
 def quantizer(name: str) -> Callable[..., Callable[[Tensor], Storage]]:
@@ -167,11 +169,11 @@ def quantizer(name: str) -> Callable[..., Callable[[Tensor], Storage]]:
         assert x.dtype == torch.bfloat16 and x.is_contiguous()
         assert not any(size % multiple for size in x.shape), f"{name}: {tuple(x.shape)}"
         parts: dict[str, Any] = {"kind": name, "square": square}
-        for side, of in (("rowwise", x), ("columnwise", x.t())):
-            turned = name == "MXFP8Quantizer" and side == "columnwise"
-            data = torch.empty(of.shape[0], of.shape[1] // per_byte, dtype=torch.uint8)
-            parts[f"{side}_data"] = data.t().contiguous() if turned else data
-            parts[f"{side}_scale_inv"] = scales_of(name, *of.shape, square, turned)
+        for side, operand in (("rowwise", x), ("columnwise", x.t())):
+            transposed = name == "MXFP8Quantizer" and side == "columnwise"
+            data = torch.empty(operand.shape[0], operand.shape[1] // per_byte, dtype=torch.uint8)
+            parts[f"{side}_data"] = data.t().contiguous() if transposed else data
+            parts[f"{side}_scale_inv"] = scales_of(name, *operand.shape, square, transposed)
             parts |= {f"amax_{side}": torch.empty(1)} if per_byte == 2 else {}
         return Storage(**parts)
 
@@ -182,19 +184,19 @@ def quantizer(name: str) -> Callable[..., Callable[[Tensor], Storage]]:
 
 
 def te_gemm(a: Storage, b: Storage, *, out_dtype: torch.dtype, layout: str, out: Tensor | None, **_: Any) -> Any:
-    """What cuBLAS demands: dot products of equal sizes, whole 16 bytes of codes along them and in each row, and scales
-    of the shapes that quantizers leave."""
+    """Check what cuBLAS requires: dot products of equal sizes, rows of a multiple of 16 bytes of codes, and scales of
+    the shapes that quantizers make."""
 
-    def sizes(storage: Storage, turned: bool) -> list[int]:
-        kind, side = storage.parts["kind"], "columnwise" if turned else "rowwise"
+    def sizes(storage: Storage, columnwise: bool) -> list[int]:
+        kind, side = storage.parts["kind"], "columnwise" if columnwise else "rowwise"
         data, scales = (storage.parts[f"{side}_{part}"] for part in ("data", "scale_inv"))
         assert data.shape[1] % 16 == 0, f"{kind}: {data.shape[1]} bytes in a row"
-        turned &= kind == "MXFP8Quantizer"
+        transposed = columnwise and kind == "MXFP8Quantizer"
         rows, k = data.shape[0], data.shape[1] * TE_SIZES[kind][0]
-        rows, k = (k, rows) if turned else (rows, k)
-        right = scales_of(kind, rows, k, storage.parts["square"], turned)
-        assert data.is_contiguous() and scales.is_contiguous() and scales.dtype == right.dtype
-        assert scales.shape == right.shape, f"{kind}: scales {tuple(scales.shape)} of [{rows}, {k}]"
+        rows, k = (k, rows) if transposed else (rows, k)
+        expected = scales_of(kind, rows, k, storage.parts["square"], transposed)
+        assert data.is_contiguous() and scales.is_contiguous() and scales.dtype == expected.dtype
+        assert scales.shape == expected.shape, f"{kind}: scales {tuple(scales.shape)} of [{rows}, {k}]"
         return [rows, k]
 
     (columns, k), (rows, other) = sizes(a, layout[0] == "N"), sizes(b, layout[1] == "T")
@@ -218,7 +220,7 @@ def test_transformer_engine_takes_every_tensor_and_product(tensor: int) -> None:
 NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8
 
 
-def test_blocks_and_transforms() -> None:
+def test_alignment_follows_blocks_and_transforms() -> None:
     assert block_alignment(BF16) == Alignment()
     for recipe, sizes in (
         (NVFP4, (16, 16, 16, 16)),
@@ -231,12 +233,12 @@ def test_blocks_and_transforms() -> None:
         assert block_alignment(recipe) == Alignment(*sizes)
 
 
-def test_groups_are_padded_alike_and_whole_tensors_too() -> None:
+def test_padding_of_groups_and_tokens() -> None:
     alignment = Alignment(outputs=32, group_outputs=16)
-    assert [alignment.padded_group(*of) for of in ((20, 1), (20, 2), (16, 2), (16, 3))] == [32, 32, 16, 32]
+    assert [alignment.padded_group(*sizes) for sizes in ((20, 1), (20, 2), (16, 2), (16, 3))] == [32, 32, 16, 32]
     assert Alignment(outputs=128, group_outputs=16).padded_group(2836, 8) == 2848
     assert Alignment(tokens=32).padded_tokens(2064) == 2080
-    # What is padded anyway is padded for the faster kernel where that costs little.
+    # Groups that need padding are padded for the faster kernel if that costs little.
     alignment = te.alignment(NVFP4)
     assert alignment == Alignment(32, 32, 32, 16, fast_outputs=128)
     assert te.alignment(changed(NVFP4, wgrad_rht=0)).fast_outputs == te.alignment(FP8).fast_outputs == 1
@@ -247,7 +249,7 @@ def test_groups_are_padded_alike_and_whole_tensors_too() -> None:
 
 
 def test_a_transform_of_dgrad_does_not_mix_output_features_of_two_ranks() -> None:
-    """Its groups of 128 would be others on other meshes. Groups of features (heads) are padded one by one."""
+    """On another mesh the transform would mix other groups of 128. Groups of features (heads) are padded one by one."""
     shape = LinearShape("blocks.0.mixer.up_proj", 0, 512, 640, "-", "model.hidden_dim", False, "FFN blocks' up_proj")
     for fits, tensor in ((shape, 1), (shape, 5), (replace(shape, groups=10), 2), (replace(shape, out_features=768), 2)):
         check_sizes(build_plan([fits], ref.QUARTET2, Bf16BlocksConfig(), 1), tensor, "emulated")

@@ -1,4 +1,4 @@
-"""Which backend a run gets, on machines that are not here: capability and installation are put in."""
+"""Which backend a run gets on other machines: tests set the compute capability and the installed software."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ NATIVE, CORES = "native on compute capability", "tensor cores of compute capabil
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend to be on a machine with a GPU of some compute capability, and Transformer Engine installed or not."""
+    """Pretend that the machine has a GPU of some compute capability, and Transformer Engine installed or not."""
 
     def pretend(capability: tuple[int, int], missing: str | None = None, version: str = "2.20.2", cuda="12.8") -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -73,10 +73,8 @@ def refused(config: Config, device_type: str = "cuda") -> str:
         (TORCH, (10, 0), "mxfp4", {}, "12.8", "precision.fprop.activation.format=mxfp4"),
     ],
 )
-def test_a_backend_where_it_computes_what_the_reference_does(
-    machine, backend, capability, precision, changes, version, why
-):
-    """`auto` is Transformer Engine where that is possible, and never `torch`."""
+def test_backends_by_capability_recipe_and_version(machine, backend, capability, precision, changes, version, why):
+    """`auto` is Transformer Engine if that is possible, and never `torch`."""
     machine(capability, **({"version": version} if backend == TE else {"cuda": version, "missing": "not installed"}))
     automatic, named = configured(precision, **changes), configured(precision, backend=backend, **changes)
     if why in (NATIVE, CORES):
@@ -89,7 +87,7 @@ def test_a_backend_where_it_computes_what_the_reference_does(
     assert "the run is on cpu" in refused(named, "cpu")
 
 
-def test_without_a_gpu_the_package_or_anything_quantized(machine):
+def test_emulated_without_a_gpu_the_package_or_a_quantized_recipe(machine):
     machine((10, 0), missing="transformer_engine is not installed")
     assert chosen(configured(backend="emulated")) == BackendChoice("emulated", "set by precision.backend")
     assert chosen(configured("bf16")).reason == "nothing is quantized"
@@ -100,7 +98,7 @@ def test_without_a_gpu_the_package_or_anything_quantized(machine):
     assert chosen(configured(), "cpu").reason.endswith("the run is on cpu")
 
 
-def test_exceptions_and_the_target_of_a_switch_count(machine):
+def test_exceptions_and_the_target_of_a_switch_need_the_backend_too(machine):
     machine((10, 0))
     exception = "precision.exceptions=[{names: ['*.out_proj'], precision: %s}]"
     of_bf16 = [configured("bf16", "precision.switch.when=never", exception % name) for name in ("mxfp4", "nvfp4")]

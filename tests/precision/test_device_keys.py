@@ -1,4 +1,4 @@
-"""Keys of stochastic rounding in device memory are those of the host."""
+"""The table of keys in device memory has the same keys as the host."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Keeper(nn.Module):
         return x
 
 
-def test_it_is_what_from_local_makes() -> None:
+def test_the_gradient_equals_that_of_from_local() -> None:
     with fake_ranks(2):
         mesh = build_mesh(ParallelConfig(tensor=2), torch.device("cpu"))
         for shard_dim, fsdp in ((0, True), (1, True), (None, True), (0, False)):

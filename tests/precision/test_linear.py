@@ -14,11 +14,11 @@ FIXED = [name for name, recipe in RECIPES.items() if recipe.rht_signs == "fixed"
 
 
 def relative(actual: torch.Tensor, expected: np.ndarray) -> float:
-    """Largest error in units of the largest value."""
+    """The largest error, relative to the largest value."""
     return float(np.abs(ref.double(actual) - expected).max() / np.abs(expected).max())
 
 
-def test_the_gradient_of_a_bf16_weight_is_single_precision_without_a_rounding_between():
+def test_the_gradient_of_a_bf16_weight_is_fp32_without_a_rounding_to_bf16():
     x, w, dy = ref.tensors(64, 32, 48, dtype=torch.bfloat16)
     for recipe in (BF16, ref.nearest(ref.NVFP4)):
         y, dx, dw = ref.run(x, w, dy, ref.context_of(recipe))
@@ -32,7 +32,7 @@ def test_the_gradient_of_a_bf16_weight_is_single_precision_without_a_rounding_be
 
 @pytest.mark.parametrize("name", FIXED)
 def test_every_gemm_is_the_product_of_the_decoded_operands(name):
-    """Rounding to nearest: fprop, dgrad and wgrad against double precision on the oracle's codes."""
+    """Rounded to nearest; compared with double precision on the oracle's codes."""
     recipe = ref.nearest(RECIPES[name])
     x, w, dy = ref.tensors(128, 128, 256)
     expected = ref.linear(*(ref.double(t) for t in (x, w, dy)), recipe)
@@ -49,7 +49,7 @@ def test_every_gemm_is_the_product_of_the_decoded_operands(name):
     ],
 )
 def test_the_emulation_has_the_bits_of_the_specification(name, signs, dtype):
-    """Padding and draws included, but for the order of accumulation in GEMMs of two BF16 tensors."""
+    """Including padding and draws. Only GEMMs of two BF16 tensors may accumulate in another order."""
     recipe = replace(RECIPES[name], rht_signs=signs)
     context = ref.context_of(recipe)
     context.step_state.step, context.step_state.micro_batch = 4, 2
@@ -65,10 +65,10 @@ def test_the_emulation_has_the_bits_of_the_specification(name, signs, dtype):
 
 @pytest.mark.parametrize("gemm", range(3))
 def test_mxfp8_blocks_lie_along_each_dot_product(gemm):
-    """Powers of two under E4M3 show where blocks lie only if magnitudes within a block are far apart."""
+    """With power-of-two scales and E4M3 codes, blocks affect results only if magnitudes in a block differ much."""
     x, w, dy = ref.tensors(128, 128, 128)
     far = torch.where(torch.arange(128) % 2 == 0, 2.0**8, 2.0**-8)
-    # Along the dot product of one GEMM, one operand times what the other is divided by: all terms stay alike.
+    # Along the dot product of one GEMM, one operand is multiplied and the other divided: the products do not change.
     x, w, dy = ((x * far, w / far, dy), (x, (w.t() / far).t(), dy * far), ((x.t() * far).t(), w, (dy.t() / far).t()))[
         gemm
     ]
@@ -80,8 +80,8 @@ def test_mxfp8_blocks_lie_along_each_dot_product(gemm):
     assert np.abs(across - expected).max() / np.abs(expected).max() > 1e-2
 
 
-def test_tensor_scales_are_neither_floored_nor_lost():
-    """Gradients at any power of two give the same result at that power of two."""
+def test_tensor_scales_have_no_lower_bound():
+    """Gradients multiplied by a power of two give results multiplied by it."""
     x, w, dy = ref.tensors(64, 64, 64)
     plain = ref.run(x, w, dy, ref.context_of(ref.NVFP4))
     for exponent in (-90, 90):
@@ -104,10 +104,10 @@ def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, gr
     alone = [gradient(micro_batch, w.clone().requires_grad_()) for micro_batch in range(3)]
     weight = w.clone().requires_grad_()
     first = gradient(0, weight)
-    slot = first.data_ptr()
+    address = first.data_ptr()
     assert torch.equal(first, alone[0])
     for micro_batch in (1, 2):
-        assert gradient(micro_batch, weight).data_ptr() == slot
+        assert gradient(micro_batch, weight).data_ptr() == address
     assert torch.equal(gradient(0, w.clone().requires_grad_()), alone[0])
     assert weight.grad is not None and torch.equal(weight.grad, alone[0] + alone[1] + alone[2])
 
@@ -135,9 +135,9 @@ def test_groups_of_output_features_are_padded_to_whole_blocks(name, num_groups, 
 
 
 @pytest.mark.parametrize("recipe", [ref.NVFP4, ref.QUARTET2], ids=lambda recipe: recipe.name)
-def test_the_backward_pass_uses_the_coordinates_of_its_forward_pass(recipe):
-    """Draws and signs, also of what is made of forward codes: with several micro-batches in flight the StepState has
-    moved on when the gradient arrives."""
+def test_the_backward_pass_uses_the_step_and_micro_batch_of_its_forward_pass(recipe):
+    """For draws and signs, also of operands made from forward codes: with several micro-batches in flight the StepState
+    has advanced before the backward pass."""
     x, w, dy = ref.tensors(128, 128, 128)
     expected = ref.run(x, w, dy, ref.context_of(recipe))
     context = ref.context_of(recipe)
@@ -146,14 +146,14 @@ def test_the_backward_pass_uses_the_coordinates_of_its_forward_pass(recipe):
     context.step_state.micro_batch, context.step_state.step = 5, 6
     y.backward(dy)
     assert torch.equal(x.grad, expected[1]) and torch.equal(w.grad, expected[2])
-    # And other ones in every other: kept codes of the weight are the same, what is made of them is not.
+    # Another step has other draws: the weight's kept codes are the same, but not what is made from them.
     again = ref.run(x, w, dy, context)
     assert torch.equal(again[0], expected[0])
     assert not torch.equal(again[1], expected[1]) and not torch.equal(again[2], expected[2])
 
 
 @pytest.mark.parametrize("name, groups", [("nvfp4", 1), ("nvfp4", 3), ("mxfp4, square weights", 3)])
-def test_a_weight_kept_as_codes_has_the_results_of_values(name, groups, monkeypatch):
+def test_a_weight_kept_as_codes_gives_the_results_of_values(name, groups, monkeypatch):
     x, w, dy = ref.tensors(40, 64, 50 * groups, dtype=torch.bfloat16)
     results = []
     for codes in (True, False):

@@ -47,12 +47,12 @@ def plan_of(bf16: Bf16BlocksConfig | None = None, recipe=ref.NVFP4, exceptions=(
     return build_plan(shapes(), recipe, bf16 or Bf16BlocksConfig(), NUM_BLOCKS, exceptions)
 
 
-def excepted(names: list[str], precision: str, blocks: str = "") -> ComposedException:
+def exception(names: list[str], precision: str, blocks: str = "") -> ComposedException:
     return ComposedException(names, blocks, precision, RECIPES[precision])
 
 
-def given(plan: Plan) -> dict[str, tuple[str, str]]:
-    """Name without its prefix -> recipe and reason, of what is not by the run's recipe."""
+def not_by_the_run(plan: Plan) -> dict[str, tuple[str, str]]:
+    """Name without its prefix -> recipe and reason, for linears without the run's recipe."""
     rows = [row for row in plan.rows if row.reason != "the run's recipe"]
     return {
         row.linear.name.removeprefix("blocks.").replace(".mixer", ""): (row.recipe.name, row.reason) for row in rows
@@ -62,14 +62,14 @@ def given(plan: Plan) -> dict[str, tuple[str, str]]:
 def test_first_and_last_blocks_stay_in_bf16_with_both_linears():
     plan = plan_of(Bf16BlocksConfig(first=1, last=2))
     first = {f"0.{name}": ("bf16", "block 0 is the first") for name in ("in_proj", "out_proj")}
-    assert given(plan) == first | LAST
+    assert not_by_the_run(plan) == first | LAST
     assert plan.num_quantized == 6
 
 
 def test_exceptions_have_recipes_of_their_own():
-    attention, mamba = excepted(["*"], "bf16", "*"), excepted(["*.out_proj"], "mxfp8", "M")
+    attention, mamba = exception(["*"], "bf16", "*"), exception(["*.out_proj"], "mxfp8", "M")
     plan = plan_of(Bf16BlocksConfig(last=2), exceptions=[attention, mamba])
-    assert given(plan) == LAST | {
+    assert not_by_the_run(plan) == LAST | {
         "0.out_proj": ("mxfp8", "its name matches *.out_proj in blocks M"),
         "2.in_proj": ("bf16", "its name matches * in blocks *"),
         "2.out_proj": ("bf16", "its name matches * in blocks *"),
@@ -80,21 +80,23 @@ def test_exceptions_have_recipes_of_their_own():
     assert "blocks.0.mixer.out_proj" not in written["bf16"] and "blocks.2.mixer.in_proj" in written["bf16"]
 
 
-def test_an_exception_after_others_that_leave_it_nothing_is_refused():
-    front, ffn, all_of_it = (excepted([names], "mxfp8") for names in ("blocks.[024].*", "*.mixer.*_proj", "*"))
+def test_an_exception_without_effect_is_refused():
+    even, all_projections, everything = (
+        exception([names], "mxfp8") for names in ("blocks.[024].*", "*.mixer.*_proj", "*")
+    )
     with pytest.raises(ValueError, match=r"exceptions\[2\].names=\['\*'\] has no effect: .*\[0\] and .*\[1\] before"):
-        plan_of(exceptions=[front, ffn, all_of_it])
-    assert plan_of(exceptions=[front, all_of_it]).num_quantized == 12  # something is left
-    assert plan_of(exceptions=[excepted(["*"], "bf16", "E"), excepted(["*"], "mxfp8", "E")]).num_quantized == 12
-    # BF16 blocks come before exceptions and may take all that one matches: they follow the model, not the exception.
-    assert plan_of(Bf16BlocksConfig(first=1), exceptions=[excepted(["blocks.0.*"], "mxfp8")]).num_quantized == 10
+        plan_of(exceptions=[even, all_projections, everything])
+    assert plan_of(exceptions=[even, everything]).num_quantized == 12  # `everything` still matches some alone
+    assert plan_of(exceptions=[exception(["*"], "bf16", "E"), exception(["*"], "mxfp8", "E")]).num_quantized == 12
+    # BF16 blocks come before exceptions, and may include all linears of one: their number follows the model.
+    assert plan_of(Bf16BlocksConfig(first=1), exceptions=[exception(["blocks.0.*"], "mxfp8")]).num_quantized == 10
 
 
 @pytest.mark.parametrize("scope", ["both", "forward", "backward"])
-def test_a_switch_goes_linear_by_linear(scope):
-    before = plan_of(exceptions=[excepted(["*"], "bf16", "*"), excepted(["*.out_proj"], "mxfp8", "M")])
+def test_a_switch_changes_each_linear_from_its_own_recipe(scope):
+    before = plan_of(exceptions=[exception(["*"], "bf16", "*"), exception(["*.out_proj"], "mxfp8", "M")])
     after = {row.linear.name: row for row in before.switched(plan_of(recipe=ref.MXFP8), scope).rows}
-    assert after["blocks.0.mixer.out_proj"].recipe == ref.MXFP8  # it was there already
+    assert after["blocks.0.mixer.out_proj"].recipe == ref.MXFP8  # as before
     assert after["blocks.0.mixer.out_proj"].reason == "its name matches *.out_proj in blocks M"
     changed, was_bf16 = after["blocks.0.mixer.in_proj"].recipe, after["blocks.2.mixer.in_proj"].recipe
     forward, backward = scope != "backward", scope != "forward"
@@ -103,13 +105,13 @@ def test_a_switch_goes_linear_by_linear(scope):
 
 
 def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
-    """A recipe that changes during a run must not be ignored: counted by what is quantized, and seen in the results."""
-    passed: list[str] = []
+    """Linears use a recipe that changes during a run: seen in the operands that are quantized, and in the results."""
+    quantized_operands: list[str] = []
     original = emulated.quantize_operand
 
     def counting(x, request, **settings):
         if request.operand.quantized:
-            passed.append(str(request.operand))
+            quantized_operands.append(str(request.operand))
         return original(x, request, **settings)
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
@@ -117,16 +119,16 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
     name, operands = "blocks.2.mixer.in_proj", ref.tensors(32, 64, 160)
     plain, quantized = plan_of(recipe=BF16), plan_of()
 
-    def results(plan: Plan, of_fprop: int, of_all: int):
+    def results(plan: Plan, num_square: int, num_quantized: int):
         PrecisionController(linears, plan, step_state)
         assert linears[name].name == name and linears[name].step_state is step_state
-        passed.clear()
+        quantized_operands.clear()
         found = ref.run(*operands, linears[name])
-        assert (passed.count("nvfp4 16x16"), len(passed)) == (of_fprop, of_all)
+        assert (quantized_operands.count("nvfp4 16x16"), len(quantized_operands)) == (num_square, num_quantized)
         return found
 
     first = results(quantized, 1, 5)
-    # The weight's blocks change, and the kept codes go with them.
+    # The weight's blocks change, so its kept codes are dropped.
     assert not torch.equal(results(quantized.switched(plain, "backward"), 0, 2)[0], first[0])
     forward = results(quantized.switched(plain, "forward"), 1, 4)
     assert torch.equal(forward[1], first[1]) and torch.equal(forward[2], first[2])
@@ -135,8 +137,8 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(first, results(quantized, 1, 5), strict=True))
 
 
-def test_a_plan_says_which_share_of_the_weights_is_in_4_bits():
-    """Exceptions made for hybrids take half of a Transformer; the preset for Transformers keeps what its name says."""
+def test_a_plan_knows_the_share_of_weights_in_4_bits():
+    """Exceptions for hybrids keep half of a Transformer in other formats; the preset for Transformers does not."""
     for name, few in (("nvfp4_best", True), ("nvfp4_4over6_1x16_qkv_bf16", False)):
         plan, _ = plans_of(composed("model=transformer_1_2b", f"precision={name}"))
         in_4_bits = sum(row.linear.parameters for row in plan.rows if row.recipe[FPROP_WEIGHT].format == "nvfp4")

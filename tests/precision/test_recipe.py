@@ -44,8 +44,8 @@ def test_the_recipes_of_the_configs_are_the_published_ones(name):
     assert recipe_from_config(composed(f"precision={name}").precision) == PUBLISHED[name]
 
 
-def test_every_field_of_a_config_arrives():
-    """No option may be accepted and do nothing."""
+def test_every_field_of_a_config_is_in_the_recipe():
+    """No option is accepted and then ignored."""
     for index, slot in enumerate(SLOTS):
         given, source = ("fp8", "128x128", "stochastic", "squared"), "tensor"
         odd = OperandConfig(*given)
@@ -73,12 +73,12 @@ def test_a_switch_of_the_forward_pass_leaves_the_backward_pass():
     assert recipe == changed(ref.NVFP4, name=name, fprop_activation=Operand(), fprop_weight=Operand())
 
 
-def test_a_switch_of_the_backward_pass_leaves_the_forward_pass_with_flat_weights():
+def test_a_switch_of_the_backward_pass_leaves_the_forward_pass_with_1x16_weights():
     recipe = switched_recipe(ref.NVFP4, BF16, "backward")
     assert recipe == replace(ref.QAF, name="nvfp4, backward bf16")
     assert recipe.fprop.right.block == (1, 16)
-    flat = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
-    assert switched_recipe(flat, BF16, "backward").fprop.right == ref.W
+    rows = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
+    assert switched_recipe(rows, BF16, "backward").fprop.right == ref.W
     to_fp8 = switched_recipe(ref.NVFP4, ref.FP8, "backward")
     assert to_fp8[DGRAD_GRADIENT] == ref.F8
     assert to_fp8.fprop.left == ref.X
@@ -91,7 +91,7 @@ def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_
     assert getattr(switched_recipe(nvfp4, theirs, "both"), option) == other
     assert getattr(switched_recipe(theirs, nvfp4, "both"), option) == getattr(nvfp4, option)
     for scope in ("forward", "backward"):
-        # One of the two parts is in BF16: the other's value, whichever recipe it is of.
+        # If one of the two recipes is BF16, the other's value is taken.
         assert getattr(switched_recipe(BF16, theirs, scope), option) == other
         assert getattr(switched_recipe(theirs, BF16, scope), option) == other
         assert getattr(switched_recipe(theirs, theirs, scope), option) == other

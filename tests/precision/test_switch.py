@@ -14,19 +14,19 @@ def test_the_step_of_a_switch():
             switch_step(when, 1000, 850)
 
 
-def unasked() -> float:
-    raise AssertionError("nothing is to be measured")
+def refuse() -> float:
+    raise AssertionError("nothing must be measured")
 
 
-def test_a_switch_comes_once_at_its_step_or_at_once_where_it_is_past():
+def test_a_switch_happens_once_at_its_step_or_at_the_first_later_step():
     switch = PrecisionSwitch(SwitchConfig(when="3"), 3)
-    assert [switch.before_step(step, unasked) for step in range(6)] == [False, False, False, True, False, False]
+    assert [switch.before_step(step, refuse) for step in range(6)] == [False, False, False, True, False, False]
     assert switch.switched_at == 3
     late = PrecisionSwitch(SwitchConfig(when="3"), 3)
-    assert late.before_step(10, unasked) and late.switched_at == 10
+    assert late.before_step(10, refuse) and late.switched_at == 10
 
 
-def test_gradient_noise_is_measured_at_the_interval_and_needs_patience_in_a_row():
+def test_gradient_noise_is_measured_at_intervals_and_switches_after_consecutive_measurements():
     """Also across a checkpoint."""
 
     def controller() -> PrecisionController:
@@ -34,13 +34,13 @@ def test_gradient_noise_is_measured_at_the_interval_and_needs_patience_in_a_row(
         return PrecisionController({}, Plan(()), StepState(seed=0), switch=switch, plan_after_switch=Plan(()))
 
     first, resumed = controller(), controller()
-    # Neither the threshold itself nor NaN is below.
+    # Neither the threshold itself nor NaN is below the threshold.
     for step, ratio in enumerate((1.0, 1.9, 2.0, 1.0, float("nan"), 1.0, 1.0)):
         assert not first.before_step(5 * step, lambda ratio=ratio: ratio)
-        assert not any(first.before_step(5 * step + between, unasked) for between in range(1, 5))
+        assert not any(first.before_step(5 * step + between, refuse) for between in range(1, 5))
     resumed.load_state_dict(first.state_dict())
     assert resumed.before_step(35, lambda: 1.0) and resumed.switch.switched_at == 35
     after = controller()
     after.load_state_dict(resumed.state_dict())
     for one in (resumed, after):
-        assert one.switch.switched_at == 35 and not any(one.before_step(step, unasked) for step in range(36, 50))
+        assert one.switch.switched_at == 35 and not any(one.before_step(step, refuse) for step in range(36, 50))

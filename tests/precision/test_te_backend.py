@@ -1,5 +1,5 @@
-"""The native backend's plumbing on a CPU: what it asks of Transformer Engine, in which order, and what it makes of it.
-te_stand_in.py stands in for it."""
+"""The backend transformer_engine on a CPU: its calls of Transformer Engine, and how it uses the results. te_stand_in.py
+replaces the package."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,9 +25,9 @@ X_46, W_46 = ref.X_46, ref.W_46
 FOUR_OVER_SIX = Recipe("four over six", Gemm(X_46, W_46), Gemm(X_46, W_46), Gemm(X_46, X_46))
 FORWARD_46 = changed(
     NVFP4, name="forward four over six", fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W
-)  # nvfp4_4over6_1x16 and nvfp4_best: by squared errors
+)  # as nvfp4_4over6_1x16 and nvfp4_best: squared errors
 CPU = torch.device("cpu")
-# Which the fused kernels take, and which they do not.
+# The fused kernels take the first shape, but not the second.
 ALIGNED, ODD = (128, 128, 256), (96, 160, 224)
 
 
@@ -45,8 +45,8 @@ def faults(recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALIGNED) -> lis
     ],
     ids=lambda value: getattr(value, "name", "x".join(map(str, value)) if isinstance(value, tuple) else ""),
 )
-def test_the_self_test_passes_what_hardware_would_return(recipe, shape):
-    """Code 8 for negative zeros, NaN that kernels drop, 8-bit draws, garbage in the padding, scales in either order."""
+def test_the_self_test_accepts_what_hardware_returns(recipe, shape):
+    """Code 8 for negative zeros, maxima without NaN, 8-bit draws, garbage in the padding, scales in either order."""
     assert faults(recipe, shape) == []
 
 
@@ -59,7 +59,7 @@ def double_maximum(parts: dict[str, Any]) -> None:
     parts["amax_rowwise"] *= 2
 
 
-def drop_drawn(parts: dict[str, Any]) -> None:
+def zero_stochastic_codes(parts: dict[str, Any]) -> None:
     if parts["quantizer"].stochastic_rounding:
         parts["rowwise_data"] *= 0
 
@@ -70,14 +70,14 @@ def drop_drawn(parts: dict[str, Any]) -> None:
         ({}, swap_nibbles, "fprop_activation codes: values differ in"),
         ({}, double_maximum, "fprop_weight codes: tensor scale differ"),
         ({}, lambda parts: parts.update(with_gemm_swizzled_scales=False), "fprop_weight codes: values differ in"),
-        ({}, drop_drawn, "dgrad_gradient draws: codes differ in"),
+        ({}, zero_stochastic_codes, "dgrad_gradient draws: codes differ in"),
         ({"with_rht": False}, None, "wgrad_activation codes: values differ in"),
         ({"with_random_sign_mask": False}, None, "wgrad_activation codes: values differ in"),
         ({"stochastic_rounding": False}, None, "dgrad_gradient rounding: "),
     ],
     ids=["nibbles", "maximum", "order of scales", "zeros", "no transform", "no signs", "no draws"],
 )
-def test_the_self_test_notices(monkeypatch, settings, spoil, seen):
+def test_the_self_test_finds_faults(monkeypatch, settings, spoil, seen):
     quantize = stand_in.NVFP4Quantizer.__call__
 
     def spoiled(self, x):
@@ -92,12 +92,12 @@ def test_the_self_test_notices(monkeypatch, settings, spoil, seen):
     assert any(seen in fault for fault in found), found
 
 
-def test_the_self_test_notices_draws_without_a_key(monkeypatch):
+def test_the_self_test_finds_draws_without_a_key(monkeypatch):
     monkeypatch.setattr(te, "_seeded", lambda *_: nullcontext())
     assert any("dgrad_gradient rounding: the same key gives other draws" in fault for fault in faults())
 
 
-def test_which_side_which_flags_in_which_order():
+def test_quantizers_and_gemms_get_these_settings_in_this_order():
     x, w, dy = (t.bfloat16() for t in ref.tensors(128, 256, 384))
     with stand_in.installed() as log:
         context = ref.context_of(NVFP4, backend=te.TransformerEngineBackend())
@@ -119,23 +119,23 @@ def test_which_side_which_flags_in_which_order():
         for recipe, mode in ((FOUR_OVER_SIX, "MAE"), (FORWARD_46, "MSE")):
             log.clear()
             ref.run(x, w, dy, replace(context, recipe=recipe, weight_cache=None))
-            made = [call["quantizer"] for call in log if call["quantizer"].nvfp4_use_4over6]
-            assert made and {(one.nvfp4_e4m3_max, one.nvfp4_4over6_err_mode) for one in made} == {(256, mode)}
+            used = [call["quantizer"] for call in log if call["quantizer"].nvfp4_use_4over6]
+            assert used and {(each.nvfp4_e4m3_max, each.nvfp4_4over6_err_mode) for each in used} == {(256, mode)}
 
 
 @pytest.mark.parametrize("recipe", [NVFP4, FORWARD_46], ids=lambda recipe: recipe.name)
-def test_a_linear_is_the_specified_one_but_for_accumulation(recipe):
+def test_a_linear_equals_the_specification_up_to_the_order_of_accumulation(recipe):
     recipe = ref.nearest(recipe)
     x, w, dy = (t.bfloat16() for t in ref.tensors(128, 256, 384))
     expected = ref.specified(x, w, dy, ref.context_of(recipe))
     with stand_in.installed():
         found = ref.run(x, w, dy, ref.context_of(recipe, backend=te.TransformerEngineBackend()))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-5 * float(theirs.abs().max()))
+    for actual, specified in zip(found, expected, strict=True):
+        assert actual.dtype == specified.dtype
+        torch.testing.assert_close(actual, specified, rtol=2**-7, atol=1e-5 * float(specified.abs().max()))
 
 
-def test_draws_are_a_function_of_the_key_and_the_generator_is_left_as_it_was():
+def test_draws_depend_on_the_key_alone_and_the_generator_is_unchanged():
     with stand_in.installed():
         generator, drawn = torch.cuda.default_generators[0], []
         before, state = generator.state, generator.state.get_state()
@@ -171,8 +171,8 @@ def test_gemms_add_the_gradients_of_micro_batches():
     ],
     ids=lambda value: getattr(value, "format", ""),
 )
-def test_gathered_codes_of_eight_bits_lie_as_its_quantizers_leave_them(operand, padded, along):
-    """Shapes of scales are those of its `get_scale_shape`, for [161, 128] or its transpose."""
+def test_gathered_8_bit_codes_have_the_layout_of_its_quantizers(operand, padded, along):
+    """Scales have the shapes of its `get_scale_shape`, for [161, 128] or its transpose."""
     codes = torch.randint(0, 127, (161, 128), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.randint(120, 130, (161, 4), dtype=torch.uint8) if operand.format == "mxfp8" else torch.rand(161, 1)
     made = te.NativeOperand.of(QuantizedTensor(codes, scales, operand.block), None, te.NativeLayout(operand, along))
@@ -190,7 +190,7 @@ def test_nan_in_a_slice_reaches_all_tokens():
     request = OperandRequest(ref.X)
     with stand_in.installed():
         slices = [te.TransformerEngineBackend().operands(part, request, None)[0]() for part in x.split(32)]
-    # As the rank with the other slice, whose maximum shows nothing.
+    # On the rank with the other slice, whose maximum is finite.
     messages = []
     for made in slices:
         made.gathered(lambda message: messages.append(message), transposed=False)

@@ -1,6 +1,6 @@
-"""The backend `torch` against the emulation: operands bit for bit, products to the order of accumulation.
+"""The backend `torch` against the emulation: operands bit for bit, products up to the order of accumulation.
 
-No chip here multiplies such codes: the GEMM is one that decodes its arguments (tests/quantization/cublas.py).
+A CPU cannot multiply such codes: a stand-in for the GEMM decodes its arguments (tests/quantization/cublas.py).
 """
 
 import pytest
@@ -17,8 +17,8 @@ from megatron_fp4.precision.verify import Case
 from tests.precision import reference as ref
 from tests.quantization import cublas
 
-# Those that it can compute.
-RECIPES = {name: of for name, of in ref.RECIPES.items() if first_refusal("torch", of, "bfloat16") is None}
+# The recipes that it can compute.
+RECIPES = {name: recipe for name, recipe in ref.RECIPES.items() if first_refusal("torch", recipe, "bfloat16") is None}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def stand_in(monkeypatch):
 
 
 def inputs_for(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """With input features, which are not padded, that the recipe takes."""
+    """`shape` with input features, which are not padded, of the recipe's multiple."""
     inputs = EMULATED.alignment(recipe).inputs
     return shape[0], -(-shape[1] // inputs) * inputs, shape[2]
 
@@ -38,8 +38,8 @@ def faults(name: str, shape: tuple[int, int, int], num_groups: int = 1) -> list[
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_operands_are_the_references_and_products_agree(name):
-    """The self-test compares operands and draws bit for bit, and NaN; whole linears agree to the order of sums."""
+def test_operands_have_the_bits_of_the_reference_and_products_agree(name):
+    """The self-test compares operands and draws bit for bit, and NaN; linears agree up to the order of accumulation."""
     recipe = RECIPES[name]
     assert faults(name, (64, 96, 120), num_groups=3) == []
     for shape in ((48, 80, 208), (37, 16, 9)):
@@ -47,20 +47,20 @@ def test_operands_are_the_references_and_products_agree(name):
         x, w, dy = ref.tensors(*inputs_for(recipe, shape))
         x, dy = x.bfloat16(), dy.bfloat16()
         found = ref.run(x, w, dy, ref.context_of(recipe, backend=TorchBackend()))
-        for mine, theirs in zip(found, ref.specified(x, w, dy, ref.context_of(recipe)), strict=True):
-            assert mine.dtype == theirs.dtype
-            torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-6 * theirs.abs().max().item())
+        for actual, expected in zip(found, ref.specified(x, w, dy, ref.context_of(recipe)), strict=True):
+            assert actual.dtype == expected.dtype
+            torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-6 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("operand, columns", [(ref.X, 48), (ref.X, 64), (ref.MX8, 64)], ids=str)
-def test_codes_are_the_quantizers_and_filled_up_with_zeros(operand, columns):
+def test_codes_are_those_of_the_quantizer_padded_with_zeros(operand, columns):
     x = torch.randn(160, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[32:64, 8:16], x[0, 0], x[1, 5], x[2, 9] = -1e-30, -0.0, 1000, 3e-39
     expected = operand.encode(x.float())
     made = TorchBackend().operands(x, OperandRequest(operand), None)[0]()
     assert torch.equal(made.decoded().codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(made.decoded().scales.view(torch.uint8), expected.scales.view(torch.uint8))
-    size, whole = x.shape[1] // made.form.per_byte, -(-x.shape[1] // 32) * 32 // made.form.per_byte
-    assert made.codes.shape == (160, whole) and not made.codes[:, size:].any()
+    size, padded = x.shape[1] // made.form.per_byte, -(-x.shape[1] // 32) * 32 // made.form.per_byte
+    assert made.codes.shape == (160, padded) and not made.codes[:, size:].any()
     codes = made.codes if made.form.per_byte == 2 else made.codes.view(torch.float8_e4m3fn)
     assert torch.equal(cublas.decoded(codes, made.scales)[:, : x.shape[1]], made.unpacked())

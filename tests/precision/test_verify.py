@@ -1,4 +1,4 @@
-"""The self-test and the recheck notice what is wrong with a backend, and change nothing."""
+"""The self-test and the recheck find faults of a backend, and change no results."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ CPU = torch.device("cpu")
 
 
 class Spoiled(EmulatedBackend):
-    """The emulation with operands or products spoiled. operand: the only one (by its label). draws_ours: whether the
-    self-test may compare draws bit for bit; otherwise it looks at their statistics."""
+    """The emulation with wrong operands or products.
+
+    values, product, request: they change what a backend computes. operand: the name of the only operand whose values
+    change; empty: all. draws_ours: if False, the self-test checks the statistics of draws instead of their bits.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ def half_of_one_tile(t: Tensor) -> Tensor:
 
 
 def beta(factor: float) -> Callable[..., Tensor]:
-    """A GEMM that adds its product to `factor` times what was there."""
+    """A GEMM that adds its product to `factor` times the total."""
     return lambda result, before: result if before is None else result + (factor - 1) * before
 
 
@@ -99,7 +102,7 @@ def beta(factor: float) -> Callable[..., Tensor]:
     [(NVFP4, True), (NVFP4, False), *((recipe, True) for recipe in (ref.MXFP8, ref.FP8, ref.MXFP4, ref.QUARTET2))],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_the_emulation_passes(recipe, draws_ours):
+def test_the_emulation_passes_the_self_test(recipe, draws_ours):
     case = replace(CASE, recipe=recipe, outputs=3 * 80, num_groups=3)
     assert faults(Spoiled(draws_ours=draws_ours), case) == []
 
@@ -121,12 +124,12 @@ def test_the_emulation_passes(recipe, draws_ours):
         ),
     ],
 )
-def test_a_wrong_backend_is_noticed(spoiled, seen):
+def test_the_self_test_finds_a_wrong_backend(spoiled, seen):
     found = faults(spoiled)
     assert any(seen in fault for fault in found), found
 
 
-def test_a_fault_stops_the_run_and_is_named():
+def test_a_fault_ends_the_run_with_its_name():
     def fail(*_: Any) -> Tensor:
         raise RuntimeError("CUDA Error: invalid argument\nin some file")
 
@@ -147,7 +150,7 @@ NO_TRANSFORM = changed(NVFP4, wgrad_rht=0)
 
 
 def drawn(uniform: Tensor, rows: Tensor = ROWS) -> GemmOperand:
-    """`rows` rounded to NVFP4 by these draws, FP32 of their shape."""
+    """`rows` rounded to NVFP4 with these draws, FP32 in [0, 1) of the same shape."""
     made = quantize_nvfp4(rows)
     scaled = grid_positions(rows, made.scales.float(), made.amax).clamp(-6, 6)
     codes = round_e2m1_stochastic(scaled, 1 - 2.0**-22 - uniform * (1 - 2.0**-21))
@@ -164,7 +167,7 @@ SHARED = "of the variance of independent draws"
 @pytest.mark.parametrize(
     ("uniform", "seen"),
     [
-        # Each element by itself is fair: one draw a row, a column, a block; repeated; antithetic neighbours.
+        # Fair for each element alone: one draw per row, column or block; repeated draws; antithetic neighbours.
         (lambda number: uniform_of(number, N, 1).expand(N, K), SHARED),
         (lambda number: uniform_of(number, 1, K).expand(N, K), SHARED),
         (lambda number: uniform_of(number, N, K // 16).repeat_interleave(16, 1), SHARED),
@@ -176,33 +179,33 @@ SHARED = "of the variance of independent draws"
         (lambda number: (uniform_of(number, N, K) - 0.02).clamp(min=0), "rounds up too often"),
     ],
 )
-def test_unfair_draws_of_one_operand_are_noticed(uniform, seen):
+def test_unfair_draws_of_one_operand_are_found(uniform, seen):
     found = fairness({DGRAD_GRADIENT: ROWS}, lambda i: {DGRAD_GRADIENT: drawn(uniform(i))}, NO_TRANSFORM)
     assert seen in found["dgrad_gradient"]
 
 
-def test_two_operands_that_share_their_draws_are_noticed():
-    """As where two launches start from one state of a generator, and where an element has one draw for both copies.
-    Independent ones of 8 bits are fair."""
+def test_two_operands_that_share_draws_are_found():
+    """Two launches may start from one state of a generator, and both copies of an element may use one draw. Independent
+    draws of 8 bits are fair."""
     sides = {DGRAD_GRADIENT: ROWS, WGRAD_GRADIENT: ROWS.t().contiguous()}
 
-    def draw(number: int, how: str) -> dict[OperandSlot, Any]:
+    def draw(number: int, shared: str) -> dict[OperandSlot, Any]:
         one, other = ((uniform_of(number + i, *shape) * 256).floor() / 256 for i, shape in ((0, (N, K)), (100, (K, N))))
-        other = {"apart": other, "element": one.t(), "index": one.reshape(K, N)}[how]
+        other = {"none": other, "element": one.t(), "index": one.reshape(K, N)}[shared]
         return {DGRAD_GRADIENT: drawn(one), WGRAD_GRADIENT: drawn(other, sides[WGRAD_GRADIENT])}
 
-    for how in ("apart", "element", "index"):
-        found = fairness(sides, lambda number, how=how: draw(number, how), NO_TRANSFORM)
+    for shared in ("none", "element", "index"):
+        found = fairness(sides, lambda number, shared=shared: draw(number, shared), NO_TRANSFORM)
         assert found["dgrad_gradient"] == found["wgrad_gradient"] == ""
         fault = found["dgrad_gradient and wgrad_gradient"]
-        assert (fault == "") if how == "apart" else f"are correlated at the same {how}: correlation +0." in fault
+        assert (fault == "") if shared == "none" else f"are correlated at the same {shared}: correlation +0." in fault
 
 
 # ------------------------------------------------------------------------------------------------------------- recheck
 
 
 def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor) -> Rechecked:
-    """Two micro-batches of a step under the watcher."""
+    """Recheck a step of two micro-batches."""
     recheck, weight = Recheck(1, {context.name: context}), w.clone().requires_grad_()
     with alone():
         with recheck.watching(0):
@@ -231,7 +234,7 @@ def faults_of(backend: EmulatedBackend, *tensors: Tensor, recipe=ref.NVFP4) -> l
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_the_emulation_is_the_reference_and_its_products_keep_their_bits(recipe, comparisons):
+def test_a_recheck_of_the_emulation_finds_nothing_and_changes_no_bits(recipe, comparisons):
     context = ref.context_of(recipe, num_groups=3, out_group_offset=1)
     x, w, dy = ref.tensors(128, 256, 3 * 80, dtype=torch.bfloat16)
     expected = ref.run(x, w.float(), dy, context)
@@ -247,19 +250,19 @@ def test_the_emulation_is_the_reference_and_its_products_keep_their_bits(recipe,
 
 
 @pytest.mark.parametrize("name", [slot.name for slot in SLOTS])
-def test_one_wrong_code_in_any_operand_is_found(name):
+def test_the_recheck_finds_one_wrong_code_in_any_operand(name):
     (fault,) = faults_of(Spoiled(values=one_changed, operand=name), recipe=ref.ALL_THE_WAY)
     assert fault.startswith(f"{name}: values differ in 1 of ")
 
 
-def test_a_wrong_product_is_found():
+def test_the_recheck_finds_a_wrong_product():
     found = faults_of(Spoiled(product=lambda t, _: t * 1.02))
     assert [fault.split()[0] for fault in found[:3]] == ["fprop", "dgrad", "wgrad"]
     for factor in (0, 2):
         assert faults_of(Spoiled(product=beta(factor)))[0].startswith("wgrad product added to a gradient")
 
 
-def test_nan_that_disappears_is_found():
+def test_the_recheck_finds_nan_that_disappears():
     x, w, dy = ref.tensors(32, 64, 48)
     x[5, 7] = float("nan")
     assert faults_of(Spoiled(), x, w, dy) == []
@@ -269,19 +272,19 @@ def test_nan_that_disappears_is_found():
     assert "is finite, although its tensor has NaN or inf" in fault
 
 
-# ------------------------------------------------------------------- operands whose draws and transforms are their own
+# ----------------------------------------------------- operands with draws and transforms of Transformer Engine's own
 
 ROW, DRAWN = ref.X, ref.DY
 KEY = rounding_key("its own")
-# Values of unlike size, so that sums are not exact.
+# Values of different magnitudes, so that sums are not exact.
 NORMAL = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(0))
 UNLIKE = (NORMAL[0] * NORMAL[1].exp()).bfloat16()
 
 
 def native(rows: Tensor, operand: Operand, rht: int = 0) -> te.NativeOperand:
-    """What a native quantizer with its own draws, and its own order of sums in the transform, may make of `rows`."""
+    """An operand that a native quantizer, with its own draws and order of summation in the transform, may return."""
     if rht:
-        # Another order: a matrix product in double precision, rounded once.
+        # Another order of summation: a matrix product in double precision, rounded once.
         eye = random_hadamard_transform(torch.eye(rht, dtype=torch.float64), rht, fixed_signs(rht))
         rows = (rows.double().unflatten(-1, (-1, rht)) @ eye).flatten(-2).bfloat16()
     quantized = quantize_nvfp4(rows, rounding=operand.rounding, key=KEY if operand.drawn else None)
@@ -296,12 +299,12 @@ def fault_of(made: te.NativeOperand, x: Tensor, rht: int, exact: bool = False) -
 
 
 @pytest.mark.parametrize("operand", [ROW, DRAWN], ids=str)
-def test_native_operands_may_draw_and_add_up_by_themselves(operand):
+def test_native_operands_may_have_their_own_draws_and_order_of_summation(operand):
     for rht in (0, 16):
         assert fault_of(native(UNLIKE, operand, rht), UNLIKE, rht) == ""
     after = random_hadamard_transform(UNLIKE, 16, fixed_signs(16))
-    step = torch.randint(-1, 2, after.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int16)
-    moved = native((after.view(torch.int16) + step).view(torch.bfloat16), operand)
+    steps = torch.randint(-1, 2, after.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int16)
+    moved = native((after.view(torch.int16) + steps).view(torch.bfloat16), operand)
     assert fault_of(moved, UNLIKE, 16) == "" and fault_of(moved, UNLIKE, 16, exact=True) != ""
 
 
@@ -309,9 +312,9 @@ def test_native_operands_may_draw_and_add_up_by_themselves(operand):
 def test_wrong_native_operands_are_found(operand, rht):
     made = native(UNLIKE, operand, rht)
     codes, scales = made.data.clone(), made.scales.clone()
-    # The code of the largest value of a block becomes zero; a scale is halved.
+    # The code of a block's largest value becomes zero; a scale is halved.
     codes.view(-1)[int((codes.view(-1) & 0xF == 7).nonzero()[0])] &= 0xF0
     scales[3, 5] -= 8
-    others = native(UNLIKE.roll(1, 0), operand, rht) if operand is DRAWN else native(UNLIKE, DRAWN, rht)
-    for wrong in ({"data": codes}, {"scales": scales}, {"amax": made.amax * 1.02}, {"data": others.data}):
+    other = native(UNLIKE.roll(1, 0), operand, rht) if operand is DRAWN else native(UNLIKE, DRAWN, rht)
+    for wrong in ({"data": codes}, {"scales": scales}, {"amax": made.amax * 1.02}, {"data": other.data}):
         assert fault_of(replace(made, **wrong), UNLIKE, rht)
