@@ -1,6 +1,6 @@
-"""CUDA graphs of micro-batches: the bits of eager steps, through a switch of precision, a validation and a load; with
-one rank, with FSDP over one and two ranks on one GPU, and by native backends. Not run: NVFP4 and MXFP8 of the native
-backends, which need Blackwell.
+"""CUDA graphs of micro-batches give the bits of eager steps, also after a switch of precision, a validation and a load
+of weights; on one rank, with FSDP over one and two ranks on one GPU, and with native backends. Not run: NVFP4 and MXFP8
+of the native backends, which need Blackwell.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 HAS_TE = CAPABILITY >= (9, 0) and importlib.util.find_spec("transformer_engine") is not None
 if HAS_TE:
-    # Before any test: once PyTorch has used its cuDNN, the import fails (libcudnn_cnn.so.9: undefined symbol).
+    # Before any test: after PyTorch has used its cuDNN, the import fails (libcudnn_cnn.so.9: undefined symbol).
     importlib.import_module("transformer_engine.pytorch")
 STEPS, MICRO_BATCHES = 9, 4  # of a rank
 SMALL = [
@@ -49,7 +49,7 @@ REPLAYED = [step not in EAGER for step in range(STEPS)]
 
 
 class Drawing(EmulatedBackend):
-    """Draws from CUDA's default generator where Transformer Engine does."""
+    """Draws from CUDA's default generator, as Transformer Engine does."""
 
     def operands(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
@@ -68,7 +68,7 @@ def mesh(alone: None) -> Iterator[ParallelMesh]:
 
 
 def mesh_of_all() -> ParallelMesh:
-    build.set_determinism(True)  # mamba-ssm's kernels are tuned from the disk, if they have ever been
+    build.set_determinism(True)  # mamba-ssm's kernels use the tuning on disk, if there is one
     return build_mesh(configure([]).parallel, torch.device("cuda", 0))
 
 
@@ -82,8 +82,8 @@ def batches(config: Config, step: int, mesh: ParallelMesh) -> list[ToyBatch]:
 def trained(
     mesh: ParallelMesh, graphs: bool, overrides: list[str], backend: Backend | None = None, watched: int | None = None
 ) -> tuple[list[Any], list[Tensor], list[bool]]:
-    """Losses and norms by step, the last weights, and which steps were replayed.
-    watched: a step whose linears are, for which FSDP gathers other copies of weights."""
+    """Losses and norms by step, the last weights, and which steps were replayed. watched: a step whose linears have a
+    probe, for which FSDP gathers values instead of codes."""
     config = configure([*SMALL, *overrides])
     step_state, backend = StepState(seed=1), backend or build.backend_of(config, models).open()
     execution = build.execution_of(config, models)
@@ -103,11 +103,11 @@ def trained(
             )
         replayed.append(captured is not None and captured.captured)
         found.append((result.loss, result.grad_norm))
-        if step == 3:  # a validation, which makes codes of its own
+        if step == 3:  # a validation quantizes weights itself
             with torch.no_grad():
                 (batch, *_) = batches(config, 100, mesh)
                 found.append(model(batch.tokens.to(mesh.device), batch.targets.to(mesh.device)).item())
-        if step == 4:  # weights are loaded, into the same memory
+        if step == 4:  # new weights in the same memory, as after a load
             with torch.no_grad():
                 for parameter in model.parameters():
                     local_part(parameter).mul_(0.5)
@@ -153,7 +153,7 @@ def test_the_torch_backend_with_its_gemms_replaced(
 
 @pytest.mark.parametrize("recomputed", ["none", "block"])
 def test_draws_from_the_default_generator(mesh: ParallelMesh, recomputed: str) -> None:
-    """Of gradients, and of activations that recomputation draws again."""
+    """For gradients, and for activations, whose draws recomputation repeats."""
     drawn = ["precision=nvfp4", "precision.fprop.activation.rounding=stochastic"]
     check(mesh, [*drawn, f"train.activation_checkpointing={recomputed}"], Drawing())
 
@@ -178,5 +178,5 @@ def _on_a_rank(rank: int, overrides: list[str]) -> None:
 
 @pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
 def test_fsdp_over_two_ranks_of_one_gpu(precision: str) -> None:
-    """gloo carries their messages. Weights are gathered as codes, and after the switch in BF16."""
+    """Their collectives use gloo. Weights are gathered as codes, and after the switch in BF16."""
     launch(_on_a_rank, 2, [f"precision={precision}"], seconds=300)

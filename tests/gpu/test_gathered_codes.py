@@ -1,4 +1,4 @@
-"""The kernels of weights in square blocks against the reference on the CPU, bit for bit."""
+"""Weights as 4-bit codes on a GPU: kernels against the reference on a CPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ def normal(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator)
 
 
-# Rows and columns of the weight, rows of a group without and with padding, the part's first row and the one after its
-# last.
-PLACES = {
-    "whole": (192, 1120, 192, 192, 0, 192),
+# Rows and columns, rows of a group without and with padding, the part's first row and the row after its last.
+PARTS = {
+    "all rows": (192, 1120, 192, 192, 0, 192),
     "cut in blocks": (192, 1120, 192, 192, 41, 150),
     "less than a block": (64, 96, 64, 64, 17, 25),
     "a part of groups": (200, 256, 50, 64, 67, 134),
@@ -28,29 +27,28 @@ PLACES = {
 
 
 @pytest.mark.parametrize("form", BLOCKS)
-@pytest.mark.parametrize("place", PLACES)
-def test_kernels(form: str, place: str) -> None:
-    rows, columns, group_rows, padded, first, end = PLACES[place]
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels(form: str, part: str) -> None:
+    rows, columns, group_rows, padded, first, end = PARTS[part]
     for scale, dtype in ((1.0, torch.float32), (1e-33, torch.bfloat16), (1e-39, torch.float32), (1e36, torch.bfloat16)):
         w = normal(rows, columns) * torch.exp2(torch.arange(rows) % 13 - 6.0)[:, None] * scale
         w[:16, :32] = 0
         w[1, 1], w[2, 2] = -0.0, -1e-45
-        check(w.to(dtype), RowBlocks(form, group_rows, padded, first, end), f"{place}, {scale}")
+        check(w.to(dtype), RowBlocks(form, group_rows, padded, first, end), f"{part}, {scale}")
 
 
 def check(w: Tensor, blocks: RowBlocks, what: str) -> None:
-    """Compare all three passes: the maxima and the codes of the part, given the maxima of the whole weight, and the
-    values of the whole weight."""
+    """Compare all three passes over the part's rows, with the maxima of all rows."""
     rounded, part = w.to(torch.bfloat16), slice(blocks.first, blocks.end)
-    whole_blocks = RowBlocks(blocks.format, blocks.group_rows, blocks.padded_group_rows, 0, len(w))
-    of_whole = block_maxima(rounded, whole_blocks)
-    assert torch.equal(block_maxima(w.cuda(), whole_blocks).cpu(), of_whole), what
+    all_blocks = RowBlocks(blocks.format, blocks.group_rows, blocks.padded_group_rows, 0, len(w))
+    all_maxima = block_maxima(rounded, all_blocks)
+    assert torch.equal(block_maxima(w.cuda(), all_blocks).cpu(), all_maxima), what
     assert torch.equal(block_maxima(w[part].cuda(), blocks).cpu(), block_maxima(rounded[part], blocks)), what
-    maxima = of_whole[blocks.first_block : blocks.first_block + blocks.num_blocks]
+    maxima = all_maxima[blocks.first_block : blocks.first_block + blocks.num_blocks]
     amax = rounded.abs().amax().float() if blocks.format == "nvfp4" else None
     expected = quantize_rows(rounded[part], blocks, maxima, amax)
     found = quantize_rows(w[part].cuda(), blocks, maxima.cuda(), None if amax is None else amax.cuda())
     assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True)), what
-    codes, scales = quantize_rows(rounded, whole_blocks, of_whole, amax)
-    values = unpack_rows(codes.cuda(), scales.cuda(), whole_blocks)
-    assert torch.equal(values.cpu(), unpack_rows(codes, scales, whole_blocks)), what
+    codes, scales = quantize_rows(rounded, all_blocks, all_maxima, amax)
+    values = unpack_rows(codes.cuda(), scales.cuda(), all_blocks)
+    assert torch.equal(values.cpu(), unpack_rows(codes, scales, all_blocks)), what

@@ -1,4 +1,4 @@
-"""The linear layer on a GPU against the same layer on the CPU: operands bit for bit, products to rounding."""
+"""The linear layer on a GPU against the same layer on a CPU: operands bit for bit, products up to rounding."""
 
 from typing import Any
 from unittest import mock
@@ -54,7 +54,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(
     name: str, dtype: torch.dtype, num_groups: int
 ) -> None:
-    """Weights are codes on the GPU and values on the CPU. Groups of 84 rows are padded."""
+    """Weights are kept as codes on the GPU and as values on the CPU. Groups of 84 rows are padded."""
     x, w, dy = tensors(128, 384, 256 if num_groups == 1 else 84 * num_groups)
     gemms: dict[str, list[tuple[Tensor, Tensor | None]]] = {"cpu": [], "cuda": []}
     results = {}
@@ -71,9 +71,9 @@ def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(
     for (values, scale), (gpu_values, gpu_scale) in zip(*gemms.values(), strict=True):
         assert torch.equal(values, gpu_values.cpu())
         assert (scale is None and gpu_scale is None) or torch.equal(scale, gpu_scale.cpu())
-    # y and dx are rounded to BF16; where the order of accumulation decides, by one unit.
-    for theirs, mine, bound in zip(*results.values(), (1e-3, 1e-3, 2e-6), strict=True):
-        assert mine.dtype == theirs.dtype and relative(mine, theirs) < bound
+    # y and dx are rounded to BF16, and differ by one unit where the order of accumulation decides the rounding.
+    for expected, actual, bound in zip(*results.values(), (1e-3, 1e-3, 2e-6), strict=True):
+        assert actual.dtype == expected.dtype and relative(actual, expected) < bound
 
 
 def strided(t: Tensor, transposed: bool) -> Tensor:
@@ -84,7 +84,7 @@ def strided(t: Tensor, transposed: bool) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("left, right", [(False, True), (True, False), (True, True)])
 def test_scaled_matmul(left: bool, right: bool, dtype: torch.dtype) -> None:
-    # Small integers: every sum is exact, so the two ways of scaling must agree in every bit.
+    # Small integers have exact sums, so both ways of scaling must give the same bits.
     a = strided(torch.randint(-8, 9, (160, 336), device="cuda").bfloat16(), left)
     b = strided(torch.randint(-8, 9, (336, 208), device="cuda").bfloat16(), right)
     alpha = torch.tensor(0.1234567, device="cuda")
@@ -93,7 +93,7 @@ def test_scaled_matmul(left: bool, right: bool, dtype: torch.dtype) -> None:
         with mock.patch.object(gemm_cuda, "_cublas", library):
             assert torch.equal(gemm_cuda.scaled_matmul(a, b, alpha, dtype), (exact * alpha).to(dtype))
     assert torch.equal(gemm_cuda.scaled_matmul(a, b, None, dtype), exact.to(dtype))
-    assert torch.equal(torch.mm(a, b), (a.float() @ b.float()).bfloat16())  # the handle is left as PyTorch had it
+    assert torch.equal(torch.mm(a, b), (a.float() @ b.float()).bfloat16())  # the handle is as before
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_scaled_matmul(left: bool, right: bool, dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_scaled_matmul_adds_and_leaves_padding_out(dtype: torch.dtype, rows: RowGroups | None, left: bool) -> None:
+def test_scaled_matmul_adds_and_leaves_out_padding(dtype: torch.dtype, rows: RowGroups | None, left: bool) -> None:
     a = strided(torch.randint(-8, 9, (480, 336), device="cuda").bfloat16(), left)
     b = torch.randint(-8, 9, (336, 208), device="cuda").bfloat16()
     alpha = torch.tensor(0.25, device="cuda")
@@ -127,7 +127,7 @@ def test_scaled_matmul_adds_and_leaves_padding_out(dtype: torch.dtype, rows: Row
                 assert relative(total, product.cpu() + before.cpu()) < 4e-3
 
 
-def test_what_is_saved_for_backward_is_four_bits_wide() -> None:
+def test_tensors_saved_for_backward_have_4_bits() -> None:
     x, w, dy = (tensor.cuda() for tensor in tensors(1024, 512, 256))
     context = context_of(ref.NVFP4)
     ref.run(x, w, dy, context)  # fills the weight's cache

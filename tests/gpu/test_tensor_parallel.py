@@ -1,4 +1,4 @@
-"""Linears on two GPUs with sequence parallelism: the operands of all GEMMs are those of one GPU, bit for bit."""
+"""Linears on two GPUs with sequence parallelism: the operands of all GEMMs have the bits of one GPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.training.harness import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# Kernels that pack, kernels that do not, PyTorch on the GPU, and a linear without quantization. 256 tokens are whole
-# blocks of every format on each rank; 40 are not, and are gathered before they are quantized.
+# Kernels that pack, kernels that do not, PyTorch on the GPU, and a linear without quantization. Of 256 tokens each rank
+# has complete blocks of every format; of 40 it does not, and they are gathered before they are quantized.
 CASES = {
     "nvfp4": (256, False),
     "nvfp4, input kept": (256, True),
-    "nvfp4, odd slices": (40, False),
+    "nvfp4, incomplete blocks": (40, False),
     "mxfp4": (256, False),
     "fp8": (256, False),
     "nvfp4, four over six": (256, False),
@@ -38,7 +38,7 @@ CASES = {
 @pytest.mark.parametrize("format_", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_packed_operands_unpack_to_the_values(format_: str, parts: int) -> None:
-    """Along both dimensions, also joined from the messages of several ranks' slices."""
+    """Along both dimensions, also when they are joined from the messages of several ranks."""
     block = 16 if format_ == "nvfp4" else 32
     side = Side(format_, (1, block), key=rounding_key(3))
     for rows, columns in ((2 * block, block), (192, 4128), (4096, 2048)):
@@ -56,7 +56,7 @@ def test_packed_operands_unpack_to_the_values(format_: str, parts: int) -> None:
 
 
 def on_a_gpu(rank: int, folder: str) -> dict[str, tuple[Any, Any]]:
-    """What the linears' GEMMs were given, of every case: on this GPU alone, and shared with the other."""
+    """The operands of the linears' GEMMs for every case: on this GPU alone, and on both GPUs."""
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/nccl", 2)
@@ -80,7 +80,7 @@ def _on_cpu(found: Any) -> Any:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_codes_on_two_gpus_are_those_of_one(tmp_path: Path) -> None:
+def test_codes_on_two_gpus_have_the_bits_of_one(tmp_path: Path) -> None:
     ranks = launch(on_a_gpu, 2, str(tmp_path), seconds=120.0)
     for name in CASES:
         check_codes([rank[name][1] for rank in ranks], ranks[0][name][0], rtol=0.03)

@@ -1,5 +1,5 @@
-"""The backend `torch` on a GPU: its operands on any of them (their kernels' bits are in test_quantizers.py), products
-on those whose tensor cores take block scales."""
+"""The backend `torch`: its operands on any GPU (test_quantizers.py compares the kernels' bits), its products on GPUs
+whose tensor cores take block scales."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_the_self_test_passes_with_the_gemms_replaced(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tensor_cores(name):
+def test_the_self_test_passes_on_tensor_cores(name):
     reason = unsupported("torch", RECIPES[name], torch.cuda.get_device_capability())
     if reason is not None:
         pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""Our linear against Transformer Engine's own, on one GPU of compute capability 9.0 or 10.x.
+"""This project's linear against Transformer Engine's, on one GPU of compute capability 9.0 or 10.x.
 
     FP8 blocks       the backend transformer_engine against `te.Linear` under `Float8BlockScaling`, with power-of-two
                      scales and (9.0 only) FP32 scales: y, dx and dW (rounded to BF16) bit for bit
@@ -6,10 +6,10 @@
                      which is Transformer Engine's own reference (it rounds to nearest, so dy does here too): codes,
                      block scales and maxima of all operands bit for bit, products to the order of accumulation
 
-The two Hadamard transforms add up 16 products in different orders, and where the sum is no FP32 number they may round
-to BF16 differently. Such elements must be one BF16 number apart, or where the 16 nearly cancel no farther than FP32
-sums of them can be, and fewer than one in 10^4. Codes of the transformed tensors are compared on the *same* transform,
-Transformer Engine's.
+The two Hadamard transforms add 16 products in different orders. If the sum is not exact in FP32, they may round to
+different BF16 numbers. These must be neighbours, or, if the products nearly cancel, no farther apart than two FP32 sums
+of them can be; and fewer than one element in 10^4 may differ. Codes of transformed tensors are compared on the *same*
+transformed tensor, Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def backend() -> TransformerEngineBackend:
 
 
 def ours(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, **settings: Any) -> dict[str, Tensor]:
-    """y, dx and dW of our linear on BF16 tensors, in BF16."""
+    """y, dx and dW of this project's linear on BF16 tensors, in BF16."""
     made = run(x, w, dy, LinearContext("compared", recipe, StepState(seed=0), **settings))
     return {name: product.to(torch.bfloat16) for name, product in zip(("y", "dx", "dW"), made, strict=True)}
 
 
 def theirs(x: Tensor, w: Tensor, dy: Tensor, recipe: Any) -> dict[str, Tensor]:
-    """The same of `te.Linear` under one of its recipes."""
+    """The same of `te.Linear` with one of its recipes."""
     import transformer_engine.pytorch as te
 
     linear = te.Linear(w.shape[1], w.shape[0], bias=False, params_dtype=torch.bfloat16, device=x.device)
@@ -80,7 +80,7 @@ def theirs(x: Tensor, w: Tensor, dy: Tensor, recipe: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "FP32 scales"])
-def test_fp8_blocks_are_te_linear_bit_for_bit(backend, shape, power_of_two) -> None:
+def test_fp8_blocks_have_the_bits_of_te_linear(backend, shape, power_of_two) -> None:
     if unsupported("transformer_engine", fp8(power_of_two), CAPABILITY):
         pytest.skip("not on this chip")
     from transformer_engine.common.recipe import Float8BlockScaling, QParams
@@ -98,7 +98,7 @@ def test_fp8_blocks_are_te_linear_bit_for_bit(backend, shape, power_of_two) -> N
 
 @contextmanager
 def recorded_references() -> Iterator[list[dict[str, Tensor]]]:
-    """What Transformer Engine's reference quantizer returns inside: of the input, the weight and the gradient."""
+    """The results of Transformer Engine's reference quantizer inside: for the input, the weight and the gradient."""
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
 
     seen: list[dict[str, Tensor]] = []
@@ -128,19 +128,19 @@ def ordinal(t: Tensor) -> Tensor:
 
 
 def check_transform(x: Tensor, other: Tensor) -> None:
-    """Our transform of x [n, k] and theirs."""
-    turned = random_hadamard_transform(x, 16)
-    steps = (ordinal(turned) - ordinal(other)).abs()
-    # How far two FP32 sums of the 16 products in an element's transform can be apart.
-    terms = x.float().abs().unflatten(-1, (-1, 16)).sum(-1) / 4
-    reach = (terms * 15 * 2.0**-23).repeat_interleave(16, dim=-1)
-    beyond = (turned.float() - other.float()).abs() - other.float().abs() * 2.0**-7  # beyond one BF16 number
-    assert not ((steps > 1) & (beyond > reach)).any()
+    """Compare this project's transform of x [n, k] with `other`, Transformer Engine's."""
+    transformed = random_hadamard_transform(x, 16)
+    steps = (ordinal(transformed) - ordinal(other)).abs()
+    # The largest difference between two FP32 sums of the 16 products in an element's transform.
+    magnitudes = x.float().abs().unflatten(-1, (-1, 16)).sum(-1) / 4
+    limit = (magnitudes * 15 * 2.0**-23).repeat_interleave(16, dim=-1)
+    excess = (transformed.float() - other.float()).abs() - other.float().abs() * 2.0**-7  # above one BF16 step
+    assert not ((steps > 1) & (excess > limit)).any()
     assert (steps > 0).double().mean() <= 1e-4
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_emulation_is_te_nvfp4_reference(shape) -> None:
+def test_the_emulation_has_the_bits_of_te_nvfp4_reference(shape) -> None:
     from transformer_engine.common.recipe import CustomRecipe
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
 
@@ -156,11 +156,11 @@ def test_the_emulation_is_te_nvfp4_reference(shape) -> None:
         if recipe.gemms[rows.gemm].rht:
             check_transform(tensor.t().contiguous(), reference["transformed"])
         makers = call.prepare(columns, rows, tensor)
-        for source, same, suffix, amax, make, slot in (
+        for source, transformed, suffix, amax, make, slot in (
             (tensor, tensor, "", "global_amax_row", makers[0], columns),
             (tensor.t(), reference["transformed"], "_t", "global_amax_col", makers[1], rows),
         ):
-            made = quantize_nvfp4(same, recipe[slot].block)
+            made = quantize_nvfp4(transformed, recipe[slot].block)
             assert make is not None
             assert operand_fault(make(), source, call.request(slot)) == ""
             parts = (made.codes, f"data{suffix}"), (made.scales, f"scale{suffix}"), (made.amax.view(1), amax)
@@ -168,13 +168,13 @@ def test_the_emulation_is_te_nvfp4_reference(shape) -> None:
                 expected = reference[part].view(1) if part == amax else reference[part]
                 assert verify.difference(f"{slot.name} {part}", actual, expected.view(actual.dtype)) == ""
     # Products differ in the order of accumulation, and BF16 results are rounded to 2^-9.
-    for (name, product), most in zip(peer.items(), (2e-3, 2e-3, 3e-3), strict=True):
-        exact = product.double()
-        assert (mine[name].double() - exact).norm() <= most * exact.norm(), name
+    for (name, product), bound in zip(peer.items(), (2e-3, 2e-3, 3e-3), strict=True):
+        expected = product.double()
+        assert (mine[name].double() - expected).norm() <= bound * expected.norm(), name
 
 
 @pytest.mark.parametrize("recipe", [fp8(True), fp8(False), NVFP4], ids=lambda recipe: recipe.name)
-def test_native_kernels_are_the_reference(backend, recipe) -> None:
+def test_native_kernels_pass_the_self_test(backend, recipe) -> None:
     if reason := unsupported("transformer_engine", recipe, CAPABILITY):
         pytest.skip(reason)
     for shape in SHAPES[:2]:
