@@ -160,11 +160,8 @@ class BackendOperand(Protocol):
         """Codes and scales in the layout of `QuantizedTensor`; None if the operand holds values instead of codes."""
 
     def gathered(self, gather: Any, *, transposed: bool) -> Any:
-        """Start `gather` for the operand of a slice of the tokens.
-
-        Returns a function that waits and returns the operand of all tokens. transposed: the dot product runs over
-        tokens.
-        """
+        """Start `gather` for this operand of a slice of the tokens. Returns a function that waits and returns that of
+        all tokens. transposed: the dot product runs over tokens."""
 
 
 MakeOperand = Callable[[], Any]

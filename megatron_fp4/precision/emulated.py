@@ -8,9 +8,9 @@ to BF16; that would round nearly all of them. E4M3 codes with power-of-two scale
 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 On a CPU, PyTorch computes. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of `quantization/kernels`
-and cuBLAS compute. PyTorch computes there the operands that have no kernel (four-over-six in square blocks, unusual
-transforms, FP32 activations), and everything on other GPUs; it is tens of times slower. The codes are the same bits
-everywhere. A warning says once why a device does not use the kernels.
+and cuBLAS compute. PyTorch computes operands that have no kernel (four-over-six in square blocks, unusual transforms,
+FP32 activations), and everything on other GPUs; this is tens of times slower. The codes are the same bits everywhere.
+A warning says once why a device does not use the kernels.
 
 On a GPU weights are kept as 4-bit codes, which take 0.56 bytes per parameter; values take 2. Square blocks rounded to
 nearest have the same codes along both dimensions (`quantization/square_blocks.py`), so fprop and dgrad use one packed
@@ -114,11 +114,8 @@ class GemmOperand:
 
 
 def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Callable[[], QuantizedTensor]:
-    """Start `gather` for the codes and scales of a slice of the tokens, `made` [rows, k], in one message.
-
-    Returns a function that waits and returns those of all tokens. transposed: the rows are features and k runs over
-    tokens.
-    """
+    """Start `gather` for the codes and scales of a slice of the tokens, `made` [rows, k], in one message. Returns a
+    function that waits and returns those of all tokens. transposed: rows are features and k runs over tokens."""
     # Flat, because a dimension of size 1 may have any stride.
     parts = [part.flatten().view(torch.uint8).view(part.shape[0], -1) for part in (made.codes, made.scales)]
     if transposed:
@@ -145,9 +142,8 @@ def gather_slices(made: QuantizedTensor, gather: Gather, transposed: bool) -> Ca
 class PackedWeight:
     """A weight without its padding: codes uint8 [out, in / 2], block scales uint8 [out, in / block]; both contiguous.
 
-    blocks: how rows of the padded weight form blocks. exchanged: whether it is transposed. For codes that FSDP gathered
-    instead of the weight, scale is the factor of their values, FP32 0-dim (None: 1), and amax, for NVFP4, the maximum
-    that it was made from.
+    blocks: how rows of the padded weight form blocks. exchanged: whether it is transposed. scale: for codes that FSDP
+    gathered instead of a weight, the factor of their values, FP32 0-dim; None: 1. amax: the weight's, for NVFP4.
     """
 
     codes: Tensor

@@ -10,10 +10,9 @@ handle, and thus its stream, workspace and library. Partial sums are kept in FP3
 sums in split-k kernels). If cuBLAS cannot be called in this way, the same arithmetic is done by `torch.mm` with FP32
 output, a multiplication by alpha and a rounding; a warning says so once.
 
-If equal groups of rows of `a` end in padding, a batched GEMM with one matrix per group leaves the padding out: it
-writes where the gradient is, and needs no copy. If a group's rows without padding are no multiple of 8 (the 12B's
-2836), cuBLAS uses kernels for old tensor cores (25 ms for 16,384 tokens; 5 ms at the rate of other GEMMs); then the
-padding is computed too.
+If equal groups of rows of `a` end in padding, a batched GEMM with one matrix per group leaves it out and writes where
+the gradient is, without a copy. For groups of a number of rows that 8 does not divide (the 12B's 2836), cuBLAS uses
+kernels for old tensor cores (25 ms for 16,384 tokens; 5 at the rate of other GEMMs); then padding is computed too.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def scaled_matmul(
     """alpha * (a b): BF16 [m, k] x [k, n] -> [m, n] in `out_dtype` (BF16 or FP32), accumulated in FP32.
 
     a, b: contiguous along one of their dimensions. alpha: FP32 0-dim on the device; None: 1. total: contiguous [m, n]
-    in `out_dtype`; the product is added to it in place, and it is returned. rows: the row groups of a; the product
-    leaves their padding out, and m counts the other rows. Raises RuntimeError if cuBLAS returns an error.
+    in `out_dtype`, to which the product is added in place. rows: the row groups of a; the product leaves their padding
+    out, and m counts the other rows. Raises RuntimeError if cuBLAS returns an error.
     """
     if rows is not None and rows.kept % 8:  # computed with the padding
         return added(scaled_matmul(a, b, alpha, out_dtype), total, rows)

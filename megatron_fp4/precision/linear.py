@@ -77,8 +77,7 @@ class LinearContext:
 
     name, recipe, step_state, backend: set by the run's controller (plan.py).
     num_groups: equal groups of the local output features, each padded to complete blocks.
-    keep_padding: y and dy have the padding of each group, and the caller skips it; this saves removing the zeros and
-        adding them again.
+    keep_padding: y and dy keep the padding of each group, which the caller skips, so it is not removed and added again.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks that shard the input or output features; None: they are not sharded.
     in_tokens, out_tokens: ranks that each hold a slice of the tokens of x and dx, or of y and dy; None: every rank has

@@ -51,8 +51,7 @@ class LinearShape:
 
     letter: its block's letter in `model.pattern`, which exceptions refer to. input_key: the key of the configuration
     that sets `in_features`. input_sharded: whether tensor-parallel ranks shard these. title: its name in messages.
-    groups: equal groups of its output rows (KV heads, state groups); no block of a quantized weight contains rows of
-    two groups.
+    groups: equal groups of its output rows (KV heads, state groups); no block of codes has rows of two groups.
     """
 
     name: str
@@ -368,8 +367,7 @@ class PrecisionController:
         return self.plans[0 if self.switch.switched_at is None else -1]
 
     def before_step(self, step: int, measure_ratio: Callable[[], float]) -> bool:
-        """As `PrecisionSwitch.before_step`, and apply the plan. step: from 0. measure_ratio: returns the same on all
-        ranks."""
+        """As `PrecisionSwitch.before_step`, and apply the plan. measure_ratio: returns the same on all ranks."""
         switched = self.switch.before_step(step, measure_ratio)
         if switched:
             self._apply(self.plan)

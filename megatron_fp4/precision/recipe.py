@@ -103,9 +103,8 @@ class Operand:
     def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> QuantizedTensor:
         """Quantize FP32 `rows` [rows, k] to the operand's format.
 
-        key: for the draws, if it is `drawn`; None rounds to nearest. amax: the maximum of the tensor that `rows` are
-        part of, FP32 (None: of `rows`); only formats with a tensor scale use it. Raises ValueError for an unknown
-        format.
+        key: for the draws, if it is `drawn`; None rounds to nearest. amax: of the tensor that `rows` are part of, FP32
+        (None: of `rows`); only formats with a tensor scale use it. Raises ValueError for an unknown format.
         """
         form = format_of(self.format)
         if self.rounding == "ms_eden":
@@ -269,8 +268,7 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
         if current_uses and other_uses and before != after:
             raise ValueError(
                 f"precision.switch.scope={scope}: {current.name} keeps precision.{option}={before} and {other.name} "
-                f"has {after}, but a linear has one value for all GEMMs; make them equal, or set "
-                "precision.switch.scope=both"
+                f"has {after}, but all GEMMs share one; make them equal, or set precision.switch.scope=both"
             )
         shared[option] = after if other_uses else before
     fprop, dgrad, wgrad = gemms.values()

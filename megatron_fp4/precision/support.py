@@ -46,19 +46,15 @@ from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 
 
 def validate_precision(precision: PrecisionConfig, device_type: str, key: str = "precision") -> None:
-    """Raise ConfigError if `precision` cannot run on `device_type`.
-
-    key: the precision's key in messages; for a switch's target, `precision.switch.target=NAME: precision`.
-    """
+    """Raise ConfigError if `precision` cannot run on `device_type`. key: its key in messages; for a switch's target,
+    `precision.switch.target=NAME: precision`."""
     for refusal in _refusals(precision, device_type, key):
         raise ConfigError(refusal)
 
 
 def refuse_nothing_quantized(plan: Plan, precision: PrecisionConfig, key: str = "precision") -> None:
-    """Raise ConfigError if `precision` has a quantized recipe, but its `plan` leaves no linear quantized.
-
-    key: as for `validate_precision`.
-    """
+    """Raise ConfigError if `precision` has a quantized recipe, but its `plan` has no quantized linear. key: as for
+    `validate_precision`."""
     recipes = recipes_by_key(precision, key).values()
     if plan.rows and not plan.num_quantized and any(recipe.quantized for recipe in recipes):
         first = plan.rows[0]
@@ -174,10 +170,7 @@ def _source(config: RecipeConfig, key: str) -> Iterator[str]:
             yield f"{given}, but {key}.fprop.{tensor}.format={fprop.format} {why}; set source to tensor"
         for name in ("fprop", gemm) if operand.source == "codes" else ("fprop",):
             if rht := getattr(config, name).rht:
-                yield (
-                    f"{given} uses codes of the tensor without a transform, but {key}.{name}.rht={rht}; set source to "
-                    "tensor, or rht to 0"
-                )
+                yield f"{given} needs codes without a transform, but {key}.{name}.rht={rht}; use source=tensor or rht=0"
         for option in (field.name for field in fields(OperandConfig) if operand.source == "codes"):
             value, fprop_value = getattr(operand, option), getattr(fprop, option)
             if value != fprop_value:

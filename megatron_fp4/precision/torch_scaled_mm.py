@@ -20,8 +20,7 @@ that ranks gather (weights in square blocks, slices of the tokens) are sent as c
 Operands that have no packed kernel (four-over-six in square blocks, transforms of other sizes, fresh signs except
 MS-EDEN's) are quantized in PyTorch, as in the emulated backend.
 
-Not run: no Blackwell chip was available. Before the first step the self-test compares codes and products and checks
-that NaN and inf reach the products.
+Not run: no Blackwell chip was available. The self-test checks codes, products, NaN and inf before the first step.
 """
 
 from __future__ import annotations
@@ -78,8 +77,7 @@ class PackedOperand:
     """One side of a GEMM of codes, [rows, k] with the dot product along k.
 
     codes: uint8 [rows, bytes of k codes padded to a multiple of 32]. scales: E4M3 or UE8M0 in cuBLAS's tiles, 1-dim.
-    scale: the factor between `code * block scale` and the real values, FP32 0-dim; None: 1 (mxfp8). layout: (how it was
-    quantized, k).
+    scale: tensor scale, FP32 0-dim; None: 1 (mxfp8). layout: (how it was quantized, k).
     """
 
     codes: Tensor

@@ -404,8 +404,8 @@ def _gather_from_itself(message: Tensor) -> Any:
 
 
 def makers_of(call: LinearCall, name: str, tensor: Tensor) -> Iterator[tuple[OperandSlot, MakeOperand, Tensor]]:
-    """For both operands of a tensor: its slot, a function that makes it, and the rows [n, k] that it is made from,
-    before the transform. name: as in `SLOTS_OF`."""
+    """For both operands of a tensor (name: as in `SLOTS_OF`): the slot, a function that makes it, and the rows [n, k]
+    that it is made from, before the transform."""
     for slot, make in zip(SLOTS_OF[name], call.prepare(*SLOTS_OF[name], tensor), strict=True):
         assert make is not None
         yield slot, make, tensor.t() if slot.transposed else tensor
@@ -494,8 +494,7 @@ _PAIRED_BY: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Labels and faults (empty: none) of the draws of operands that are rounded stochastically to NVFP4. tensors: as
-    from `padded_tensors`."""
+    """Labels and faults (empty: none) of the draws of operands rounded stochastically to NVFP4. tensors: padded."""
     for name, slots in SLOTS_OF.items():
         stochastic = [slot for slot in slots if case.recipe[slot].rounding == "stochastic"]
         drawn = [slot for slot in stochastic if case.recipe[slot].format == "nvfp4"]
@@ -515,8 +514,7 @@ def fairness_of(backend: Backend, case: Case, tensors: Mapping[str, Tensor]) -> 
 def fairness(
     rows: Mapping[OperandSlot, Tensor], draw: Callable[[int], Mapping[OperandSlot, BackendOperand]], recipe: Recipe
 ) -> dict[str, str]:
-    """The faults (empty: none) of the draws of a tensor's one or two NVFP4 operands, by label; for two, also whether
-    their draws depend on each other.
+    """The faults (empty: none) of the draws of a tensor's one or two NVFP4 operands, by label; also of two together.
 
     rows: what the operands are made from: [n, k], and [k, n] for the transposed tensor. draw: makes the operands with
     the draws of a number; the same number must give the same draws.
@@ -588,8 +586,8 @@ class _FairRounding:
 
 
 def _dependence(one: Tensor, other: Tensor, *variances: Tensor) -> str:
-    """A correlation that exceeds its limit; empty: none. one, other: the excess of two operands, [draws, n, k] and
-    [draws, k, n]. variances: those of fair draws of both."""
+    """A correlation above its limit; empty: none. one, other: the excess of two operands, [draws, n, k] and [draws, k,
+    n]. variances: those of fair draws."""
     for what, paired in _PAIRED_BY.items():
         covariance = sum(float((x * y).sum()) for x, y in zip(*paired(one, other), strict=True))
         a, b = paired(*variances)
