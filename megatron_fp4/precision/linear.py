@@ -459,7 +459,7 @@ class LinearCall:
         """What `save` saved: dgrad's weight, and wgrad's operand or x (None: neither)."""
         tensors = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
         operands = [rebuild(*tensors[3 * i : 3 * i + 3]) for i, rebuild in enumerate(ctx.rebuild)]
-        w_dgrad, *kept = *operands, *tensors[3 * len(operands) :]
+        w_dgrad, *kept = operands + list(tensors[3 * len(operands) :])
         return w_dgrad, kept[0] if kept else None
 
     def observe(self, x: Tensor, y: Tensor) -> Any:
