@@ -157,7 +157,7 @@ def test_ctrl_c_ends_without_a_traceback(run: Path) -> None:
     try:
         assert process.stdout is not None and process.stdout.read(9) == "the quick"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err

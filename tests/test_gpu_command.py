@@ -19,7 +19,7 @@ def test_steps_name_files_that_exist_and_all_gpu_tests() -> None:
 
 
 def test_a_step_passes_only_with_its_summary(tmp_path: Path) -> None:
-    def outcome(program: str, seconds: float = 20) -> tuple[str, str]:
+    def outcome(program: str, seconds: float = 300) -> tuple[str, str]:
         step = Step("a step", ("-c", program), r"^\d+ done")
         return run(step, "0", 1, tmp_path, str(tmp_path), time.perf_counter() + seconds)[:2]
 

@@ -71,6 +71,7 @@ def start(num_processes: int, overrides: list[str], torchrun: str = "torch.distr
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
 
 
@@ -187,8 +188,8 @@ def test_signal_saves_and_resumes(straight: Straight, small: list[str], tmp_path
     process = start(2, overrides, "megatron_fp4.launch")
     while process.poll() is None and not (metrics.exists() and '"kind": "step"' in metrics.read_text()):
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    process.send_signal(signal.SIGINT)  # does nothing if the run has ended already
+    output, _ = process.communicate(timeout=240)
     (saved,) = (run_dir / "checkpoints").glob("step_*")
     stopped_at = int(saved.name.removeprefix("step_"))
     if stopped_at < STEPS:

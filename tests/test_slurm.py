@@ -114,7 +114,7 @@ if "torch.distributed.run" in sys.argv:
     sys.exit(1 if subprocess.call([sys.argv[0], "worker"]) else 0)
 signal.signal(signal.SIGUSR1, stop)
 pathlib.Path(os.environ["FAKE"], "running").touch()
-time.sleep(0 if "CRASH" in os.environ else 60)
+time.sleep(0 if "CRASH" in os.environ else 600)
 sys.exit(1)
 """
 
@@ -158,7 +158,7 @@ class Cluster:
 
     def run(self, *overrides: str, **environment: str) -> str:
         """What a job prints."""
-        return self.submit(*overrides, **environment).communicate(timeout=60)[0]
+        return self.submit(*overrides, **environment).communicate(timeout=300)[0]
 
     def calls(self, steps: bool = False) -> list[str]:
         """What was asked of Slurm and Python, but for job steps, or these."""
@@ -181,7 +181,7 @@ def test_a_signal_to_the_job_stops_and_requeues_it(cluster: Cluster, slow: str, 
         assert job.poll() is None, job.communicate()[0]
         time.sleep(0.02)
     job.send_signal(number)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     asked = ["scancel --signal=USR2 17.1", "the worker was asked", "scontrol requeue 17"]
     assert cluster.calls() == ["check of 1 ranks", *asked], output
     assert "stopped on request" in output and job.returncode == 75
@@ -229,7 +229,7 @@ def test_a_refused_run_is_not_started_and_secrets_come_from_files(cluster: Clust
     (tmp_path / "key").write_text(" canary\n")
     more = {"REFUSED": "2", "PROCESSES_PER_NODE": "3", "SLURM_NNODES": "2", "WANDB_API_KEY_FILE": str(tmp_path / "key")}
     job = cluster.submit(**more)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert cluster.calls() == ["check of 6 ranks canary"] and job.returncode == 2, output
     assert "refused by pretrain.py --check: not requeued" in output
 

@@ -103,7 +103,7 @@ def kill_at_places(folder: Path, first: int, step: int) -> None:
 def wait_when_saved(position: int, total: int, state: State) -> None:
     if Path(sys.argv[1], "out/web.parts/state.json").is_file():
         print("saved", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 
 
 if __name__ == "__main__":

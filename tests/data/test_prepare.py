@@ -6,10 +6,10 @@ import bz2
 import gzip
 import json
 import lzma
+import math
 import multiprocessing
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -275,7 +275,7 @@ def test_processes_end_with_a_killed_command(tmp_path: Path) -> None:
     child = started(tmp_path)
     assert child.stdout is not None and child.stdout.readline() == "saved\n"
     child.kill()
-    child.communicate(timeout=60)
+    child.communicate(timeout=300)
     assert os.listdir(tmp_path / "out") == ["web.parts"]
     for name in ("out", "undisturbed"):
         killed.prepare(tmp_path, tmp_path / name)
@@ -298,7 +298,7 @@ def test_an_interrupted_command_keeps_what_is_done(
     monkeypatch.setattr(prepare_data, "_progress_printer", lambda: interrupt)
     assert run(*given, "--output", tmp_path / "out/web") == 130
     assert f"the work so far is in {tmp_path}/out/web.parts" in capsys.readouterr().err
-    assert os.listdir(tmp_path / "out") == ["web.parts"] and multiprocessing.active_children() == before
+    assert os.listdir(tmp_path / "out") == ["web.parts"] and {*multiprocessing.active_children()} <= {*before}
     monkeypatch.setattr(prepare_data, "_progress_printer", lambda: lambda *_: None)
     assert run(*given, "--output", tmp_path / "out/web") == run(*given, "--output", tmp_path / "undisturbed/web") == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
@@ -311,19 +311,22 @@ def test_processes_that_tokenize_do_not_import_pytorch() -> None:
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_a_killed_process_is_told(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+def test_a_killed_worker_is_reported(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "SAVE_SECONDS", math.inf)
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS * 3)])
     before = multiprocessing.active_children()
 
     def kill(*_: object) -> None:
         for process in multiprocessing.active_children():
-            if process not in before and process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
+            if process not in before:
+                process.kill()  # unlike os.kill, no error if another thread has reaped it
 
     (tmp_path / "out").mkdir()
     with pytest.raises(WorkerDied, match="ran out of memory"):
         prepare(parts, tmp_path / "out" / "web", tokenizer, ALL, workers=1, progress=kill)
-    assert os.listdir(tmp_path / "out") == []  # it came to nothing within SAVE_SECONDS
+    assert os.listdir(tmp_path / "out") == []  # nothing was saved
 
 
 @pytest.mark.usefixtures("small_tasks")

@@ -120,7 +120,7 @@ def test_files_are_opened_side_by_side_and_the_first_wrong_one_is_named(
     named = {f"s{source}": [f"{tmp_path}/s{source}_{file}" for file in range(20)] for source in range(20)}
     with pytest.raises(ValueError, match=r"^data\.sources\.s2: .*s2_7 is wrong$"):
         open_indexed(1000, named)
-    assert 2 < max(threads) <= 32 and threading.active_count() == before
+    assert 2 < max(threads) <= 32 and threading.active_count() <= before
 
 
 def test_opening_looks_at_a_large_index_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def a_rank() -> None:
     for _ in range(40):
         next(steps)
     print("worked on", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_workers_ignore_signals_and_die_with_a_killed_rank() -> None:
@@ -76,7 +76,7 @@ def test_workers_ignore_signals_and_die_with_a_killed_rank() -> None:
         os.kill(worker, signal.SIGSTOP)
     rank.kill()
     wait_until_gone(workers)
-    assert rank.communicate(timeout=30)[0] == ""
+    assert rank.communicate(timeout=300)[0] == ""
 
 
 def test_a_dead_worker_is_named(tmp_path: Path) -> None:
@@ -89,9 +89,10 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
     def kill_the_first() -> None:
         wait_until(lambda: stream.readings() == 4, "both workers read their first samples")
         pids.extend(loader.worker_pids)
-        folder = f"/proc/{pids[0]}/fd"
-        pipes = [f"{folder}/{fd}" for fd in os.listdir(folder) if os.readlink(f"{folder}/{fd}").startswith("pipe:")]
-        held.extend(os.open(pipe, os.O_RDWR | os.O_NONBLOCK) for pipe in pipes)
+        for link in Path(f"/proc/{pids[0]}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # the log, which a reading thread has just closed
+                if os.readlink(link).startswith("pipe:"):
+                    held.append(os.open(link, os.O_RDWR | os.O_NONBLOCK))
         os.kill(pids[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_the_first)
@@ -138,7 +139,7 @@ def test_samples_of_a_slow_disk_are_read_side_by_side(tmp_path: Path, error: Exc
     """And are those that are read one by one, up to the same error."""
 
     def taken(num_workers: int) -> list[object]:
-        stream = SteeredStream([3] * 500, tmp_path / f"{num_workers}", 0.01 * num_workers, 628, error)
+        stream = SteeredStream([3] * 500, tmp_path / f"{num_workers}", 0.05 * num_workers, 628, error)
         found: list[object] = []
         try:
             for step in a_loader(stream, num_workers, micro_batches=8).steps(0, 15):
@@ -184,8 +185,9 @@ def test_a_worker_that_cannot_be_killed_does_not_hold_its_rank(monkeypatch: pyte
         with pytest.raises(LoaderError, match=r"no data for step 1 .*nothing for 1 s"):
             next(loader.steps(0, 1))
     for pid in loader.worker_pids:
-        os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # the loader's thread, which looks once a second, was faster
+        # It may have ended by itself, if it had not begun to read, and the loader's thread may reap it first.
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 

@@ -41,14 +41,14 @@ def two_ranks(run_dir: Path, overrides: list[str], *more: str) -> list[Program]:
 
 def test_a_stopped_rank_is_named(small: list[str], tmp_path: Path) -> None:
     # A save every few steps: also where ranks wait for one in the background, a stopped one must be found.
-    more = ("parallel.timeout_seconds=10", "checkpoint.interval=2", "data.num_workers=0")
+    more = ("parallel.timeout_seconds=20", "checkpoint.interval=2", "data.num_workers=0")
     first, second = two_ranks(tmp_path / "run", small, *more)
     os.kill(second.pid, signal.SIGSTOP)
     output, _ = first.communicate(timeout=240)
     second.send_signal(signal.SIGKILL)
     assert first.returncode == 1 and state(tmp_path / "run")["state"] == "crashed"
     at_half_time, _, at_the_end = output.partition("Traceback")
-    assert "rank 0 has been in step" in at_half_time and "collectives fail after 10 s" in at_half_time
+    assert "rank 0 has been in step" in at_half_time and "collectives fail after 20 s" in at_half_time
     named = f"rank 1 (process {second.pid} on "
     advice = f"its process is stopped (`kill -CONT {second.pid}` resumes it)"
     for text in (at_half_time, at_the_end):
@@ -125,9 +125,9 @@ from megatron_fp4.runtime.errors import run_program
 from megatron_fp4.runtime.signals import StopRequest
 
 what, rank, pipe = sys.argv[1:4]
-progress._BLOCKED = progress._BLOCKED_BESIDE = 0.05
 
 def hang(*_, **__):
+    setattr(progress, "_BLOCKED" if what == "load" else "_BLOCKED_BESIDE", 0.05)
     os.close(os.open(pipe, os.O_WRONLY))
 
 if os.environ["RANK"] == rank:

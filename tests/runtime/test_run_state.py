@@ -34,10 +34,10 @@ init_distributed("cpu", 10)
 with sole_run(Path(sys.argv[1])):
     child = os.fork()
     if child == 0:
-        time.sleep(30)
+        time.sleep(600)
         os._exit(0)
     Path(sys.argv[2]).write_text(str(child))
-    time.sleep(300)
+    time.sleep(600)
 """
 
 
