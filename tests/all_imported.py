@@ -1,5 +1,5 @@
-"""The last that a fork server imports: no collection of garbage looks at the modules again, neither here nor in a
-process that comes from here, which otherwise copies the pages they are in."""
+"""A fork server imports this module last (tests/programs.py). It excludes all modules loaded so far from garbage
+collection; otherwise each forked process would copy their memory pages."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ from models import provider as models
 
 
 def validate(config: Config, ranks: int, device_type: str) -> None:
-    """`check` of this project's models and data, and of what the run resumes from."""
+    """Check a configuration with this project's models and data, and the checkpoint that the run would resume from."""
     build.check(config, models, data, ranks, device_type)
     check_resume(config)
 
 
 def plans_of(config: Config) -> tuple[Plan, Plan | None]:
-    """Those of this project's models."""
+    """The precision plans with this project's models: before the switch, and after it."""
     return build.plans_of(config, models)
 
 
@@ -37,13 +37,13 @@ def composed(*overrides: str) -> Config:
 
 
 def saved_of(config: Config) -> dict[str, Any]:
-    """As it comes out of a checkpoint."""
+    """The configuration as a checkpoint has it."""
     content: dict[str, Any] = json.loads(json.dumps(as_saved(config)))
     return content
 
 
 def changed(node: Any, changes: dict[str, Any]) -> Any:
-    """A copy of a dataclass with values at dotted keys replaced; cheaper than composing again."""
+    """A copy of a dataclass with the values at dotted keys replaced; cheaper than composing again."""
     for key, value in changes.items():
         name, _, rest = key.partition(".")
         child = getattr(node, name)

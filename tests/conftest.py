@@ -20,15 +20,15 @@ from tests.composing import CONFIGS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have most slow tests: one process runs a file whole, and the last to begin has to be
-    short."""
+    """Sort files by their number of slow tests, most first. One process runs all tests of a file, so the files that
+    begin last must be short."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay: no collection of garbage looks at them again. And collect less often than Python does by
-    itself, which costs one tenth of the time of tests that compose configurations."""
+    """Exclude modules and tests from garbage collection, and collect less often. Otherwise it takes a tenth of the time
+    of tests that compose configurations."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -36,10 +36,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def away_from_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests, and the programs that they start, find neither the runs of the checkout nor the caches of the user: they
-    run in a folder of their own and share a cache that ends with them."""
+    """Tests and the programs that they start run in a temporary folder and share a temporary cache, away from the runs
+    of the checkout and the user's caches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())  # its list of fonts takes seconds to make
+        patch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())  # making its list of fonts takes seconds
         patch.setenv("XDG_CACHE_HOME", str(_shared_folder(tmp_path_factory) / "cache"))
         patch.chdir(tmp_path_factory.mktemp("working"))
         yield
@@ -47,13 +47,13 @@ def away_from_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths of a test, such as the default run.dir, lie in its own temporary folder."""
+    """Each test runs in its own temporary folder, where relative paths, such as the default run.dir, lead."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def composed_quickly() -> Iterator[None]:
-    """Hydra reads the project's files once for each choice of groups."""
+    """Let Hydra read the project's files only once for each choice of groups."""
     real, known = compose._compose, dict[Any, Any]()
 
     def quick(name: str, groups: list[str], folders: list[Path]) -> Any:
@@ -70,8 +70,8 @@ def composed_quickly() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the built-in corpus at a vocabulary of 512, of two packages of the standard library rather
-    than of all: once for all processes that run tests. Not to be changed."""
+    """A cache folder with the built-in corpus at a vocabulary of 512, made of two packages of the standard library. All
+    test processes share it and must not change it."""
     folder, whole = _shared_folder(tmp_path_factory) / "corpus", builtin.collect_documents
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -83,29 +83,29 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _shared_folder(factory: pytest.TempPathFactory) -> Path:
-    """Of all processes that run these tests."""
+    """A temporary folder that all test processes share."""
     folder = factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[ParallelMesh]:
-    """The mesh of this process alone, on the CPU; one a module, because other modules run whole programs in here."""
+    """A mesh of one process on the CPU. Each module has its own: others run whole programs in this process."""
     yield build_mesh(ParallelConfig(), init_distributed("cpu", 60))
     leave_distributed()
 
 
 @pytest.fixture(scope="module")
 def no_groups_left() -> Iterator[None]:
-    """Nothing of a module's process groups is garbage afterwards: a forked loader worker that collects one waits for
+    """After the module, collect garbage that holds process groups: a forked process that collected it would wait for
     threads that it does not have."""
     yield
     gc.collect()
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """What a whole run in this process sets for its own end: environment variables, deterministic algorithms."""
+def restore_process_state() -> Iterator[None]:
+    """Restore what a whole run in this process changes: environment variables and deterministic algorithms."""
     environment = dict(os.environ)
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory

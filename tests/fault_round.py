@@ -1,9 +1,9 @@
 """A round of faults in real runs under torchrun, on GPUs or a CPU: `python -m tests.fault_round --device cuda`.
 
-Each fault is done to a run of its own, which is then started again by the same command until it is finished, and has to
-equal an undisturbed run bit for bit: losses, gradient norms, weights and moments; every step is in metrics.jsonl once.
-Prints a table; exit code 1 if anything is lost or a fault was not answered as docs/operations.md says. Overrides of
-pretrain.py may follow; `make test-gpu` has some that make the model very small.
+Each fault disturbs its own run, which is then started again by the same command until it is finished. It must equal an
+undisturbed run bit for bit in losses, gradient norms, weights and moments, with every step once in metrics.jsonl.
+Prints a table. The exit code is 1 if anything is lost or a run does not react to a fault as docs/operations.md says.
+Overrides of pretrain.py may follow; those of `make test-gpu` make the model very small.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.programs import ROOT, wait_until, wait_until_gone
 from tests.soak import records
 
 SECONDS = 300.0
-"""What a start, and what an answer to a fault may take."""
+"""The limit of a start and of the reaction to a fault."""
 
 
 class Job:
@@ -51,14 +51,14 @@ class Job:
             )
 
     def workers(self) -> list[int]:
-        """Process ids by rank, as the ranks themselves say."""
+        """Process ids by rank, from the ranks' own files."""
         return [json.loads(path.read_text())["pid"] for path in sorted((self.dir / "ranks").glob("rank_*.json"))]
 
     def steps(self) -> list[dict[str, float]]:
         return records(self.dir, "step")
 
     def finish(self) -> int:
-        """Start until it is finished; returns the number of starts."""
+        """Start the run until it is finished; returns the number of starts."""
         for number in range(1, 5):
             self.start()
             if self.process.wait(SECONDS) == 0:
@@ -83,9 +83,9 @@ def kill_one_rank(job: Job, chance: random.Random) -> str:
 
 
 def kill_while_saving(job: Job, chance: random.Random) -> str:
-    """All at once, while a save is being written."""
+    """Kill all ranks at once, while a save is being written."""
     checkpoints = job.dir / "checkpoints"
-    wait_until(lambda: any(checkpoints.glob("step_*.tmp/*")), "no save was seen on its way", job.process)
+    wait_until(lambda: any(checkpoints.glob("step_*.tmp/*")), "no save was seen", job.process)
     time.sleep(chance.random() * 0.05)
     for process in job.workers():
         os.kill(process, signal.SIGKILL)

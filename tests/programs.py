@@ -1,8 +1,8 @@
-"""Programs as their users start them, in processes that come from a fork server with torch imported already: a start
-costs some tenths of a second instead of five.
+"""Programs as users start them, in processes of a fork server that has imported torch: a start takes some tenths of a
+second instead of five seconds.
 
-Such a process is like `python program.py`, but that modules of `PRELOAD` were imported before, and that on Linux it is
-killed when who started it is gone: tests that are killed leave no run behind that keeps the cores.
+Such a process is like `python program.py`, except that the modules of `PRELOAD` are already imported, and that on Linux
+it is killed when its parent ends, so killed tests leave no runs behind.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_fp4.runtime.progress import state_of_process
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# torch._dynamo and torch._inductor because FSDP and deterministic algorithms import them when first used. The last
-# is to come last.
+# FSDP and deterministic algorithms import torch._dynamo and torch._inductor at their first use. The last module must
+# stay the last.
 PRELOAD = [
     "tests.programs",
     "tests.training.harness",
@@ -49,19 +49,20 @@ PRELOAD = [
 ]
 
 
-# `python -c` with the id of the process that starts it and a program: becomes this program, and ends with that process.
+# Arguments: the id of the parent process and a command. Becomes the command, which is killed when the parent ends.
 _AS_CHILD = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG, which stays through the exec
-if os.getppid() != int(sys.argv[1]):  # it was gone before the line above
+ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG, which exec keeps
+if os.getppid() != int(sys.argv[1]):  # the parent ended before the line above
     os._exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
 def as_child(command: Sequence[str]) -> list[str]:
-    """`command`, which begins with the path of a program, for `subprocess.Popen`: killed on Linux when the thread that
-    starts it is gone. What it starts in turn is its own business (workers of torchrun leave)."""
+    """A command for `subprocess.Popen` that runs `command`, which begins with the path of a program. On Linux it is
+    killed when the thread that started it ends; its own children are not (workers of torchrun then end by
+    themselves)."""
     ends_with = [sys.executable, "-I", "-S", "-c", _AS_CHILD, str(os.getpid())] if sys.platform == "linux" else []
     return [*ends_with, *command]
 
@@ -78,19 +79,22 @@ class _ForkServer(multiprocessing.context.ForkServerContext):
 
 
 def _end_with_parent() -> None:
-    """The parent, who is not the fork server, keeps the one writing end of a pipe. The kernel shall tell of its closing
-    by SIGKILL: a thread that waits for it would be in the way of forks, and of programs that keep the GIL."""
+    """Let the kernel kill this process when its parent ends.
+
+    The parent is the test's process, not the fork server; it has the only writing end of a pipe, and the kernel sends
+    SIGKILL when that closes. A thread that waits for it would disturb forks and need the GIL.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
-    if not parent.is_alive():  # it was gone before the line above
+    if not parent.is_alive():  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """There is one in each process; it ends with it, and so does what comes from it."""
+    """The fork server of this process. It and its processes end with this process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     context = _ForkServer()
     context.set_forkserver_preload(PRELOAD)
@@ -98,11 +102,11 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 class Program:
-    """A started program, with those of `subprocess.Popen`'s methods that tests use.
+    """A started program, with the methods of `subprocess.Popen` that tests use.
 
-    command: the path of a script, below the checkout unless it is absolute, and its arguments. environment: None
-    for this process's own. errors_apart: stderr is not part of the output. Nothing reads while it runs: what it prints
-    goes to files.
+    command: the path of a script, relative to the checkout unless it is absolute, and its arguments. environment: None
+    means that of this process. errors_apart: stderr is separate from the output. The program prints to files, which are
+    read when it has ended.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class Program:
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
-        # Of a test that failed before it was waited for: multiprocessing would wait for it at the end.
+        # If a test fails without waiting for it, multiprocessing would wait at the end.
         atexit.register(self.send_signal, signal.SIGKILL)
 
     @property
@@ -133,7 +137,7 @@ class Program:
                 os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code. Raises TimeoutExpired, and kills the process then."""
+        """Wait for the end; returns the exit code. After `timeout` seconds, kill the process, raise TimeoutExpired."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self.send_signal(signal.SIGKILL)
@@ -142,7 +146,7 @@ class Program:
         return self._process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it has printed, once it has ended. Raises as `wait` does."""
+        """Wait for the end; returns output and errors. Raises as `wait` does."""
         self.wait(timeout)
         output, errors = self._read()
         return output, errors
@@ -154,14 +158,14 @@ class Program:
 def run_program(
     command: Sequence[str | Path], environment: Mapping[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` with `capture_output` and `text`."""
+    """As `subprocess.run` with `capture_output` and `text`."""
     program = Program(command, environment, errors_apart=True)
     output, errors = program.communicate(timeout)
     return subprocess.CompletedProcess(list(command), program.wait(), output, errors)
 
 
 def wait_until(condition: Callable[[], object], what: str = "", program: Any = None, seconds: float = 300) -> None:
-    """AssertionError with `what` after so long, or where the program, if one is given, ends before."""
+    """Wait until the condition holds. AssertionError with `what` after `seconds`, or if `program` ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert program is None or program.poll() is None, (what, program.communicate())
@@ -170,24 +174,24 @@ def wait_until(condition: Callable[[], object], what: str = "", program: Any = N
 
 
 def cells(printed: str) -> list[list[str]]:
-    """Of the tables in Markdown in what a program printed."""
+    """The cells of all rows of the Markdown tables in a program's output."""
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line[:1] == "|"]
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:
-    """Zombies are."""
+    """Wait until all processes have ended. Zombies count as ended."""
     wait_until(lambda: all(state_of_process(pid) == "gone" for pid in pids), f"still there: some of {pids}")
 
 
 def environments_of_ranks(world_size: int) -> list[dict[str, str]]:
-    """This process's environment with what torchrun adds for each rank on one host."""
+    """The environment of this process with what torchrun adds, for each rank on one host."""
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     world |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     return [{**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
 def _free_port() -> int:
-    """One that no process gets by asking for any: until the ranks listen, connections of other tests are made."""
+    """A free port outside of the range that the kernel assigns from, so that it stays free until ranks listen."""
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as free, suppress(OSError):
@@ -196,11 +200,11 @@ def _free_port() -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], folder: str, printed: list[str]) -> None:
-    """In the new process: become `python command`. printed: files for output and errors, without a name for the second
-    one if they go together."""
+    """In the new process, run as `python command` does. printed: the files for output and errors; if the second name is
+    empty, errors go to the output."""
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.set_start_method(None, force=True)
-    # As in every new Python, and not those of the fork server: two programs that forget to seed do not draw the same.
+    # New random state, as in every new Python: forked processes would all have the fork server's.
     torch.default_generator.seed()
     np.random.seed()
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""Recipes of tests: one that differs from another in some operands or transforms."""
+"""Changed recipes for tests."""
 
 from dataclasses import replace
 from typing import Any

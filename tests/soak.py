@@ -1,14 +1,15 @@
-"""Soak test: runs that are killed, cut off and damaged at every place, and must come out as if nothing had been.
+"""Soak test: runs that are killed, damaged or lose power at random places must end as an undisturbed run.
 
     python -m tests.soak --kills 500 --seed 1 --processes 2
 
-A round is one run of a very small model, started by the same command until it is finished; every second one saves in
-the background. Each start is killed: one rank or all, at one of `PLACES` or at any moment; now and then the newest
-checkpoint is damaged before the next start. Every sixth round is on an ext4 image that loses power (as root; otherwise
-the table says that it was not). Every round is then compared with a run that was left alone: each step's loss, gradient
-norm and all else but times, once; validation losses; bits of weights, moments and generators of the last checkpoints;
-no file or folder too many. Prints a table, and each difference; exit code 1 if there is any, with the folder of that
-round kept.
+A round is one run of a very small model, started by the same command until it is finished; every second round saves in
+the background. Each start is killed: one rank or all ranks, at one of `PLACES` or at a random moment. Now and then the
+newest checkpoint is damaged before the next start. Every sixth round is on an ext4 image that loses power; this needs
+root, and the table says if it was left out.
+
+Every round is then compared with an undisturbed run: the records of each step, once and without times; validation
+losses; bits of weights, moments and generators in the last checkpoints; and the files and folders that are left. Prints
+a table and all differences. If there are any, the exit code is 1, and the folders of their rounds are kept.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from data.indexed import write_dataset
 from megatron_fp4.checkpoint import files
 from tests.programs import environments_of_ranks, fork_server
 
-STARTS = 12  # of a round, at most, before the one that is left alone
+STARTS = 12  # most disturbed starts of a round
 RUN = [
     *["model.pattern=M*-", "model.vocab_size=512", "model.hidden_dim=32", "model.ffn_dim=32", "model.head_dim=16"],
     *["model.num_query_heads=2", "model.num_kv_heads=1", "model.mamba_num_heads=2", "model.mamba_head_dim=16"],
@@ -50,9 +51,9 @@ RUN = [
     *["data=indexed", "data.num_workers=0", "parallel.timeout_seconds=120"],
     "data.phases=[{name: one, fraction: 0.5, blend: {a: 1}}, {name: two, fraction: 0.5, blend: {a: 1, b: 2}}]",
 ]
-# A start that is left alone takes seconds; one that takes this long hangs.
+# An undisturbed start takes seconds; one that takes this many seconds hangs.
 HANGS = 240.0
-# Whoever is root sees power cuts.
+# Power cuts need root.
 MAY_MOUNT = os.geteuid() == 0 and shutil.which("mkfs.ext4") is not None
 
 
@@ -60,8 +61,8 @@ MAY_MOUNT = os.geteuid() == 0 and shutil.which("mkfs.ext4") is not None
 
 
 class Place(NamedTuple):
-    """A function before which a rank can be killed. owner: a module, or `module:Class`. repeats: how often it
-    may have been there before. first: only the first rank comes there."""
+    """A function at whose call a rank can be killed. owner: a module, or `module:Class`. repeats: how many calls may
+    come before. first: only rank 0 calls it."""
 
     owner: str
     name: str
@@ -73,7 +74,7 @@ _SAVES, _FILES = "megatron_fp4.checkpoint.checkpointer", "megatron_fp4.checkpoin
 _CHECKPOINTER, _RECORDS = f"{_SAVES}:Checkpointer", "megatron_fp4.logging.files:RecordFile"
 _TRAINER, _CALLBACKS = "megatron_fp4.training.trainer", "megatron_fp4.training.callbacks"
 PLACES: dict[str, Place] = {
-    # A save, in its order.
+    # The parts of a save, in order.
     "save: begin": Place(_CHECKPOINTER, "save", first=False),
     "save: stage": Place("megatron_fp4.checkpoint.staging:Staging", "copy", first=False),
     "save: folder": Place(_SAVES, "_make_folder"),
@@ -85,14 +86,14 @@ PLACES: dict[str, Place] = {
     "save: pointer": Place(_FILES, "write_pointer"),
     "save: prune": Place(_FILES, "prune"),
     "save: end": Place(_CHECKPOINTER, "_end", 6, first=False),
-    # Whatever changes a disk.
+    # Calls that change the disk.
     "any sync to the disk": Place("os", "fsync", 40),
     "any rename": Place("os", "rename", 6),
     "any replacement": Place("os", "replace", 6),
     "any folder made": Place("os", "mkdir", 6),
     "any folder removed": Place("os", "rmdir"),
     "any file removed": Place("os", "unlink", 8),
-    # The rest of a run.
+    # Other parts of a run.
     "start: clean": Place(_FILES, "clean_stale", 0),
     "start: resume": Place(_CHECKPOINTER, "resume", 0, first=False),
     "start: load": Place("megatron_fp4.checkpoint.shards", "read_shards", 0, first=False),
@@ -108,7 +109,7 @@ PLACES: dict[str, Place] = {
 
 
 class Kill(NamedTuple):
-    """At `place`, coming there the `nth` time (from 1), rank `victim` kills itself, or every rank (`all_of_them`)."""
+    """At its `nth` call (from 1) of `place`, rank `victim` kills itself, or all ranks (`all_of_them`)."""
 
     place: str
     nth: int = 1
@@ -117,10 +118,10 @@ class Kill(NamedTuple):
 
 
 def rank_main(environment: dict[str, str], overrides: list[str], folder: str, kill: Kill | None, slow: float) -> None:
-    """pretrain.py as one rank; output goes to `folder`/output, and the process ends as a run does.
+    """Run pretrain.py as one rank. Output goes to `folder`/output.
 
-    slow: seconds that a disk takes before it takes a rank's part of a checkpoint: a model this small is written before
-    the next step has begun.
+    slow: seconds to wait before a rank writes its part of a checkpoint. Otherwise a model this small is written before
+    the next step begins.
     """
     os.environ.update(environment)
     rank = int(environment["RANK"])
@@ -142,7 +143,7 @@ def rank_main(environment: dict[str, str], overrides: list[str], folder: str, ki
 
 
 def arm(kill: Kill, pids: list[Path]) -> None:
-    """Put the kill in its place. Raises AttributeError for a place that is no longer there."""
+    """Replace the function of the place by one that kills. Raises AttributeError if there is no such function."""
     place = PLACES[kill.place]
     module, _, inside = place.owner.partition(":")
     owner: Any = importlib.import_module(module)
@@ -162,11 +163,11 @@ def arm(kill: Kill, pids: list[Path]) -> None:
     setattr(owner, place.name, instead)
 
 
-# A disk that loses power, and checkpoints that rot
+# A disk that loses power, and damaged checkpoints
 
 
 class Disk:
-    """An ext4 file system of its own, mounted at `folder`/disk; a copy of its image is what a power cut leaves."""
+    """An ext4 file system in an image, mounted at `folder`/disk. A copy of the image is what a power cut leaves."""
 
     def __init__(self, folder: Path) -> None:
         self.image, self.mount = folder / "image", folder / "disk"
@@ -181,20 +182,20 @@ class Disk:
         self._statistics = Path("/sys/block", Path(_command("findmnt", "-no", "SOURCE", self.mount)).name, "stat")
 
     def copy(self) -> Path:
-        """What is on the disk at one instant, which has to be one without writers: they are to be stopped meanwhile."""
+        """Copy the image at one instant. All writers must be stopped; waits until no request is in flight."""
         target = self.image.with_name("copy")
         for _ in range(200):
             before = self._statistics.read_text().split()
             shutil.copyfile(self.image, target)
             after = self._statistics.read_text().split()
-            # Requests done, sectors, and requests on their way.
+            # Finished write requests and their sectors, and requests in flight.
             if before[4:7:2] == after[4:7:2] and before[8] == "0":
                 return target
             time.sleep(0.01)
-        raise RuntimeError("the disk is never at rest")
+        raise RuntimeError("the disk always has requests in flight")
 
     def lose_power(self, copy: Path) -> None:
-        """Continue with `copy`, while the disk is not in use."""
+        """Replace the disk's content by `copy`. No process may use the disk."""
         _command("umount", self.mount)
         copy.replace(self.image)
         self._up()
@@ -205,12 +206,12 @@ def _command(*words: str | Path) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Those that can be resumed from, the one that was saved last at the end."""
+    """The readable checkpoints, the newest one last."""
     return [folder for folder, _ in files.scan(run_dir / "checkpoints")[0]][::-1]
 
 
 def damage(folder: Path, draw: random.Random) -> str:
-    """Damage a checkpoint in one of three ways; returns how."""
+    """Damage a checkpoint in one of three ways; returns which."""
     file = draw.choice(sorted(path for path in folder.iterdir() if path.stat().st_size > 0))
     what = draw.choice(["a flipped bit", "a cut-off end", "a missing file"])
     if what == "a missing file":
@@ -224,14 +225,14 @@ def damage(folder: Path, draw: random.Random) -> str:
     return what
 
 
-# Whether a run came out as another one did
+# Comparing a run with the undisturbed one
 
-# What differs between two runs of the same bits.
+# Fields that differ between two runs with the same bits.
 TIMES = ("tokens_per_second", "model_tflops", "mfu", "step_time", "data_wait", "peak_memory_gib")
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """Of metrics.jsonl, without times; what a kill left unfinished at its end is left out."""
+    """The records of one kind in metrics.jsonl, without times and without an unfinished last line."""
     path = run_dir / "metrics.jsonl"
     whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
     found = [json.loads(line) for line in whole.splitlines()]
@@ -239,8 +240,8 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def differences(expected: Path, run_dir: Path, damaged: bool = False, power: bool = False) -> list[str]:
-    """What is not as in the run that was left alone. damaged: checkpoints were, on the way. power: it was cut, which
-    may leave pages of zeros at the end of a file that is being written."""
+    """The differences to the undisturbed run. damaged: a checkpoint was damaged. power: power was cut, which may leave
+    zeros at the end of a file that is being written."""
     found = []
     for kind in ("step", "validation"):
         left, right = records(expected, kind), records(run_dir, kind)
@@ -252,7 +253,7 @@ def differences(expected: Path, run_dir: Path, damaged: bool = False, power: boo
     names, others = (
         [path.name for path in files.list_checkpoints(folder / "checkpoints")] for folder in (expected, run_dir)
     )
-    # One more is there if the last save was killed before it removed the oldest: the next save would.
+    # There is one more if the last save was killed before it removed the oldest one, which the next save would do.
     older = [name for name in others if name < names[0]][:1]
     if others != [*older, *names]:
         found.append(f"checkpoints are {others}, not {names}")
@@ -261,8 +262,8 @@ def differences(expected: Path, run_dir: Path, damaged: bool = False, power: boo
     pointer, other = ((folder / "checkpoints" / "latest").read_text().strip() for folder in (expected, run_dir))
     if pointer != other:
         found.append(f"`latest` names {other}")
-    allowed = r"(metrics\.jsonl|tensorboard)\.\d+"  # of starts before there was a checkpoint
-    if damaged:  # also of a run that was finished until its end was damaged
+    allowed = r"(metrics\.jsonl|tensorboard)\.\d+"  # of starts before the first checkpoint
+    if damaged:  # summary.json: of a finished run whose last checkpoint was damaged
         allowed += r"|checkpoints/.*damaged.*|summary\.json\.\d+"
     if power:
         allowed += r"|metrics\.jsonl\.damaged.*"
@@ -276,8 +277,8 @@ def differences(expected: Path, run_dir: Path, damaged: bool = False, power: boo
 
 
 def compare_checkpoints(expected: Path, other: Path) -> list[str]:
-    """Weights, moments and generators, as the hashes of the files that hold them; and that the files are what their
-    manifest says."""
+    """The differences of two checkpoints: in hashes of the files with weights, moments and generators, in the trainer's
+    state, and between files and their manifest."""
     found = []
     manifests = [json.loads((folder / "manifest.json").read_text())["files"] for folder in (expected, other)]
     if manifests[0].keys() != manifests[1].keys():
@@ -290,7 +291,7 @@ def compare_checkpoints(expected: Path, other: Path) -> list[str]:
     states = [json.loads((folder / "trainer.json").read_text()) for folder in (expected, other)]
     for state in states:
         del state["config"]["run"], state["config"]["checkpoint"]
-        state["commit"] = None  # nothing keeps people from editing while it runs
+        state["commit"] = None  # the code may be edited while the soak runs
     if keys := [key for key in states[0] if states[0][key] != states[1].get(key)]:
         found.append(f"{other.name}: the trainer's state differs in {keys}")
     return found
@@ -300,7 +301,7 @@ def compare_checkpoints(expected: Path, other: Path) -> list[str]:
 
 
 class Soak:
-    """The rounds, one after the other. counts: what happened. wrong: each difference, a line."""
+    """Runs the rounds. counts: of events. wrong: a line for each difference."""
 
     def __init__(self, kills: int, seed: int, processes: int, folder: Path) -> None:
         self.wanted, self.processes, self.folder = kills, processes, folder
@@ -309,21 +310,21 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.alone = folder / "alone"
-        self.seconds = 3.0  # of a start that is left alone
+        self.seconds = 3.0  # of an undisturbed start
         numbers = np.random.default_rng(seed)
         for name in ("a", "b", "held_out"):
             write_dataset(folder / name, numbers.integers(512, size=(20, 100)), np.uint16)
 
     def go(self) -> None:
-        """The run that is left alone, then rounds until there were enough kills."""
-        first = fork_server().Process(target=int)  # the fork server's imports are no start's time
+        """Do the undisturbed run, then rounds until there were enough kills."""
+        first = fork_server().Process(target=int)  # so that no start's time includes the fork server's imports
         first.start()
         first.join()
         began = time.monotonic()
         _, code = self.ended(self.launched(self.alone, self.alone / "run", False))
         self.seconds = time.monotonic() - began
         if code != 0:
-            raise SystemExit(f"the run that is left alone failed:\n{(self.alone / 'output').read_text()[-3000:]}")
+            raise SystemExit(f"the undisturbed run failed:\n{(self.alone / 'output').read_text()[-3000:]}")
         index = 0
         while self.kills.total() < self.wanted and len(self.wrong) < 10:
             scratch, before = self.folder / f"round_{index:03d}", len(self.wrong)
@@ -341,21 +342,21 @@ class Soak:
             index += 1
 
     def round(self, scratch: Path, run_dir: Path, background: bool, disk: Disk | None) -> None:
-        """One run from its first start to its end, and the comparison. background: how it saves."""
+        """Do one run from its first start to its end, and compare it. background: whether it saves asynchronously."""
         draw, before, damaged = self.draw, len(self.wrong), False
-        # Of a short soak, each way of saving gets its half.
+        # In a short soak, each way of saving gets half of the kills.
         for _ in range(min(STARTS, -(-self.wanted // 2), self.wanted - self.kills.total())):
             if disk is not None and draw.random() < 0.4:
                 self.power_cut(scratch, disk, run_dir, background)
                 continue
             killed, code = self.disturbed(scratch, run_dir, background)
             if not killed and code != 0:
-                self.wrong.append(f"a start that was left alone ended with {code}; {scratch}/output")
+                self.wrong.append(f"an undisturbed start ended with {code}; {scratch}/output")
             if len(self.wrong) > before:
                 return
             if not killed:
                 break
-            # Once: before the damage is found, another one would leave none that is whole.
+            # Only once: a second one could be damaged before the first is found, and none would be intact.
             if not damaged and draw.random() < 0.3 and (newest := checkpoints(run_dir)[1:][-1:]):
                 self.counts[f"checkpoints with {damage(newest[0], draw)}"] += 1
                 damaged = True
@@ -367,7 +368,7 @@ class Soak:
             self.wrong += [f"{scratch.name}: {line}" for line in found_wrong]
 
     def disturbed(self, scratch: Path, run_dir: Path, background: bool) -> tuple[bool, int]:
-        """One start, killed somewhere; whether it was, and its exit code."""
+        """Do one start, to be killed somewhere; returns whether it was killed, and its exit code."""
         draw = self.draw
         if draw.random() < 0.25:
             processes = self.launched(scratch, run_dir, background)
@@ -384,11 +385,11 @@ class Soak:
         if killed:
             self.kills[name, background] += 1
         else:
-            self.counts["starts that did not come to their place"] += 1
+            self.counts["starts that did not reach their place"] += 1
         return killed, code
 
     def launched(self, scratch: Path, run_dir: Path, background: bool, kill: Kill | None = None) -> list[Any]:
-        """The processes of one start."""
+        """Start the processes of all ranks."""
         scratch.mkdir(exist_ok=True)
         for old in scratch.glob("pid_*"):
             old.unlink()
@@ -409,7 +410,7 @@ class Soak:
         return processes
 
     def ended(self, processes: list[Any]) -> tuple[bool, int]:
-        """See a start end; whether a rank was killed, and the exit code of the first rank that failed by itself."""
+        """Wait for the end of a start; returns whether a rank was killed, and the exit code of one that failed."""
         deadline, codes = time.monotonic() + HANGS, list[int]()
         while waiting := [process for process in processes if process.is_alive()]:
             if not wait([process.sentinel for process in waiting], timeout=max(0.0, deadline - time.monotonic())):
@@ -419,20 +420,20 @@ class Soak:
                     process.kill()
                     process.join()
             codes = codes or [process.exitcode for process in processes if process.exitcode not in (None, 0)]
-            if codes:  # as torchrun does with the others, sooner or later
+            if codes:  # torchrun ends the others too, sooner or later
                 deadline = min(deadline, time.monotonic() + self.draw.choice([0.0, 0.1, 1.0]))
         codes = [process.exitcode for process in processes]
         return -signal.SIGKILL in codes, next((code for code in codes if code not in (0, -signal.SIGKILL)), 0)
 
     def power_cut(self, scratch: Path, disk: Disk, run_dir: Path, background: bool) -> None:
-        """A start, at some moment of which the disk is what a power cut leaves."""
+        """Do one start during which the disk loses power."""
         processes = self.launched(scratch, run_dir, background)
         wait([process.sentinel for process in processes], timeout=self.draw.random() * 0.6 * self.seconds)
         for process in processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGSTOP)
         output = (scratch / "output").read_text() if (scratch / "output").exists() else ""
-        # What the soak has damaged was moved aside by the start before the cut, and is not lost by that.
+        # A checkpoint that the soak damaged was moved aside by this start, so the power cut did not lose it.
         aside = {int(path.name[5:13]) for path in (run_dir / "checkpoints").glob("step_*.damaged*")}
         announced = [step for step in map(int, re.findall(r"saved \S*step_(\d+)", output)) if step not in aside]
         copy = disk.copy()
@@ -445,10 +446,10 @@ class Soak:
         if missing := sorted(set(range(1, newest + 1)) - {record["step"] for record in records(run_dir, "step")}):
             self.wrong.append(f"a power cut left a checkpoint of step {newest} without records {missing}; {scratch}")
         if announced and newest < announced[-1]:
-            self.wrong.append(f"step {announced[-1]} was said to be saved, a power cut left {newest}; {scratch}")
+            self.wrong.append(f"step {announced[-1]} was reported as saved, but a power cut left {newest}; {scratch}")
 
     def table(self) -> str:
-        """Of what was done."""
+        """A table of kills and other events, and all differences."""
         rows = [(name, self.kills[name, False], self.kills[name, True]) for name in (*PLACES, "any moment")]
         rows.append(("all kills", sum(row[1] for row in rows), sum(row[2] for row in rows)))
         lines = [f"{'killed at':<32}{'sync':>6}{'async':>7}", *(f"{name:<32}{a:>6}{b:>7}" for name, a, b in rows), ""]
@@ -484,6 +485,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests import soak  # processes are made of what can be imported
+    from tests import soak  # other processes must be able to import it
 
     sys.exit(soak.main())

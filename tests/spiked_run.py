@@ -1,4 +1,4 @@
-"""Runs of pretrain.py on ranks of `launch`, with spikes where the test wants them and a kill where it wants one."""
+"""Runs of pretrain.py on ranks of `launch`, with spikes and a kill in chosen steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_fp4.training.step import accumulate
 from tests.test_pretrain import SMALL
 from tests.training.harness import whole
 
-# What a test of several starts needs of each: no picture, no validation, no worker to start.
+# Settings for quick starts: without TensorBoard, validation and loader workers.
 FAST = ["data.num_workers=0", "validation.num_samples=1", "validation.interval=0", "run.device=cpu"]
 FAST += ["logging.tensorboard=false", "checkpoint.keep=0", "model.pattern=M*-", "train.sequence_length=32"]
 SPIKED = ["spikes.window=6", "checkpoint.interval=5", "train.steps=12", "precision.switch.when=5"]
@@ -43,7 +43,7 @@ def small_corpus(folder: Path) -> list[str]:
 
 
 def printed_by(overrides: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
-    """What pretrain.py prints, started in this process, if it ends with `code`; a refusal in one line."""
+    """Run pretrain.py in this process; it must end with `code`, a refusal with one line. Returns what it printed."""
     capsys.readouterr()
     ended = pretrain.main(overrides)
     printed = capsys.readouterr()
@@ -54,7 +54,7 @@ def printed_by(overrides: list[str], capsys: pytest.CaptureFixture[str], code: i
 
 
 def spiking(rank: int, spikes: list[int], factor: float) -> Callable[..., Any]:
-    """An `accumulate` in which the last rank's loss is `factor` times itself in the steps `spikes`, counted from 1."""
+    """An `accumulate` that multiplies the last rank's loss by `factor` in the steps `spikes`, counted from 1."""
     hooked = False
 
     def spiked(model: Any, batches: Any, mesh: Any, step_state: Any, **settings: Any) -> Any:
@@ -70,10 +70,10 @@ def spiking(rank: int, spikes: list[int], factor: float) -> Callable[..., Any]:
 def spiked_run(
     rank: int, overrides: list[str], spikes: list[int], factor: float, kill_before: int | None = None
 ) -> dict[str, Any]:
-    """pretrain.py in this group, `spiking`.
+    """Run pretrain.py in this process group with `spiking`.
 
-    kill_before: SIGKILL before this step. Returns what the steps began with: hashes of weights and moments and a draw
-    of the generators, by step; or the message of the error that ended the run.
+    kill_before: the step before which the rank kills itself. Returns the state before each step: sums of weights and
+    moments, and draws of the generators; or the message of the error that ended the run.
     """
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     config = pretrain.configure([*SMALL, *FAST, *SPIKED, *overrides])
@@ -104,5 +104,5 @@ def spiked_run(
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Times and sizes of everything in `folder`."""
+    """Modification time and size of everything in `folder`."""
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}

@@ -24,7 +24,7 @@ SETTINGS += ["train.steps=3", "train.global_batch_size=4", "precision.switch.whe
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run of three steps."""
+    """The last checkpoint of a run of three steps."""
     folder = tmp_path_factory.mktemp("run")
     assert pretrain.main([*SETTINGS, *small_corpus(folder), f"run.dir={folder / 'run'}"]) == 0
     return folder / "run" / "checkpoints" / "step_00000003"
@@ -34,7 +34,9 @@ def analyze(checkpoint: Path, *arguments: str) -> int:
     return analyze_precision.main([str(checkpoint), "--trust-config", *arguments])
 
 
-def test_a_plan_from_a_checkpoint(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_plan_from_a_checkpoint(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "plan.yaml"
     assert analyze(checkpoint, "--budget", "0.4", "--micro-batches", "2", "--output", str(output)) == 0
     plan = yaml.safe_load(output.read_text())
@@ -55,13 +57,15 @@ def test_another_recipe_and_budget(checkpoint: Path, tmp_path: Path) -> None:
     arguments = ["--gemm", "wgrad", "--micro-batches", "20", "--budget", "0.5", "--output", str(output)]
     assert analyze(checkpoint, "precision=fp8_block", *arguments) == 0
     plan = yaml.safe_load(output.read_text())
-    assert plan["selection"]["micro_batches"] == 6  # all that three steps have
+    assert plan["selection"]["micro_batches"] == 6  # as many as three steps have
     assert len(plan["bf16"]) == 3 and plan["selection"]["recipe"] == "fp8_block"
     errors = [row["wgrad"] for row in plan["measured"].values()]
     assert errors == sorted(errors, reverse=True) and errors[0] < 0.1  # finer than FP4
 
 
-def test_what_a_user_can_get_wrong(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_gives_one_line_before_measuring(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damaged = tmp_path / "step_00000003"
     shutil.copytree(checkpoint, damaged)
     flip_a_bit(next(damaged.glob("*.distcp")))
@@ -81,23 +85,21 @@ def test_what_a_user_can_get_wrong(checkpoint: Path, tmp_path: Path, capsys: pyt
             assert message in error and error.startswith("analyze_precision.py: ") and error.count("\n") == 1
 
 
-# Ranking and choosing.
-
 SHAPES = [
     LinearShape(f"blocks.{block}.mixer.{name}", block, 64, out)
     for block in range(5)
     for name, out in (("up_proj", 256), ("down_proj", 64))
 ]
-# wgrad worst at the end, dgrad worst at the beginning, fprop the same everywhere.
+# The error of wgrad rises from linear to linear, that of dgrad falls, and that of fprop is the same everywhere.
 ERRORS = {
     shape.name: {"fprop": 0.14, "dgrad": 0.2 - 0.01 * i, "wgrad": 0.1 + 0.02 * i} for i, shape in enumerate(SHAPES)
 }
 
 
-def test_the_worst_come_first() -> None:
+def test_linears_with_the_largest_errors_come_first() -> None:
     ranked = rank_linears(SHAPES, ERRORS, "wgrad")
     assert ranked == SHAPES[::-1]
-    assert rank_linears(SHAPES, ERRORS, "fprop") == SHAPES  # ties: as given
+    assert rank_linears(SHAPES, ERRORS, "fprop") == SHAPES  # ties keep their order
     unknown = rank_linears(SHAPES, ERRORS | {SHAPES[3].name: {"wgrad": math.nan}}, "wgrad")
     assert unknown[0] == SHAPES[3]
     with pytest.raises(ValueError, match=r"nothing was measured for blocks\.4\.mixer\.down_proj"):
@@ -106,7 +108,7 @@ def test_the_worst_come_first() -> None:
         rank_linears(SHAPES, {shape.name: {"fprop": 0.1} for shape in SHAPES}, "dgrad")
 
 
-def test_the_file_is_what_a_plan_reads(tmp_path: Path) -> None:
+def test_the_file_can_be_read_as_a_plan(tmp_path: Path) -> None:
     ranked = rank_linears(SHAPES, ERRORS, "wgrad")
     path = tmp_path / "plan.yaml"
     path.write_text(plan_file(ranked, 3, ERRORS, {"recipe": "nvfp4"}))

@@ -1,4 +1,4 @@
-"""What pretrain.py answers without torch: programs in which importing it fails."""
+"""What pretrain.py can answer without torch, in programs where importing torch fails; and sweeps of several runs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ def test_version_and_help_need_no_torch() -> None:
     ):
         done = without_torch(*program)
         assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
-    # A run does, else the lines above would say nothing.
+    # A run does need torch; otherwise the test would prove nothing.
     assert "has no torch; run `make setup`" in without_torch("run_path", "pretrain.py", "train.steps=3").stderr
 
 
-def test_the_configuration_is_printed_and_nothing_else_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_is_printed_and_other_arguments_are_left_to_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert answer(["train.steps=3", "--check"], CONFIGS) is None and capsys.readouterr() == ("", "")
     assert answer(["train.steps=3", "--cfg", "job"], CONFIGS) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
@@ -52,7 +54,7 @@ def test_the_configuration_is_printed_and_nothing_else_is_answered(capsys: pytes
 
 
 @pytest.mark.parametrize("program", ["pretrain.py", "scripts/compare.py"])
-def test_missing_packages_are_one_line(program: str) -> None:
+def test_missing_packages_give_one_line(program: str) -> None:
     bare = [sys.executable, "-S", "-E", ROOT / program, "train.steps=3"]  # without site-packages
     done = subprocess.run(bare, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -60,7 +62,7 @@ def test_missing_packages_are_one_line(program: str) -> None:
     assert "source .venv/bin/activate" in done.stderr
 
 
-def test_combinations_run_one_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_runs_all_combinations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "pretrain.py"
     program.write_text("import sys; print(*sys.argv[1:]); sys.exit('precision=bf16' in sys.argv)")
     given = ["run.seed=1,2", "precision=nvfp4,bf16", "train.steps=3", "run.dir=sweep"]

@@ -14,7 +14,7 @@ from tests.test_pretrain import SMALL
 TINY = [*SMALL, "run.device=cpu", "train.micro_batch_size=1", "train.global_batch_size=2"]
 
 
-def test_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_of_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "benchmark.json"
     assert main(["linear", "--shapes", "64x64x128", "--iterations", "1", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
@@ -24,7 +24,7 @@ def test_linears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_scaling_is_relative_to_another_mesh(tmp_path: Path) -> None:
+def test_the_benchmark_of_a_mesh_compares_with_another_mesh(tmp_path: Path) -> None:
     def parallel(processes: int, *options: str) -> str:
         command = ["scripts/benchmark.py", "parallel", "--steps=1", "--warmup=1", *options, *TINY]
         ranks = [Program(command, environment) for environment in environments_of_ranks(processes)]
@@ -34,7 +34,7 @@ def test_scaling_is_relative_to_another_mesh(tmp_path: Path) -> None:
 
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     parallel(1, "--output", str(one))
-    # The same global batch on two ranks: the same loss.
+    # Two ranks train the same global batch, so the loss is the same.
     printed = parallel(2, "--output", str(two), "--against", str(one))
     first, second = json.loads(one.read_text()), json.loads(two.read_text())
     assert first["losses"][0] == second["losses"][0]

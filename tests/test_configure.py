@@ -1,4 +1,4 @@
-"""`pretrain.configure` makes the plans, so that what cannot be planned is refused before ranks wait for each other."""
+"""`pretrain.configure` makes the precision plans, so impossible ones are refused before ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.programs import ROOT
 
 
 @pytest.mark.parametrize("model", [path.stem for path in sorted((CONFIGS / "model").glob("*.yaml"))])
-def test_shapes_are_those_of_the_models_linears(model: str, mesh: ParallelMesh) -> None:
+def test_planned_shapes_are_those_of_the_models_linears(model: str, mesh: ParallelMesh) -> None:
     config = composed(f"model={model}").model
     with torch.device("meta"):
         linears = build_model(config, mesh, torch.bfloat16).linears()
@@ -31,7 +31,7 @@ def test_shapes_are_those_of_the_models_linears(model: str, mesh: ParallelMesh) 
     assert [(cost.name, cost.in_features, cost.out_features) for cost in linear_shapes(config)] == shapes
 
 
-def test_linears_of_exceptions_must_be_able_to_switch(tmp_path: Path) -> None:
+def test_exceptions_that_cannot_switch_are_refused(tmp_path: Path) -> None:
     (tmp_path / "precision").mkdir()
     shard = "defaults: [nvfp4, _self_]\nname: shard\namax: shard\nbf16_blocks: {first: 0, last: 0}\n"
     (tmp_path / "precision" / "shard.yaml").write_text(shard)
@@ -43,7 +43,7 @@ def test_linears_of_exceptions_must_be_able_to_switch(tmp_path: Path) -> None:
         pretrain.configure([*backward, exception])
 
 
-def test_a_branch_does_not_need_its_parent_any_more(tmp_path: Path) -> None:
+def test_a_branch_with_its_own_checkpoints_does_not_need_its_parent(tmp_path: Path) -> None:
     branch = [f"run.dir={tmp_path}", f"checkpoint.resume={tmp_path}/gone/checkpoints/step_00000002"]
     with pytest.raises(ConfigError, match="is not a folder; give a checkpoint"):
         pretrain.configure(branch)
@@ -55,8 +55,7 @@ def test_a_branch_does_not_need_its_parent_any_more(tmp_path: Path) -> None:
     ("number", "code"),
     [(errno.ENOENT, ExitCode.REFUSED), (errno.EROFS, ExitCode.REFUSED), (errno.ENOSPC, ExitCode.CRASHED)],
 )
-def test_what_a_disk_fails_at_is_no_refusal(number: int, code: ExitCode) -> None:
-    """Only what the next start would meet as well is the user's to mend."""
+def test_only_errors_that_a_restart_would_meet_again_are_refusals(number: int, code: ExitCode) -> None:
     error = OSError(number, os.strerror(number), "corpus.bin")
     with pytest.raises(Exception, match=r"corpus\.bin") as caught, configuration_errors("data: "):
         raise error
@@ -66,8 +65,8 @@ def test_what_a_disk_fails_at_is_no_refusal(number: int, code: ExitCode) -> None
 @pytest.mark.parametrize(
     ("argument", "rank", "lines"), [("train.steps=3", 0, 1), ("train.steps=3", 1, 0), ("--check", 0, 0)]
 )
-def test_a_run_says_something_before_it_imports_torch(tmp_path: Path, argument: str, rank: int, lines: int) -> None:
-    """On its first rank, unless what it prints is an answer."""
+def test_a_run_prints_a_line_before_it_imports_torch(tmp_path: Path, argument: str, rank: int, lines: int) -> None:
+    """On its first rank, unless it was only asked to print something."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "RANK": str(rank)}
     command = [sys.executable, str(ROOT / "pretrain.py"), argument]

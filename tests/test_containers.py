@@ -1,4 +1,4 @@
-"""scripts/kubernetes/jobset.yaml, where a schema cannot know what it has to be; the Dockerfile for its linter."""
+"""scripts/kubernetes/jobset.yaml agrees with itself, launch_node.sh and the exit codes; the Dockerfile is linted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.programs import ROOT
 
 SCRIPT = (ROOT / "scripts" / "launch_node.sh").read_text()
 JOBSET = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "jobset.yaml").read_text())
-HOPELESS = {ExitCode.REFUSED, ExitCode.DIVERGED, ExitCode.WRONG_NUMBERS}
+NOT_RESTARTED = {ExitCode.REFUSED, ExitCode.DIVERGED, ExitCode.WRONG_NUMBERS}
 
 
-def test_the_number_of_nodes_stands_three_times() -> None:
+def test_the_number_of_nodes_and_the_address_agree_everywhere() -> None:
     job = JOBSET["spec"]["replicatedJobs"][0]
     container = job["template"]["spec"]["template"]["spec"]["containers"][0]
     environment = {one["name"]: one.get("value") for one in container["env"]}
@@ -32,18 +32,18 @@ def test_the_number_of_nodes_stands_three_times() -> None:
 
 def test_policies_know_every_exit_code() -> None:
     (rule,) = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
-    assert set(rule["onExitCodes"]["values"]) == {*map(int, HOPELESS), int(ExitCode.STOPPED)}
+    assert set(rule["onExitCodes"]["values"]) == {*map(int, NOT_RESTARTED), int(ExitCode.STOPPED)}
     actions = {}
     for code in rule["onExitCodes"]["values"]:
-        # As Kubernetes words it.
+        # The message of Kubernetes.
         message = f"Container train for pod a/b failed with exit code {code} matching FailJob rule at index 0"
         for one in JOBSET["spec"]["failurePolicy"]["rules"]:
             if any(re.search(pattern, message) for pattern in one["onJobFailureMessagePatterns"]):
                 actions[code] = one["action"]
     stopped = {int(ExitCode.STOPPED): "RestartJobSetAndIgnoreMaxRestarts"}
-    assert actions == {**dict.fromkeys(map(int, HOPELESS), "FailJobSet"), **stopped}
+    assert actions == {**dict.fromkeys(map(int, NOT_RESTARTED), "FailJobSet"), **stopped}
     told = {int(code) for code in re.findall(r"code=(\d+) ;;", SCRIPT)}
-    assert told - {int(ExitCode.HUNG)} == set(rule["onExitCodes"]["values"])  # that one is started again
+    assert told - {int(ExitCode.HUNG)} == set(rule["onExitCodes"]["values"])  # after which the job is started again
 
 
 def test_hadolint_finds_nothing() -> None:

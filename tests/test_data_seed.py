@@ -1,4 +1,4 @@
-"""`data.seed`: the order of the data apart from everything else that `run.seed` decides."""
+"""`data.seed` decides the order of the data, `run.seed` everything else."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL
 
 
-def test_one_seed_varies_without_the_other(mesh: ParallelMesh, tmp_path: Path) -> None:
+def test_each_seed_can_vary_without_the_other(mesh: ParallelMesh, tmp_path: Path) -> None:
     common = [*SMALL, *FAST, *small_corpus(tmp_path), f"run.dir={tmp_path}/run"]
 
     def build(*seeds: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """An initial weight, and the tokens of the first step."""
+        """An initial weight and the tokens of the first step."""
         run = Trainer(compose_config([*common, *seeds], CONFIGS), models, data, [], mesh)
         batches = next(iter(run.data.loader.steps(0, 1)))
         return local_part(next(iter(run.model.parameters()))).detach(), torch.cat([batch.tokens for batch in batches])

@@ -1,4 +1,4 @@
-"""scripts/fingerprint.py: its cases can run, and a hash changes with every bit."""
+"""scripts/fingerprint.py: the configurations of its cases are valid, and a hash changes with every bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pretrain import configure
 from scripts import fingerprint
 
 
-def test_every_case_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_is_a_valid_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (ranks, _) in fingerprint.CASES.items():
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         arguments = fingerprint.arguments_of(name, tmp_path)

@@ -1,4 +1,4 @@
-"""scripts/generate.py as its user starts it, with the checkpoint of a small run that wrote texts itself."""
+"""scripts/generate.py on the checkpoint of a small run, and the texts that the run itself recorded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
-    """What a command with these arguments prints: (exit code, stdout, lines of stderr)."""
+    """Runs the command with arguments; returns (exit code, stdout, lines of stderr)."""
 
     def call(*arguments: object) -> tuple[int, str, list[str]]:
         capsys.readouterr()
@@ -55,7 +55,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
 
 
 def expected(run: Path, prompt: str, sampling: Sampling, new: int, sample: int = 0, dtype: str = "float32") -> str:
-    """By the library, one text at a time."""
+    """The text that the library generates for this prompt alone."""
     checkpoint, compute_dtype = open_checkpoint(run, CONFIGS), getattr(torch, dtype)
     of_run = tokenizer_of(checkpoint)
     assert of_run is not None
@@ -68,8 +68,8 @@ def expected(run: Path, prompt: str, sampling: Sampling, new: int, sample: int =
     return of_run.decode([*tokens, *found.tokens])
 
 
-def test_a_run_records_what_its_model_says(run: Path) -> None:
-    """Of weights that are not quantized, in the compute dtype, at the documented temperature and the run's seed."""
+def test_a_run_records_texts_of_its_model(run: Path) -> None:
+    """They come from unquantized weights in the compute dtype, at temperature 0.8 and with the run's seed."""
     first, last = records(run, "text")
     assert (first["step"], last["step"]) == (2, 4) and first["samples"] != last["samples"]
     assert [sample["prompt"] for sample in last["samples"]] == [PROMPT, ""]
@@ -82,7 +82,7 @@ def test_a_run_records_what_its_model_says(run: Path) -> None:
     assert {"text/1/text_summary", "text/2/text_summary"} <= {*board.Tags()["tensors"]}
 
 
-def test_a_prompt_and_its_continuation(run: Path, said) -> None:
+def test_a_prompt_is_continued(run: Path, said) -> None:
     once = ["--prompt", PROMPT, "--max-tokens", 20, "--seed"]
     code, out, err = said(run, *once, 3, "--device", "cpu")
     assert (code, out) == (0, expected(run, PROMPT, Sampling(0.8, 0.95, 3), 20) + "\n")
@@ -102,7 +102,7 @@ def test_several_prompts_from_a_file_and_several_samples(run: Path, said, tmp_pa
     )
 
 
-def test_what_is_piped_in_is_a_prompt(run: Path, said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_may_come_from_standard_input(run: Path, said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\nimport \n"))
     code, out, _ = said(run, "--temperature", 0, "--max-tokens", 8)
     assert (code, out) == (0, expected(run, "import os\nimport ", Sampling(), 8) + "\n")
@@ -111,8 +111,8 @@ def test_what_is_piped_in_is_a_prompt(run: Path, said, monkeypatch: pytest.Monke
     assert (code, out) == (2, "") and "there is no prompt" in err[0]
 
 
-def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
-    """After a switch to BF16 nothing is quantized any more."""
+def test_weights_as_trained_follow_the_plan_in_effect(run: Path) -> None:
+    """After a switch to BF16 no weight is quantized."""
     checkpoint = open_checkpoint(run, CONFIGS)
     overrides = ["precision.switch.when=2", "precision.switch.target=bf16"]
     checkpoint.config = config_from_saved(checkpoint.trainer["config"], overrides, CONFIGS, opens_data=False)
@@ -126,7 +126,7 @@ def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
         leave_distributed()
 
 
-def test_what_is_wrong_is_one_line(run: Path, said, tmp_path: Path) -> None:
+def test_wrong_input_gives_one_line(run: Path, said, tmp_path: Path) -> None:
     bare, damaged = (checkpoint_of(tmp_path / name, "transformer").folder for name in ("bare", "damaged"))
     flip_a_bit(next(damaged.glob("*.distcp")))
     tokenizer().save(tmp_path / "tokenizer.json")
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_one_line(run: Path, said, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_without_a_traceback(run: Path) -> None:
-    """Before torch is imported, too; here while it writes."""
+    """Here while it prints a text."""
     command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), "--prompt", "the quick"]
     process = subprocess.Popen(
         [*command, "--max-tokens", "100000", "--temperature", "2"],

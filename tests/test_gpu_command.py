@@ -1,4 +1,4 @@
-"""make test-gpu without a GPU: which steps it has, what it says of them."""
+"""The command of make test-gpu, without a GPU: its steps and how it reports them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_step_passes_only_with_its_summary(tmp_path: Path) -> None:
     assert outcome("import time; time.sleep(60)", 0.5) == ("FAILED", "not done in time")
 
 
-def test_what_cannot_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_cannot_run_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two, other = Step("on two", ("-c", ""), ".*", gpus=2), Step("more", ("-c", ""), ".*", needs=("no_such_package",))
     assert run(two, "0,1", 1, tmp_path, "", 0.0) == ("not run", "needs 2 GPUs", 0.0)
     assert run(other, "0", 1, tmp_path, "", 0.0) == ("not run", "no_such_package not installed", 0.0)

@@ -1,5 +1,5 @@
-"""Imports only go down the house: a room may import the rooms below it and nothing else of ours, unless it is run as a
-program, and no file one that imports it in turn."""
+"""Imports go down only: a package may import the packages below it (CONTRIBUTING.md), except in code that runs only as
+a program; and no modules import each other in a circle."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ FLOORS = [
         "planning",
     )
 ]  # fmt: skip
-# Of training, what is above all other rooms of the package.
+# The part of training that is above all other packages of megatron_fp4.
 SPINE = "megatron_fp4/training/spine"
 VERSION = "megatron_fp4/__version__"
-# What each room may import besides itself.
+# The packages that each package may import besides itself.
 BELOW = {
     **{room: set(FLOORS[:i]) for i, room in enumerate(FLOORS)},
     "megatron_fp4/quantization": set(),
@@ -38,7 +38,7 @@ TOP = {"data", "models", "exchange", "inference", "analysis", "pretrain", "scrip
 
 
 def room_of(module: str) -> str | None:
-    """The room a dotted module of ours belongs to; None for other people's modules."""
+    """The package of a module of this project; None for other modules."""
     parts = module.split(".")
     if parts[0] in TOP:
         return parts[0]
@@ -49,8 +49,8 @@ def room_of(module: str) -> str | None:
 
 @cache
 def imports() -> dict[str, list[str]]:
-    """By dotted module: the names that its source imports, at its top, in functions and for type checkers, but not as a
-    program, which is above all rooms."""
+    """The names that each module imports: at its top, in functions and for type checkers, but not under
+    `if __name__ == "__main__"`."""
     paths = [*ROOT.glob("*.py"), *(path for room in (*TOP, "megatron_fp4") for path in (ROOT / room).rglob("*.py"))]
     found: dict[str, list[str]] = {}
     for path in paths:
@@ -62,14 +62,14 @@ def imports() -> dict[str, list[str]]:
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{name}: relative imports hide which way an arrow goes"
-                # `from megatron_fp4.training import console` imports a module of the room named.
+                assert node.level == 0, f"{name}: write absolute imports, which show the direction"
+                # `from megatron_fp4.training import console` may import a module.
                 names += [f"{node.module}.{alias.name}" for alias in node.names]
     return found
 
 
 @pytest.mark.parametrize("room", BELOW)
-def test_imports_go_down(room: str) -> None:
+def test_imports_go_down_only(room: str) -> None:
     modules = [name for name in imports() if room_of(name) == room]
     wrong = [
         f"{name} imports {imported}"
@@ -80,12 +80,12 @@ def test_imports_go_down(room: str) -> None:
     assert modules and not wrong, "\n".join(wrong)
 
 
-def test_every_folder_is_a_room() -> None:
+def test_every_folder_is_listed() -> None:
     folders = {f"megatron_fp4/{path.parent.name}" for path in (ROOT / "megatron_fp4").glob("*/__init__.py")}
     assert folders | {"data", "models", "exchange", "inference", "analysis"} == BELOW.keys() - {SPINE}
 
 
-def test_no_file_is_imported_by_what_it_imports() -> None:
+def test_there_are_no_circular_imports() -> None:
     modules = {name: names for name, names in imports().items() if not name.startswith("tests")}
     graph = {}
     for name, names in modules.items():
@@ -93,4 +93,4 @@ def test_no_file_is_imported_by_what_it_imports() -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        raise AssertionError("imported by what it imports: " + " <- ".join(error.args[1])) from None
+        raise AssertionError("circular import: " + " <- ".join(error.args[1])) from None

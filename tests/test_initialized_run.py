@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of a checkpoint: what they take of it, what they remember, and what is refused."""
+"""Runs that begin with only the weights of a checkpoint: what they load, what they record, and what is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The parent's last weights as an import has them."""
+    """The parent's last weights as a weights-only checkpoint."""
     source, folder = open_checkpoint(parent, CONFIGS), tmp_path_factory.mktemp("imported") / "model"
     tensors = ((name, source.tensor(name)) for name in source.tensors)
     write_weights_only(folder, source.config, tensors, imported={"from": "a test"})
@@ -56,7 +56,7 @@ def imported(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
-    """Start pretrain.py with run.dir and overrides; what it printed, if it ended with `code`."""
+    """Start pretrain.py with run.dir and overrides; it must end with `code`. Returns what it printed."""
 
     def start(run_dir: Path, *overrides: str, code: int = 0) -> str:
         return printed_by([*FEW, *data, f"run.dir={run_dir}", *overrides], capsys, code)
@@ -70,17 +70,17 @@ def trainer(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
-    """Another manifest for a checkpoint; `identity` is what changes of it."""
+    """Change fields of a checkpoint's manifest; of `identity` only the given keys."""
     manifest = files.read_manifest(folder)
     if "identity" in changes:
         changes["identity"] = {**manifest.identity, **changes["identity"]}
     files.write_manifest(folder, dataclasses.replace(manifest, **changes))
 
 
-def test_it_begins_with_these_bits_and_nothing_else(
+def test_a_run_begins_with_exactly_these_weights_and_nothing_else(
     parent: Path, imported: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a run and from an import, whatever the seed: at step 0, not switched."""
+    """From a run and from an import, whatever the seed; at step 0, without moments and before its switch."""
     found: list[tuple[dict[str, Tensor], bool]] = []
 
     def look(callback: SelfTest, done: int) -> None:
@@ -107,7 +107,7 @@ def test_it_begins_with_these_bits_and_nothing_else(
         assert record["initialized_from"]["contents_sha256"] == contents
 
 
-def test_it_resumes_from_its_own_and_remembers(
+def test_it_resumes_from_its_own_checkpoints_and_records_its_origin(
     parent: Path, imported: Path, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = Path(shutil.copytree(parent, tmp_path / "parent"))
@@ -115,10 +115,12 @@ def test_it_resumes_from_its_own_and_remembers(
     start(run_dir, given)
     straight = losses(run_dir)
     shutil.rmtree(checkpoint(run_dir, 4))
-    assert replay.main([str(run_dir), "--step", "2", "--trust-config"]) == 0  # from the weights that it began with
+    assert (
+        replay.main([str(run_dir), "--step", "2", "--trust-config"]) == 0
+    )  # replays from the weights that it began with
     assert "2 of 2 steps are equal to the last bit" in capsys.readouterr().out
 
-    mine.rename(tmp_path / "moved")  # from here on the parent is elsewhere
+    mine.rename(tmp_path / "moved")  # the parent is moved
     for again in (f"checkpoint.initialize_from={tmp_path / 'moved'}", "checkpoint.initialize_from=null"):
         shutil.rmtree(checkpoint(run_dir, 4), ignore_errors=True)
         printed = start(run_dir, again)
@@ -138,10 +140,10 @@ def test_it_resumes_from_its_own_and_remembers(
 
 
 def unchanged(folder: Path) -> None:
-    """The import as it is."""
+    """Leaves the import unchanged."""
 
 
-# What is done to a copy of the import, overrides, and what the line says.
+# (change of a copy of the import, overrides, words of the line)
 REFUSED: list[tuple[Callable[[Path], object], str, str]] = [
     (lambda folder: rewrite(folder, format=3), "", "format 3, this version reads 1 to 2"),
     (lambda folder: flip_a_bit(folder / "__0_0.distcp"), "", "__0_0.distcp has changed"),
@@ -152,7 +154,7 @@ REFUSED: list[tuple[Callable[[Path], object], str, str]] = [
 
 
 @pytest.mark.parametrize(("change", "overrides", "expected"), REFUSED)
-def test_what_is_refused_is_one_line_and_leaves_nothing(
+def test_refusals_give_one_line_and_leave_nothing(
     imported: Path, start: Start, tmp_path: Path, change: Callable[[Path], object], overrides: str, expected: str
 ) -> None:
     folder = Path(shutil.copytree(imported, tmp_path / "model"))
@@ -162,7 +164,9 @@ def test_what_is_refused_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_another_tokenizer_can_be_allowed_and_a_check_looks_first(imported: Path, start: Start, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_unless_allowed_and_a_check_reports_mismatches(
+    imported: Path, start: Start, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(imported, tmp_path / "model"))
     rewrite(folder, identity={"data.tokenizer": "0123456789abcdef"})
     given = f"checkpoint.initialize_from={folder}"

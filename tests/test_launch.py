@@ -1,4 +1,4 @@
-"""The launcher's end is the run's: signals reach the workers, exit codes come back, and only crashes are reported."""
+"""The launcher: signals reach the workers, it ends with the run's exit code, and it reports only crashes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron_fp4 import launch
 from tests.programs import ROOT
 
-# A worker without torch: says that it listens; then ends as its run would.
+# A worker without torch: prints that it listens, waits for a signal and ends as a stopped run.
 _WORKER = """
 import os, time
 from megatron_fp4.runtime.signals import StopRequest
 stop = StopRequest().listen()
-os.write(1, b"listening\\n")  # in one piece: two workers share the pipe
-while not stop.said:  # the thread's line, which a run's last step gives time for
+os.write(1, b"listening\\n")  # in one write, since two workers share the pipe
+while not stop.said:  # a thread prints a line; during a run's last step it has the time
     time.sleep(0.01)
 os.write(1, f"saved on {stop.received.name}\\n".encode())
 os._exit(75)
@@ -31,7 +31,7 @@ os._exit(75)
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="workers are found in /proc")
 def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(tmp_path: Path) -> None:
-    """USR1, which kills torchrun; nothing is printed but what the workers say."""
+    """The signal is USR1, which would kill torchrun. Only the workers print anything."""
     (tmp_path / "worker.py").write_text(_WORKER)
     command = [sys.executable, "-m", "megatron_fp4.launch", "--standalone", "--nproc-per-node", "2", "worker.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -49,8 +49,8 @@ def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(tmp_path: P
 def test_a_crash_is_reported_without_the_launchers_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "SIGNALS", ())  # this process keeps its own
-    ends = {1: "Root Cause", 2: "", 75: ""}  # what has ended in one line of the run's own needs no second one
+    monkeypatch.setattr(launch, "SIGNALS", ())  # no handlers in this process
+    ends = {1: "Root Cause", 2: "", 75: ""}  # after codes 2 and 75 the run has printed a line itself
     for code, told in ends.items():
         failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="<N/A>")
         monkeypatch.setattr(torchrun, "run", MagicMock(side_effect=ChildFailedError("pretrain.py", {0: failure})))
@@ -64,12 +64,12 @@ def test_a_crash_is_reported_without_the_launchers_traceback(
 @pytest.mark.parametrize(
     ("failed", "handed_on", "code"),
     [
-        ({0: -15, 1: 75}, set(), 75),  # torchrun's TERM to whoever is left
+        ({0: -15, 1: 75}, set(), 75),  # torchrun sends TERM to the remaining worker
         ({0: 1, 1: -15}, set(), 1),
-        ({0: -2, 1: -2}, {2}, 130),  # before they listened
+        ({0: -2, 1: -2}, {2}, 130),  # workers that did not listen yet
         ({0: -2, 1: -2}, set(), 1),
         ({0: 130, 1: 75}, {2}, 130),
-        ({0: 1, 1: 5}, set(), 5),  # rank 1 hung, and rank 0 failed of waiting for it
+        ({0: 1, 1: 5}, set(), 5),  # rank 1 hung, and rank 0 failed because it waited
     ],
 )
 def test_exit_codes(failed: dict[int, int], handed_on: set[int], code: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a wheel holds, and that the installed command runs it whatever else is called data or models."""
+"""The content of a wheel, and the installed command, also beside other packages named data or models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.programs import ROOT
 from tests.test_pretrain import small
 
 __all__ = ["small"]
-# The command with several command lines, one after the other.
+# Runs the command with several command lines, one after the other.
 PROGRAM = """
 import sys
 from megatron_fp4.__main__ import main
@@ -30,7 +30,7 @@ for words in (["no_such_command"], ["prepare-data", "--help"], ["--check", *sys.
 """
 
 
-def test_what_the_command_runs() -> None:
+def test_which_script_the_command_runs() -> None:
     train, prepare = ROOT / "pretrain.py", ROOT / "scripts" / "prepare_data.py"
     assert command.program([]) == command.program(["train"]) == (train, [])
     for one in ("model=tiny", "--check", "+a=1", "a='b c'"):
@@ -42,14 +42,14 @@ def test_what_the_command_runs() -> None:
 
 
 def tracked() -> list[str]:
-    """The checkout's files that git does not ignore."""
+    """The files of the checkout that git does not ignore."""
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     return [name for name in listed.split() if (ROOT / name).exists()]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository's files as a wheel, unpacked."""
+    """A folder with the content of a wheel built from the repository's files."""
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"
     for name in (name for name in tracked() if not name.startswith("tests/")):
@@ -64,7 +64,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_wheel_has_everything_in_one_package(installed: Path) -> None:
+def test_a_wheel_has_all_files_in_one_package(installed: Path) -> None:
     (info,) = installed.glob("*.dist-info")
     assert {path.name for path in installed.iterdir()} == {"megatron_fp4", info.name}
     assert (info / "top_level.txt").read_text().split() == ["megatron_fp4"]
@@ -77,8 +77,10 @@ def test_a_wheel_has_everything_in_one_package(installed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_command_among_others_data_and_models(installed: Path, tmp_path: Path, small: list[str]) -> None:
-    """In the current folder, first on PYTHONPATH. Without any extra."""
+def test_the_installed_command_runs_beside_other_packages_of_the_same_names(
+    installed: Path, tmp_path: Path, small: list[str]
+) -> None:
+    """The others are in the current folder and first on PYTHONPATH. No extra is installed."""
     for name in ("data", "models", "scripts", "exchange"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of somebody else')\n")
@@ -96,6 +98,6 @@ def test_the_installed_command_among_others_data_and_models(installed: Path, tmp
     assert "\nok: 1 rank" in done.stdout
 
 
-def test_the_version_stands_once() -> None:
+def test_the_citation_has_the_same_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == megatron_fp4.__version__

@@ -1,4 +1,4 @@
-"""That a run fixes what its autotuned kernels use, and what a deterministic run asks of Inductor."""
+"""The callback that pins the choices of autotuned kernels, and the determinism of Inductor."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LATE = {"choices": ["late ones, too"]}
 
 
 class Started:
-    """Kernels of a run that was given to `start`: the callback, what it said, and with what `pin_kernels` was called:
-    (rehearsal, what the checkpoint has, folder)."""
+    """The callback Kernels with an imitated trainer. said: the lines that it prints. calls: arguments of `pin_kernels`:
+    (rehearsal, choices in the checkpoint, folder)."""
 
     def __init__(self, mesh: ParallelMesh, folder: Path, monkeypatch: pytest.MonkeyPatch, scan: bool = True) -> None:
         with torch.device("meta"):
@@ -65,7 +65,7 @@ class Started:
         return list(self.said)
 
 
-def test_a_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_are_pinned_and_recorded(mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, saved = Started(mesh, tmp_path, monkeypatch), {"choices": []}
     assert run.kernels.state_dict() is None and run.start(4, saved) == ["first line", "second line"]
     ((_, given, folder),) = run.calls
@@ -74,7 +74,7 @@ def test_a_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path: Path, monkey
     run.kernels.on_checkpoint(2)
     assert run.kernels.state_dict() == json.loads((tmp_path / RECORD_FILE).read_text()) == LATE
     (tmp_path / RECORD_FILE).unlink()
-    with mock.patch.object(run.kernels.trainer.log, "active", False):  # of a quiet trainer
+    with mock.patch.object(run.kernels.trainer.log, "active", False):  # a quiet trainer
         run.kernels.on_checkpoint(2)
     assert not (tmp_path / RECORD_FILE).exists()
     assert "has no record" in Started(mesh, tmp_path, monkeypatch).start(4)[0]  # an older checkpoint
@@ -93,8 +93,10 @@ def test_phases_of_shorter_sequences_are_rehearsed_too(
     assert shapes == [(3, 48), (12, 12), (6, 24)]
 
 
-def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes and dtypes of a real step with a causal-conv1d that returns BF16, and of one that returns FP32."""
+def test_the_rehearsal_has_the_shapes_and_dtypes_of_a_step(
+    mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a causal-conv1d that returns BF16, and with one that returns FP32."""
     run, seen = Started(mesh, tmp_path, monkeypatch), {}
 
     def scan(inputs: ScanInputs, chunk_size: int, documents_bs: torch.Tensor | None = None) -> torch.Tensor:
@@ -121,7 +123,7 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_inductor_is_told_before_it_is_imported() -> None:
+def test_determinism_is_set_before_inductor_is_imported() -> None:
     code = (
         "import sys, os, pretrain\n"
         "assert 'torch._inductor.config' not in sys.modules\n"
@@ -130,7 +132,7 @@ def test_inductor_is_told_before_it_is_imported() -> None:
         "assert inductor.deterministic\n"
         "os._exit(0)\n"
     )
-    # A run in this process, of another test, may have set it.
+    # A run of another test in this process may have set it.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_DETERMINISTIC"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

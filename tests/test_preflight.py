@@ -1,4 +1,4 @@
-"""--check opens what a run would open, says what it would take, and leaves everything as it was."""
+"""--check opens what a run would open, reports what it would need, and changes nothing."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(data: list[str]) -> dict[str, Any]:
-    """Composed once."""
+    """The saved configuration of the run, composed only once."""
     return saved_of(configure([*FEW, *data, f"train.steps={STEPS}"]))
 
 
 @pytest.fixture
 def check(saved: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Check:
-    """--check with run.dir and overrides, which leaves the folder alone; the lines that it printed."""
+    """Does what --check does with run.dir and overrides; it must not change the folder. Returns the printed lines."""
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
 
@@ -68,7 +68,9 @@ def refused(check: Check, run_dir: Path, *overrides: str) -> str:
     return str(error.value)
 
 
-def test_the_command(data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], no_plan: None) -> None:
+def test_the_command_prints_ok_or_a_refusal(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], no_plan: None
+) -> None:
     command = ["--check", *FEW, *data, f"run.dir={tmp_path}/run"]
     assert pretrain.main(command) == 0
     (*_, last) = capsys.readouterr().out.splitlines()
@@ -79,7 +81,7 @@ def test_the_command(data: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     assert printed.err.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
-def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_new_run(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     *lines, last = check(tmp_path / "run", "train.steps=10k")
     assert last.startswith("ok: 2 ranks, 5,120,000 tokens, 0.1 GiB a rank, about ") and last.endswith(" on GPUs")
@@ -87,7 +89,7 @@ def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: p
     assert "train      code                300 documents" in text and "checkpoint: none yet; begins at step 0" in text
     whole = "8 of 8 linears in bf16 (100.0% of their weights)"
     assert f"precision switches before step 7,501 (before_decay), to bf16: {whole}" in lines
-    monkeypatch.setenv("RANK", "1")  # under torchrun one rank says it
+    monkeypatch.setenv("RANK", "1")  # under torchrun only the first rank prints
     assert check(tmp_path / "run") == [] and not (tmp_path / "run").exists()
 
 
@@ -99,7 +101,7 @@ def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_a_run_that_resumes(check: Check, trained: Path) -> None:
+def test_the_check_of_a_run_that_resumes(check: Check, trained: Path) -> None:
     assert check(trained)[-1] == "ok: 1 rank, 2,048 tokens, 1.0 GiB a rank, nothing left to do: the run is finished"
     lines = check(trained, "train.steps=12")
     assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
@@ -121,7 +123,9 @@ def test_a_run_that_resumes(check: Check, trained: Path) -> None:
         (["data.max_epochs=0.0001"], "the run would go through"),
     ],
 )
-def test_what_a_start_would_refuse(check: Check, trained: Path, overrides: list[str], said: str) -> None:
+def test_the_check_refuses_what_a_start_would_refuse(
+    check: Check, trained: Path, overrides: list[str], said: str
+) -> None:
     assert said in refused(check, trained, *(override.replace("RUN", str(trained)) for override in overrides))
 
 
@@ -134,7 +138,7 @@ def test_weights_of_another_shape_are_refused(check: Check, trained: Path, tmp_p
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Path) -> None:
+def test_the_check_reports_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(trained, tmp_path / "run"))
     cut(checkpoint(run_dir, 4) / ".metadata")
     for damage in (flip_a_bit, cut):
@@ -149,7 +153,7 @@ def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_branches(check: Check, trained: Path, tmp_path: Path) -> None:
+def test_the_check_of_branches(check: Check, trained: Path, tmp_path: Path) -> None:
     start = checkpoint(trained, 2)
     assert f"checkpoint: {start}, step 2 of 4" in check(tmp_path / "branch", f"checkpoint.resume={start}")
     lines = check(tmp_path / "new", f"checkpoint.initialize_from={trained}")

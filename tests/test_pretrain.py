@@ -1,6 +1,6 @@
-"""pretrain.py as its user starts it: in processes of its own, under torchrun, with a model small enough for seconds.
+"""pretrain.py as users start it: in its own processes, under torchrun, with a model that trains in seconds.
 
-The first start of each kind is of a new interpreter; those that resume come from a fork server (tests/programs.py).
+First starts are new interpreters; those that resume come from a fork server (tests/programs.py).
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def start(num_processes: int, overrides: list[str], torchrun: str = "torch.distr
 
 
 def run(num_processes: int, overrides: list[str], code: int = 0) -> str:
-    """What a run printed whose processes come from a fork server, without torchrun: rank 0, then the others."""
+    """Run pretrain.py in processes of a fork server, without torchrun; they must end with `code`. Returns what rank 0
+    and then the others printed."""
     environments = environments_of_ranks(num_processes) if num_processes > 1 else [None]
     programs = [Program([ROOT / "pretrain.py", *overrides], environment) for environment in environments]
     outputs = [program.communicate(timeout=240)[0] for program in programs]
@@ -86,7 +87,7 @@ def run(num_processes: int, overrides: list[str], code: int = 0) -> str:
 
 
 def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """kind: also the name of an event."""
+    """The records of a run of one kind, or events of one name."""
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record for record in found if kind in (record["kind"], record.get("event"))]
 
@@ -113,7 +114,8 @@ Straight = Callable[[int], tuple[Path, str]]
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Straight:
-    """(folder, output) of a run from step 0 to the end on so many processes. Not to be changed."""
+    """Does a run from step 0 to its end, once for each number of processes. Returns its folder, which is not to be
+    changed, and its output."""
 
     @functools.cache
     def straight(processes: int) -> tuple[Path, str]:
@@ -128,7 +130,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Stra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_shows_and_writes_everything(straight: Straight, processes: int) -> None:
+def test_a_run_prints_and_writes_everything(straight: Straight, processes: int) -> None:
     folder, output = straight(processes)
     by = "emulated exactly by PyTorch kernels"
     for text in ("Model tiny", "Precision plan nvfp4", "Batch", "Data phases", by, "unigram entropy", "bits/byte"):
@@ -143,7 +145,7 @@ def test_a_run_shows_and_writes_everything(straight: Straight, processes: int) -
     assert set(validations[0]["losses"]) == set(bits) == {"code", "prose"}
     assert {name: summary[f"validation loss, {name} (bits per byte)"] for name in bits} == pytest.approx(bits, abs=1e-4)
     (switch,) = records(folder, "switch")
-    assert switch["step"] == 7 and switch["target"] == "bf16"  # the first step of the last quarter, which decays
+    assert switch["step"] == 7 and switch["target"] == "bf16"  # the first step of the decay
     plans = [r["plan"] for r in records(folder, "step")]
     assert plans[:6] == ["nvfp4"] * 6 and "bf16" in plans[6]
 
@@ -151,7 +153,7 @@ def test_a_run_shows_and_writes_everything(straight: Straight, processes: int) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "at"), [(1, 7), (2, 6)], ids=["after the switch", "at it"])
 def test_resume_is_bitwise(straight: Straight, small: list[str], tmp_path: Path, processes: int, at: int) -> None:
-    """Some steps, a checkpoint, a new process, the rest: losses and weights of the straight run, bit for bit."""
+    """A run that resumes from a checkpoint in new processes has the losses and weights of the straight run."""
     folder, again = straight(processes)[0], tmp_path / "again"
     checkpoint = folder / "checkpoints" / f"step_{at:08d}"
     run(processes, [*small, f"run.dir={again}", f"checkpoint.resume={checkpoint}", "checkpoint.interval=0"])
@@ -164,9 +166,9 @@ def test_resume_is_bitwise(straight: Straight, small: list[str], tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_switch_by_gradient_noise(straight: Straight, small: list[str], tmp_path: Path) -> None:
-    """Measured every second step; the third measurement in a row below an (absurd) threshold switches. Until then the
-    run is the one that measures nothing."""
+def test_the_precision_switches_by_gradient_noise(straight: Straight, small: list[str], tmp_path: Path) -> None:
+    """Noise is measured every second step. The third measurement in a row below the (very high) threshold triggers the
+    switch. Until then the losses are those of a run without measurements."""
     switch = [f"precision.switch.{part}" for part in ("when=gradient_noise", "threshold=1000000", "interval=2")]
     run(1, [*small, *switch, f"run.dir={tmp_path}", "checkpoint.interval=0", "precision.diagnostics.interval=3"])
     measured = records(tmp_path, "gradient_noise")
@@ -175,14 +177,17 @@ def test_switch_by_gradient_noise(straight: Straight, small: list[str], tmp_path
     (event,) = records(tmp_path, "switch")
     assert event["step"] == 5
     assert [record["plan"] for record in records(tmp_path, "step")][3:5] == ["nvfp4", "after the switch to bf16"]
-    assert [record["step"] for record in records(tmp_path, "diagnostics")] == [1, 4]  # later nothing is FP4
+    assert [record["step"] for record in records(tmp_path, "diagnostics")] == [
+        1,
+        4,
+    ]  # after the switch nothing is quantized
     found, expected = losses(tmp_path), losses(straight(1)[0])
     assert [step for step in expected if found[step] == expected[step]] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
-def test_signal_saves_and_resumes(straight: Straight, small: list[str], tmp_path: Path) -> None:
-    """Sent to the launcher of two processes."""
+def test_a_run_stopped_by_a_signal_is_saved_and_resumes(straight: Straight, small: list[str], tmp_path: Path) -> None:
+    """The signal is sent to the launcher of two processes."""
     folder, run_dir = straight(2)[0], tmp_path / "run"
     overrides, metrics = [*small, f"run.dir={run_dir}", "checkpoint.interval=0"], run_dir / "metrics.jsonl"
     process = start(2, overrides, "megatron_fp4.launch")

@@ -1,4 +1,4 @@
-"""scripts/prove_backend.py on this machine: what it lists, what it notices, and its exit codes."""
+"""scripts/prove_backend.py on a CPU: what it lists, which faults it finds, and its exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cases_agree_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
     assert prove_backend.main([]) == 0
     printed = capsys.readouterr().out
@@ -47,8 +47,8 @@ def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "nvfp4_4over6_1x16", "mxfp8"])
-def test_other_backends_have_the_fingerprints(precision: str) -> None:
-    """Transformer Engine's stand-in has its own draws, and no MXFP8."""
+def test_other_backends_have_the_same_fingerprints(precision: str) -> None:
+    """The stand-in of Transformer Engine has other random draws, so only some are compared, and no MXFP8."""
     for name, prints in (("torch", slice(None)), *([("transformer_engine", slice(6))] if precision != "mxfp8" else [])):
         with te_stand_in.installed():
             found = list(prove_backend.check_fingerprints(BACKENDS[name](), precision, CPU))
@@ -57,8 +57,8 @@ def test_other_backends_have_the_fingerprints(precision: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be had is measured, the rest is listed with its reason, and the row is one of docs/measurements.md."""
+def test_the_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can run is measured, the rest is listed with the reason; the columns are those of docs/measurements.md."""
 
     def backend_for(config: Any, name: str, device_type: str) -> Any:
         formats = config.precision.fprop.weight.format, name
@@ -91,7 +91,7 @@ def test_a_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert header in cells((ROOT / "docs" / "measurements.md").read_text())
 
 
-def test_a_table_of_which_nothing_ran_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_times_if_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_backend, "backend_for", lambda *_: "there is no memory")
     page = prove_backend.measured([], ["emulated", "torch"], CPU)
     assert page.count("- not run: bf16 by emulated: there is no memory") == 3
@@ -106,7 +106,7 @@ def test_a_table_of_which_nothing_ran_says_why(monkeypatch: pytest.MonkeyPatch) 
         (lambda made: made.nan_to_num(), "NaN and inf: nan in the activation disappears"),
     ],
 )
-def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch, tmp_path) -> None:
+def test_differences_are_reported(spoil, seen, capsys, monkeypatch, tmp_path) -> None:
     gemm = EmulatedBackend.gemm
 
     def spoiled(self: EmulatedBackend, *arguments: Any) -> Tensor:
@@ -123,20 +123,20 @@ def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch, tmp_path
 
 
 @pytest.mark.slow
-def test_codes_that_are_not_a_cpus_are_named(capsys, monkeypatch) -> None:
+def test_codes_that_differ_from_the_cpus_are_reported(capsys, monkeypatch) -> None:
     monkeypatch.setitem(prove_backend.FINGERPRINTS, "nvfp4", "01234567 " + prove_backend.FINGERPRINTS["nvfp4"][9:])
     assert prove_backend.main(["--precision", "nvfp4", "--backend", "emulated"]) == 1
     printed = capsys.readouterr().out
     assert "**1 faults.**" in printed and "instead of 01234567" in printed and "7 of 8" in printed
 
 
-def test_a_quantizer_that_fails_is_a_fault(monkeypatch) -> None:
+def test_a_quantizer_that_raises_is_a_fault(monkeypatch) -> None:
     monkeypatch.setattr(EmulatedBackend, "operands", lambda *_: 1 / 0)
     (found,) = prove_backend.check_fingerprints(EmulatedBackend(), "nvfp4", CPU)
     assert found.fault == "failed: ZeroDivisionError: division by zero"
 
 
-def test_misuse(capsys) -> None:
+def test_wrong_overrides_are_refused(capsys) -> None:
     assert prove_backend.main(["model.hidden_dims=3"]) == 2
     assert "did you mean" in capsys.readouterr().err
     assert prove_backend.main(["model.hidden_dim=100"]) == 2

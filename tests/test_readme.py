@@ -1,4 +1,4 @@
-"""The links between the pages lead somewhere."""
+"""The links between the pages of the documentation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may name on a page, as GitHub makes it of its headings."""
+    """The anchors that GitHub makes of a page's headings."""
     text = re.sub(r"(?s)^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_and_pictures_exist() -> None:
+def test_targets_of_links_exist() -> None:
     for page in PAGES:
         for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\(([^):]+)\)", page.read_text())):
             other = page.parent / target if target else page
@@ -25,7 +25,7 @@ def test_links_and_pictures_exist() -> None:
             assert not anchor or anchor in anchors(other), f"{page.name} points to {target}#{anchor}"
 
 
-def test_every_page_and_picture_is_shown_somewhere() -> None:
+def test_every_page_and_picture_is_linked() -> None:
     text = "".join(page.read_text() for page in PAGES)
     for path in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "pictures").iterdir()]:
         assert f"{path.name})" in text, f"no page points to {path.name}"

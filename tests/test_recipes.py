@@ -1,5 +1,5 @@
-"""Every recipe on a whole model: the loss of the same first step, what each costs in accuracy, and what later tokens
-change."""
+"""Every recipe on a whole model: the loss and the error of the gradient in the first step, and whether later tokens
+change earlier outputs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RECIPES = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
 
 
 def model_and_tokens(mesh: ParallelMesh, name: str) -> tuple[Any, torch.Tensor]:
-    """The tiny model under a recipe, and its first tokens and targets, [2, 2, 128]."""
+    """The tiny model with a recipe, and random tokens [2, 2, 128]."""
     config = composed(f"precision={name}", "train.sequence_length=128")
     model = initialized_model(config, models, mesh, StepState(seed=3))[0]
     return model, torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=torch.Generator().manual_seed(0))
 
 
 def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
-    """Loss and flattened gradient of the first micro-batch under a recipe."""
+    """Loss and flattened gradient of the first micro-batch with a recipe."""
     model, (tokens, targets) = model_and_tokens(mesh, name)
     loss = model(tokens, targets)
     loss.backward()
@@ -42,7 +42,7 @@ def exact(mesh: ParallelMesh) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
 def test_first_step_of_every_recipe(mesh: ParallelMesh, exact: tuple[float, torch.Tensor], name: str) -> None:
-    """The relative error of the whole gradient is that of its number of bits, and its gain is one."""
+    """The relative error of the gradient is in the range of the recipe's bits, and its gain is one."""
     loss, gradient = first_step(mesh, name)
     assert abs(loss - exact[0]) < 1e-2
     error = ((gradient - exact[1]).norm() / exact[1].norm()).item()
@@ -53,7 +53,7 @@ def test_first_step_of_every_recipe(mesh: ParallelMesh, exact: tuple[float, torc
 
 
 @pytest.mark.parametrize(("name", "causal"), [("bf16", True), ("mxfp8", True), ("fp8_block", True), ("nvfp4", False)])
-def test_later_tokens_change_earlier_outputs_through_the_maximum_of_a_tensor_alone(
+def test_later_tokens_change_earlier_outputs_only_through_tensor_maxima(
     mesh: ParallelMesh, name: str, causal: bool
 ) -> None:
     model, (tokens, others) = model_and_tokens(mesh, name)
@@ -61,4 +61,4 @@ def test_later_tokens_change_earlier_outputs_through_the_maximum_of_a_tensor_alo
     with torch.no_grad():
         logits, changed = (model(rows)[:, :96].float() for rows in (tokens, torch.where(later, others, tokens)))
     moved = (logits - changed).norm() / logits.norm()
-    assert moved == 0 if causal else 0.1 < moved < 0.2  # of NVFP4's own error, 0.25
+    assert moved == 0 if causal else 0.1 < moved < 0.2  # less than NVFP4's own error, 0.25

@@ -1,4 +1,4 @@
-"""Wrong input of every kind: each row is refused in one line that names the value and the remedy."""
+"""Wrong input of every kind is refused in one line that names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EACH = ["parallel.reduce_gradients=each"]
 WEB = ["data=indexed", "data.sources={web: /d/web}"]
 READ_WEB = [*WEB, "data.phases=[{name: a, blend: {web: 1}}]"]
 
-# (overrides, what the line says)
+# (overrides, words of the line)
 SYNTAX = [
     ("10", "cannot parse '10'; write key=value as one word"),
     ("--train.steps=5", "cannot parse '--train.steps=5'; write train.steps=5, without dashes"),
@@ -150,7 +150,7 @@ RECIPES = [
     (["model.hidden_dim=64", "precision=fp8_block"], "is not a multiple of 128"),
     (TE, "this run is on cpu"),
 ]
-# (overrides, ranks, what the line says), on a GPU
+# (overrides, ranks, words of the line), on GPUs
 ON_GPUS = [
     (["parallel.tensor=3"], 4, "parallel.tensor=3 x parallel.replicate=1 does not divide the 4 ranks of this run"),
     (["parallel.tensor=4"], 8, "parallel.tensor=4 does not divide model.num_kv_heads=2; sizes that work for this"),
@@ -196,7 +196,7 @@ ROWS = [*((overrides, 1, said, "cpu") for overrides, said in ON_CPU), *((*row, "
 
 
 @pytest.mark.parametrize(("overrides", "ranks", "said", "device"), ROWS, ids=[str(row[0])[:60] for row in ROWS])
-def test_one_line(overrides: str | list[str], ranks: int, said: str, device: str) -> None:
+def test_wrong_overrides_give_one_line(overrides: str | list[str], ranks: int, said: str, device: str) -> None:
     refused(overrides, said, ranks, device)
 
 
@@ -204,8 +204,8 @@ ACCEPTED = [
     FRESH,
     [*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"],
     ["experiment=qaf"],
-    ["precision.fprop.weight.format=bf16"],  # leaves its block of 16x16
-    ["precision.wgrad.gradient.format=bf16", "precision.wgrad.activation.format=bf16"],  # leave the transform, too
+    ["precision.fprop.weight.format=bf16"],  # its block of 16x16 stays
+    ["precision.wgrad.gradient.format=bf16", "precision.wgrad.activation.format=bf16"],  # the transform stays too
     ["precision.fprop.activation.format=bf16", "precision.fprop.rht=16"],
     ["precision.switch.when=never", "precision.switch.target=fp8_block", "precision.switch.threshold=2.0"],
     [
@@ -216,8 +216,8 @@ ACCEPTED = [
     ],
     ["precision.wgrad.activation.source=codes", "precision.dgrad.weight.source=codes", "precision.wgrad.rht=0"],
     ["precision.exceptions=[{names: ['*.in_proj'], precision: fp8_block}]", "model.mamba_head_dim=66"],
-    ["model.head_dim=33", "precision.bf16_blocks.first=3"],  # of which the only attention block is one
-    ["model.pattern=M-M-M-", "model.num_kv_heads=3"],  # of no block that there is
+    ["model.head_dim=33", "precision.bf16_blocks.first=3"],  # the only attention block is in BF16
+    ["model.pattern=M-M-M-", "model.num_kv_heads=3"],  # no block has heads
     ["spikes.action=skip", "checkpoint.interval=0", "spikes.threshold=5", "spikes.window=64"],
     ["validation.prompts=['def main(', '']", "validation.prompt_tokens=10"],
     ["train.steps=4"],  # phases may round to none
@@ -225,7 +225,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("overrides", ACCEPTED, ids=" ".join)
-def test_accepted(overrides: list[str]) -> None:
+def test_unusual_overrides_are_accepted(overrides: list[str]) -> None:
     validate(composed(*overrides), 1, "cpu")
 
 
@@ -234,7 +234,7 @@ SMALL += [(name, recipe) for name in ("hybrid_60m", "transformer_60m") for recip
 
 
 @pytest.mark.parametrize(("model", "precision"), SMALL)
-def test_small_models_go_with_recipes(model: str, precision: str) -> None:
+def test_small_models_can_be_combined_with_recipes(model: str, precision: str) -> None:
     config = composed(f"model={model}", f"precision={precision}")
     validate(changed(config, {"train.micro_batch_size": 2}), 4, "cpu")
     validate(changed(config, {"parallel.tensor": 2}), 4, "cuda")
@@ -244,7 +244,7 @@ def test_small_models_go_with_recipes(model: str, precision: str) -> None:
     ("experiment", "ranks", "tensor"),
     [("transformer_1_2b", 64, 8), ("nemotron_h_8b", 256, 4), ("nemotron_h_12b", 32, 8), ("nemotron_h_12b", 736, 1)],
 )
-def test_the_papers_runs_are_possible(experiment: str, ranks: int, tensor: int) -> None:
+def test_the_runs_of_the_papers_are_valid(experiment: str, ranks: int, tensor: int) -> None:
     data = ("data.sources={web: /d/web}", "data.blends={first: {web: 1}, second: {web: 1}, third: {web: 1}}")
     for precision in ("nvfp4", "fp8_block"):
         config = composed(f"experiment={experiment}", f"precision={precision}", *data)
@@ -252,8 +252,8 @@ def test_the_papers_runs_are_possible(experiment: str, ranks: int, tensor: int) 
 
 
 @pytest.mark.parametrize("module", ["tensorboard", "wandb"])
-def test_a_log_whose_package_is_missing(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / module).mkdir()  # as wandb leaves one where it ran: no package
+def test_logging_without_its_package_is_refused(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / module).mkdir()  # a folder without a package, as wandb leaves one where it ran
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, module, raising=False)
     setting = "logging.tensorboard=true" if module == "tensorboard" else "logging.wandb=offline"
@@ -290,7 +290,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("name", "content", "override", "said"), FILES, ids=lambda value: str(value)[:40])
-def test_files(name: str, content: bytes, override: str, said: str, tmp_path: Path) -> None:
+def test_wrong_files_give_one_line(name: str, content: bytes, override: str, said: str, tmp_path: Path) -> None:
     configs = shutil.copytree(CONFIGS, tmp_path / "configs")
     path = (configs if (configs / name.partition("/")[0]).is_dir() else tmp_path) / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +298,7 @@ def test_files(name: str, content: bytes, override: str, said: str, tmp_path: Pa
     refused(override.replace("FOLDER", str(tmp_path)).split(), said, configs=configs)
 
 
-def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+def test_a_config_folder_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nhidden_dim: 128\n")
     (tmp_path / "precision").mkdir()
@@ -332,7 +332,9 @@ ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize(("environment", "said"), ENVIRONMENTS, ids=str)
-def test_environments(environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_environment_is_checked(
+    environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if not said:

@@ -1,5 +1,5 @@
-"""scripts/replay.py on real runs: recorded steps come out again, and what does not is found. (Over a rollback, on two
-ranks: test_spikes_run.py.)"""
+"""scripts/replay.py on real runs: replayed steps equal the recorded ones, and differences are found. A replay on two
+ranks over a rollback is in test_spikes_run.py."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps, checkpoints after the second and the fourth, the switch before the fourth."""
+    """A run of four steps with checkpoints after steps 2 and 4 and the switch before step 4."""
     folder = tmp_path_factory.mktemp("recorded")
     settings = ["train.steps=4", "checkpoint.interval=2", "precision.switch.when=3", f"run.dir={folder}/run"]
     assert pretrain.main([*SMALL, *FAST, *small_corpus(folder), *settings]) == 0
     return folder / "run"
 
 
-def test_recorded_steps_come_out_again_and_nothing_is_written(
+def test_replayed_steps_equal_the_recorded_ones_and_nothing_is_written(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = stamps(run_dir)
@@ -41,7 +41,7 @@ def test_recorded_steps_come_out_again_and_nothing_is_written(
         ([str(run_dir), "--step", "4"], [3, 4]),
         ([str(run_dir), "--step", "2"], [1, 2]),  # from the initial weights
     ):
-        # Graphs there would be on a GPU, and they are left alone.
+        # As if the run had CUDA graphs, which a replay must not use.
         with mock.patch.object(trainer, "graphs_for", return_value=object()) as opened:
             assert replay.main([*arguments, "--trust-config"]) == 0 and opened.called
         lines = capsys.readouterr().out.splitlines()
@@ -52,7 +52,9 @@ def test_recorded_steps_come_out_again_and_nothing_is_written(
     assert stamps(run_dir) == before
 
 
-def test_the_last_bit_counts(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_in_the_last_bit_is_found(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         if record["kind"] == "step" and record["step"] == 4:
@@ -66,7 +68,7 @@ def test_the_last_bit_counts(run_dir: Path, tmp_path: Path, capsys: pytest.Captu
     assert "1 of 2 steps are equal" in printed
 
 
-def test_wrong_input_is_one_line_and_exit_code_2(
+def test_wrong_input_gives_one_line_and_exit_code_2(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = run_dir / "checkpoints" / "step_00000002"

@@ -1,4 +1,4 @@
-"""A run from its start to its page: resumed, finished, beside another one."""
+"""The report page of a whole run that was resumed and lengthened, compared with another run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.test_pretrain import SMALL
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_groups_left")
 def test_a_lengthened_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside a baseline: itself as it was before, copied."""
+    """The baseline is a copy of the run before it was lengthened."""
     run_dir, other = tmp_path / "nvfp4", tmp_path / "other"
     overrides = [*SMALL, *FAST, *small_corpus(tmp_path), "precision=bf16", f"run.dir={run_dir}"]
     overrides += ["schedule.decay_fraction=0", "schedule.warmup_fraction=0", "checkpoint.interval=4"]
@@ -40,11 +40,11 @@ def test_a_lengthened_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFix
     page = (run_dir / REPORT_FILE).read_text()
     assert "loss above BF16 in percent" in page and "2 starts" in page
 
-    # Found finished, it is left as it is.
+    # A start of the finished run leaves the page unchanged.
     before = stamps(run_dir)[str(run_dir / REPORT_FILE)]
     assert pretrain.main(resumed) == 0 and stamps(run_dir)[str(run_dir / REPORT_FILE)] == before
 
-    # On demand, by the command; and a mistake is a line.
+    # The command writes a page too; wrong input gives one line.
     capsys.readouterr()
     assert report.main([f"A={run_dir}", f"B={other}", "--output", str(tmp_path / "two.html")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "two.html")

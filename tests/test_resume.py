@@ -1,4 +1,4 @@
-"""What a second start of pretrain.py makes of what the first one left: whole, damaged, lost, finished or changed."""
+"""Second starts of pretrain.py, with intact, damaged, lost and changed checkpoints, and of finished runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_text(path: Path, documents: int) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides for a corpus of its own, with the names that the built-in one has."""
+    """Overrides for a small corpus with the built-in one's source names."""
     folder = tmp_path_factory.mktemp("corpus")
     sizes = {"code": 300, "prose": 200, "held_out_code": 30, "held_out_prose": 31}
     for name, documents in sizes.items():
@@ -68,7 +68,7 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
-    """Start pretrain.py with run.dir and overrides; what it printed, if it ended with `code`."""
+    """Start pretrain.py with run.dir and overrides; it must end with `code`. Returns what it printed."""
 
     def start(run_dir: Path, *overrides: str, code: int = 0) -> str:
         return printed_by([*FEW, *data, f"run.dir={run_dir}", *overrides], capsys, code)
@@ -81,7 +81,7 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """Without how much of its starts' time the run used: each start adds to that."""
+    """summary.json without the goodput, which changes with each start."""
     content = json.loads((run_dir / "summary.json").read_text())
     return {key: value for key, value in content.items() if key != "goodput"}
 
@@ -96,7 +96,7 @@ def cut(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_moved_aside(finished: Path, copy: Path, start: Start) -> None:
-    """Also a pointer that is empty and a folder of a save that was cut off."""
+    """Also if the pointer is empty and an unfinished save has left a folder."""
     cut(checkpoint(copy, 8) / "__0_0.distcp")
     damaged = {path.name: path.read_bytes() for path in checkpoint(copy, 8).iterdir()}
     (copy / "checkpoints" / "latest").write_text("")
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_moved_aside(finished: Path, copy: Path, start: 
 
 
 def only_state(run_dir: Path) -> bytes:
-    """Leave nothing but state.json, as where a disk is not mounted; its content."""
+    """Remove all but state.json from a run's folder; returns its content."""
     content = (run_dir / "state.json").read_bytes()
     shutil.rmtree(run_dir)
     run_dir.mkdir()
@@ -119,8 +119,8 @@ def only_state(run_dir: Path) -> bytes:
     return content
 
 
-def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: Start) -> None:
-    """Also where state.json alone is left: after another refusal, and of a killed run."""
+def test_a_run_with_lost_checkpoints_does_not_begin_again(finished: Path, copy: Path, start: Start) -> None:
+    """Also if only state.json is left, after another refusal or of a killed run."""
     shutil.rmtree(copy / "checkpoints")
     metrics = (copy / "metrics.jsonl").read_bytes()
     output = start(copy, code=2)
@@ -137,14 +137,14 @@ def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: S
             assert ("a checkpoint of step 8" in output and "checkpoint.resume=never" in output) or "stepz" in output
             assert (copy / "state.json").read_bytes() == content
     (copy / "metrics.jsonl").write_bytes(metrics)
-    start(copy, "checkpoint.resume=never")  # what the message offers
+    start(copy, "checkpoint.resume=never")  # the remedy of the message
     assert losses(copy) == losses(finished) and (copy / "metrics.jsonl.1").read_bytes() == metrics
 
 
-def test_a_run_without_a_checkpoint_begins_anew(
+def test_a_run_without_a_checkpoint_begins_again(
     finished: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that crashed in step 3."""
+    """It crashed in step 3."""
     run_dir, calls = tmp_path / "run", iter([trainer.update] * 2)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(trainer, "update", lambda *args, **kwargs: next(calls, lambda *_, **__: 1 // 0)(*args, **kwargs))
@@ -156,11 +156,11 @@ def test_a_run_without_a_checkpoint_begins_anew(
     assert json.loads((run_dir / "state.json").read_text())["checkpoint"] == STEPS
 
 
-def test_a_branch_goes_on_where_it_stopped(finished: Path, start: Start, tmp_path: Path) -> None:
-    """The same command again, as a loop of restarts has it."""
+def test_a_branch_resumes_from_its_own_checkpoints(finished: Path, start: Start, tmp_path: Path) -> None:
+    """With the command that began it, as schedulers restart it."""
     branch, command = tmp_path / "branch", f"checkpoint.resume={checkpoint(finished, 4)}"
     start(branch, command)
-    shutil.rmtree(checkpoint(branch, 8))  # as if it had been killed before
+    shutil.rmtree(checkpoint(branch, 8))  # as if it had been killed before the last save
     assert "resumed after step 6 of 8" in start(branch, command)
     assert losses(branch) == {step: losses(finished)[step] for step in range(5, STEPS + 1)}
     assert_same_checkpoint(checkpoint(finished, 8), checkpoint(branch, 8), tmp_path)
@@ -182,7 +182,7 @@ def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Sta
     ):
         assert text in output
     assert {"key": "train.steps", "before": 8, "now": 16} in records(copy, "configuration")[0]["changes"]
-    # The first part to the last byte: its records, and the checkpoint after it.
+    # Records and checkpoint of the first part keep every byte.
     assert (copy / "metrics.jsonl").read_bytes().startswith(before)
     for path in checkpoint(finished, STEPS).iterdir():
         assert (checkpoint(copy, STEPS) / path.name).read_bytes() == path.read_bytes()
@@ -194,13 +194,13 @@ def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Sta
     again = Path(shutil.copytree(copy, tmp_path / "again"))
     for step in (12, 14, 16):
         shutil.rmtree(checkpoint(again, step))
-    output = start(again, "train.steps=16")  # stopped in the middle of a phase of the new length
+    output = start(again, "train.steps=16")  # as if it had stopped in the middle of a lengthened phase
     assert "resumed after step 10 of 16" in output and "changed since" not in output
     assert losses(again) == losses(copy)
     assert_same_checkpoint(checkpoint(copy, 16), checkpoint(again, 16), tmp_path)
 
 
-def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: Path, start: Start) -> None:
+def test_a_start_of_a_finished_run_writes_missing_outputs(finished: Path, copy: Path, start: Start) -> None:
     (copy / "loss.png").unlink()
     (copy / "summary.json").write_text("")  # a power cut while it was written
     rewrite_metrics(copy, lambda record: record["step"] < STEPS or record["kind"] == "step")
@@ -223,7 +223,7 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
         ("train.steps=4", "has 64 samples", "train.steps=8 or more"),
     ],
 )
-def test_what_is_refused_names_the_difference_and_what_accepts_it(
+def test_refusals_name_the_difference_and_the_remedy(
     finished: Path, start: Start, override: str, differs: str, accepts: str
 ) -> None:
     before = sorted(finished.rglob("*"))
@@ -234,10 +234,10 @@ def test_what_is_refused_names_the_difference_and_what_accepts_it(
     ]
 
 
-def test_files_are_added_and_phases_to_come_replaced(
+def test_files_are_added_and_future_phases_replaced(
     finished: Path, copy: Path, start: Start, data: list[str], tmp_path: Path
 ) -> None:
-    """Said and recorded; the past is as it was, records have epochs, and a start in the middle comes to the same."""
+    """The changes are printed and recorded, the past stays, and a resume in the middle gives the same run."""
     write_text(tmp_path / "more", 250)
     served = ("{name: broad, steps: 6", "{name: balanced, steps: 1", "{name: prose, steps: 1")
     phases = PHASES

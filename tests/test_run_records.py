@@ -1,4 +1,4 @@
-"""What a whole run leaves on the disk: in time, without what came from the environment, with how long steps took."""
+"""The records of a whole run: synced before checkpoints, without values of environment variables, with step times."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[SimpleNamespace]:
-    """A run of four steps whose disk refuses a record once, whose picture and page fail and whose samples are slow.
+    """A run of four steps. Its disk refuses one record, its picture and page fail, and its samples are slow.
 
-    published: of each checkpoint its step, and the steps whose records were on the disk before it was published.
+    published: for each checkpoint its step, and the steps whose records were on the disk before it was published.
     """
     folder = tmp_path_factory.mktemp("records")
     copy = Path(shutil.copytree(corpus, folder / "s3cret-corpus"))
@@ -76,7 +76,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Sim
         yield done
 
 
-def test_no_value_of_the_environment_is_in_the_folder(done: SimpleNamespace) -> None:
+def test_no_file_has_the_value_of_an_environment_variable(done: SimpleNamespace) -> None:
     made = [path for path in done.folder.rglob("*") if path.is_file()]
     assert len(made) > 20
     assert not [str(path) for path in made if str(done.corpus).encode() in path.read_bytes()]
@@ -85,8 +85,8 @@ def test_no_value_of_the_environment_is_in_the_folder(done: SimpleNamespace) -> 
     assert saved["data"]["cache_dir"] == written["data"]["cache_dir"] == "${oc.env:MY_CORPUS}"
 
 
-def test_records_are_on_the_disk_before_a_checkpoint_is(done: SimpleNamespace) -> None:
-    """And neither a disk that refuses records for a while nor a page that fails costs the run its exit code."""
+def test_records_are_on_the_disk_before_the_checkpoint(done: SimpleNamespace) -> None:
+    """The run ends with exit code 0, though its disk refused a record and its picture and page failed."""
     assert [step for step, _ in done.published] == [1, 2, 3, 4] and done.refused == 1
     assert all(steps[:step] == list(range(1, step + 1)) for step, steps in done.published)
     assert [record["step"] for record in records(done.folder, "step")] == [1, 2, 3, 4]
@@ -94,7 +94,7 @@ def test_records_are_on_the_disk_before_a_checkpoint_is(done: SimpleNamespace) -
     assert not (done.folder / "loss.png").exists() and not (done.folder / REPORT_FILE).exists()
 
 
-def test_steps_take_as_long_as_they_wait(done: SimpleNamespace) -> None:
+def test_step_times_include_the_wait_for_data(done: SimpleNamespace) -> None:
     for step in records(done.folder, "step"):
         assert step["step_time"] >= step["data_wait"] >= 8 * 0.02
         assert step["tokens_per_second"] == pytest.approx(8 * 64 / step["step_time"])

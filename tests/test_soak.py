@@ -1,4 +1,4 @@
-"""A short soak, and that a soak sees what it is to see."""
+"""A short soak test, and that the soak test notices differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.soak import PLACES, Kill, Soak, arm, differences
 
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
-    """Two kills of one process, one in each way of saving; `python -m tests.soak` is the long one."""
+    """Two kills of one process, one with each way of saving. The long test is `python -m tests.soak`."""
     soak = Soak(kills=2, seed=53, processes=1, folder=tmp_path)
     soak.go()
     assert soak.wrong == []
@@ -24,7 +24,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """What two runs of four steps leave, as far as it is compared."""
+    """Two equal runs of four steps, with the files that are compared."""
     found = []
     for folder in (tmp_path / "alone", tmp_path / "killed"):
         steps = [{"kind": "step", "step": n, "loss": 4.0 - n, "step_time": 0.1} for n in (1, 2, 3, 4)]
@@ -62,7 +62,7 @@ def runs(tmp_path: Path) -> list[Path]:
         ("checkpoints/step_00000002.tmp", "", "left", "left over: checkpoints/step_00000002.tmp"),
     ],
 )
-def test_each_difference_is_seen(runs: list[Path], path: str, old: str, new: str, found: str | None) -> None:
+def test_each_difference_is_found(runs: list[Path], path: str, old: str, new: str, found: str | None) -> None:
     changed = runs[1] / path
     text = changed.read_text() if old else ""
     assert old in text
@@ -72,7 +72,7 @@ def test_each_difference_is_seen(runs: list[Path], path: str, old: str, new: str
 
 
 def test_every_place_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place that was renamed would never be killed at."""
+    """At a function that was renamed there would be no kills."""
     replaced: list[Any] = []
     monkeypatch.setattr("tests.soak.setattr", lambda *what: replaced.append(what), raising=False)
     for name in PLACES:

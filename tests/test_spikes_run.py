@@ -1,4 +1,4 @@
-"""Spikes in whole runs: what is skipped, what is gone back to, that all ranks and a resumed run do the same."""
+"""Spikes in whole runs: skips and rollbacks, the same on all ranks and in a resumed run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def start(folder: Path, corpus: list[str], *overrides: str, spikes: list[int], **settings: Any) -> list[Any]:
-    """On two ranks."""
+    """Run on two ranks; returns what `spiked_run` returns on each."""
     arguments, kill_before = [*corpus, f"run.dir={folder}", *overrides], settings.pop("kill_before", None)
     return launch(spiked_run, 2, arguments, spikes, 20.0, kill_before, **settings)
 
@@ -38,7 +38,7 @@ def steps(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def _replayed(rank: int, run_dir: Path, spikes: list[int]) -> tuple[int, str]:
-    """What scripts/replay.py says of the steps 6 to 12."""
+    """Replay the steps 6 to 12; returns the exit code and what scripts/replay.py printed."""
     printed = io.StringIO()
     with (
         contextlib.redirect_stdout(printed),
@@ -50,8 +50,8 @@ def _replayed(rank: int, run_dir: Path, spikes: list[int]) -> tuple[int, str]:
         return replay.replay(replay.parse(arguments)), printed.getvalue()
 
 
-def test_rolls_back_survives_a_kill_right_after_and_can_be_replayed(corpus: list[str], tmp_path: Path) -> None:
-    """Checkpoints after steps 5 and 10, the switch before step 6, spikes in step 4, which has none yet, and 9."""
+def test_a_rollback_survives_a_kill_and_can_be_replayed(corpus: list[str], tmp_path: Path) -> None:
+    """Checkpoints after steps 5 and 10, the switch before step 6, spikes in step 4 (before any checkpoint) and 9."""
     straight, killed, settings = tmp_path / "straight", tmp_path / "killed", ("spikes.action=rollback",)
     for of_rank in start(straight, corpus, *settings, spikes=[4, 9]):
         assert of_rank["10"] == of_rank["6"] != of_rank["9"]  # weights, moments and generators
@@ -61,7 +61,10 @@ def test_rolls_back_survives_a_kill_right_after_and_can_be_replayed(corpus: list
     assert event["samples"] == [20, 35]
     assert sum(source["last"] - source["first"] + 1 for source in event["sources"]) == 4 * 4
     assert event["loss"] > event["loss_limit"] > event["loss_median"] and (event["in_row"], event["total"]) == (1, 2)
-    assert [record["step"] for record in records(straight, "switch")] == [6, 10]  # what was undone is done again
+    assert [record["step"] for record in records(straight, "switch")] == [
+        6,
+        10,
+    ]  # the rollback undoes the switch, which happens again
     assert [record[0] for record in steps(straight)] == list(range(1, 13))
     assert [record[0] for record in steps(straight) if record[-1]] == [4, 9]
 
@@ -76,7 +79,9 @@ def test_rolls_back_survives_a_kill_right_after_and_can_be_replayed(corpus: list
     assert code == 0 and "7 of 7 steps are equal to the last bit" in printed and "DIFFERS" not in printed
 
 
-def test_skips_alike_on_all_ranks_and_too_many_end_the_run_with_a_diagnosis(corpus: list[str], tmp_path: Path) -> None:
+def test_all_ranks_skip_the_same_spikes_and_too_many_end_the_run_with_a_diagnosis(
+    corpus: list[str], tmp_path: Path
+) -> None:
     settings = ("spikes.action=skip", "spikes.max_in_row=2")
     first, second = start(tmp_path, corpus, *settings, spikes=[9, 11, 12])
     assert first == second
@@ -87,7 +92,7 @@ def test_skips_alike_on_all_ranks_and_too_many_end_the_run_with_a_diagnosis(corp
         ("skip", None, [11, 11], 1),
         ("end", None, [12, 12], 2),
     ]
-    assert not records(tmp_path, "skip")  # which is what steps that are not finite are called
+    assert not records(tmp_path, "skip")  # the event of steps that are not finite
     message = first["error"]
     assert message.startswith("2 spikes in a row (spikes.max_in_row=2), the last in step 12: loss ")
     assert "Computed again: loss" in message and "as before. Largest losses" in message and "NOT" not in message

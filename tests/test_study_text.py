@@ -1,4 +1,4 @@
-"""The text of the study's runs: the same bytes each time, and nothing twice."""
+"""The text of the study's runs: the same bytes each time, without duplicates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LICENSE = (
 
 
 def prose(of: str) -> str:
-    """Paragraphs that no other name has."""
+    """Paragraphs that are unique to a name."""
     return "\n\n".join(f"Of {of}, the paragraph of number {one} says that the {of} is there." * 2 for one in "abcdefgh")
 
 
@@ -46,7 +46,7 @@ FILES = {
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
-    """The command's arguments: a repository of FILES, and a wheel with one of them and one other."""
+    """Arguments of the command, for a repository with FILES and a wheel with one of them and another file."""
     repository = tmp_path / "checkouts" / "owner" / "fruits"
     repository.mkdir(parents=True)
     for name, text in FILES.items():
@@ -71,7 +71,7 @@ def sources(tmp_path: Path) -> list[str]:
     return [*(str(part) for option in given.items() for part in option), "--output"]
 
 
-def test_the_same_bytes_each_time_and_nothing_twice(
+def test_the_text_is_the_same_each_time_and_has_no_duplicates(
     sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     once, twice = tmp_path / "once", tmp_path / "twice"
@@ -89,7 +89,7 @@ def test_the_same_bytes_each_time_and_nothing_twice(
     assert berry == "One & two\n\n" + prose("berry").replace("\n\n", " ")
     assert len(cherries) > 1 and all(len(part) <= 200_000 for part in cherries)
     assert "\n".join(cherries) == FILES["long.txt"].strip()
-    first, second, third = texts["code"]  # the license once, a.py once
+    first, second, third = texts["code"]  # the license and a.py are not repeated
     assert first == code("apple")
     assert [second, third] == [code(of).partition("\n\n\n")[2] for of in ("berry", "cherry")]
 

@@ -1,4 +1,4 @@
-"""Outputs that cannot be written: every command ends with one line that has the path and what to do."""
+"""Every command whose output cannot be written ends with one line that has the path and the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_fp4.runtime.errors import error_line
 from tests.programs import ROOT
 
 
-def test_a_line_has_the_path_and_what_to_do() -> None:
+def test_the_line_has_the_path_and_the_remedy() -> None:
     for number, remedy in (
         (errno.ENOSPC, "make room, or name another place"),
         (errno.EROFS, "change its permissions, or name another place"),
@@ -26,13 +26,13 @@ def test_a_line_has_the_path_and_what_to_do() -> None:
     ):
         reason = os.strerror(number)
         assert error_line(OSError(number, reason, "/d/out")).startswith(f"/d/out: {reason}; {remedy}")
-        # The target of a renaming, and where the system names no path, what the command writes.
+        # The path is the target of a rename; if the error has no path, it is the command's output.
         assert error_line(OSError(number, reason, "/d/a", None, "/d/out")).startswith(f"/d/out: {reason}; ")
         assert error_line(OSError(number, reason), Path("/d/out")).startswith(f"/d/out: {reason}; {remedy}")
     assert error_line(ValueError("a\n  b")) == "a b" == error_line(OSError("a b"), "/d/out")
 
 
-# (module, what fails in it, arguments)
+# (module, function that fails, arguments)
 COMMANDS = [
     ("scripts.convert", "open_checkpoint", ["export-hf", "c", "{out}"]),
     ("scripts.convert", "import_hf", ["import-hf", "m", "{out}"]),
@@ -47,10 +47,10 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("name", "function", "arguments"), COMMANDS)
-def test_a_full_disk_is_one_line(
+def test_a_full_disk_gives_one_line(
     name: str, function: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Errors of writes have no path."""
+    """The error of a write has no path."""
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""`price.py` on a real run: the losses are those of branches, and what cannot be compared is refused before."""
+"""`price.py` on a real run: losses are those of real branches; wrong input is refused before anything is trained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WEIGHTS = "1x16 W=precision=nvfp4 precision.fprop.weight.block=1x16"
 
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Path]]:
-    """The overrides of a run in BF16, and its folder."""
+    """The overrides and the folder of a run in BF16."""
     folder = tmp_path_factory.mktemp("trunk")
     overrides = [*SETTINGS, *small_corpus(folder)]
     assert pretrain.main([*overrides, "precision=bf16", f"run.dir={folder}/run"]) == 0
@@ -70,7 +70,7 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     before, models = stamps(run_dir), []
 
     def watched(*arguments: Any, **keywords: Any) -> Any:
-        assert all(model() is None for model in models), "the model of the recipe before is still there"
+        assert all(model() is None for model in models), "the model of the previous recipe is still in memory"
         run = Trainer(*arguments, **keywords)
         models.append(weakref.ref(run.model))
         return run
@@ -87,16 +87,16 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     assert [row[0] for row in rows[2:]] == ["bf16", "1x16 W", "nvfp4"]
     mean = np.mean([a / b - 1 for a, b in zip(_losses(tmp_path / "branch"), _losses(run_dir), strict=True)])
     assert rows[3][1] == f"{100 * mean:+.2f}% (no interval)" and "Not established" in printed
-    assert [row[4] for row in rows[2:]] == ["1", "-", "-"], "times of emulated recipes say nothing of native ones"
+    assert [row[4] for row in rows[2:]] == ["1", "-", "-"], "times of emulated recipes do not predict native ones"
     assert "no --curve: prices use the curve of Transformers on C4, 30M; this model has" in printed
 
-    # Another order, and a key for all: the seed of rounding is the run's, whatever was trained before.
+    # Another order, and an override for all recipes. Losses are the same: the run's seed decides the rounding.
     again = price_main(checkpoint, "nvfp4", "train.max_skipped_steps=7", *three, "--output", tmp_path / "b.json")
     assert again == 0 and _branches(tmp_path / "b.json") == {name: found[name] for name in ("bf16", "nvfp4")}
     assert stamps(run_dir) == before
 
 
-def test_what_was_kept_is_not_trained_again(trunk: tuple[list[str], Path], tmp_path: Path) -> None:
+def test_saved_branches_are_not_trained_again(trunk: tuple[list[str], Path], tmp_path: Path) -> None:
     checkpoint, output = trunk[1] / "checkpoints" / "step_00000003", tmp_path / "kept.json"
     trained = []
 
@@ -114,10 +114,10 @@ def test_what_was_kept_is_not_trained_again(trunk: tuple[list[str], Path], tmp_p
         assert trained == ["bf16", "mxfp8"] == [*first]
         assert price_main(checkpoint, "mxfp8", "nvfp4", *common) == 0
         assert trained == ["bf16", "mxfp8", "nvfp4"] == [*_branches(output)]
-        # Of other numbers of steps, or another configuration of the same name, it is trained.
+        # A branch of another length, or with another configuration of the same name, is trained.
         assert price_main(checkpoint, "mxfp8", "--steps", 3, "--output", output) == 0
         assert price_main(checkpoint, "mxfp8=precision=nvfp4", *common) == 0
-    assert trained[3:] == ["bf16", "mxfp8"]  # of the last, the same configuration was kept as nvfp4
+    assert trained[3:] == ["bf16", "mxfp8"]  # the last configuration was saved before, as nvfp4
     assert len(json.loads(output.read_text())["branches"]) == len(trained)
 
 
@@ -146,7 +146,7 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
     assert "these have 3" in printed.err
 
 
-def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
+def test_a_checkpoint_that_was_trained_in_a_recipe_is_reported(
     trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = shutil.copytree(trunk[1] / "checkpoints" / "step_00000003", tmp_path / "step_00000003")
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
         assert "of the run;" not in capsys.readouterr().out
 
 
-def test_wrong_input_is_one_line_before_anything_is_trained(
+def test_wrong_input_gives_one_line_before_anything_is_trained(
     trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, steps = trunk[1], ["--steps", "2"]
@@ -200,8 +200,8 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
 
 
 def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float], list[float], str]:
-    """On the ranks of a launch: a run of one more step than its checkpoint, that step as a branch, and a refusal of the
-    first rank."""
+    """Train two steps, price the second one as a branch of the first's checkpoint, and give wrong input, which rank 0
+    refuses. Returns the branch's losses, the recorded losses and the exit code of the refusal."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 29999}
     os.environ.update({name: str(value) for name, value in place.items()})
     split = [*overrides, "parallel.tensor=2", "checkpoint.interval=1", "train.steps=2", "validation.interval=0"]
@@ -230,10 +230,8 @@ def test_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     assert [code for *_, code in found] == ["2", "2"]
 
 
-def test_spikes_and_steps_that_are_not_finite(
-    trunk: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A spike goes back to the checkpoint as in the run; a recipe that diverges ends, and not the command."""
+def test_spikes_and_nonfinite_steps(trunk: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A spike rolls back to the checkpoint, as in the run; a recipe that diverges ends without ending the command."""
     nan = StepResult(float("nan"), float("nan"), skipped=True)
     steps = [StepResult(2.0, 1.0, False), StepResult(9.0, 1.0, True, spike=True), StepResult(2.0, 1.0, False), nan, nan]
     checkpoint = str(trunk[1] / "checkpoints" / "step_00000003")

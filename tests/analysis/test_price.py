@@ -1,4 +1,4 @@
-"""Curves, prices and costs against losses whose truth is known; planned times against what others measured."""
+"""Curves, prices and costs, against losses whose true curve is known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRUE = Curve("the truth", 1e8, 2.7, 1.4, 0.43)
 LENGTHS = [25.0, 50.0, 100.0, 200.0, 400.0]
 
 
-def test_a_curve_is_found_again_and_its_price_is_the_tokens_of_equal_loss() -> None:
+def test_a_fit_finds_the_true_curve_and_its_price() -> None:
     noise = np.random.default_rng(0).normal(0, 0.0007, len(LENGTHS))
     for scatter, tolerance in ((0 * noise, 1e-4), (noise, 0.05)):
         found = fit(
@@ -39,7 +39,7 @@ def test_a_curve_is_found_again_and_its_price_is_the_tokens_of_equal_loss() -> N
         )
         assert found.exponent == pytest.approx(TRUE.exponent, rel=tolerance)
         assert found.price(0.05, 98) == pytest.approx(TRUE.price(0.05, 98), rel=max(tolerance / 5, 1e-4))
-    # BF16 has the loss of the recipe after `price` times fewer tokens.
+    # BF16 reaches the recipe's loss after `price` times fewer tokens.
     assert TRUE.loss(98 / TRUE.price(0.05, 98)) == pytest.approx(TRUE.loss(98) + 0.05)
     assert TRUE.price(0.0, 98) == 1.0
     with pytest.raises(ValueError, match="at least four lengths, and these have 3"):
@@ -50,9 +50,9 @@ def test_a_curve_is_found_again_and_its_price_is_the_tokens_of_equal_loss() -> N
         fit("below zero", 1e8, LENGTHS, [4 * length**-0.1 - 3 for length in LENGTHS])
 
 
-def test_shipped_curves_are_of_the_nearest_size() -> None:
+def test_the_shipped_curve_of_the_nearest_size_is_used() -> None:
     assert nearest(1e6) is SHIPPED[0] and nearest(8e9) is SHIPPED[-1]
-    # The gaps of four over six with NVIDIA's recipe, and of Quartet II, in their public runs (30M and 100M).
+    # Gaps of four over six with NVIDIA's recipe, and of Quartet II, in their public runs of 30M and 100M parameters.
     for curve, tokens, gap, price in (
         (SHIPPED[0], 24.6, 0.0570, 1.30),
         (SHIPPED[0], 98.4, 0.0592, 1.61),
@@ -73,7 +73,7 @@ def test_public_runs_are_read_as_they_are_published(tmp_path: Path) -> None:
     assert rows[3] == ["Transformers on C4, 100M", "98", "quartetv2", "0.0400", f"{TRUE.price(0.04, 98):.2f}"]
 
 
-def test_gaps_of_one_start_and_of_several() -> None:
+def test_gaps_from_one_checkpoint_and_from_several() -> None:
     rng = np.random.default_rng(0)
     steps = np.arange(60)
     starts = []
@@ -95,7 +95,7 @@ def recipe(name: str, gap: float, time: float, error: float = 1e-4) -> RecipeCos
     return RecipeCost(name, Estimate(gap * 30, error * 30, 6, 5), Estimate(gap, error, 6, 5), time)
 
 
-def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
+def test_the_cheapest_recipe_is_named_only_if_intervals_decide() -> None:
     slow, fast = recipe("nvfp4", 0.02, 0.98), recipe("mxfp8", 0.0002, 0.8)
     price = slow.price(TRUE, 98)
     assert price is not None and slow.nats is not None and slow.nats.half_width is not None
@@ -104,17 +104,17 @@ def test_the_cheapest_is_named_only_if_intervals_say_so() -> None:
     assert "With a switch to BF16 no recipe costs less than mxfp8." in verdict([slow, fast], TRUE, 98)
     assert "bf16 costs least here" in verdict([slow], TRUE, 98)
     assert "mxfp8 and other overlap" in verdict([fast, recipe("other", 0.0003, 0.8)], TRUE, 98)
-    # Three quarters of the gap for a fifth of the steps in BF16: worth it where the gap is dear.
+    # A switch that closes most of the gap for few steps in BF16 pays where the gap is expensive.
     assert "With a switch to BF16: nvfp4 with the last 30%" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
-    # The range overlaps that without the switch, but both are of one gap, and both ends are lower.
-    dear = recipe("nvfp4", 0.015, 0.7, error=0.002)
-    assert "nvfp4 with the last 8% in BF16 costs less, 0.76 to 0.85." in verdict([dear], TRUE, 98)
-    # Not less than another recipe, whose range it overlaps.
-    assert "Not established whether a switch" in verdict([dear, recipe("other", 0.0135, 0.7, 0.005)], TRUE, 98)
+    # Its range overlaps the one without a switch, but both follow from the same gap, and both ends are lower.
+    expensive = recipe("nvfp4", 0.015, 0.7, error=0.002)
+    assert "nvfp4 with the last 8% in BF16 costs less, 0.76 to 0.85." in verdict([expensive], TRUE, 98)
+    # It is not cheaper than another recipe whose range it overlaps.
+    assert "Not established whether a switch" in verdict([expensive, recipe("other", 0.0135, 0.7, 0.005)], TRUE, 98)
     assert "no recipe costs less than bf16" in verdict([recipe("nvfp4", 0.05, 1.2)], TRUE, 98)
     assert "no recipe's gap has an interval; train more" in verdict([RecipeCost("nvfp4", None, None, 0.8)], TRUE, 98)
     assert "give --gpu" in verdict([replace(fast, time=None)], TRUE, 98)
-    # A gap that may be nothing: the switch may save nothing.
+    # The gap may be zero; then a switch saves nothing.
     may_be_nothing = verdict([recipe("nvfp4", 0.001, 0.72, error=0.003)], TRUE, 98)
     assert "Not established whether a switch to BF16 costs less: nvfp4 with the last 8%" in may_be_nothing
     table = price_table([slow, RecipeCost("diverged", None, None, None)], TRUE, 5.0, "planned")

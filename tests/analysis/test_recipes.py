@@ -1,4 +1,4 @@
-"""Recipes over seeds and branches: which runs are pairs, their gaps, and the command."""
+"""Recipes compared over seeds and branches: which runs are paired, their gaps, and the command."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def percents(runs: Sequence[HeldOut], base: Sequence[HeldOut], tokens: int = 10)
 
 
 def write_run(folder: Path, seed: int, losses: dict[int, dict[str, Any]], data: str = "{}", **facts: Any) -> Path:
-    """facts: of the `run` record, if any."""
+    """A run's folder. losses: by step, of each source. facts: fields of the `run` record."""
     folder.mkdir()
     (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}\ndata: {data}\n")
     records = [{"kind": "validation", "step": t, "tokens": 1_000_000 * t, "losses": of} for t, of in losses.items()]
@@ -46,16 +46,16 @@ def test_runs_are_paired_by_seed_and_order_of_the_data() -> None:
     assert percents([held_out(1, {10: 6.0}, data_seed=7)], base) == pytest.approx({"seed 1": 20.0})
 
 
-def test_branches_are_paired_by_their_start_and_share_a_partner() -> None:
+def test_branches_are_paired_by_their_checkpoint_and_may_share_a_partner() -> None:
     base = [held_out(1, {10: 2.0}, "a", 1), held_out(2, {10: 4.0}, "b")]
     other_rounding = held_out(5, {10: 2.06}, "a", 1)
     runs = [held_out(1, {10: 2.02}, "a"), other_rounding, held_out(2, {10: 4.04}, "b")]
     assert percents(runs, base) == pytest.approx({"a": 2.0, "b": 1.0})
-    of_seed = [*base, held_out(5, {10: 2.05}, "a", 1)]  # the base's run of the same seed goes first
-    assert percents([other_rounding], of_seed) == pytest.approx({"a": 100 * (2.06 / 2.05 - 1)})
+    same_seed = [*base, held_out(5, {10: 2.05}, "a", 1)]  # a base run of the same seed is preferred
+    assert percents([other_rounding], same_seed) == pytest.approx({"a": 100 * (2.06 / 2.05 - 1)})
 
 
-def test_a_branch_without_a_partner_has_those_of_its_trunk() -> None:
+def test_a_branch_without_a_partner_is_paired_with_those_of_its_trunk() -> None:
     trunk = held_out(1, {10: 2.0}, steps=100, folder="/runs/trunk")
     copied = {"trunk": Path("/elsewhere/trunk"), "steps": 100}
     branch = held_out(1, {10: 2.02}, "c", **copied, folder="/runs/branch")
@@ -66,14 +66,14 @@ def test_a_branch_without_a_partner_has_those_of_its_trunk() -> None:
         held_out(1, {10: 2.0}, steps=100, folder="/runs/other"),
     ):
         assert not percents([branch], [other])
-    # Of a branch of a branch: the partners of the trunk of its trunk.
+    # A branch of a branch is paired with the partners of its trunk's trunk.
     second = held_out(1, {10: 2.06}, "d", trunk=Path("/runs/branch"), steps=100)
     found = gaps({"base": [trunk], "branch": [branch], "second": [second]}, "base")
     assert list(found[found["source"] == "a"]["percent"]) == pytest.approx([1.0, 3.0])
 
 
-def test_a_run_from_scratch_has_the_branch_that_made_the_run_of_its_seed_longer(tmp_path: Path) -> None:
-    """As a curve has them: 4 steps, from before their decay on to 8, and from there on to 16."""
+def test_a_run_from_scratch_is_paired_with_the_branch_that_lengthened_the_run_of_its_seed(tmp_path: Path) -> None:
+    """As runs of a curve do: 4 steps; from before their decay to 8 steps; from before that decay to 16."""
 
     def longer(name: str, trunk: str, start: int, end: int, seed: int = 1) -> Path:
         origin = {"path": f"/lost/{trunk}/checkpoints/step_{start:08}", "step": start, "manifest_sha256": name}
@@ -96,7 +96,7 @@ def test_a_run_from_scratch_has_the_branch_that_made_the_run_of_its_seed_longer(
     assert not percents([run], [read_held_out(sixteen)], 16_000_000)
 
 
-def test_a_run_is_read_with_its_start_and_its_end(tmp_path: Path) -> None:
+def test_reading_a_run_finds_its_start_and_its_end(tmp_path: Path) -> None:
     origin = {"path": "/there/trunk/checkpoints/step_00000006", "step": 6, "manifest_sha256": "m" * 64}
     losses = {2: {"a": 3.0, "b": 5.0}, 4: {"a": 2.0, "b": 4.0}}
     run = read_held_out(write_run(tmp_path / "a", 3, losses, "{seed: 8}", steps=4, origin=origin))
@@ -110,7 +110,7 @@ def test_a_run_is_read_with_its_start_and_its_end(tmp_path: Path) -> None:
     assert lost.final is None and "is not finite and positive" in lost.problem and list(lost.losses) == [2_000_000]
 
 
-def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_tables_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     noise = {1: 0.001, 2: -0.001, 3: 0.0}
     for name, gap in (("bf16", 0.0), ("nvfp4", 0.02), ("best", 0.01)):
         for seed, own in noise.items():
@@ -135,7 +135,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "gaps.png").stat().st_size > 10_000
 
 
-def test_what_is_no_group_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_groups_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = write_run(tmp_path / "a", 1, {2: {"s": 2.0}})
     b = write_run(tmp_path / "b", 2, {2: {"s": 2.0}})
     c = write_run(tmp_path / "c", 1, {2: {"t": 2.0}})
@@ -156,8 +156,8 @@ def test_what_is_no_group_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1, error
 
 
-def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """BF16 has 2 + 8 / sqrt(millions of tokens): what is above it by its own step from 100 to 400 costs four times."""
+def test_final_gaps_are_converted_to_tokens_by_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BF16's loss is 2 + 8 / sqrt(M tokens). The recipe's loss after 400M is BF16's after 100M, so its price is 4."""
     of_lengths = {
         n: write_run(tmp_path / f"bf16_{n}", 1, {n: {"a": 2 + 8 / n**0.5}}, steps=n) for n in (25, 100, 400, 900)
     }
@@ -179,7 +179,7 @@ def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.Cap
     assert compare.main(command) == 0
     other = "--curve: its runs differ from bf16's in model or text: model.hidden_dim (64, not 32)\n"
     assert other in capsys.readouterr().out
-    # Times that are planned: every interval of tokens times that of its recipe.
+    # With planned times, each interval of tokens is multiplied by the time of its recipe.
     planned = {"bf16": 1.0, "nvfp4": 0.75}
     composed = mock.patch("analysis.recipes.configs_of", return_value={})
     with composed, mock.patch("analysis.price.planned_times", return_value=planned):
@@ -187,7 +187,7 @@ def test_gaps_at_the_end_as_tokens_by_a_curve(tmp_path: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     row = next(row for row in cells(out) if row[0] == "nvfp4" and len(row) == 8)
     assert row[5:] == ["4.00 [4.00, 4.00]", "0.75", "3.00 [3.00, 3.00]"] and "planned, not measured" in out
-    # An interval that ends below the floor of the curve.
+    # An interval may end below the lowest loss of the curve.
     wide = write_run(tmp_path / "wide", 2, {400: {"a": 3.6}}, steps=400)
     assert compare.main(["recipes", groups[0], f"nvfp4={recipe[0]},{wide}", *command[3:]]) == 0
     assert " [0.00, " in capsys.readouterr().out

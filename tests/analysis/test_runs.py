@@ -1,4 +1,4 @@
-"""Runs beside each other: last losses, gaps with an interval or without one, and what differs besides the recipe."""
+"""Comparing runs: final losses, gaps with or without an interval, and settings that differ besides the recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.programs import cells
 
 
 def write_run(folder: Path, steps: int, gap: float = 0.0, noise: float = 0.0, lr: float = 0.1) -> Path:
-    """`gap` percent above the same loss, with `noise` percent from step to step."""
+    """A run whose loss is `gap` percent above that of gap=0, with `noise` percent of noise in each step."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     lines: list[dict[str, Any]] = []
@@ -30,9 +30,9 @@ def write_run(folder: Path, steps: int, gap: float = 0.0, noise: float = 0.0, lr
     return folder
 
 
-def test_24_noisy_steps_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_24_noisy_steps_give_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / "a", 24), write_run(tmp_path / "b", 24, gap=-1.0, noise=1.0, lr=0.2)]
-    (tmp_path / "multirun.yaml").touch()  # as SWEEP/* has it
+    (tmp_path / "multirun.yaml").touch()  # SWEEP/* matches it too
     given = [*runs, tmp_path / "multirun.yaml", "--output", tmp_path / "gap.png"]
     assert compare.main(["runs", *map(str, given)]) == 0
     printed = capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_24_noisy_steps_have_no_interval(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "gap.png").stat().st_size > 20_000
 
 
-def test_many_steps_have_one(tmp_path: Path) -> None:
+def test_many_steps_give_an_interval(tmp_path: Path) -> None:
     runs = open_runs([write_run(tmp_path / "a", 3000), write_run(tmp_path / "b", 3000, gap=1.0, noise=0.1)])
     _, _, first, second = cells(compare_runs(runs))
     assert first[:2] == ["a", f"{5 - 2970.5 / 3000:.4f}"] and first[-1] == "20.0k"
@@ -51,7 +51,7 @@ def test_many_steps_have_one(tmp_path: Path) -> None:
     assert draw_runs(runs, tmp_path / "a.png").exists()
 
 
-def test_what_cannot_be_compared_is_one_line(
+def test_runs_that_cannot_be_compared_give_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_what_cannot_be_compared_is_one_line(
         assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1
 
 
-def test_settings_that_matter_are_told() -> None:
+def test_settings_that_matter_are_reported() -> None:
     mine = settings_of(
         {"run": {"seed": 1}, "data": {"seed": None, "validation": {"a": "x"}, "num_workers": 1},
          "train": {"steps": 5, "micro_batch_size": 2}, "precision": {"name": "bf16"}, "model": {"new": None}}

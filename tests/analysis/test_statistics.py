@@ -1,4 +1,4 @@
-"""Intervals of few numbers."""
+"""Confidence intervals from few numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from analysis.statistics import BLOCKS, block_estimate, estimate, estimates, poo
 from tests.programs import ROOT
 
 
-def test_an_interval_is_students() -> None:
+def test_an_interval_is_that_of_students_t() -> None:
     found = estimate([1.0, 2.0, 4.0])
     assert found.mean == pytest.approx(7 / 3) and found.half_width == pytest.approx(4.302653 * 0.8819171)
     assert not found.beyond_noise and found.text() == "+2.33% [-1.46, +6.13]"
     assert estimate([-1.0]).text() == "-1.00% (no interval)" and not estimate([-1.0]).beyond_noise
 
 
-def test_small_groups_share_their_scatter() -> None:
+def test_small_groups_pool_their_variance() -> None:
     groups = {"a": [1.0, 3.0], "b": [5.0, 6.0, 7.0], "c": [9.0], "own": [0.0, 1.0, 2.0, 3.0, 4.0], "none": []}
     shared = pooled(groups.values())
     assert shared is not None and shared.freedom == 7 and shared.deviation == pytest.approx(np.sqrt(14 / 7))
@@ -30,33 +30,34 @@ def test_small_groups_share_their_scatter() -> None:
     assert found["own"].error == pytest.approx(np.sqrt(2.5 / 5)) and not found["own"].shared
 
 
-def test_95_of_100_intervals_hold_the_truth() -> None:
+def test_95_percent_of_intervals_contain_the_true_mean() -> None:
     rng = np.random.default_rng(0)
-    hold = [abs(of.mean) < of.half_width for of in (estimate(list(rng.normal(0, 1, 4))) for _ in range(2000))]
-    assert np.mean(hold) == pytest.approx(0.95, abs=0.02)
+    contain = [abs(of.mean) < of.half_width for of in (estimate(list(rng.normal(0, 1, 4))) for _ in range(2000))]
+    assert np.mean(contain) == pytest.approx(0.95, abs=0.02)
 
 
 @pytest.mark.parametrize(("seeds", "recipes"), [(2, 1), (2, 4), (3, 1), (3, 4)])
-def test_about_95_of_100_pooled_intervals_hold_the_truth_though_gaps_share_a_base_run(seeds: int, recipes: int) -> None:
-    rng, hold = np.random.default_rng(0), []
+def test_about_95_percent_of_pooled_intervals_contain_the_true_gap(seeds: int, recipes: int) -> None:
+    """Though all gaps subtract the same base runs."""
+    rng, contain = np.random.default_rng(0), []
     for _ in range(2000):
         gaps = rng.normal(0, 1, (recipes, seeds)) - rng.normal(0, 1, seeds)
         shared = pooled(list(gaps))
-        hold += [abs(of.mean) < of.half_width for of in (estimate(list(gap), shared) for gap in gaps)]
-    assert 0.92 < np.mean(hold) < 0.96
+        contain += [abs(of.mean) < of.half_width for of in (estimate(list(gap), shared) for gap in gaps)]
+    assert 0.92 < np.mean(contain) < 0.96
 
 
-def test_neighbouring_steps_are_taken_in_blocks() -> None:
-    """Noise that stays for eight steps: as independent numbers its mean would look eight times as sure as it is."""
-    rng, hold = np.random.default_rng(0), []
+def test_neighbouring_steps_are_averaged_in_blocks() -> None:
+    """The noise is the same for eight steps in a row. Taken as independent, its intervals would be too narrow."""
+    rng, contain = np.random.default_rng(0), []
     for _ in range(500):
         of = block_estimate(list(np.repeat(rng.normal(0, 1, 24), 8)))
-        hold.append(abs(of.mean) < of.half_width)
-    assert np.mean(hold) == pytest.approx(0.95, abs=0.03)
+        contain.append(abs(of.mean) < of.half_width)
+    assert np.mean(contain) == pytest.approx(0.95, abs=0.03)
     assert block_estimate([1.0] * (2 * BLOCKS - 1)).error is None
 
 
-def test_a_share_is_of_gaps_above_zero() -> None:
+def test_a_share_is_computed_from_gaps_above_zero() -> None:
     gaps = pd.DataFrame({"best": [0.5, 1.0, 0.5, 1.0, 0.75, 9.0], "all": [1.0] * 5 + [np.nan], "below": [-1.0] * 6})
     assert share_text(gaps, "best", "all") == "0.75 ± 0.11" and share_text(gaps, "all", "all") == "1.00 ± 0.00"
     assert [share_text(gaps, "best", other) for other in ("below", "none", None)] == ["-"] * 3
@@ -64,7 +65,7 @@ def test_a_share_is_of_gaps_above_zero() -> None:
     assert share_text(noisy, "best", "all") == "-"
 
 
-def test_without_the_extra_the_command_names_it() -> None:
+def test_without_its_packages_the_command_names_the_extra() -> None:
     code = (
         "import sys, runpy; sys.modules['pandas'] = None; sys.argv = ['compare.py', 'runs', 'a', 'b']; "
         "sys.path[0] = 'scripts'; runpy.run_path('scripts/compare.py', run_name='__main__')"

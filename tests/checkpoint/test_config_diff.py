@@ -1,4 +1,4 @@
-"""What of a configuration has changed since a checkpoint: what is refused, and what is said."""
+"""How a configuration differs from a checkpoint's: what is refused, and what is reported."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def saved(**changes: Any) -> dict[str, Any]:
     return saved_of(config(**changes))
 
 
-def test_another_run_is_named_by_each_field_with_both_values() -> None:
-    """Not the same run on another mesh and for longer."""
+def test_another_run_differs_in_fields_that_are_named_with_both_values() -> None:
     same = Config(parallel=ParallelConfig(tensor=4), train=TrainConfig(steps=7), run=RunConfig(dir="elsewhere"))
-    assert identity_differences(run_identity(Config(), DATA), run_identity(same, DATA)) == []
+    assert identity_differences(run_identity(Config(), DATA), run_identity(same, DATA)) == []  # longer, another mesh
     other = Config(train=TrainConfig(sequence_length=512), run=RunConfig(seed=5))
     other = replace(other, model=replace(other.model, hidden_dim=64))
     data = {"tokenizer": "abd", "train": {"web": {"sha256": "2", "num_tokens": 10}, "code": {"sha256": "3"}}}
@@ -56,7 +55,7 @@ def test_another_run_is_named_by_each_field_with_both_values() -> None:
     assert "data.train.code.sha256: '(absent)' in the checkpoint, '3' now" in lines
 
 
-def test_every_kind_of_value() -> None:
+def test_changes_are_listed_by_key_with_both_values() -> None:
     phases = [PHASES[0], replace(PHASES[1], blend={"web": 1.0})]
     now = config(
         optimizer__lr=0.5, parallel__sequence=False, data__phases=phases, data__sources={"web": "/w", "new": "/n"}
@@ -76,20 +75,20 @@ def test_every_kind_of_value() -> None:
     assert len(many) == 13 and many[-1] == "and 8 more, all in metrics.jsonl"
 
 
-def test_what_is_no_change() -> None:
+def test_what_does_not_count_as_a_change() -> None:
     assert configuration_changes(saved(), config()) == []
-    of_a_start = config(run__dir="elsewhere", run__dry=True, checkpoint__resume="never")
-    assert configuration_changes(saved(), of_a_start) == []
-    before = saved()  # keys that one of the versions does not have
+    of_this_start = config(run__dir="elsewhere", run__dry=True, checkpoint__resume="never")
+    assert configuration_changes(saved(), of_this_start) == []
+    before = saved()  # keys that only one of the two versions has
     del before["optimizer"]["eps"], before["logging"]
     before["optimizer"]["forgotten"] = 3
     before["checkpoint"]["local_interval"] = 0
     assert configuration_changes(before, config(optimizer__eps=1.0)) == []
-    before["checkpoint"]["local_interval"] = 50  # a key that is gone
+    before["checkpoint"]["local_interval"] = 50  # a removed key that was in use
     assert configuration_changes(before, config(optimizer__eps=1.0)) == [Change("checkpoint.local_interval", 50, 0)]
 
 
-def test_what_the_switch_resolves_to() -> None:
+def test_changes_of_the_switch_and_of_the_precision_after_it() -> None:
     other = config(after_switch=PrecisionConfig(name="bf16", compute_dtype="float32"))
     assert configuration_changes(saved(), other) == [Change("after_switch.compute_dtype", "bfloat16", "float32")]
     switch = replace(PrecisionConfig().switch, target="mxfp8")
@@ -97,12 +96,12 @@ def test_what_the_switch_resolves_to() -> None:
     assert [change.key for change in configuration_changes(saved(), other)] == ["precision.switch.target"]
 
 
-def test_a_longer_run_decays_again_and_stays_switched() -> None:
+def test_a_lengthened_run_is_told_that_it_decays_again_and_stays_switched() -> None:
     switch = PrecisionSwitch(SwitchConfig(when="before_decay"), at_step=170, switched_at=85)
     now = config(train__steps=200)
     lines = consequences(saved(train__steps=100), now, switch, start=100)
     assert "switched before step 86 and stays switched" in lines[0] and "now means step 171" in lines[0]
-    # By hand: the last step of 100 has 1% of 2e-3; at step 101 of 200 nothing has decayed yet.
+    # By hand: step 100 of 100 has 1% of 2e-3; step 101 of 200 is before the decay.
     assert "from 2.00e-05 in step 100 to 2.00e-03 in step 101; it now decays from step 171" in lines[1]
     not_yet = consequences(saved(train__steps=100), now, replace(switch, switched_at=None), start=80)
     assert not_yet == []  # the decay had not begun

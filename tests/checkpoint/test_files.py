@@ -52,7 +52,7 @@ def rewrite(folder: Path, **values: object) -> None:
     (folder / files.MANIFEST).write_text(json.dumps(content))
 
 
-def test_an_old_manifest_that_cannot_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_manifest_that_cannot_be_read_is_only_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, *newer = [make(tmp_path, 100 * index, index) for index in range(1, 5)]
     open_plain = files.open_plain
 
@@ -70,9 +70,9 @@ def test_an_old_manifest_that_cannot_be_read_ends_nothing(tmp_path: Path, monkey
     assert old.is_dir()
 
 
-def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
     assert files.scan(tmp_path / "nowhere") == ([], [])
-    for step, index in ((400, 1), (200, 3), (300, 2)):  # the run went back and saved again
+    for step, index in ((400, 1), (200, 3), (300, 2)):  # the run rolled back and saved again
         make(tmp_path, step, index)
     make(tmp_path, 500, 10, ".tmp")
     readable, broken = files.scan(tmp_path)
@@ -80,7 +80,7 @@ def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:
     assert files.next_save_index(tmp_path) == 4
 
 
-def test_prune_keeps_the_newest_the_pointed_and_the_damaged(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_the_one_of_the_pointer_and_damaged_ones(tmp_path: Path) -> None:
     for index in range(1, 6):
         make(tmp_path, 100 * index, index)
     files.write_pointer(tmp_path / "step_00000100")
@@ -91,25 +91,23 @@ def test_prune_keeps_the_newest_the_pointed_and_the_damaged(tmp_path: Path) -> N
     assert names(tmp_path) == ["latest", "step_00000100", "step_00000200", "step_00000500"]
 
 
-def test_damaged_ones_never_replace_each_other(tmp_path: Path) -> None:
+def test_damaged_checkpoints_never_replace_each_other(tmp_path: Path) -> None:
     moved = [files.move_aside(make(tmp_path, 200, index)).name for index in range(3)]
     assert moved == [f"step_00000200.damaged{more}" for more in ("", ".1", ".2")] and moved == names(tmp_path)
 
 
-def test_clean_stale(tmp_path: Path) -> None:
-    """And nothing that a link leads to."""
+def test_clean_stale_removes_what_killed_saves_left(tmp_path: Path) -> None:
     assert files.clean_stale(tmp_path / "nowhere") == []
     make(tmp_path, 100, 1)
-    make(tmp_path, 100, 1, ".old")  # replaced, not yet removed
+    make(tmp_path, 100, 1, ".old")  # killed after it was replaced
     make(tmp_path, 200, 2, ".old")  # killed between the two renames
     make(tmp_path, 200, 3, ".tmp")
     for other in ("notes.tmp", "notes.old", "step_00000300.damaged.old"):
         (tmp_path / other).mkdir()
     kept = {*names(tmp_path)} - {f"step_00000{name}" for name in ("100.old", "200.old", "200.tmp")}
-    (tmp_path / "step_00000900.tmp").symlink_to(tmp_path / "step_00000100")
+    (tmp_path / "step_00000900.tmp").symlink_to(tmp_path / "step_00000100")  # the link goes, its target stays
     done = files.clean_stale(tmp_path)
     assert len(done) == 4 and "restored step_00000200" in done
-    assert {*names(tmp_path)} == kept | {"step_00000200"} and files.read_manifest(
-        tmp_path / "step_00000100"
-    ).step == 100
+    assert {*names(tmp_path)} == kept | {"step_00000200"}
+    assert files.read_manifest(tmp_path / "step_00000100").step == 100
     assert files.read_manifest(tmp_path / "step_00000200").save_index == 2

@@ -1,4 +1,4 @@
-"""A save that fails, one that is abandoned, one that is crafted: with one process, whose training continues."""
+"""Saves that fail or are abandoned, loads during a run, and crafted checkpoints; in one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trial(tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
-    """Let writing shards fail so often; returns a list that grows with every try."""
+    """Make the first `times` calls of `write_shards` fail. Returns a list that grows by one with each call."""
     tries: list[int] = []
     write = checkpointer.write_shards
 
@@ -54,7 +54,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
 def test_a_failing_save_is_tried_again(
     trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, asynchronous: bool, last: bool
 ) -> None:
-    """The last save of a run more often."""
+    """The last save of a run is tried more often."""
     one = trial(asynchronous=asynchronous, max_failed_saves=2)
     tries = failing(monkeypatch, 3 if last else 1)
     one.save(1, last=last)
@@ -64,7 +64,7 @@ def test_a_failing_save_is_tried_again(
     assert one.resume() == 1
 
 
-def test_failing_saves_are_left_out_until_there_are_too_many(
+def test_failing_saves_are_skipped_until_there_are_too_many(
     trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = trial(asynchronous=True, max_failed_saves=3)
@@ -80,12 +80,12 @@ def test_failing_saves_are_left_out_until_there_are_too_many(
     assert len(tries) == 6 and [report.error is None for report in reports] == [True, False, False, False]
     assert "rank 0: [Errno 28] No space left on device: 'shard'" in str(reports[1].error)
     assert names(one.root) == ["latest", FIRST]
-    # By the file, whatever torch makes of it (`unexpected pos 704 vs 598`).
+    # The file's own error is raised, not what torch makes of it (`unexpected pos 704 vs 598`).
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left on device"):
         shards._HashingFile(full).save(torch.zeros(1000))
 
 
-def test_space_is_looked_at_before(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_before_a_save(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     one = trial(asynchronous=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 990, 10))
@@ -96,8 +96,9 @@ def test_space_is_looked_at_before(trial: Callable[..., Job], monkeypatch: pytes
     assert tries == [] and not list(one.root.glob("step*"))
 
 
-def test_what_is_saved_is_of_one_instant(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training changes weights while they are written."""
+def test_training_while_a_save_is_written_does_not_change_it(
+    trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = trial(asynchronous=True)
     go = threading.Event()
     write = checkpointer.write_shards
@@ -111,7 +112,7 @@ def test_what_is_saved_is_of_one_instant(trial: Callable[..., Job], monkeypatch:
 
 
 def test_an_abandoned_save_is_not_published(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ended by an exception and is tried again in the same process."""
+    """The run ends by an exception and starts again in the same process."""
     one = trial(asynchronous=True)
     one.save(1)
     one.checkpointer.finish()
@@ -128,10 +129,10 @@ def test_an_abandoned_save_is_not_published(trial: Callable[..., Job], monkeypat
 
 
 @pytest.mark.parametrize("damage", ["none", "a bit", "the folder"])
-def test_a_checkpoint_is_loaded_again_or_nothing_changes(
+def test_a_rollback_loads_the_last_checkpoint_or_changes_nothing(
     trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    """In the middle of its run, whose steps take less time than the save."""
+    """Also if the checkpoint is still being saved when the rollback begins."""
     publish = files.publish
     monkeypatch.setattr(files, "publish", lambda *folders: (time.sleep(0.1), publish(*folders)))
     one = trial(asynchronous=True)
@@ -151,12 +152,12 @@ def test_a_checkpoint_is_loaded_again_or_nothing_changes(
     loaded = damage == "none"
     assert {local_part(p).unique().item() for p in one.model.parameters()} == {1.0 if loaded else 7.0}
     assert torch.equal(torch.get_rng_state(), draws) == loaded
-    # Quantized weights that linears kept are of other weights.
+    # The version invalidates the quantized weights that linears keep.
     assert (one.step_state.weights_version > version) == loaded
 
 
-def test_a_description_of_files_is_made_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again after an attempt in which shards were written and rank 0 failed before it had taken note of them."""
+def test_metadata_is_made_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made again after a save that failed on rank 0 after the shards were written."""
     one, made, packed = trial(max_failed_saves=2), [], []
     metadata_of, pack = checkpointer.metadata_of, checkpointer.pack
 
@@ -173,7 +174,7 @@ def test_a_description_of_files_is_made_once(trial: Callable[..., Job], monkeypa
     assert len(made) == 2 and len(packed) == 4 and one.resume() == 3
 
 
-def test_a_part_that_no_rank_writes_is_no_checkpoint(
+def test_a_save_fails_if_no_rank_writes_some_elements(
     trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = trial()
@@ -183,8 +184,8 @@ def test_a_part_that_no_rank_writes_is_no_checkpoint(
     assert not list(one.root.glob("step*"))
 
 
-def test_every_file_of_a_rank_is_read_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that many ranks share is the bottleneck of a start."""
+def test_a_load_reads_every_file_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is the bottleneck of a start on many ranks."""
     monkeypatch.setattr(shards, "_FILE_BYTES", 1000)
     one = trial()
     one.save(1)
@@ -199,11 +200,11 @@ def test_every_file_of_a_rank_is_read_once(trial: Callable[..., Job], monkeypatc
         one.resume()
 
 
-# A checkpoint that somebody made up
+# Checkpoints crafted by an attacker
 
 
 def rewrite(folder: Path, name: str, content: bytes) -> None:
-    """Replace a file and make the manifest say that this is what it must be."""
+    """Replace a file and its record in the manifest."""
     record = files.write_file(folder / name, content)
     manifest = files.read_manifest(folder)
     files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, name: record}))
@@ -235,7 +236,7 @@ def metadata_of_a_file_outside(folder: Path) -> None:
         (lambda folder: rewrite(folder, "../outside", b"x"), "is not a file name"),
     ],
 )
-def test_a_crafted_checkpoint_with_a_valid_manifest_runs_and_reads_nothing(
+def test_a_crafted_checkpoint_with_a_valid_manifest_runs_no_code_and_reads_no_other_file(
     trial: Callable[..., Job], craft: Callable[[Path], None], found: str
 ) -> None:
     one = trial()

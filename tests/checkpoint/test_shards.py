@@ -1,4 +1,4 @@
-"""`.metadata`: as torch.distributed.checkpoint reads it, and without running what somebody put into it."""
+"""`.metadata`: torch.distributed.checkpoint can read it, and reading it never runs code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIECES = {
 }
 
 
-def test_reads_what_it_writes_and_so_does_torch() -> None:
+def test_written_metadata_can_be_read_here_and_by_torch() -> None:
     written = metadata_of(TENSORS, PIECES)
     of_torch = pickle.loads(written)
     assert isinstance(of_torch, Metadata) and list(of_torch.state_dict_metadata) == ["model.w", "optimizer.w.step"]
@@ -37,8 +37,8 @@ def test_reads_what_it_writes_and_so_does_torch() -> None:
     assert (place.relative_path, place.offset, place.length) == ("__1_0.distcp", 0, 20)
 
 
-def test_reads_what_torch_wrote(tmp_path: Path) -> None:
-    """Checkpoints from before this framework wrote the file itself."""
+def test_metadata_written_by_torch_can_be_read(tmp_path: Path) -> None:
+    """Older checkpoints have it: then torch wrote the file."""
     save({"model": {"w": torch.arange(3.0)}}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     read = read_metadata((tmp_path / METADATA).read_bytes())
     assert read.state_dict_metadata["model.w"].size == torch.Size((3,))
@@ -54,8 +54,8 @@ class Command:
 
 
 @pytest.mark.parametrize("place", ["planner_data", "a chunk"])
-def test_a_crafted_file_runs_nothing(place: str, tmp_path: Path) -> None:
-    """(Nor one that is nothing but a command: test_saves.py.)"""
+def test_a_crafted_file_runs_no_code(place: str, tmp_path: Path) -> None:
+    """A file that is only a command is in test_saves.py."""
     trace = tmp_path / "ran"
     command = Command(f"touch {trace}")
     content: Any = pickle.loads(metadata_of(TENSORS, PIECES))
@@ -67,19 +67,19 @@ def test_a_crafted_file_runs_nothing(place: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"names (posix|os)\.system, which no checkpoint holds"):
         read_metadata(crafted)
     assert not trace.exists()
-    pickle.loads(crafted)  # which shows that the file was dangerous
+    pickle.loads(crafted)  # shows that the file is dangerous
     assert trace.exists()
 
 
 def test_a_crafted_file_changes_no_class() -> None:
-    """A pickle can set attributes of a class that it may name, which would last."""
-    # The class; a state for what has slots, {"parent": "elsewhere"}; BUILD; forget it. Then a good description.
+    """A pickle may set attributes of a class that it is allowed to name; the change would stay."""
+    # Opcodes: the class; a state with slots, {"parent": "elsewhere"}; BUILD; pop. Valid metadata follows.
     state = b"(N}(X\x06\x00\x00\x00parentX\x09\x00\x00\x00elsewhereutb0"
     prefix = b"\x80\x04cpathlib\nPurePosixPath\n" + state
     with pytest.raises(DamagedCheckpointError):
         read_metadata(prefix + metadata_of(TENSORS, PIECES)[2:])
     assert Path("/a/b").parent == Path("/a")
-    # Which it would, read by pickle itself: in a process of its own, because that lasts.
+    # Plain pickle does change the class. In another process, because the change stays.
     program = "import pathlib, pickle, sys; pickle.loads(sys.stdin.buffer.read()); print(pathlib.PurePosixPath.parent)"
     seen = subprocess.run([sys.executable, "-c", program], input=prefix + b"N.", capture_output=True, check=True).stdout
     assert seen.strip() == b"elsewhere"
@@ -95,6 +95,6 @@ def test_a_crafted_file_changes_no_class() -> None:
         ),
     ],
 )
-def test_damage_is_said_to_be_damage(content: bytes) -> None:
+def test_unreadable_metadata_is_reported_as_damage(content: bytes) -> None:
     with pytest.raises(DamagedCheckpointError):
         read_metadata(content)

@@ -1,4 +1,4 @@
-"""Configurations as files, overrides and checkpoints make them; shipped ones against the papers' tables."""
+"""Configurations composed from files, overrides and checkpoints; shipped ones against the tables of the papers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def make(*overrides: str) -> Config:
     return compose_config(list(overrides), CONFIGS)
 
 
-def test_default_run_is_the_tiny_model_in_nvfp4_with_the_switch_before_the_decay() -> None:
+def test_the_default_run_is_the_tiny_model_in_nvfp4_with_a_switch_before_the_decay() -> None:
     config = composed()
     assert (config.model.name, config.precision.name, config.data.kind) == ("tiny", "nvfp4", "builtin")
     assert config.precision.switch.when == "before_decay" and isinstance(config.data.phases[0], PhaseConfig)
 
 
-def test_a_home_folder_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     given = ["run.dir=~/x", "checkpoint.resume='~/y'", "data=indexed", "data.sources={web: ['~/w']}", "data.phases=[]"]
     config = make(*given)
@@ -41,7 +41,7 @@ def test_a_home_folder_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config_from_saved(as_saved(config), ["run.dir=~/z"], CONFIGS, trusted=True).run.dir == "/home/me/z"
 
 
-def test_numbers_of_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_converted_to_the_type_of_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "17")
     config = make("optimizer.lr=1", "train.steps=${oc.env:STEPS}", "run.dir=5", "train.cuda_graphs=true")
     assert (config.optimizer.lr, config.train.steps, config.run.dir) == (1.0, 17, "5")
@@ -53,7 +53,7 @@ def test_numbers_of_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults_are_valid() -> None:
-    """pydantic does not check defaults."""
+    """pydantic does not validate defaults, so the test does."""
     nodes: list[Any] = [Config()]
     while nodes:
         node = nodes.pop()
@@ -61,7 +61,7 @@ def test_defaults_are_valid() -> None:
         nodes += [child for child in vars(node).values() if is_dataclass(child)]
 
 
-def test_compose_can_be_called_again_after_an_error() -> None:
+def test_composing_works_again_after_an_error() -> None:
     for _ in range(2):
         with pytest.raises(ConfigError):
             make("train.stepz=1")
@@ -69,7 +69,7 @@ def test_compose_can_be_called_again_after_an_error() -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_overrides_of_every_kind() -> None:
+def test_overrides_of_every_form() -> None:
     config = make(
         "train.steps=100", "optimizer.lr=3e-4", "model.rope=true", "parallel.sequence=false",
         "precision.switch.when=0.8", "precision.bf16_blocks.names=['blocks.3.*', '*.out_proj']", "data=indexed",
@@ -83,12 +83,12 @@ def test_overrides_of_every_kind() -> None:
     assert config.data.sources == {"web": "/data/web", "code": "/data/code"}
     assert config.data.validation == {"web": "/data/web_valid"} and config.data.blends == {"first": {"web": 1.0}}
     assert config.data.phases == [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"code": 1.0})]
-    # One override changes the weight in both GEMMs.
+    # The override of fprop's weight also holds for dgrad's.
     weight, again = config.precision.fprop.weight, config.precision.dgrad.weight
     assert again.block == "1x16" and asdict(again) == {**asdict(weight), "source": "tensor"}
 
 
-def test_recipes_of_one_name_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_changed_recipe_lists_its_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RHT", "0")
     for same in ("precision.switch.when=0.5", "precision.wgrad.rht=16"):
         assert make(same).precision.name == "nvfp4"
@@ -102,8 +102,8 @@ def test_recipes_of_one_name_are_distinguished(monkeypatch: pytest.MonkeyPatch) 
     assert make("precision.wgrad.rht='${oc.decode:${oc.env:RHT}}'").precision.name == "nvfp4 with wgrad.rht=..."
 
 
-def test_exceptions_bring_their_recipes_whole() -> None:
-    """Also as the target of a switch, and after a round trip through a checkpoint."""
+def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
+    """Also in the target of a switch and after a round trip through a checkpoint."""
     model = "model=nemotron_h_12b"
     config = make("precision=nvfp4_nemotron_3", model)
     attention, mamba = config.precision.exceptions
@@ -123,13 +123,13 @@ def test_exceptions_bring_their_recipes_whole() -> None:
     assert config_from_saved(saved_of(config), ["precision=mxfp8"], CONFIGS).precision.exceptions == []
 
 
-def test_the_best_recipe_is_the_codes_of_one_and_the_exceptions_of_another() -> None:
+def test_the_best_recipe_combines_the_codes_of_one_with_the_exceptions_of_another() -> None:
     names = ("nvfp4_best", "nvfp4_4over6_1x16", "nvfp4_nemotron_3")
     best, codes, plan = (composed(f"precision={name}", "model=hybrid_30m").precision for name in names)
     assert best == replace(codes, name="nvfp4_best", exceptions=plan.exceptions) and len(best.exceptions) == 2
 
 
-def test_a_saved_switch_that_is_off_may_name_what_is_gone() -> None:
+def test_a_saved_switch_that_is_off_may_name_a_config_that_is_gone() -> None:
     config = composed("precision.switch.when=never")
     saved = saved_of(config)
     saved["precision"]["switch"]["target"] = "gone"
@@ -159,7 +159,7 @@ def test_models_have_the_papers_blocks(
     fp8, pattern = config.precision.bf16_blocks, config.model.pattern
     assert {letter: pattern.count(letter) for letter in "*-M"} == blocks
     assert (config.model.nvfp4_bf16_blocks.first, config.model.nvfp4_bf16_blocks.last) == bf16
-    # Of an FP8 run, the first block and the last two; a transformer block is whole.
+    # FP8 runs keep the first block and the last two in BF16; a Transformer block is two letters.
     assert (pattern[: fp8.first], pattern[len(pattern) - fp8.last :]) == fp8_bf16
     assert (config.model.init_std, config.model.rope) == (init_std, model.startswith("transformer"))
 
@@ -172,7 +172,7 @@ def test_models_have_the_papers_blocks(
         ("nemotron_h_12b", 4.5e-4, 0.2, 736, 1e13, [0.7, 0.2, 0.1]),
     ],
 )
-def test_experiments_are_the_papers_runs(
+def test_experiments_are_the_runs_of_the_papers(
     experiment: str, lr: float, decay: float, batch: int, tokens: float, fractions: list[float]
 ) -> None:
     config = composed(f"experiment={experiment}", SOURCES, BLENDS)
@@ -186,7 +186,7 @@ def test_experiments_are_the_papers_runs(
     assert config.data.phases[1].blend == {"web": 0.5, "code": 0.5}
 
 
-def test_qaf_goes_with_other_experiments_and_recipes() -> None:
+def test_qaf_can_be_combined_with_experiments_and_recipes() -> None:
     config = composed("experiment=[nemotron_h_8b,qaf]", SOURCES, BLENDS)
     switch = config.precision.switch
     assert (config.model.name, config.precision.name) == ("nemotron_h_8b", "nvfp4_all_the_way")
@@ -201,7 +201,7 @@ def test_switch_target_resolves_with_the_runs_model() -> None:
     assert (target.bf16_blocks.first, target.bf16_blocks.last) == (2, 3)
 
 
-def test_names_are_those_of_their_files() -> None:
+def test_configs_are_named_as_their_files() -> None:
     for group in ("precision", "model"):
         for path in (CONFIGS / group).glob("*.yaml"):
             assert yaml.safe_load(path.read_text())["name"] == path.stem
@@ -224,7 +224,7 @@ def test_help_lists_groups_options_keys_and_examples() -> None:
     assert max(len(line) for line in text.splitlines()) <= 120
 
 
-def test_what_was_saved_with_keys_that_are_gone_is_read() -> None:
+def test_checkpoints_with_removed_keys_can_be_read() -> None:
     saved = saved_of(composed())
     saved["optimizer"] |= {"implementation": "apex", "deoscillation": {"interval": 0, "window": 50}}
     saved["logging"] |= {"wandb_project": "mine", "memory_history": False}
@@ -236,7 +236,7 @@ def test_what_was_saved_with_keys_that_are_gone_is_read() -> None:
     }
 
 
-def test_operands_of_an_earlier_version_are_read() -> None:
+def test_operands_saved_by_an_earlier_version_can_be_read() -> None:
     saved = saved_of(composed("precision=fp8_block"))
     old = {"four_over_six": False, "four_over_six_error": "absolute", "power_of_two_scales": True}
     for gemm in ("fprop", "dgrad", "wgrad"):
@@ -248,7 +248,7 @@ def test_operands_of_an_earlier_version_are_read() -> None:
     assert (read.dgrad.weight.source, read.wgrad.activation.source) == ("codes", "tensor")
 
 
-def test_a_run_that_used_an_ability_that_is_gone_is_refused() -> None:
+def test_a_run_that_used_a_removed_ability_is_refused() -> None:
     refuse_removed({"optimizer": {"deoscillation": {"interval": 0, "window": 50}}})
     with pytest.raises(ValueError, match=r"its run had optimizer\.deoscillation\.interval=200"):
         refuse_removed({"optimizer": {"deoscillation": {"interval": 200}}})

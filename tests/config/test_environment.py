@@ -1,4 +1,4 @@
-"""Values from environment variables: used, and written nowhere."""
+"""Values of environment variables are used, and never written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
     return compose_config([*own, blends, phases], CONFIGS)
 
 
-def test_they_are_used_and_not_written(config: Config) -> None:
+def test_values_are_used_and_not_written(config: Config) -> None:
     assert config.data.cache_dir == f"{SECRET}/corpus" and config.run.dir == f"{SECRET}/corpus/run"
     assert config.data.phases[1].blend == {"code": 0.8125, "prose": 0.25}
     assert (config.data.phases[1].fraction, config.data.eod_token) == (0.5, "fallback")
@@ -49,7 +49,9 @@ def test_they_are_used_and_not_written(config: Config) -> None:
     assert saved["data"]["phases"][0]["fraction"] == 0.5 and saved["train"]["steps"] == config.train.steps
 
 
-def test_who_reads_it_looks_into_the_environment_of_then(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_saved_configuration_uses_the_current_environment(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = saved_of(config)
     assert config_from_saved(saved, [], CONFIGS, trusted=True) == config
     monkeypatch.setenv("SECRET_DIR", "elsewhere")
@@ -64,8 +66,9 @@ def test_who_reads_it_looks_into_the_environment_of_then(config: Config, monkeyp
     assert other.run.dir == "here/run" and "run.dir" not in other.from_environment
 
 
-def test_precision_after_a_switch_and_of_exceptions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What composing adds to a saved configuration may come from the environment too."""
+def test_recipes_of_a_switch_and_of_exceptions_may_use_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("RHT", "0")
     shutil.copytree(CONFIGS, tmp_path, dirs_exist_ok=True)
     own = "defaults: [nvfp4, _self_]\nname: of_here\nwgrad: {rht: '${oc.decode:${oc.env:RHT}}'}\n"
@@ -79,7 +82,7 @@ def test_precision_after_a_switch_and_of_exceptions(monkeypatch: pytest.MonkeyPa
     assert config_from_saved(json.loads(json.dumps(saved)), [], tmp_path, trusted=True) == config
 
 
-def test_a_text_whose_key_is_gone_changes_nothing() -> None:
+def test_a_saved_variable_whose_key_is_gone_changes_nothing() -> None:
     config = composed()
     assert config.from_environment == {}
     assert as_saved(replace(config, from_environment={"data.phases[7].name": "${oc.env:X}"})) == as_saved(config)

@@ -1,4 +1,4 @@
-"""The reference of the configuration says what the schema has."""
+"""docs/configuration.md agrees with the schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def test_the_page_is_current_and_explains_every_key() -> None:
     page = reference.PAGE.read_text()
     assert page == reference.page(), "not current; run python scripts/configuration_reference.py"
     empty = [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")]
-    assert empty == [], "the docstring of their class in megatron_fp4/config says nothing of these keys"
+    assert empty == [], "the docstrings of the classes in megatron_fp4/config do not explain these keys"
     for row in (
         "AdamW; 1-D parameters and biases are not decayed.\n",
         "| `beta1` | number ≥ 0 and < 1 | 0.9 | `beta1`, `beta2`, `eps`: of Adam. |",

@@ -1,4 +1,4 @@
-"""A configuration that comes out of a checkpoint is data: it reaches no network and takes no secret along."""
+"""A checkpoint's configuration is untrusted data: reading it opens no connection and reveals no secret."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SECRET = "canary-1234"
 
 @pytest.fixture(autouse=True)
 def trap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test here may open a connection or ask for a name."""
+    """Any connection and any name lookup fails the test."""
     monkeypatch.setenv("CANARY", SECRET)
 
     def caught(*arguments: Any, **keywords: Any) -> Any:
-        raise AssertionError(f"a connection: {arguments}")
+        raise AssertionError(f"tried to connect: {arguments}")
 
     monkeypatch.setattr(socket.socket, "connect", caught)
     monkeypatch.setattr(socket, "getaddrinfo", caught)
@@ -45,21 +45,21 @@ def saved(section: str = "data", **values: Any) -> dict[str, Any]:
         {"tokenizer": "/local/tokenizer.json"},
     ],
 )
-def test_data_is_refused_unless_it_is_given_or_the_run_is_trusted(data: dict[str, Any]) -> None:
-    strange = saved(kind="indexed", **data)
+def test_saved_data_paths_are_refused_unless_they_are_overridden_or_the_run_is_trusted(data: dict[str, Any]) -> None:
+    untrusted = saved(kind="indexed", **data)
     (key,) = ("data.sources.code" if "sources" in data else f"data.{name}" for name in data)
-    # Sources that are given beside it leave it there.
+    # An override of another source does not replace it.
     for overrides in ([], ["data.sources={prose: /mine}"]):
         with pytest.raises(ConfigError, match=rf"has {key}=.* give --trust-config if the run is yours") as caught:
-            config_from_saved(strange, overrides, CONFIGS)
+            config_from_saved(untrusted, overrides, CONFIGS)
         assert SECRET not in str(caught.value)
-    given = config_from_saved(strange, [f"{key}=/mine/x"], CONFIGS)
+    given = config_from_saved(untrusted, [f"{key}=/mine/x"], CONFIGS)
     assert "/mine/x" in (given.data.sources.get("code"), given.data.cache_dir, given.data.tokenizer)
-    trusted = config_from_saved(strange, [], CONFIGS, trusted=True)
+    trusted = config_from_saved(untrusted, [], CONFIGS, trusted=True)
     assert (SECRET in str(trusted.data)) == ("CANARY" in str(data))
 
 
-def test_values_of_the_environment_are_left_out_where_no_data_is_opened() -> None:
+def test_variables_in_data_keys_are_dropped_if_no_data_is_opened() -> None:
     config = config_from_saved(saved(cache_dir="/x/${oc.env:CANARY}"), [], CONFIGS, opens_data=False)
     assert config.data.cache_dir is None and SECRET not in str(config)
     with pytest.raises(ConfigError, match=r"model\.hidden_dim=.* not used without your consent"):
@@ -67,17 +67,16 @@ def test_values_of_the_environment_are_left_out_where_no_data_is_opened() -> Non
 
 
 @pytest.mark.parametrize("text", ["${oc.create:${oc.env:CANARY}}", "${hydra:runtime.cwd}", "${now:%Y}"])
-def test_no_other_resolver_runs(text: str) -> None:
+def test_no_other_resolver_is_run(text: str) -> None:
     with pytest.raises(ConfigError, match=r"only the resolvers oc\.env and oc\.decode are allowed"):
         config_from_saved(saved(cache_dir=text), [], CONFIGS, opens_data=False)
 
 
-def test_a_strangers_checkpoint_is_not_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the command, whose data would be opened."""
+def test_the_replay_command_refuses_an_untrusted_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoints" / "step_00000002"
     folder.mkdir(parents=True)
-    strange = saved(kind="indexed", sources={"code": "ftp://127.0.0.1/${oc.env:CANARY}/x"})
-    record = files.write_file(folder / "trainer.json", json.dumps({"config": strange, "version": "0"}))
+    untrusted = saved(kind="indexed", sources={"code": "ftp://127.0.0.1/${oc.env:CANARY}/x"})
+    record = files.write_file(folder / "trainer.json", json.dumps({"config": untrusted, "version": "0"}))
     files.write_manifest(folder, files.Manifest(1, 2, 0, 0, 1, {}, {"trainer.json": record}, "2"))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 3, "loss": 1.0}) + "\n")
     assert replay.main([str(folder), "--steps", "1"]) == 2

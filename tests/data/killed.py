@@ -2,12 +2,12 @@
 
     python -m tests.data.killed FOLDER FIRST STEP
 
-Prints the number of places where a kill is possible, then prepares FOLDER/FIRST, FOLDER/(FIRST + STEP), ...: each is
-killed at the place of its number three times in a row, then run to its end.
+A place is a point where the process may be killed. Prepares FOLDER/FIRST, FOLDER/(FIRST + STEP), ...: kills each at the
+place of its number three times in a row, then runs it to its end. Prints the number of places and of kills.
 
     python -m tests.data.killed FOLDER
 
-Prepares FOLDER/out, by a process of its own, until something is saved, says so and waits.
+Prepares FOLDER/out until something is saved, prints `saved` and waits. One worker process tokenizes.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from data.prepare.tokenize import Options
 
 _EXISTS = 3
 CUT_SMALL = {"TASK_SIZE": 1500, "READ_BYTES": 700}
-"""Of readers, for several tasks a file."""
+"""Settings of data.prepare.readers that split each file into several tasks."""
 
 
 def prepare(folder: Path, output: Path, **options: Any) -> None:
-    """The same corpus each time: JSON Lines in several tasks, large documents, a tokenizer to train."""
+    """Prepare FOLDER/*.jsonl, always to the same bytes: in several tasks, with long documents and a new tokenizer."""
     parts = open_files("json", find_files([str(folder / "*.jsonl")]))
     shape = Options(validation=0.2, max_document_bytes=1000, max_malformed=0.1)
     prepare_module.prepare(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), shape, **options)
 
 
 def watch(chosen: int) -> list[None]:
-    """End the process at the chosen place of those where the disk changes: before and after each call that changes it,
-    and with half of a task's documents on it. Returns a list that grows by the places that were passed."""
+    """Kill this process at the place number `chosen` (0: never). Places are before and after each call that changes the
+    disk, and when a task's documents are written but not yet recorded. Returns a list that grows by one at each
+    place."""
     places: list[None] = []
 
     def place() -> None:
@@ -72,7 +73,7 @@ def watch(chosen: int) -> list[None]:
 
 
 def in_child(folder: Path, output: Path, chosen: int) -> int:
-    """Prepare in a process of its own; how it ended, as os.wait has it."""
+    """Prepare in a forked process, killed at place `chosen`; returns its wait status."""
     pid = os.fork()
     if pid == 0:
         places = watch(chosen)
@@ -93,7 +94,7 @@ def kill_at_places(folder: Path, first: int, step: int) -> None:
         output = folder / str(place)
         for _ in range(3):
             killed += in_child(folder, output, place) == signal.SIGKILL
-        # A kill while the last of web.parts is removed leaves a finished output, and an empty folder to the next call.
+        # A kill while web.parts is being removed leaves a finished output; then the next call refuses.
         done = (output / "web.idx").exists() and not (output / "web.parts/state.json").exists()
         ended = in_child(folder, output, 0)
         assert os.waitstatus_to_exitcode(ended) == (_EXISTS if done else 0), (place, ended, done)

@@ -1,7 +1,7 @@
-"""Megatron runs whose order of samples megatron_golden.json has: what they trained on, and how it is hashed.
+"""The Megatron runs whose order of samples is recorded in megatron_golden.json: their data, and how samples are hashed.
 
-Recording needs megatron-core, which the project does not: `pip install megatron-core==0.16.1` into another environment,
-then `python -m tests.data.megatron_cases`. It goes through `BlendedMegatronDatasetBuilder`, as Megatron's
+Recording needs megatron-core, which the project does not need: `pip install megatron-core==0.16.1` into another
+environment, then `python -m tests.data.megatron_cases`. It uses `BlendedMegatronDatasetBuilder`, as Megatron's
 pretrain_gpt.py does.
 """
 
@@ -25,8 +25,8 @@ VOCAB_SIZE = 60000
 
 @dataclass(frozen=True)
 class Case:
-    """A Megatron run. sequences: of each dataset. weights: as on the command line, None for prefixes without weights.
-    split: `--split` with `--data-path`; None: `--train-data-path`."""
+    """A Megatron run. sequences: how many each dataset has. weights: as on the command line; None: prefixes without
+    weights. split: `--split`, with `--data-path`; None: `--train-data-path`."""
 
     name: str
     sequences: tuple[int, ...]
@@ -40,7 +40,7 @@ class Case:
 CASES = [
     Case("small", (5,), 8, 12, 1234),
     Case("small_blend", (6, 4, 3), 8, 30, 1234, (0.5, 0.3, 0.2)),
-    # One epoch and less; many; the last one kept apart, and not, on both sides of 80%.
+    # Less than an epoch, one, many. The last epoch is shuffled apart if less than 80% of it is used.
     Case("part_of_an_epoch", (400,), 32, 100, 1),
     *(Case(f"epochs_{n}", (60,), 16, n, 7) for n in (150, 300, 336, 340, 345, 350, 360, 400, 1000, 5000)),
     Case("single_weighted", (300,), 32, 2000, 5, (1.0,), "97,3,0"),
@@ -59,7 +59,7 @@ CASES = [
 
 
 def lengths_of(case: Case, dataset: int) -> np.ndarray:
-    """int32 [sequences]: some empty, some far longer than a sample."""
+    """int32 [sequences]. Some are empty, some far longer than a sample."""
     rng = np.random.RandomState([case.seed, dataset, case.sequences[dataset]])
     lengths = rng.geometric(1 / 40, case.sequences[dataset]).astype(np.int32)
     lengths[rng.rand(len(lengths)) < 0.05] = 0
@@ -68,7 +68,7 @@ def lengths_of(case: Case, dataset: int) -> np.ndarray:
 
 
 def write_pair(prefix: Path, lengths: np.ndarray, first_token: int) -> None:
-    """A `.bin`/`.idx` pair whose documents are up to three sequences; its tokens count up from first_token."""
+    """Write a `.bin`/`.idx` pair with documents of up to three sequences. Tokens count up by 7 from first_token."""
     total = int(lengths.sum())
     Path(f"{prefix}.bin").write_bytes(((np.arange(total) * 7 + first_token) % VOCAB_SIZE).astype("<u2").tobytes())
     pointers = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))[:-1]]) * 2
@@ -79,7 +79,7 @@ def write_pair(prefix: Path, lengths: np.ndarray, first_token: int) -> None:
 
 
 def write_datasets(case: Case, folder: Path) -> list[Path]:
-    """The prefixes of the case's datasets, written into `folder`."""
+    """Write the case's datasets into `folder`; returns their prefixes."""
     prefixes = [folder / f"{case.name}_{dataset}" for dataset in range(len(case.sequences))]
     for dataset, prefix in enumerate(prefixes):
         write_pair(prefix, lengths_of(case, dataset), 11 + 1000 * dataset)
@@ -87,7 +87,7 @@ def write_datasets(case: Case, folder: Path) -> list[Path]:
 
 
 def digest(array: np.ndarray) -> str:
-    """Type, shape and content of an array."""
+    """A hash of an array's type, shape and content."""
     array = np.ascontiguousarray(array)
     return f"{array.dtype} {list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:24]}"
 
@@ -96,7 +96,7 @@ def digest(array: np.ndarray) -> str:
 
 
 class _Tokenizer:
-    """As much of a tokenizer as Megatron's datasets ask for."""
+    """What Megatron's datasets ask of a tokenizer."""
 
     vocab_size, pad, eod, eos = VOCAB_SIZE, -1, 0, 0
 
@@ -106,7 +106,7 @@ class _Tokenizer:
 
 
 def record(case: Case, folder: Path) -> dict[str, Any]:
-    """Digests of what Megatron's training dataset of a case is."""
+    """Digests of the case's training dataset in Megatron."""
     from megatron.core.datasets import blended_megatron_dataset_builder as builders  # type: ignore[import-not-found]
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # type: ignore[import-not-found]
 

@@ -1,5 +1,5 @@
-"""Streams for tests: the token at place i is `first` + i, so that a token says where it lies; and files of documents.
-No torch, since loader workers import them."""
+"""Token streams for tests, whose token at position i is `first` + i, and files of documents. Without torch, since
+loader workers import this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from data.indexed import IndexedDataset, write_dataset
 def write(
     prefix: Path, documents: Iterable[Sequence[int] | np.ndarray], dtype: type[np.integer] = np.uint16
 ) -> IndexedDataset:
-    """The documents as a pair of files, opened."""
+    """Write the documents as a pair of files and open it."""
     write_dataset(prefix, documents, dtype)
     return IndexedDataset(prefix)
 
@@ -28,7 +28,7 @@ def document(dataset: IndexedDataset, number: int) -> list[int]:
 
 
 def write_random(prefix: Path, num_tokens: int = 500) -> IndexedDataset:
-    """Random documents of random lengths, others for another name."""
+    """A dataset of random documents with random lengths; another name gives other documents."""
     rng = np.random.default_rng([num_tokens, *prefix.name.encode()])
     borders = np.cumsum(rng.integers(1, 60, num_tokens))
     return write(prefix, np.split(rng.integers(0, 1000, num_tokens), borders[borders < num_tokens]))
@@ -62,9 +62,9 @@ class CountingStream:
         return f"{self.name}:{self.num_tokens}"
 
 
-class SteeredStream(CountingStream):
-    """log: a file that gets a + when a reading begins and a - when it ends. seconds: that each takes. fails_at: this
-    token cannot be read, by `error`."""
+class SlowStream(CountingStream):
+    """A stream that is slow or fails. log: a file that gets a + when a read begins and a - when it ends. seconds: that
+    each read takes. error: raised by reads of the token at position fails_at."""
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class SteeredStream(CountingStream):
             os.write(descriptor, what)
             os.close(descriptor)
 
-    def readings(self) -> int:
-        """How many have begun, by the log."""
+    def num_reads(self) -> int:
+        """How many reads have begun, according to the log."""
         return self.log.read_bytes().count(b"+") if self.log is not None and self.log.exists() else 0
 
 
 class PicklesOnce(Exception):
-    """On its way to the worker, and not back."""
+    """An exception that can be pickled on its way to the worker, but not on its way back."""
 
     def __reduce__(self) -> tuple[type[PicklesOnce], tuple[str]]:
         assert self.args != ("sent",)

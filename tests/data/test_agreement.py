@@ -1,4 +1,4 @@
-"""Ranks that do not have the same data do not train, and say whose is which."""
+"""Ranks that do not have the same data do not train; the message names the ranks and their data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_fp4.training.build import is_refusal
 from tests.training.harness import launch
 
 HOST = socket.gethostname()
-# What each rank has, and what all of them raise.
+# The data of each rank, the error that all ranks raise, and words of its message.
 CASES = [
     (["a", "a", "a"], "", []),
     (["a", "missing", "a"], "ValueError", ["3 ranks do not have", "rank 1 (host {host}): /d/missing.idx"]),
@@ -45,9 +45,9 @@ def _outcomes(rank: int) -> list[tuple[str, str]]:
     return [_outcome(case[rank]) for case, *_ in CASES]
 
 
-def test_all_ranks_get_the_same_data_or_one_message() -> None:
+def test_all_ranks_get_the_same_data_or_the_same_error() -> None:
     for (case, raised, words), *outcomes in zip(CASES, *launch(_outcomes, 3), strict=True):
-        if "broken disk" in case:  # it may be whole at the next start: a crash, on every rank
+        if "broken disk" in case:  # the rank with the broken disk raises its own error; a later start may succeed
             assert outcomes.pop(1) == ("OSError", "[Errno 5] Input/output error")
         assert len(set(outcomes)) == 1 and outcomes[0][0] == raised, (case, outcomes)
         assert "\n" not in outcomes[0][1] and (outcomes[0][1] == "/d/missing.idx does not exist") == (

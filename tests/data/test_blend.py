@@ -9,7 +9,7 @@ from data.blend import Blend, _Walk
 
 
 def some_weights(seed: int, count: int) -> dict[str, float]:
-    """As people write them, of very different sizes, and token counts."""
+    """Random weights: of very different sizes, of few digits, or token counts."""
     draw = random.Random(seed)
     kinds = [
         lambda: draw.random() ** 6 + 1e-12,
@@ -21,7 +21,7 @@ def some_weights(seed: int, count: int) -> dict[str, float]:
 
 
 def check_prefixes(blend: Blend, start: int, end: int) -> None:
-    """Every prefix of [start, end) is within one sample of the weights, and ordinals count."""
+    """In every prefix each source is within one sample of its weight, and its ordinals count up by one."""
     counts = blend.counts(start)
     for i in range(start, end):
         name, ordinal = blend.source(i)
@@ -33,8 +33,8 @@ def check_prefixes(blend: Blend, start: int, end: int) -> None:
     assert blend.counts(end) == counts
 
 
-def test_a_small_blend() -> None:
-    """Ties go to the source that is named first."""
+def test_a_small_blend_by_hand() -> None:
+    """If two sources are equally due, the first named one comes first."""
     blend = Blend({"a": 0.5, "b": 0.3, "c": 0.2})
     assert (blend.shares, blend.period) == ([5, 3, 2], 10)
     assert "".join(blend.source(i)[0] for i in range(20)) == "abacababacabacababac"
@@ -43,14 +43,14 @@ def test_a_small_blend() -> None:
 
 @pytest.mark.parametrize("seed", [0, 5, 10])
 def test_every_prefix_is_within_one_sample_of_the_weights(seed: int) -> None:
-    """Also where many fall due together: serving the largest lag, as Megatron does, is more than one sample off."""
+    """Also if many sources are due at the same time; Megatron's rule, the largest lag, is then off by more than one."""
     blend = Blend(some_weights(seed, count=1 + seed * 5))
     check_prefixes(blend, 0, 400)
     check_prefixes(blend, 9_000, 9_100)
     check_prefixes(Blend({"x": 0.3, "y": 0.3, **{f"s{i}": 0.01 for i in range(40)}}), 0, 300)
 
 
-def test_calls_in_any_order_agree() -> None:
+def test_the_order_of_calls_does_not_matter() -> None:
     for weights in ({"a": 1, "b": 2, "c": 4}, some_weights(0, 7)):
         expected = [Blend(weights).source(i) for i in range(300)]
         blend, order = Blend(weights), list(range(300))
@@ -59,8 +59,8 @@ def test_calls_in_any_order_agree() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2, 4])
-def test_counts_deep_in_a_period_are_those_of_the_whole_walk(seed: int) -> None:
-    """Computed from a place before, whatever lies before that."""
+def test_counts_inside_a_period_are_those_of_a_walk_from_its_start(seed: int) -> None:
+    """Although counts begin their walk shortly before the slot."""
     rng = np.random.default_rng(seed)
     weights = {str(d): int(rng.integers(1, rng.choice([9, 200]))) for d in range(2 + 2 * seed)}
     blend = Blend(weights)
@@ -71,7 +71,7 @@ def test_counts_deep_in_a_period_are_those_of_the_whole_walk(seed: int) -> None:
         walk.advance()
 
 
-def test_counts_at_ten_trillion_tokens_take_no_walk_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_at_ten_trillion_tokens_take_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, steps = np.random.default_rng(0), 0
     blend = Blend({str(d): round(float(share), 13) for d, share in enumerate(rng.uniform(0.001, 1, 61))})
     advance = _Walk.advance

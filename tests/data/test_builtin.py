@@ -1,4 +1,4 @@
-"""The built-in corpus, on a small library made for the test, and on the interpreter's own."""
+"""The built-in corpus, made from a small library instead of Python's own."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.data.streams import document
 
 
 def sentence(i: int) -> str:
-    """Forty random words, the same for the same i."""
+    """Forty random words, determined by i."""
     rng = random.Random(i)
     return " ".join("".join(rng.choices("aeioubdlmnrst", k=5)) for _ in range(40))
 
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """120 modules with a docstring each, a licence, help topics, and folders that must stay out: the only library."""
+    """Replaces the standard library: 120 modules with a docstring each, a licence, help topics, excluded folders."""
     root = tmp_path / "library"
     for folder in ("pydoc_data", "package/test", "site-packages", "encodings"):
         (root / folder).mkdir(parents=True)
@@ -53,7 +53,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_collects_code_and_prose_by_origin(library: Path) -> None:
+def test_code_and_prose_are_collected_with_their_origin(library: Path) -> None:
     documents = [d for d in collect_documents(library) if not d.origin.startswith("builtin:")]
     assert Counter(document.source for document in documents) == {CODE: 120, PROSE: 120 + 1 + 60}
     assert not any("excluded" in document.text for document in documents)
@@ -63,7 +63,7 @@ def test_collects_code_and_prose_by_origin(library: Path) -> None:
     assert Document(PROSE, "pydoc_data/topics.py:topic3", sentence(2003)) in documents
 
 
-def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> None:
+def test_the_written_datasets_are_the_split_documents(library: Path, tmp_path: Path) -> None:
     corpus = open_builtin(400, tmp_path / "cache")
     tokenizer = corpus.tokenizer
     assert tokenizer is not None and tokenizer.vocab_size == 400
@@ -81,10 +81,10 @@ def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> Non
         open_builtin(400, tmp_path / "cache")
 
 
-def test_two_processes_build_once_and_rank_0_says_so(
+def test_two_processes_build_once_and_rank_0_reports_it(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The forked processes inherit the patches."""
+    """The processes are forked, so they have the patches too."""
     builds = tmp_path / "builds"
 
     def build(*arguments: Any) -> None:
@@ -119,7 +119,7 @@ def origins(documents: list[Document]) -> set[str]:
     return {document.origin for document in documents}
 
 
-def test_origins_stay_together_whatever_the_others_are() -> None:
+def test_documents_of_one_origin_stay_together_whatever_the_others_are() -> None:
     training, validation = split_documents(DOCUMENTS, 0.1)
     assert not origins(training) & origins(validation)
     assert 15 <= len(origins(validation)) <= 45
@@ -129,7 +129,7 @@ def test_origins_stay_together_whatever_the_others_are() -> None:
 
 
 def test_repeated_text_is_not_held_out() -> None:
-    """A chain: training shares with one held-out file, which shares with another."""
+    """Training text shares a paragraph with one held-out file, which shares another one with a second file."""
     training, validation = split_documents(DOCUMENTS, 0.1)
     first, second = sorted(origins(validation))[:2]
     one, other = sentence(-1), sentence(-2)

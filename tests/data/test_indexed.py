@@ -1,4 +1,4 @@
-"""Megatron's files against their definition, faults in them, and streams of several and of pieces."""
+"""Megatron's file format against its definition; faulty files; concatenated and partial streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.data.streams import document, write
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
 
 
-def test_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
+def test_written_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
     write(tmp_path / "d", DOCUMENTS)
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 3, 4)
     arrays = struct.pack("<3i", 3, 1, 5) + struct.pack("<3q", 0, 6, 8) + struct.pack("<4q", 0, 1, 2, 3)
@@ -31,15 +31,15 @@ def test_files_are_megatrons_byte_for_byte(tmp_path: Path) -> None:
     assert dtype_for_vocabulary(65499) == np.uint16 and dtype_for_vocabulary(65500) == np.int32
 
 
-def test_what_is_no_dataset_is_not_written(tmp_path: Path) -> None:
+def test_invalid_documents_are_not_written(tmp_path: Path) -> None:
     for wrong in ([], [[]], [[[1], [2]]], [[1.5]], [[65536]], [[-1]]):
         with pytest.raises(AssertionError):
             write(tmp_path / "e", wrong)
         assert not (tmp_path / "e.idx").exists()
 
 
-def test_identity_is_of_blocks_of_both_files(tmp_path: Path) -> None:
-    """Against the definition, for files that are larger than the blocks together; small ones enter whole."""
+def test_the_identity_hashes_blocks_of_both_files(tmp_path: Path) -> None:
+    """Against the definition, for files that are larger than all blocks together; smaller files are hashed whole."""
     rng = np.random.default_rng(0)
     dataset = write(tmp_path / "d", [rng.integers(0, 60000, 20) for _ in range(9000)])
     digest = hashlib.sha256()
@@ -57,10 +57,10 @@ def test_identity_is_of_blocks_of_both_files(tmp_path: Path) -> None:
         assert write(tmp_path / "c", other).identity() != small.identity()
 
 
-def test_documents_of_several_sequences_and_of_none(tmp_path: Path) -> None:
+def test_documents_may_have_several_sequences_or_none(tmp_path: Path) -> None:
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 3, 6)
     arrays = struct.pack("<3i", 2, 0, 3) + struct.pack("<3q", 0, 4, 4) + struct.pack("<6q", 0, 2, 2, 3, 3, 3)
-    (tmp_path / "m.idx").write_bytes(header + arrays + b"\0\1\0")  # with modes
+    (tmp_path / "m.idx").write_bytes(header + arrays + b"\0\1\0")  # followed by modes
     (tmp_path / "m.bin").write_bytes(struct.pack("<5H", *range(5)))
     dataset = IndexedDataset(tmp_path / "m")
     expected = [0, 2, 2, 5, 5, 5]
@@ -72,7 +72,7 @@ def test_documents_of_several_sequences_and_of_none(tmp_path: Path) -> None:
 
 
 def put(offset: int, data: bytes, ending: str = ".idx") -> Callable[[Path], None]:
-    """Overwrite bytes of a file."""
+    """A change that overwrites bytes of a file."""
 
     def damage(prefix: Path) -> None:
         with open(f"{prefix}{ending}", "r+b") as file:
@@ -83,7 +83,7 @@ def put(offset: int, data: bytes, ending: str = ".idx") -> Callable[[Path], None
 
 
 def cut(ending: str, size: int) -> Callable[[Path], None]:
-    """Shorter, or longer by zeros."""
+    """A change that cuts a file, or extends it by zeros, to `size` bytes."""
     return lambda prefix: os.truncate(f"{prefix}{ending}", size)
 
 
@@ -119,7 +119,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_a_pair_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_pairs_are_refused(tmp_path: Path) -> None:
     for case, (damage, message) in FAULTS.items():
         (tmp_path / case).mkdir()
         write(tmp_path / case / "d", DOCUMENTS)
@@ -131,7 +131,7 @@ def test_a_pair_that_is_none_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
-    """5001 documents of 1 to 9 tokens; ids 3 to 999."""
+    """A dataset of 5001 documents of 1 to 9 tokens with ids from 3 to 999."""
     rng = np.random.default_rng(0)
     write(tmp_path / "web", [[3, 999], *(rng.integers(4, 999, rng.integers(1, 10)) for _ in range(5000))], np.int32)
     return tmp_path / "web"
@@ -145,10 +145,10 @@ def prefix(tmp_path: Path) -> Path:
         (34 + 12 * 5001 + 8 * 4500, struct.pack("<q", 9), r"document 4500 begins with sequence 9 of 5001", 4499),
     ],
 )
-def test_a_fault_that_opening_does_not_look_at(
+def test_a_fault_that_opening_does_not_notice(
     prefix: Path, offset: int, content: bytes, message: str, document: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The full check finds it, and so does who reads there."""
+    """The full check finds it, and so does a read of the damaged place."""
     monkeypatch.setattr(data.indexed, "_CHECKED_ENTRIES", 2)
     put(offset, content)(prefix)
     dataset = IndexedDataset(prefix)
@@ -160,7 +160,9 @@ def test_a_fault_that_opening_does_not_look_at(
                 dataset.document_offsets(first, last)
 
 
-def test_every_token_and_fact_is_checked(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_full_check_reads_every_token_and_compares_the_json_file(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = IndexedDataset(prefix)
     for entries in (1 << 20, 7):  # in one block, and in many
         monkeypatch.setattr(merge, "INDEX_BLOCK", entries)
@@ -181,11 +183,8 @@ def test_every_token_and_fact_is_checked(prefix: Path, monkeypatch: pytest.Monke
         check_pair(prefix)
 
 
-# --- streams of several datasets, and of pieces ----------------------------------------------------------------------
-
-
-def test_a_concatenation_across_all_borders(tmp_path: Path) -> None:
-    """Of files of several types, one of them twice."""
+def test_a_concatenation_is_one_stream_across_all_borders(tmp_path: Path) -> None:
+    """Of files with several dtypes, one of them twice; also a range of it, and a pickled copy."""
     rng = np.random.default_rng(0)
     lengths_of = {np.uint16: [20, 7, 43], np.int8: [1], np.int64: [50, 30, 2, 51]}
     parts = [

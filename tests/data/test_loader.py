@@ -1,5 +1,5 @@
-"""The same global order at any data-parallel size, worker count and restart; and a run resumes with other phases to
-come, more files and more steps, and never with another past."""
+"""The global order of samples is the same at any data-parallel size and worker count, and after a restart. A run may
+resume with changed future phases, added files and more steps, but never with other data in its past."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loader(
     ranks: tuple[int, int] = (0, 1),
     **options: Any,
 ) -> MicroBatchLoader:
-    """A run of several epochs; one rank of it (its number, how many)."""
+    """The loader of one rank of a run of several epochs. ranks: (rank, number of ranks)."""
     streams = {"code": Concatenation(code), **dict.fromkeys(others, FILES[4])}
     sources = {n: SampleSource(n, stream, LENGTH, seed, 10**6, order) for n, stream in streams.items()}
     plan = PhaseSchedule(phases, sum(phase.steps or 0 for phase in phases), BATCH, LENGTH)
@@ -46,12 +46,12 @@ def rows_of(step: list[MicroBatch]) -> list[list[int]]:
 
 
 def seen(loader: MicroBatchLoader, start: int, end: int) -> list[list[int]]:
-    """The rows of the steps [start, end)."""
+    """The rows of the steps in [start, end)."""
     return [row for step in loader.steps(start, end) for row in rows_of(step)]
 
 
 def whole_steps(start: int, end: int, dp_size: int, **options: Any) -> list[list[MicroBatch]]:
-    """The micro-batches of each step, put together from all ranks."""
+    """The micro-batches of each step, from all ranks, in order."""
     ranks = [list(loader(ranks=(rank, dp_size), **options).steps(start, end)) for rank in range(dp_size)]
     return [sorted(chain(*shares), key=lambda batch: batch.index) for shares in zip(*ranks, strict=True)]
 
@@ -60,8 +60,10 @@ def whole_steps(start: int, end: int, dp_size: int, **options: Any) -> list[list
     ("start", "dp_size", "options"),
     [(0, 4, {}), (9, 1, {"num_workers": 2}), (10, 2, {"num_workers": 1}), (15, 2, {"consecutive": True})],
 )
-def test_the_order_is_the_same_at_any_size_and_from_anywhere(start: int, dp_size: int, options: dict[str, Any]) -> None:
-    """In the middle of a phase, at a boundary and after it."""
+def test_the_order_is_the_same_on_any_number_of_ranks_and_from_any_step(
+    start: int, dp_size: int, options: dict[str, Any]
+) -> None:
+    """Starting in the middle of a phase, at a boundary and after it."""
     steps = whole_steps(start, 20, dp_size, **options)
     assert [row for step in steps for row in rows_of(step)] == seen(loader(), start, 20)
     assert all([batch.index for batch in step] == [0, 1, 2, 3] for step in steps)
@@ -69,8 +71,8 @@ def test_the_order_is_the_same_at_any_size_and_from_anywhere(start: int, dp_size
     assert [batch.index for batch in first] == ([2, 3] if "consecutive" in options else [1, 3])
 
 
-def test_phases_of_other_batches_and_sequence_lengths() -> None:
-    """At any number of ranks and workers, from anywhere: the schedule's samples, cut into shorter rows."""
+def test_phases_may_have_their_own_batch_sizes_and_sequence_lengths() -> None:
+    """The rows are the schedule's samples, in a short phase cut into several rows, on any number of ranks."""
     phases = [
         Phase("small", steps=3, blend={"code": 0.7, "prose": 0.3}, global_batch_size=4),
         Phase("large", steps=2, blend={"code": 0.7, "prose": 0.3}, global_batch_size=12),
@@ -125,8 +127,8 @@ def resumed(state: dict[str, Any], *arguments: Any, **options: Any) -> MicroBatc
     return other
 
 
-def test_unchanged_data_continue() -> None:
-    """The state is of the samples that the rank was given, however far workers are ahead."""
+def test_a_run_resumes_with_unchanged_data() -> None:
+    """The saved position is that of the steps taken, however far workers have read ahead."""
     first = loader(num_workers=2)
     rows = []
     for step, batches in enumerate(first.steps(0, 20), start=1):
@@ -150,11 +152,11 @@ def test_a_lengthened_run_resumes_as_if_it_had_not_stopped() -> None:
     other = resumed(saved(longer), of(40))
     assert other.fingerprint == longer.fingerprint
     assert seen(other, 25, 40) == straight[7 * BATCH :]
-    assert seen(resumed(saved(longer), of(60)), 18, 25) == straight[: 7 * BATCH]  # and once more
+    assert seen(resumed(saved(longer), of(60)), 18, 25) == straight[: 7 * BATCH]  # lengthened a second time
 
 
-def test_new_files_join_where_the_run_stands() -> None:
-    """Twice, the second time while the first ones are still being mixed in: nothing twice, nothing left out."""
+def test_new_files_are_mixed_into_the_rest_of_the_epoch() -> None:
+    """Files are added twice, the second time before the first ones are used up. Each window comes exactly once."""
     phases = [Phase("a", blend={"code": 1}, steps=200)]
     first = loader(phases, FILES[:1])
     rows = seen(first, 0, 4)
@@ -168,13 +170,12 @@ def test_new_files_join_where_the_run_stands() -> None:
     windows = sum((file.num_tokens - 1) // LENGTH for file in FILES[:4])
     assert len(set(map(tuple, rows[:windows]))) == windows
     assert {token // 1000 for row in rows[32:48] for token in row} == {5, 6}
-    again = resumed(state_after(third, 20, start=6), phases, FILES[:4])  # and a resume without news
+    again = resumed(state_after(third, 20, start=6), phases, FILES[:4])  # a resume with the same files
     assert again.changes == []
     assert seen(again, 20, 100) == rows[20 * BATCH :]
 
 
-def test_a_source_that_gave_nothing_may_be_any() -> None:
-    """And is named."""
+def test_a_source_of_which_nothing_was_consumed_may_be_replaced() -> None:
     phases = [PHASES[0], Phase("c", steps=10, blend={"new": 1})]
     state = state_after(loader(phases, others=("prose", "new")), 5)
     other = loader(phases, others=("prose", "new"))
@@ -183,7 +184,7 @@ def test_a_source_that_gave_nothing_may_be_any() -> None:
     assert len(other.changes) == 1 and "of which nothing was consumed yet" in other.changes[0]
 
 
-def test_phases_to_come_change() -> None:
+def test_future_phases_may_change() -> None:
     state = state_after(loader(), 12)
     phases = [
         PHASES[0],
@@ -194,7 +195,7 @@ def test_phases_to_come_change() -> None:
     [change] = other.changes
     assert change.startswith("phases after sample 96: were b [96, 160) code 0.5, prose 0.5; are b [96, 112)")
     assert seen(other, 12, 14) == seen(loader(), 12, 14) and other.schedule.num_samples == 14 * BATCH + 9 * 12
-    # A later checkpoint of it resumes, too.
+    # A later checkpoint of the changed run resumes too.
     rows = seen(other, 14, 23)
     assert seen(resumed(state_after(other, 18, start=14), phases, others=("prose", "new")), 18, 23) == rows[4 * 12 :]
 
@@ -203,7 +204,7 @@ def test_phases_to_come_change() -> None:
     ("options", "message"),
     [
         ({"phases": [Phase("a", steps=20, blend={"code": 0.6, "prose": 0.4})]}, "phase 'a' has served samples"),
-        # Ties of a blend fall otherwise.
+        # The order of the sources decides ties.
         ({"phases": [Phase("a", steps=20, blend={"prose": 0.3, "code": 0.7})]}, "the phases up to sample 56 were a"),
         ({"code": FILES[1:3]}, r"source 'code' \(file 6\), file 1 of 2, had 250 tokens .* and now has 300"),
         ({"code": FILES[:1]}, "source 'code' had 2 files and now has 1; files may only be added, at the end"),
@@ -211,7 +212,7 @@ def test_phases_to_come_change() -> None:
         ({"seed": 2}, r"data\.seed \(by default run\.seed\) was 1 and is now 2"),
     ],
 )
-def test_another_past_is_refused(options: dict[str, Any], message: str) -> None:
+def test_changes_of_the_past_are_refused(options: dict[str, Any], message: str) -> None:
     state = state_after(loader(), 7)
     with pytest.raises(ValueError, match=message):
         resumed(state, **options)
@@ -220,8 +221,8 @@ def test_another_past_is_refused(options: dict[str, Any], message: str) -> None:
     assert accepted.changes and "the data differs from the checkpoint's" in accepted.changes[0]
 
 
-def test_weights_by_tokens_follow_the_files() -> None:
-    """New files change them from there on, which is no other past."""
+def test_weights_by_tokens_change_with_added_files() -> None:
+    """From the resume on; the past stays as it was, so the run is not refused."""
 
     def by_tokens(code: list[CountingStream]) -> list[Phase]:
         weights = {"code": sum(file.num_tokens for file in code), "prose": FILES[4].num_tokens}
@@ -240,8 +241,8 @@ def test_weights_by_tokens_follow_the_files() -> None:
         resumed(state, fixed, FILES[:2])
 
 
-def test_a_phase_in_front_of_the_past_is_named() -> None:
-    """The past stays as it was; the run says that the new phase has no effect there."""
+def test_a_phase_inserted_before_the_position_is_reported() -> None:
+    """The past stays as it was, so the new phase has no effect there."""
     state = state_after(loader(), 7)
     in_front = [Phase("new", steps=3, blend={"prose": 1.0}), Phase("a", steps=7, blend=PHASES[0].blend), PHASES[1]]
     again = resumed(state, in_front)

@@ -1,4 +1,4 @@
-"""Against what Megatron-core itself recorded (megatron_cases.py), and against its rules written out by hand."""
+"""Megatron's order of samples, against recordings of Megatron-core (megatron_cases.py) and against its rules."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ def opened(
     /,
     **run: Any,
 ) -> Opened:
-    """A run in batches of one sample, and its sources. run: `data.megatron`."""
+    """The schedule of a run in batches of one sample, and its sources. run: settings of `data.megatron`."""
     steps = sum(phase.steps or 0 for phase in phases)
     schedule = MegatronSchedule(phases, steps, 1, length, MegatronConfig(**run))
     return schedule, schedule.open(streams, length, seed, VOCAB_SIZE, folder / "cache")
 
 
 def of_case(case: Case, folder: Path) -> Opened:
-    """The whole run of a case."""
     streams = {f"s{i}": IndexedDataset(prefix) for i, prefix in enumerate(write_datasets(case, folder))}
     weights = dict(zip(streams, case.weights or (1.0,) * len(streams), strict=True))
-    # With --train-data-path Megatron takes no notice of the weight of a single dataset.
+    # With --train-data-path Megatron ignores the weight of a single dataset.
     weighted = case.weights is not None and not (len(streams) == 1 and case.split is None)
     split = None if case.split is None else [float(share) for share in case.split.split(",")]
     phases = [Phase("all", blend=weights, steps=min(case.num_samples, RECORDED[case.name]["size"]))]
@@ -64,7 +63,7 @@ def array(folder: Path, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_as_megatron_has_it(case: Case, tmp_path: Path) -> None:
+def test_indices_and_samples_are_those_of_megatron(case: Case, tmp_path: Path) -> None:
     golden = RECORDED[case.name]
     run = of_case(case, tmp_path)
     schedule, sources = run
@@ -79,8 +78,8 @@ def test_as_megatron_has_it(case: Case, tmp_path: Path) -> None:
     assert digest(np.array(samples_of(run))) == golden["samples"]
 
 
-def test_stretches_that_began_wrong_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the rule, sample by sample, however bad the guess of where a stretch begins."""
+def test_a_wrong_guess_of_where_a_stretch_begins_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the rule, sample by sample, with the worst possible guess."""
     weights = [0.31, 0.0015, 0.2, 0.11, 0.3785]
     w = np.array(weights) / np.sum(weights)
     w = w / np.sum(w)
@@ -113,7 +112,7 @@ THREE = [
 ]
 
 
-def test_phases_with_transitions_are_runs_of_their_own(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
+def test_phases_are_megatron_runs_of_their_own(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
     def samples(*of: tuple[Phase, int], **run: Any) -> list[list[int]]:
         resized = [Phase(phase.name, blend=phase.blend, steps=steps) for phase, steps in of]
         return samples_of(opened(streams, resized, tmp_path, **run))
@@ -122,7 +121,7 @@ def test_phases_with_transitions_are_runs_of_their_own(streams: dict[str, Indexe
     in_turn = (first, 60), (second, 40), (third, 80)
     whole, alone = samples(*in_turn), [samples(of) for of in in_turn]
     assert whole == [*alone[0], *alone[1], *alone[2]]
-    # Taken up 20 samples into the first phase; and what Megatron would do with a longer last one.
+    # Resuming Megatron's run 20 samples into its first phase; and a last phase that is cut short.
     assert samples((first, 40), (second, 40), consumed_samples=20) == whole[20:100]
     assert samples((second, 40), (third, 80), train_samples=140) == [*alone[1], *samples((third, 100))[:80]]
     relaunched = samples(*in_turn, phases="relaunched")
@@ -131,8 +130,8 @@ def test_phases_with_transitions_are_runs_of_their_own(streams: dict[str, Indexe
     assert samples((second, 100), consumed_samples=80) == two[80:]
 
 
-def test_the_documents_of_a_sample(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
-    """The sequences in their shuffled order, laid end to end and cut by hand."""
+def test_documents_of_a_sample_are_numbered(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
+    """Against the sequences in shuffled order, laid end to end and cut."""
     _, sources = opened(streams, [Phase("all", blend={"a": 1}, steps=90)], tmp_path, 64)
     source, stream = sources["a"], streams["a"]
     offsets = stream.sequence_offsets(0, 40)
@@ -147,7 +146,7 @@ def test_the_documents_of_a_sample(streams: dict[str, IndexedDataset], tmp_path:
 
 
 @pytest.mark.parametrize("look_back", [2, 1 << 14])
-def test_ranges_and_counts_are_of_what_locate_finds(
+def test_ranges_and_counts_agree_with_locate(
     streams: dict[str, IndexedDataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_back: int
 ) -> None:
     monkeypatch.setattr("data.megatron_order._LOOK_BACK", look_back)
@@ -159,7 +158,7 @@ def test_ranges_and_counts_are_of_what_locate_finds(
     assert schedule.counts(180) == {"a": 42 + 60, "b": 18 + 40 + 20}
 
 
-def test_a_checkpoint_is_of_one_megatron_run(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
+def test_a_resume_with_other_megatron_settings_is_refused(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
     def loader(phases: list[Phase] = THREE[:2], **run: Any) -> MicroBatchLoader:
         return MicroBatchLoader(
             *opened(streams, phases, tmp_path, **{"train_samples": 200, **run}), 1, 0, 1, num_workers=0
@@ -175,7 +174,7 @@ def test_a_checkpoint_is_of_one_megatron_run(streams: dict[str, IndexedDataset],
     assert again.consumed_samples == 61 and again.changes == []
     for (one,), (other,) in zip(again.steps(61, 100), loader().steps(61, 100), strict=True):
         assert torch.equal(one.tokens, other.tokens)
-    # Before the last phase, which alone has other indices then, nothing of them has been seen.
+    # At step 60 the second phase, the only one whose indices differ, has not begun.
     loader(train_samples=300).load_state_dict(state_after(60))
     changed: dict[str, dict[str, Any]] = {
         "from sample 60 had Megatron's .* [0, 140": {"train_samples": 300},
@@ -192,8 +191,8 @@ def test_a_checkpoint_is_of_one_megatron_run(streams: dict[str, IndexedDataset],
 
 
 def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
-    """Of a configured run, unless sets are named; in growing batches, as with Megatron's --rampup-batch-size: phases in
-    a row with one blend are one."""
+    """Unless data.validation names sets. Phases with one blend are one Megatron run: as with --rampup-batch-size, their
+    batches may grow."""
     case = NAMED["single_split"]
     write_datasets(case, tmp_path)
 
@@ -206,7 +205,7 @@ def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
             "data.phases=[{name: small, steps: 5, global_batch_size: 10, blend: {s0: 1}}, {name: big, blend: {s0: 1}}]",
             *more,
         )  # fmt: skip
-        object.__setattr__(config.train, "sequence_length", case.seq_length)  # for which it wants a multiple of 16
+        object.__setattr__(config.train, "sequence_length", case.seq_length)  # the schema demands a multiple of 16
         return config
 
     run = provider.open_alone(configured())

@@ -1,4 +1,4 @@
-"""Every token once an epoch, documents whole and numbered right, another order each epoch, and files that join."""
+"""Orders of samples: each token once an epoch, numbered documents, another order in each epoch, added files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERS = [WindowOrder, DocumentOrder]
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several groups of several runs in a stream of some dozen documents."""
+    """Small groups, so that a stream of a few dozen documents has several groups with several runs."""
     monkeypatch.setattr(orders, "_GROUP_DOCUMENTS", 8)
     monkeypatch.setattr(orders, "_RUN_DOCUMENTS", 2)
     monkeypatch.setattr(orders, "_RUNS_IN_GROUP", 3)
@@ -36,7 +36,7 @@ def check_epoch(order: WindowOrder | DocumentOrder, stream: CountingStream, seq_
         targets[tokens[1:]] += 1
         borders = np.diff(documents) == 1
         assert documents[0] == 0 and np.array_equal(borders, np.diff(documents) != 0)
-        # Within a document the tokens follow each other; another document has another number.
+        # Tokens of a document are consecutive, and the next document has another number.
         assert (borders >= (np.diff(stream.document[tokens]) != 0)).all()
         assert (np.diff(tokens)[~borders] == 1).all()
     assert targets.max() == 1 and targets.sum() == order.num_windows * seq_length
@@ -57,8 +57,8 @@ def test_every_token_is_a_target_once_an_epoch(make: type[WindowOrder | Document
 
 
 @pytest.mark.usefixtures("small_groups")
-def test_a_sorted_corpus_is_mixed() -> None:
-    """Documents of a window are neighbours in the corpus no more often than chance has it."""
+def test_a_sorted_corpus_is_shuffled() -> None:
+    """Consecutive documents of a window are rarely neighbours in the corpus."""
     stream = CountingStream([5] * 400)
     order = DocumentOrder(stream, 50, "key")
     neighbours = total = 0
@@ -69,8 +69,8 @@ def test_a_sorted_corpus_is_mixed() -> None:
     assert total > 300 and neighbours < 0.25 * total  # 8 documents a group, 2 in a run
 
 
-class _Even:
-    """A stream of 10^8 documents or more, of which nothing is stored: document d begins at 517 d + (d^2 mod 256)."""
+class _ComputedStream:
+    """A stream of 10^8 documents that are computed, not stored: document d begins at 517 d + (d^2 mod 256)."""
 
     num_documents = 10**8
     num_tokens = 517 * num_documents
@@ -87,9 +87,9 @@ class _Even:
         return np.arange(start, start + length)
 
 
-def test_large_sources_read_little_and_keep_a_group_each() -> None:
-    """Windows in turn, as a blend draws them: none is shuffled twice."""
-    streams = [_Even() for _ in range(40)]
+def test_many_large_sources_read_few_offsets() -> None:
+    """Windows are drawn from the sources in turn, as a blend does; each source shuffles its group only once."""
+    streams = [_ComputedStream() for _ in range(40)]
     made = [DocumentOrder(stream, 4096, str(number)) for number, stream in enumerate(streams)]  # type: ignore[arg-type]
     for position in range(3):
         for order in made:
@@ -105,14 +105,14 @@ def test_permutations_are_bijections(size: int) -> None:
     assert sorted(shuffled(size, "key").tolist()) == list(range(size))
 
 
-def test_order_of_a_checkpoint_never_changes() -> None:
-    """A change here reorders the data of every run that is to be resumed."""
+def test_the_permutations_never_change() -> None:
+    """A change would reorder the data of every run that resumes."""
     assert [Permutation(1000, "seed")(i) for i in range(8)] == [784, 472, 946, 203, 4, 264, 436, 221]
     assert shuffled(8, "key").tolist() == [2, 0, 5, 7, 4, 1, 3, 6]
 
 
 @pytest.mark.parametrize("order", orders.ORDERS)
-def test_order_depends_on_seed_name_and_epoch_only(order: str) -> None:
+def test_the_order_depends_only_on_seed_name_and_epoch(order: str) -> None:
     stream = CountingStream([7] * 60)
 
     def samples(name: str, seed: int, first: int = 0) -> list[tuple[int, ...]]:
@@ -123,14 +123,14 @@ def test_order_depends_on_seed_name_and_epoch_only(order: str) -> None:
     assert samples("code", 1) == samples("code", 1)
     others = samples("code", 2), samples("prose", 1), samples("code", 1, first=num_windows(420, 4))
     assert all(samples("code", 1) != other for other in others)
-    # Documents are cut elsewhere in each epoch, windows are not.
+    # Each epoch cuts shuffled documents at other places, and windows at the same ones.
     assert (set(samples("code", 1)) == set(others[2])) == (order == "windows")
 
 
 @pytest.mark.parametrize("order", orders.ORDERS)
 @pytest.mark.usefixtures("small_groups")
-def test_files_of_several_types_are_one_stream(order: str, tmp_path: Path) -> None:
-    """Across groups and epochs: the samples, and their documents, of one file that holds all of them."""
+def test_files_of_several_dtypes_are_one_stream(order: str, tmp_path: Path) -> None:
+    """Over two epochs, samples and documents are those of one file with the same content."""
     rng = np.random.default_rng(0)
     types = np.uint16, np.int32, np.int8
     documents = [[rng.integers(0, np.iinfo(dtype).max, n) for n in rng.integers(1, 30, 12)] for dtype in types]
@@ -148,8 +148,8 @@ def with_growth(parts: list[CountingStream], growth: list[Growth], order: str) -
 
 
 @pytest.mark.parametrize("order", orders.ORDERS)
-def test_a_source_that_grows_in_the_middle_of_an_epoch(order: str) -> None:
-    """What was, stays; then what was left and what is new, each once; then everything."""
+def test_a_source_may_grow_in_the_middle_of_an_epoch(order: str) -> None:
+    """Past samples stay. The epoch ends with the remaining and the new windows, each once; the next has all of them."""
     parts = [CountingStream([n] * many, first=first) for n, many, first in ((5, 40, 0), (7, 30, 1000), (3, 100, 2000))]
     first = with_growth(parts[:1], [], order)
     windows = [num_windows(part.num_tokens, 4) for part in parts]

@@ -1,4 +1,4 @@
-"""From text to tokens: what is written, what is skipped, and that a kill costs no byte."""
+"""Preparing text as tokens: what is written, what is skipped, and that a killed command resumes to the same bytes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def json_lines(path: Path, texts: Iterable[str]) -> Path:
 
 
 def documents(prefix: Path, tokenizer: TextTokenizer) -> list[str]:
-    """The texts of a dataset; asserts that each document ends with the end of a document, and only there."""
+    """The texts of a dataset. Asserts that the end-of-document token ends each document and is nowhere else."""
     dataset = IndexedDataset(prefix)
     ids = [document(dataset, d) for d in range(dataset.num_documents)]
     assert all(tokens.index(tokenizer.eod_id) == len(tokens) - 1 for tokens in ids)
@@ -83,7 +83,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(format: str, folder: Path) -> list[Part]:
-    """TEXTS in two files, one's name full of characters that patterns know."""
+    """Write TEXTS to two files, one of whose names has the special characters of patterns, and open them."""
     rows = [{"id": i, "meta": {"text": text, "n": {"a": 1}}} for i, text in enumerate(TEXTS)]
     for name, chosen in {"a": slice(0, 50), "b [1]*": slice(50, None)}.items():
         if format == "json":
@@ -118,7 +118,7 @@ def test_every_format_round_trips(format: str, tokenizer: HuggingFaceTokenizer, 
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-def test_packed_files_in_pieces_of_any_size(
+def test_compressed_files_are_read_in_pieces_of_any_size(
     ending: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, text = tmp_path / f"a.jsonl{ending.upper()}", tmp_path / f"a.txt{ending}"
@@ -138,7 +138,7 @@ def test_packed_files_in_pieces_of_any_size(
         assert not list(tmp_path.glob("out*"))
 
 
-def test_malformed_and_empty_records(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+def test_malformed_and_empty_records_are_counted_and_skipped(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     lines = [
         b'\xef\xbb\xbf{"text": "good"}',
         b'{"text": "cut sh',
@@ -174,7 +174,7 @@ def test_malformed_and_empty_records(tokenizer: HuggingFaceTokenizer, tmp_path: 
     assert done.state.empty == 80 and done.state.records == 40
 
 
-def test_documents_above_the_largest_size(
+def test_documents_above_the_largest_size_are_split(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = " ".join(f"wörd{i}" for i in range(200))
@@ -186,7 +186,7 @@ def test_documents_above_the_largest_size(
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", texts)])
     done = prepare(parts, tmp_path / "web", tokenizer, Options(0.5, max_document_bytes=100))
     assert "20 documents above" in done.summary()
-    for prefix, side in (("web", False), ("web_validation", True)):  # all pieces on the side of the whole
+    for prefix, side in (("web", False), ("web_validation", True)):  # all pieces of a document are on the same side
         expected = [text for text in texts if is_held_out(text, 0.5) == side]
         assert "".join(documents(tmp_path / prefix, tokenizer)) == "".join(expected)
     monkeypatch.setattr(readers, "MAX_CHARACTERS", 500)
@@ -195,8 +195,10 @@ def test_documents_above_the_largest_size(
         prepare(parts, tmp_path / "out", tokenizer, ALL)
 
 
-def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tokenizer is trained with it, without held-out documents; the overrides open what was written."""
+def test_the_command_prints_overrides_that_train_on_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It also trains a tokenizer, without the held-out documents."""
     json_lines(tmp_path / "in, here" / "a.jsonl", TEXTS)
     prefix = tmp_path / "it's, here" / "2 web-é"
     given = ["--format", "json", "--files", f"{tmp_path}/in*/*.jsonl", "--output", prefix, "--validation", 0.2]
@@ -245,7 +247,7 @@ def test_refusals_are_one_line(
 
 
 def started(*arguments: object) -> subprocess.Popen[str]:
-    """killed.py with these arguments."""
+    """Start killed.py with these arguments."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.data.killed", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
@@ -255,7 +257,7 @@ def started(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
+def test_a_command_killed_at_any_place_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     json_lines(tmp_path / "a.jsonl", [*TEXTS[:20], "long words " * 300, "", *TEXTS[20:40]])
     json_lines(tmp_path / "b.jsonl", TEXTS[40:70])
     child = started(tmp_path, 1, 23)
@@ -269,8 +271,8 @@ def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_tasks")
-def test_processes_end_with_a_killed_command(tmp_path: Path) -> None:
-    """They hold the pipe that it writes to; the same call resumes afterwards."""
+def test_workers_end_with_a_killed_command(tmp_path: Path) -> None:
+    """Workers have the command's stdout open, so `communicate` returns when they end. The same call then resumes."""
     json_lines(tmp_path / "a.jsonl", TEXTS)
     child = started(tmp_path)
     assert child.stdout is not None and child.stdout.readline() == "saved\n"
@@ -304,8 +306,8 @@ def test_an_interrupted_command_keeps_what_is_done(
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
-def test_processes_that_tokenize_do_not_import_pytorch() -> None:
-    """Each imports the command's file."""
+def test_workers_do_not_import_torch() -> None:
+    """Each worker imports the command's file."""
     check = "import sys; import scripts.prepare_data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
 
@@ -330,7 +332,7 @@ def test_a_killed_worker_is_reported(
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_what_may_change_before_a_resume(
+def test_what_may_and_may_not_change_before_a_resume(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
@@ -369,12 +371,12 @@ def test_what_may_change_before_a_resume(
         call()
     assert (tmp_path / "web.bin").read_bytes() == b"precious"
     (tmp_path / "web.bin").unlink()
-    json_lines(tmp_path / "c.jsonl", ["one more"])  # after what was read
+    json_lines(tmp_path / "c.jsonl", ["one more"])  # sorted after the files that were read
     call(options=Options(max_malformed=0.5))
     assert IndexedDataset(tmp_path / "web").num_documents > 100 and not (tmp_path / "web.parts").exists()
 
 
-def test_a_merge_has_the_bytes_of_preparing_together(
+def test_merged_datasets_have_the_bytes_of_preparing_their_files_together(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("indexed", "prepare.merge"):
@@ -392,8 +394,8 @@ def test_a_merge_has_the_bytes_of_preparing_together(
     assert run("check", f"{tmp_path}/merged/*") == 0
 
 
-def test_pairs_of_megatron_merge_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Several sequences a document, and no facts beside them."""
+def test_pairs_written_by_megatron_can_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their documents have several sequences, and there is no .json file."""
     for name, lengths in (("a", [2, 1, 4, 0, 0, 0, 5]), ("b", [0, 3])):
         write_pair(tmp_path / name, np.array(lengths, np.int32), first_token=len(lengths))
     assert run("merge", "--inputs", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "all") == 0
@@ -403,7 +405,7 @@ def test_pairs_of_megatron_merge_too(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert each[2] == each[0] + each[1] and list(map(len, each[2])) == [7, 0, 5, 3]
 
 
-def test_what_does_not_merge(
+def test_pairs_that_do_not_fit_are_not_merged(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS)])

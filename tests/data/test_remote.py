@@ -1,4 +1,4 @@
-"""Data in an object store: moto's S3 server on this machine, with faults in front of it."""
+"""Data in an object store: moto's S3 server on this machine, with injected faults."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.data.streams import write
 pytestmark = pytest.mark.slow
 
 BIG, SMALL = "s3://bucket/corpus/big", "s3://bucket/corpus/small"
-NUM_TOKENS = 1_300_000  # of the big one: three blocks of a MiB, the last one not full
+NUM_TOKENS = 1_300_000  # of BIG: three blocks of 1 MiB, the last one not full
 
 
 class Store:
-    """An S3 server whose answers go through `fault`: by the number of the request, `500`, `403`, `cut` (the connection
-    ends in the middle of the body) or None. requests: (method, range) of each."""
+    """An S3 server with faults. fault: returns, for the number of a request, `500`, `403`, `cut` (half of the body) or
+    None. requests: (method, range) of each request."""
 
     def __init__(self) -> None:
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -46,7 +46,7 @@ class Store:
         self.requests: list[tuple[str, str | None]] = []
 
     def ranges(self) -> list[int]:
-        """How many bytes each request asked for."""
+        """The number of bytes that each request asked for."""
         found = (re.fullmatch(r"bytes=(\d+)-(\d+)", asked) for _, asked in self.requests if asked)
         return [int(match[2]) - int(match[1]) + 1 for match in found if match]
 
@@ -63,7 +63,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Path]]:
-    """The server, and the folder of the files that it has as objects."""
+    """The server, and a folder with the files that it serves as objects."""
     folder, store = tmp_path_factory.mktemp("local"), Store()
     rng = np.random.default_rng(0)
     for name, documents in (("big", NUM_TOKENS // 100), ("small", 300)):
@@ -75,7 +75,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, P
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",  # botocore's own, so that each fault is ours to meet
+            "AWS_MAX_ATTEMPTS": "1",  # else botocore retries by itself
         }.items():
             patch.setenv(name, value)
         patch.setattr(s3fs.S3FileSystem, "retries", 1)
@@ -91,7 +91,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, P
 
 @pytest.fixture
 def store(running: tuple[Store, Path]) -> Iterator[Store]:
-    s3fs.S3FileSystem.clear_instance_cache()  # with what it remembers of listings
+    s3fs.S3FileSystem.clear_instance_cache()  # it caches listings
     running[0].reset()
     yield running[0]
     running[0].reset()
@@ -107,7 +107,9 @@ def local(running: tuple[Store, Path]) -> IndexedDataset:
     return IndexedDataset(running[1] / "big")
 
 
-def test_objects_are_the_files(store: Store, remote: IndexedDataset, local: IndexedDataset, tmp_path: Path) -> None:
+def test_objects_are_read_as_files_are(
+    store: Store, remote: IndexedDataset, local: IndexedDataset, tmp_path: Path
+) -> None:
     assert (remote.num_tokens, remote.num_documents) == (NUM_TOKENS, NUM_TOKENS // 100)
     rng = np.random.default_rng(0)
     for start in (0, BLOCK_BYTES // 2 - 5, NUM_TOKENS - 10, *rng.integers(0, NUM_TOKENS - 10, 9).tolist()):
@@ -115,9 +117,9 @@ def test_objects_are_the_files(store: Store, remote: IndexedDataset, local: Inde
     assert np.array_equal(remote.tokens(0, NUM_TOKENS), local.tokens(0, NUM_TOKENS))
     assert np.array_equal(remote.document_offsets(0, 13000), local.document_offsets(0, 13000))
     assert remote.identity() == local.identity() and str(remote) == BIG
-    # The .idx, which is one block; blocks of the .bin, and what its identity is of.
+    # One block is the .idx, three are the .bin, and the identity hashes 16 ranges.
     assert len(store.ranges()) == 1 + 3 + 16 and max(store.ranges()) == BLOCK_BYTES
-    # What was read is kept: of the next start, the store is only asked for versions.
+    # All of it is cached: the next start only asks the store for versions.
     store.requests.clear()
     again = IndexedDataset(BIG, remote_cache=tmp_path)
     assert again.identity() == local.identity() and np.array_equal(again.tokens(600_000, 10), local.tokens(600_000, 10))
@@ -126,7 +128,7 @@ def test_objects_are_the_files(store: Store, remote: IndexedDataset, local: Inde
     assert blocks[2:] == [BLOCK_BYTES + 64 * 8] * 2 and len(blocks) == 4
 
 
-def test_a_pattern_and_a_list(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
+def test_sources_may_be_patterns_and_lists_of_urls(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text(f"- {SMALL}\n- {BIG}.idx\n- {local.prefix}\n")
     value = f"{tmp_path}/list.yaml"
     bundle = open_indexed(1000, {"all": "s3://bucket/corp*/*", "mixed": value}, remote_cache=tmp_path / "cache")
@@ -138,7 +140,7 @@ def test_a_pattern_and_a_list(store: Store, local: IndexedDataset, tmp_path: Pat
 
 
 @pytest.mark.parametrize("fault", ["500", "cut"])
-def test_faults_that_pass_and_faults_that_stay(
+def test_temporary_faults_are_retried_and_lasting_ones_raised(
     store: Store, local: IndexedDataset, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.fault = lambda number: fault if number % 3 == 1 or number == 0 else None
@@ -155,7 +157,9 @@ def test_faults_that_pass_and_faults_that_stay(
     assert np.array_equal(remote.tokens(NUM_TOKENS - 10, 10), local.tokens(NUM_TOKENS - 10, 10))
 
 
-def test_what_another_attempt_would_not_change(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_a_retry_does_not_help_are_raised_at_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for prefix in ("s3://bucket/corpus/none", "s3://no-such-bucket/none"):
         with pytest.raises(FileNotFoundError, match=f"^{prefix}.idx does not exist; name a dataset by"):
             IndexedDataset(prefix, remote_cache=tmp_path)
@@ -174,8 +178,8 @@ def test_what_another_attempt_would_not_change(store: Store, tmp_path: Path, mon
         IndexedDataset(SMALL, remote_cache=tmp_path)
 
 
-def test_an_object_that_was_replaced(store: Store, tmp_path: Path) -> None:
-    """An open reader refuses what it has not kept; who opens it then reads the new one."""
+def test_an_object_replaced_in_use_is_refused(store: Store, tmp_path: Path) -> None:
+    """A reader that was opened before refuses blocks that it has not cached; a new reader reads the new object."""
     client, readers = s3fs.S3FileSystem(), []
     for token in (1, 2):
         write(tmp_path / "o", np.full((2000, 1000), token))
@@ -200,16 +204,15 @@ def test_threads_fetch_a_block_once(
     monkeypatch.setattr(data.storage, "_LOCK_SECONDS", 0.01)
     monkeypatch.setattr(data.storage, "RETRY_SECONDS", (1.0,))
     together = threading.Barrier(16, timeout=300)  # raises if not all threads are in this wait at the same time
-    monkeypatch.setattr(
-        data.storage, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: together.wait())
-    )
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: together.wait())
+    monkeypatch.setattr(data.storage, "time", clock)
     store.fault = lambda number: "500"
     with ThreadPoolExecutor(16) as pool:
         tried = [pool.submit(remote.tokens, 600_000, 10) for _ in range(16)]
         assert [type(one.exception()) for one in tried] == [ConnectionError] * 16
 
 
-def test_on_a_full_disk_nothing_is_kept(
+def test_on_a_full_disk_nothing_is_cached(
     store: Store, remote: IndexedDataset, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = sorted(tmp_path.rglob("*"))

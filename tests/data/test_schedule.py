@@ -23,7 +23,7 @@ TWO = [Phase("broad", 0.8, {"code": 0.7, "prose": 0.3}), Phase("late", 0.2, {"pr
 
 
 def check_ordinals(schedule: PhaseSchedule, start: int, before: dict[str, int]) -> None:
-    """From sample `start` on they count up from `before`."""
+    """From sample `start` on, each source's ordinals count up from `before`."""
     seen = Counter(before)
     for i in range(start, schedule.num_samples):
         location = schedule.locate(i)
@@ -42,7 +42,7 @@ def test_ordinals_count_across_phases() -> None:
     assert schedule.source_names == ["code", "prose", "new"]
 
 
-def test_source_ranges_are_what_locate_says() -> None:
+def test_source_ranges_agree_with_locate() -> None:
     schedule = PhaseSchedule(PHASES, num_steps=10, global_batch_size=2)
     for start, end in [(0, 20), (0, 0), (3, 4), (5, 19), (9, 11)]:
         ranges = schedule.source_ranges(start, end)
@@ -50,7 +50,7 @@ def test_source_ranges_are_what_locate_says() -> None:
         assert sorted(found) == sorted(map(tuple, map(schedule.locate, range(start, end))))
 
 
-def test_lengths_in_steps_tokens_and_the_rest() -> None:
+def test_lengths_of_phases_in_steps_tokens_shares_and_the_rest() -> None:
     phases = [
         Phase("steps", blend={"a": 1}, steps=7),
         Phase("tokens", blend={"a": 2, "b": 1}, tokens=2 * 4 * 16 * 10 + 3, global_batch_size=8),  # ten steps
@@ -68,7 +68,7 @@ def test_lengths_in_steps_tokens_and_the_rest() -> None:
             schedule.steps_before(sample)
 
 
-def test_growing_batches_continue_their_blend() -> None:
+def test_phases_with_growing_batches_continue_their_blend() -> None:
     blend = {"a": 0.7, "b": 0.2, "c": 0.1}
     ramp = [Phase(f"of {size}", blend=blend, steps=3, global_batch_size=size) for size in (2, 4, 6)]
     schedule = PhaseSchedule([*ramp, Phase("full", blend=blend)], num_steps=20, global_batch_size=8)
@@ -77,8 +77,8 @@ def test_growing_batches_continue_their_blend() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_description_is_enough_to_resume(seed: int) -> None:
-    """At any step: in quite other phases after it."""
+def test_a_saved_description_is_enough_to_resume(seed: int) -> None:
+    """At any step, also if all later phases change."""
     draw = random.Random(seed)
 
     def some_phases() -> list[Phase]:
@@ -104,14 +104,14 @@ def test_a_description_is_enough_to_resume(seed: int) -> None:
 
 @pytest.fixture
 def run() -> RunData:
-    """112 samples of code, and 48 and 40 of prose, which have 100 and 50."""
+    """A run that takes 112 samples of code, which has 100, and 48 + 40 of prose, which has 50."""
     streams = {name: CountingStream([n]) for name, n in {"code": 1601, "prose": 801, "more": 40}.items()}
     sources = {name: SampleSource(name, stream, 16, 0, 10**6) for name, stream in streams.items()}
     loader = MicroBatchLoader(PhaseSchedule(TWO, num_steps=50, global_batch_size=4), sources, 1, 0, 1)
     return RunData(DataBundle(streams, {}, None), loader, [])  # type: ignore[arg-type]
 
 
-def test_the_plan_is_what_the_run_takes(run: RunData) -> None:
+def test_the_planned_use_counts_epochs_of_each_source(run: RunData) -> None:
     rows = [(span.name, use) for span, uses in run.planned_use() for use in uses]
     assert [(name, use.source, use.share, round(use.epochs, 3), round(use.epochs_done, 3)) for name, use in rows] == [
         ("broad", "code", 0.7, 1.12, 1.12),
@@ -121,11 +121,11 @@ def test_the_plan_is_what_the_run_takes(run: RunData) -> None:
     assert run.phases.counts(200) == {"code": 112, "prose": 88} and run.epochs(50) == {"code": 1.12, "prose": 1.76}
 
 
-def test_a_source_without_a_phase_is_named(run: RunData) -> None:
+def test_a_source_without_a_phase_gives_a_warning(run: RunData) -> None:
     assert "warning: no phase draws from data.sources.more" in run.summary()
 
 
-def test_a_limit_of_epochs(run: RunData) -> None:
+def test_a_run_above_its_limit_of_epochs_is_refused(run: RunData) -> None:
     for limit in (None, 2, 1.76, {"prose": 2}, {"code": 1.12}):
         run.check_epochs(limit)
     with pytest.raises(ValueError) as refusal:
@@ -147,7 +147,7 @@ def test_a_limit_of_epochs(run: RunData) -> None:
         ([{"fraction": 0.001}, {}], "phase 'p0' gets none of the 20 steps"),
     ],
 )
-def test_phases_that_do_not_fill_the_run(lengths: list[dict[str, float]], message: str) -> None:
+def test_phases_that_do_not_fill_the_run_are_refused(lengths: list[dict[str, float]], message: str) -> None:
     phases = [Phase(f"p{i}", blend={"a": 1}, **length) for i, length in enumerate(lengths)]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         PhaseSchedule(phases, 20, 4)

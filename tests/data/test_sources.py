@@ -1,4 +1,4 @@
-"""What `data.sources` may say, and which tokens that is."""
+"""The values of `data.sources`, and which files they name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = "data.sources.web"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty pairs called web_0, web_1, web_10, deep/web_2 and code.bin (of code.bin.idx), and files that are none."""
+    """Empty pairs named web_0, web_1, web_10, deep/web_2 and code.bin (code.bin.idx), and files that are no pairs."""
     (tmp_path / "deep").mkdir()
     for name in ("web_0", "web_1", "web_10", "deep/web_2", "code.bin"):
         for ending in ("idx", "bin"):
@@ -43,12 +43,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["web_1", ["web_*"], "web_1"], ["web_1", "web_0", "web_1", "web_10", "web_1"]),
     ],
 )
-def test_what_a_value_names(folder: Path, value: object, found: list[str]) -> None:
+def test_which_pairs_a_value_names(folder: Path, value: object, found: list[str]) -> None:
     assert prefixes(KEY, value) == found
 
 
-def test_a_list_in_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths in it are relative to it, lists in it to themselves, wherever the run starts."""
+def test_a_value_may_be_a_file_with_a_list(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are relative to the file that lists them, whatever the current folder."""
     (folder / "deep" / "list.yaml").write_text("- web_2\n- [/abs/a, '../web_?']\n")
     (folder / "all.yml").write_text("- deep/list.yaml\n- web_10\n")
     monkeypatch.chdir("/")
@@ -76,8 +76,8 @@ def test_wrong_entries_are_named_with_their_file(folder: Path, content: str | No
 
 
 @pytest.mark.parametrize("value", [["web_*"], ["web_held_out"], ["web_0", "link.idx"]])
-def test_what_validates_is_not_trained_on(tmp_path: Path, value: list[str]) -> None:
-    """By a pattern, by name and by another name."""
+def test_training_on_a_validation_file_is_refused(tmp_path: Path, value: list[str]) -> None:
+    """Named by a pattern, by its name, or by a link."""
     for name in ("web_0", "web_held_out"):
         write_random(tmp_path / name, 100)
     for ending in ("idx", "bin"):
@@ -88,7 +88,7 @@ def test_what_validates_is_not_trained_on(tmp_path: Path, value: list[str]) -> N
     open_indexed(1000, {"web": "web_[0-9]*"}, held_out)
 
 
-def test_another_tokenizer_than_made_the_files_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_did_not_make_the_files_is_refused(tmp_path: Path) -> None:
     prefix = write_random(tmp_path / "web").prefix
     tokenizer = train_tokenizer(["some text"] * 3, 260)
     tokenizer.save(tmp_path / "tokenizer.json")
@@ -102,10 +102,10 @@ def test_another_tokenizer_than_made_the_files_is_refused(tmp_path: Path) -> Non
     assert open_indexed(1000, {"web": prefix}).tokenizer is None
 
 
-def test_files_are_opened_side_by_side_and_the_first_wrong_one_is_named(
+def test_files_are_opened_concurrently_and_the_first_wrong_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever fails first, by as many threads for many sources of many files as for one."""
+    """The first in order, not in time. At most 32 threads, however many sources and files there are."""
     prefix, before, threads = write_random(tmp_path / "web").prefix, threading.active_count(), []
 
     def opened(path: str, *rest: object) -> IndexedDataset:
@@ -123,8 +123,8 @@ def test_files_are_opened_side_by_side_and_the_first_wrong_one_is_named(
     assert 2 < max(threads) <= 32 and threading.active_count() <= before
 
 
-def test_opening_looks_at_a_large_index_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At few places: a start from thousands of files shall not take minutes."""
+def test_opening_checks_a_few_places_of_a_large_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends are among them. Few, because a start with thousands of files must not take minutes."""
     last, seen = write_random(tmp_path / "web", 5000).num_documents - 1, Counter[int]()
     monkeypatch.setattr("data.indexed._CHECKED_ENTRIES", 1)
     monkeypatch.setattr(IndexedDataset, "_checked_entries", lambda _, first, end: seen.update([first]))
@@ -132,8 +132,8 @@ def test_opening_looks_at_a_large_index_from_end_to_end(tmp_path: Path, monkeypa
     assert len(seen) == 16 and set(seen.values()) == {1} and {0, last} <= seen.keys()
 
 
-def test_tokens_that_are_read_twice_are_named(tmp_path: Path) -> None:
-    """By whatever name: another path, a copy, a part of a list."""
+def test_tokens_that_are_read_twice_give_a_warning(tmp_path: Path) -> None:
+    """Also if one of the files is a copy, or part of a list."""
     for name in ("web", "more", "held_out"):
         write_random(tmp_path / name, 400)
     for name, copy in (("web", "copy"), ("more", "other")):

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind of file, made here: the same interface, the ids of their libraries, one line for a fault."""
+"""Tokenizers from every kind of file: one interface, the ids of their libraries, one line for a faulty file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str, str | None, int]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_does_the_same(kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_tokenizer_works_alike(kind: str, tmp_path: Path) -> None:
     make, eod, bos, vocab_size = KINDS[kind]
     tokenizer = load_tokenizer(make(tmp_path))
     assert (tokenizer.eod_token, tokenizer.bos_token, tokenizer.vocab_size) == (eod, bos, vocab_size)
@@ -94,7 +94,7 @@ def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: P
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sentence_piece(tmp_path)))
     assert load_tokenizer(tmp_path / "m.model").encode_batch(TEXTS) == [processor.encode(text) for text in TEXTS]
     assert load_tokenizer(ranks(tmp_path)).encode_batch([" argument,return"]) == [[256, 44, 257]]
-    # By any other name, as Llama 3 has it.
+    # Under another name, such as Llama 3's.
     (tmp_path / "r.tiktoken").rename(tmp_path / "tokenizer.model")
     with pytest.raises(ValueError, match=r"tokenizer.model has neither a pattern nor special .*: write .*\.json with"):
         load_tokenizer(tmp_path / "tokenizer.model")
@@ -108,17 +108,17 @@ def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: P
         ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is not a token in base64 and its rank"),
     ],
 )
-def test_a_file_that_is_no_tokenizer(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_faulty_tokenizer_file_gives_one_line(name: str, content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=said) as refusal:
         load_tokenizer(tmp_path / name)
     assert "\n" not in str(refusal.value)
 
 
-# --- words seen before give the ids that `tokenizers` gives -----------------------------------------------------------
+# --- caching the ids of words does not change them --------------------------------------------------------------------
 
 CONTENT = train_tokenizer(TEXTS, 400).content
-# Everything that the expressions tell apart, and what Python and `tokenizers` might see differently.
+# Every class of characters in the expressions, and characters that Python and `tokenizers` may classify differently.
 ALPHABET = [
     *"  \t\n\r\v\f\x1c\x1f\x85\xa0\u2003\u3000\u180e'sStTrReEvVmMlLdD09.,_-#",
     *"\u017f\u212aé文٣²Ⅻ\u0660😀\U00020000\u200bǅﬀßİ",
@@ -127,7 +127,7 @@ ALPHABET = [
 
 
 def cut_by(expression: str, normalizer: str | None = None, added: str | None = None) -> HuggingFaceTokenizer:
-    """The trained tokenizer, its words cut by an expression instead of GPT-2's own."""
+    """The trained tokenizer with another expression that cuts words."""
     settings: dict[str, Any] = json.loads(CONTENT)
     if expression != GPT2:
         settings["pre_tokenizer"] = {
@@ -173,14 +173,14 @@ def test_any_text_gets_the_ids_of_tokenizers(
 
 
 def test_every_character_is_classified_as_tokenizers_does() -> None:
-    """Beside a letter, a digit, a mark and a space: a character of another class would cut other words."""
+    """Beside a letter, a digit, punctuation and a space, where a character of another class cuts other words."""
     subject = cut_by(GPT2)
     points = [point for point in range(0x3000) if not 0xD800 <= point < 0xE000]
     text = "".join(f"a{chr(point)}1{chr(point)}. {chr(point)}" for point in points)
     assert subject.encode_batch([text]) == by_library(subject, [text])
 
 
-def test_a_token_that_is_looked_for_first_is_found() -> None:
+def test_an_added_token_is_found_before_words_are_cut() -> None:
     subject = cut_by(GPT2, added="return argument")
     texts = ["we return arguments", "return", "x return argument\n"]
     encoded = subject.encode_batch(texts)

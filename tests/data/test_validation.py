@@ -14,7 +14,9 @@ from tests.data.streams import write, write_random
 
 
 @pytest.mark.parametrize(("micro_batch_size", "dp_size"), [(1, 3), (4, 4), (16, 2)])
-def test_every_window_counts_once_at_any_size(tmp_path: Path, dp_size: int, micro_batch_size: int) -> None:
+def test_every_window_is_validated_once_on_any_number_of_ranks(
+    tmp_path: Path, dp_size: int, micro_batch_size: int
+) -> None:
     validation = ValidationSet("code", write_random(tmp_path / "code", 503), 8, num_samples=11, vocab_size=1000)
     with pytest.raises(
         ValueError, match=r"503 tokens, .* train.sequence_length \+ 1 = 504; lower train.sequence_length"
@@ -47,12 +49,12 @@ def test_windows_are_spread_and_never_overlap(tmp_path: Path) -> None:
         everything = ValidationSet("code", dataset, 8, num_samples, vocab_size=1000)
         assert everything.num_samples == 62
         [batch] = everything.batches(100, 0, 1)
-        # Every token but the first, and those after the last whole window.
+        # Every token but the first one and those after the last whole window.
         assert batch.targets.flatten().tolist() == dataset.tokens(1, 62 * 8).tolist()
 
 
-def test_masked_documents(tmp_path: Path) -> None:
-    """Against the documents' own lengths; without the losses across their borders."""
+def test_documents_are_numbered_and_targets_across_borders_uncounted(tmp_path: Path) -> None:
+    """Against the lengths of the documents."""
     dataset = write_random(tmp_path / "code", 400)
     lengths = np.diff(dataset.document_offsets(0, dataset.num_documents))
     owners = np.repeat(np.arange(dataset.num_documents), lengths)
@@ -72,7 +74,7 @@ def test_masked_documents(tmp_path: Path) -> None:
     assert counts[2].sum() == third.num_targets == 7 * 12 - np.stack(crossing).sum() < 7 * 12
 
 
-def test_statistics_of_the_very_targets(tmp_path: Path) -> None:
+def test_statistics_are_of_exactly_the_targets(tmp_path: Path) -> None:
     text = "naïve façade, 数据 🙂\n"
     tokenizer = train_tokenizer([text * 3] * 5, 280)
     documents = [[*ids, tokenizer.eod_id] for ids in tokenizer.encode_batch([text * n for n in range(1, 20)])]
@@ -83,7 +85,7 @@ def test_statistics_of_the_very_targets(tmp_path: Path) -> None:
     stream = [token for document in documents for token in document]
     targets = stream[1 : 1 + validation.num_samples * 16]
     assert statistics.targets == len(targets)
-    # Less the bytes before the first target, and those after the last window.
+    # All bytes but those before the first target and after the last window.
     total, rest = sum(n * len(text.encode()) for n in range(1, 20)), [stream[0], *stream[1 + len(targets) :]]
     assert statistics.text_bytes == total - sum(int(lengths[token]) for token in rest)
     assert statistics.bits_per_byte(2.0) == pytest.approx(2.0 * len(targets) / math.log(2) / statistics.text_bytes)
@@ -91,7 +93,7 @@ def test_statistics_of_the_very_targets(tmp_path: Path) -> None:
     assert statistics.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
 
 
-def test_bits_per_byte_by_the_average_of_the_source(tmp_path: Path) -> None:
+def test_without_a_tokenizer_bytes_are_estimated_from_the_average_of_the_source(tmp_path: Path) -> None:
     dataset = write_random(tmp_path / "web", 500)
     validation = ValidationSet("web", dataset, 8, 11, vocab_size=1000)
     counts = validation.target_counts()

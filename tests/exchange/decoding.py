@@ -1,4 +1,4 @@
-"""NVFP4 decoded by its definition alone: tables written out, one element at a time; nothing of ours is used."""
+"""Decodes NVFP4 by its definition, with tables written out and none of the project's code."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def e4m3(byte: int) -> float:
 
 
 def block_values(codes: Tensor, scales: Tensor) -> Tensor:
-    """FP32 `code * block scale` [out, in] of bytes: codes uint8 [out, in / 2], low nibble first, scales E4M3
-    [out, in / 16]. Six significant bits, so exact."""
+    """FP32 `code * block scale` [out, in]. Exact, since a product has six significant bits. codes: uint8 [out, in / 2],
+    low nibble first. scales: E4M3 [out, in / 16]."""
     packed, stored = codes.numpy(), scales.view(torch.uint8).numpy()
     nibbles = np.stack((packed & 15, packed >> 4), -1).reshape(packed.shape[0], -1)
     values = np.array(E2M1 + [-value for value in E2M1])[nibbles]

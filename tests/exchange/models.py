@@ -1,4 +1,4 @@
-"""Small checkpoints of every kind of model, with weights that let no mistake hide."""
+"""Small checkpoints of every kind of model, with weights that make conversion errors visible."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from models.hybrid import HybridModel
 from pretrain import CONFIGS, configure
 from tests.models.builders import build, small_config
 
-# Every difference in order, grouping or width that a conversion could overlook: groups of several heads, sizes that are
-# all different, chunks shorter than the sequences, a convolution of another width.
+# A conversion could overlook order, grouping or widths. So groups have several heads, all sizes differ, chunks are
+# shorter than the sequences, and one convolution has another width.
 CASES = {
     "hybrid": small_config(vocab_size=300, head_dim=12, mamba_num_heads=6, mamba_num_groups=3, mamba_head_dim=10),
     "mamba": small_config(pattern="MM", mamba_num_groups=1, mamba_conv_width=3, mamba_state_dim=16),
@@ -32,7 +32,7 @@ CASES = {
 
 
 def strong_model(config: ModelConfig, mesh: ParallelMesh, seed: int = 0) -> HybridModel:
-    """Weights so large, and norms, biases and step sizes so uneven, that a wrong row moves every logit."""
+    """A model with large weights and uneven norms, biases and step sizes, so that a wrong row changes every logit."""
     model, generator = build(config, mesh, seed=seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -55,7 +55,7 @@ def checkpoint_of(
     overrides: Sequence[str] = (),
     tokenizer: HuggingFaceTokenizer | None = None,
 ) -> Checkpoint:
-    """A weights-only checkpoint of these tensors. overrides: of the run that it says it is of. tokenizer: kept."""
+    """A weights-only checkpoint of these tensors. overrides: of its configuration. tokenizer: stored in it."""
     whole = replace(configure(["model=tiny", "train.sequence_length=64", *overrides]), model=config)
     kept = {} if tokenizer is None else {"tokenizer.json": tokenizer.content.encode()}
     identity = None if tokenizer is None else tokenizer.fingerprint()
@@ -65,7 +65,7 @@ def checkpoint_of(
 
 
 def text_data(folder: Path) -> list[str]:
-    """Overrides of a run on a little text, written to `folder` with held-out text and a tokenizer of 290 tokens."""
+    """Write a little text, held-out text and a tokenizer of 290 ids to `folder`; returns overrides of a run on it."""
     generator = np.random.default_rng(1)
     words = ["".join(chr(97 + letter) for letter in generator.integers(26, size=5)) for _ in range(40)]
     documents = [" ".join(generator.choice(words, 60)) for _ in range(36)]

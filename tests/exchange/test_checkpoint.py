@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or lead elsewhere; and folders that are whole or not there."""
+"""Reading damaged checkpoints and links; output folders that are complete or do not exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def whole(tmp_path: Path, mesh: ParallelMesh) -> Checkpoint:
     return checkpoint_of(tmp_path / "w", CASES["mamba"], tensors_of(strong_model(CASES["mamba"], mesh)))
 
 
-def test_values_are_never_taken_from_the_wrong_place(whole: Checkpoint) -> None:
+def test_a_damaged_shard_is_refused(whole: Checkpoint) -> None:
     shard = whole.folder / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes().replace(b"data/0", b"data/9"))
     with pytest.raises(DamagedCheckpointError, match=r"__0_0\.distcp"):
@@ -39,11 +39,11 @@ def test_nothing_outside_the_folder_is_read(tmp_path: Path, whole: Checkpoint) -
         whole.tensor("head.weight")
 
 
-def test_a_folder_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_folder_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
     with new_folder(tmp_path / "far" / "out") as folder:
         (folder / "a").write_text("1")
         assert not (tmp_path / "far" / "out").exists()
-        # Another command.
+        # As another command would.
         with pytest.raises(ValueError, match=r"another command is writing .*out\.tmp; wait"):
             new_folder(tmp_path / "far" / "out").__enter__()
     assert [path.name for path in (tmp_path / "far").rglob("*")] == ["out", "a"]
@@ -55,8 +55,8 @@ def test_a_folder_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "late"]
 
 
-def test_what_a_killed_command_left_is_replaced_and_what_is_not_ours_stays(tmp_path: Path) -> None:
-    """Ours has a lock file, which no process locks."""
+def test_remains_of_a_killed_command_are_replaced_and_other_folders_are_not(tmp_path: Path) -> None:
+    """Remains of a command contain a lock file that no process holds."""
     (tmp_path / "out.tmp").mkdir()
     for name in (".being_written", "half"):
         (tmp_path / "out.tmp" / name).touch()

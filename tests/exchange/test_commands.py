@@ -1,5 +1,5 @@
-"""What scripts/convert.py refuses: exit code 2, one line that says what to do, and every file as it was. And what it
-says when it has worked."""
+"""scripts/convert.py: what it refuses, with exit code 2, one line that says what to do, and every file unchanged; and
+what it prints on success."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cut(name: str) -> Change:
 
 
 def damaged_run(folder: Path) -> None:
-    """The folder becomes a run's, with the checkpoint in it, which is not whole."""
+    """Turn a checkpoint's folder into a run's folder that contains the checkpoint, damaged."""
     moved = folder.rename(folder.with_name("moved"))
     (folder / "checkpoints").mkdir(parents=True)
     moved.rename(folder / "checkpoints" / "step_00000004")
@@ -46,8 +46,8 @@ def shard_outside(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-# What is done to a copy of a good folder; arguments, where {it}, {out} and {tmp} stand for that folder, the output and
-# the test's own folder; words of the line.
+# (command, change of a copy of a valid folder, arguments, words of the line). In arguments, {it} is that folder, {out}
+# the output, {tmp} the test's folder.
 PLAIN, OTHER = "{it} {out}", "{it} {out} --tokenizer {tmp}/other/tokenizer.json"
 REFUSED: list[tuple[str, Change, str, str]] = [
     ("export-hf", lambda folder: flip_a_bit(folder / SHARD), PLAIN, f"{SHARD} has changed since it was written"),
@@ -66,7 +66,7 @@ REFUSED: list[tuple[str, Change, str, str]] = [
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Path:
-    """A checkpoint of a run with a tokenizer (`checkpoint`), its export in two shards (`folder`), another tokenizer."""
+    """A folder with a `checkpoint` that has a tokenizer, its export (`folder`), and an `other` tokenizer."""
     root = tmp_path_factory.mktemp("good")
     texts = [f"{number} words {number * 7} and more of them, {number**3}" for number in range(400)]
     (root / "other").mkdir()
@@ -82,7 +82,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Path:
 
 
 def state(folder: Path) -> dict[str, str]:
-    """Every file and link below a folder, with its content."""
+    """Every path below a folder, with a hash of its content or the target of a link."""
     found = {}
     for path in sorted(folder.rglob("*")):
         kind = os.readlink(path) if path.is_symlink() else "folder"
@@ -102,12 +102,12 @@ def refused(command: str, arguments: str, words: str, it: Path, capsys: pytest.C
 
 @pytest.fixture
 def mine(good: Path, tmp_path: Path) -> Path:
-    """A copy of everything that may be harmed."""
+    """A copy of `good` that a test may change."""
     return Path(shutil.copytree(good, tmp_path / "mine"))
 
 
 @pytest.mark.parametrize(("command", "change", "arguments", "words"), REFUSED)
-def test_what_is_refused(
+def test_wrong_input_is_refused_in_one_line(
     command: str, change: Change, arguments: str, words: str, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     it = mine / ("checkpoint" if command == "export-hf" else "folder")
@@ -116,7 +116,7 @@ def test_what_is_refused(
 
 
 def test_a_full_disk_leaves_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No file may become larger: what a full disk is to a writer."""
+    """Imitated by a limit on the size of files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -126,7 +126,9 @@ def test_a_full_disk_leaves_nothing(mine: Path, capsys: pytest.CaptureFixture[st
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_megatron_there_and_back(tmp_path: Path, mesh: ParallelMesh, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_megatron_export_and_import(
+    tmp_path: Path, mesh: ParallelMesh, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = CASES["transformer"]
     ours = checkpoint_of(tmp_path / "ours", config, tensors_of(strong_model(config, mesh))).folder
     assert convert.main(["export-megatron", str(ours), str(tmp_path / "out")]) == 0

@@ -1,5 +1,5 @@
-"""Exports beside a run, with a stand-in for the exporter: what is started when, what is left, what comes back; and
-pretrain.py with exports."""
+"""Exports during a run: when they start, what they leave, and how failures are reported, with a stand-in for the
+exporter; and pretrain.py with exports."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tests.test_pretrain import SMALL, losses, records
 from tests.training.harness import launch
 
 COMMAND = exports.SCRIPT
-# Writes the output as an exporter does. Told by a file in the checkpoint to fail, or to wait until it is ended. Begins
-# as scripts/convert.py does.
+# Writes an output as an exporter does. A file in the checkpoint makes it fail, wait, or hang until it is killed. Begins
+# with the first lines of scripts/convert.py.
 STAND_IN = """
 import json, os, pathlib, time
 checkpoint, output = map(pathlib.Path, sys.argv[2:4])
@@ -61,7 +61,7 @@ staging.rename(output)
 
 
 def stand_in(folder: Path) -> Path:
-    """Such a script in `folder`."""
+    """Write the stand-in's script to `folder`."""
     begin = COMMAND.read_text().partition("import argparse\n")[0].partition("import _command  # noqa: F401\n\n")[2]
     script = folder / "stand_in.py"
     script.write_text(begin + STAND_IN)
@@ -74,7 +74,7 @@ def no_exporter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 
 
 class Job:
-    """A start of a run of eight steps that exports every second checkpoint."""
+    """A start of a run of eight steps that exports its checkpoints of even steps."""
 
     def __init__(self, run_dir: Path, rank: int = 0, start: int = 0) -> None:
         checkpoint = CheckpointConfig(export_interval=2, keep=1)
@@ -86,16 +86,16 @@ class Job:
 
     @property
     def done(self) -> list[int]:
-        """The steps whose exports the log was told of."""
+        """The steps whose exports were logged as done."""
         return [call.args[0] for call in self._log.exported.call_args_list]
 
     @property
     def failed(self) -> dict[int, tuple[str, str]]:
-        """By step: the error that the log was told, and the command."""
+        """By step: the logged error, and the command."""
         return {call.args[0]: call.args[1:] for call in self._log.export_failed.call_args_list}
 
     def save(self, step: int, told: str = "", error: str | None = None) -> Path:
-        """A checkpoint of a step, and what follows a save; told: the name of a file in it."""
+        """Save a checkpoint and do what a run does after a save. told: the name of a file for the stand-in."""
         root = self.run_dir / "checkpoints"
         folder = root / files.folder_name(step)
         self.exports.on_checkpoint(step)
@@ -110,7 +110,7 @@ class Job:
         return folder
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Steps of training, as many as it takes."""
+        """Call the exports as each step does until the condition holds."""
         wait_until(lambda: self.exports.saved([]) or condition())
 
     def names(self, folder: str) -> list[str]:
@@ -121,7 +121,7 @@ def written(run_dir: Path, name: str) -> dict[str, Any]:
     return json.loads((run_dir / "exports" / name / "weights").read_text())
 
 
-def test_a_checkpoint_is_kept_until_its_export_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_kept_until_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
     for name in ranks:
         monkeypatch.setenv(name, "0")
@@ -142,8 +142,8 @@ def test_a_checkpoint_is_kept_until_its_export_is_there(tmp_path: Path, monkeypa
     assert facts == {"CUDA_VISIBLE_DEVICES": "", **dict.fromkeys(ranks), **how}
 
 
-def test_what_is_left_out_or_fails_has_its_reason_and_an_export_by_hand_counts(tmp_path: Path) -> None:
-    """One is written and one waits."""
+def test_skipped_and_failed_exports_have_a_reason_and_exports_by_hand_count(tmp_path: Path) -> None:
+    """One export runs, one waits, and a checkpoint that was waiting is skipped for a newer one."""
     job, run_dir = Job(tmp_path / "run"), tmp_path / "run"
     first = job.save(2, "wait")
     job.save(4)
@@ -157,12 +157,12 @@ def test_what_is_left_out_or_fails_has_its_reason_and_an_export_by_hand_counts(t
     assert "its export of step 6" in job.exports.lacking(6)
     (run_dir / "exports" / "step_00000006").mkdir()
     assert "its export of step 6" not in job.exports.lacking(6)
-    job.save(8, error="the disk is full")  # a save of which nothing came: there is nothing to export
+    job.save(8, error="the disk is full")  # a failed save: there is nothing to export
     assert not job.exports.protected() and list(job.failed) == [4, 6]
 
 
-def test_another_checkpoint_of_the_same_step_is_exported_again(tmp_path: Path) -> None:
-    """As after damage; what was there before keeps its files under another name."""
+def test_a_new_checkpoint_of_the_same_step_is_exported_again(tmp_path: Path) -> None:
+    """Such as after damage. The old export is kept under another name."""
     job = Job(tmp_path / "run")
     folder = job.save(2)
     job.until(lambda: job.done == [2])
@@ -198,7 +198,7 @@ def test_an_export_ends_with_a_killed_run(tmp_path: Path) -> None:
 
 
 def _stopped(rank: int, run_dir: str) -> tuple[bool, str, list[int]]:
-    """Two ranks at the end of a run, of which the second is to stop: (whether they waited, the section, failures)."""
+    """Rank 1 is asked to stop while rank 0 exports: (whether `finish` waited to the end, the phase, failed steps)."""
     exports.SCRIPT = Path(run_dir).parent / "stand_in.py"
     job = Job(Path(run_dir), rank)
     if rank == 0:
@@ -211,7 +211,7 @@ def _stopped(rank: int, run_dir: str) -> tuple[bool, str, list[int]]:
 def test_a_stop_on_any_rank_ends_the_wait_for_exports(tmp_path: Path) -> None:
     stand_in(tmp_path)
     assert launch(_stopped, 2, str(tmp_path / "run")) == [(False, "export", [8]), (False, "export", [])]
-    assert not list((tmp_path / "run").glob("exports/*"))  # on a busy machine not even the folder
+    assert not list((tmp_path / "run").glob("exports/*"))  # on a busy machine there is not even the folder
 
 
 EACH, NVFP4 = "checkpoint.export_interval=2", "checkpoint.export_format=nvfp4"
@@ -222,8 +222,8 @@ def config(*overrides: str) -> Config:
     return composed("train.steps=8", "model.nvfp4_bf16_blocks.last=1", *overrides)
 
 
-def test_which_checkpoints_are_due() -> None:
-    """After a switch of the forward pass there is no NVFP4 weight."""
+def test_which_checkpoints_are_exported() -> None:
+    """After a precision switch of the forward pass there are no NVFP4 weights."""
     for overrides, steps in (
         (["checkpoint.export_interval=3"], [3, 6]),
         ([EACH, NVFP4, AT_5], [2, 4]),
@@ -251,7 +251,7 @@ def test_what_cannot_be_exported_is_refused_before_the_run(overrides: list[str],
     assert "\n" not in str(error.value) and words in str(error.value)
 
 
-def test_the_exporter_knows_every_format() -> None:
+def test_the_export_command_has_every_format_of_the_schema() -> None:
     assert set(typing.get_args(typing.get_type_hints(CheckpointConfig)["export_format"])) == OPTIONS.keys()
     for name, given in OPTIONS.items():
         options = convert.parse(["export-hf", "checkpoint", "output", *given])
@@ -264,7 +264,7 @@ Start = Callable[..., str]
 
 @pytest.fixture
 def start(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_groups_left: None) -> Start:
-    """Start pretrain.py with overrides; what it printed, if it ended with `code`."""
+    """Start pretrain.py with overrides; it must end with `code`. Returns what it printed."""
     data = [*small_corpus(tmp_path), "precision.switch.when=never", f"run.dir={tmp_path / 'run'}"]
 
     def start(*overrides: str, code: int = 0) -> str:
@@ -279,7 +279,7 @@ def test_every_export_has_its_checkpoint_and_its_record(start: Start, tmp_path: 
     start(*overrides)
     assert names(run_dir / "exports") == ["step_00000002", "step_00000004"]
     assert names(run_dir / "checkpoints") == ["latest", "step_00000004"]
-    assert [event["step"] for event in records(run_dir, "checkpoint")] == [2, 4]  # the export made the first one
+    assert [event["step"] for event in records(run_dir, "checkpoint")] == [2, 4]  # step 2 was saved for its export
     found = [(event["step"], event["path"], event["format"]) for event in records(run_dir, "export")]
     assert found == [(step, str(run_dir / "exports" / f"step_0000000{step}"), "bf16") for step in (2, 4)]
     assert json.loads((run_dir / "summary.json").read_text())["exported as"] == "exports/step_00000004"
@@ -291,17 +291,17 @@ def test_every_export_has_its_checkpoint_and_its_record(start: Start, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
+def test_a_stop_ends_the_wait_and_the_next_start_exports(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The latter by the real command; what the folder is in transformers has tests of its own."""
+    """The second start uses the real command. test_hf.py reads such folders in transformers."""
     run_dir, stopping = tmp_path / "run", tmp_path / "stopping.py"
     end = ["checkpoint.export_interval=4", "checkpoint.export_format=fp32"]
     stop = f"from pathlib import Path\nPath({str(run_dir / 'STOP')!r}).touch()\nPath(sys.argv[2], 'hang').touch()\n"
     stopping.write_text(exports.SCRIPT.read_text().replace("import json", f"{stop}import json", 1))
     monkeypatch.setattr(exports, "SCRIPT", stopping)
     assert "aborted because this start ends" in start(*end, code=75) and not (run_dir / "STOP").exists()
-    assert not [*run_dir.glob("exports/*"), *run_dir.glob("summary.json")]  # perhaps not even the folder
+    assert not [*run_dir.glob("exports/*"), *run_dir.glob("summary.json")]  # perhaps there is not even the folder
     assert json.loads((run_dir / "state.json").read_text())["state"] == "stopped"
     assert [event["step"] for event in records(run_dir, "export_failed")] == [4]
 

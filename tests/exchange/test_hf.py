@@ -1,4 +1,4 @@
-"""Folders in transformers itself: the same logits, the same greedy texts, and none of the known traps."""
+"""Exported folders in transformers: the same logits and greedy texts, and none of the known traps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXTS = ["def function(argument): return argument\n" * 20, "some prose, and more
 
 
 def exported(tmp_path: Path, name: str, mesh: ParallelMesh, **options: object) -> tuple[HybridModel, Path]:
-    model = strong_model(CASES[name], mesh, seed=5)  # whose greedy texts repeat themselves little
+    model = strong_model(CASES[name], mesh, seed=5)  # a seed with few repetitions in the greedy texts
     checkpoint = checkpoint_of(tmp_path / "checkpoint", CASES[name], tensors_of(model))
     settings: dict[str, object] = {"dtype": FP32} | options
     export_hf(checkpoint, tmp_path / "hf", **settings)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_computes_and_writes_the_same_and_what_comes_back_is_what_was_exported(
+def test_transformers_computes_the_same_and_an_import_returns_the_exported_weights(
     name: str, tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("exchange.hf_export.SHARD_BYTES", 30_000)
@@ -75,7 +75,7 @@ def test_transformers_computes_and_writes_the_same_and_what_comes_back_is_what_w
     assert back.weights_only and back.step == 0 and len(list(back.folder.glob("*.distcp"))) > 5
     assert all(torch.equal(back.tensor(n), values) for n, values in tensors_of(model).items())
     assert all(getattr(CASES[name], key) == value for key, value in settings.items() if key != "name")
-    # As it was imported: the tokenizer and the length of sequences travel, and the check finds nothing.
+    # Exporting the import gives the same folder: tokenizer and sequence length are kept; the check finds nothing.
     kept = tokenizer_of(back)
     export_hf(back, tmp_path / "again", dtype=FP32, tokenizer=kept)
     findings = list(FolderCheck(Folder(tmp_path / "again"), back, None, kept).findings())
@@ -83,8 +83,8 @@ def test_transformers_computes_and_writes_the_same_and_what_comes_back_is_what_w
     assert (tmp_path / "again/config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
-def test_bf16_is_no_further_from_fp64_than_transformers_own(tmp_path: Path, mesh: ParallelMesh) -> None:
-    """Ours in BF16 against the folder in BF16, both against the folder's weights in FP64."""
+def test_our_bf16_is_as_close_to_fp64_as_that_of_transformers(tmp_path: Path, mesh: ParallelMesh) -> None:
+    """The folder's weights in BF16 here and in transformers, both against FP64."""
     _, folder = exported(tmp_path, "hybrid", mesh, dtype=torch.bfloat16)
     ours = load_model(imported(folder, tmp_path / "back"), compute_dtype=torch.bfloat16)
     tokens, _ = tokens_and_targets(CASES["hybrid"], batch=4, length=45)
@@ -96,7 +96,7 @@ def test_bf16_is_no_further_from_fp64_than_transformers_own(tmp_path: Path, mesh
 
 
 def test_step_sizes_are_not_clamped(tmp_path: Path, mesh: ParallelMesh) -> None:
-    """With steps far below transformers' usual time_step_min, a clamp would move the logits; BF16 would hide it."""
+    """Step sizes are far below transformers' usual time_step_min, so a clamp would change the logits."""
     config = CASES["mamba"]
     model = strong_model(config, mesh)
     tensors = tensors_of(model)
@@ -104,7 +104,7 @@ def test_step_sizes_are_not_clamped(tmp_path: Path, mesh: ParallelMesh) -> None:
         if name.endswith("dt_bias"):
             values.fill_(-9.0)  # softplus: 1.2e-4
         elif name.endswith("ssm.D"):
-            values.zero_()  # nothing but the scan passes
+            values.zero_()  # only the scan contributes
     tokens, _ = tokens_and_targets(config, length=45)
     export_hf(checkpoint_of(tmp_path / "c", config, tensors), tmp_path / "hf", dtype=FP32)
     with torch.no_grad():
@@ -116,8 +116,8 @@ def test_step_sizes_are_not_clamped(tmp_path: Path, mesh: ParallelMesh) -> None:
 
 
 @pytest.mark.parametrize("model_class", ["NemotronHForCausalLM", "ArceeForCausalLM"])
-def test_a_folder_of_transformers_own_comes_back(model_class: str, tmp_path: Path, mesh: ParallelMesh) -> None:
-    """What others save: its own keys, `layers_block_type`, BF16 throughout, shards cut its way."""
+def test_a_folder_written_by_transformers_can_be_imported(model_class: str, tmp_path: Path, mesh: ParallelMesh) -> None:
+    """Such folders have other keys, `layers_block_type`, BF16 throughout and other shards."""
     config = CASES["hybrid" if model_class.startswith("N") else "transformer"]
     torch.manual_seed(1)
     made = to_hf(config) | {"time_step_min": 0.001}  # with 0, its random weights cannot be drawn
@@ -131,7 +131,7 @@ def test_a_folder_of_transformers_own_comes_back(model_class: str, tmp_path: Pat
     assert all(torch.equal(theirs.tensor(name).float(), again.tensor(name).float()) for name in theirs.names)
     tokens, _ = tokens_and_targets(config, length=12)
     with torch.no_grad():
-        assert (load_model(back)(tokens) - model.float()(tokens).logits).abs().max() < 2e-2  # its clamp of dt
+        assert (load_model(back)(tokens) - model.float()(tokens).logits).abs().max() < 2e-2  # transformers clamps dt
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Path:
 
 
 def changed(good: Path, folder: Path, changes: dict) -> None:
-    """A copy of the good folder with changes of its configuration; None: without the key."""
+    """Copy the valid folder and change its configuration. A value of None removes the key."""
     for path in good.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text()) | changes
@@ -148,9 +148,9 @@ def changed(good: Path, folder: Path, changes: dict) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
-def test_keys_of_published_configurations_travel(good: Path, tmp_path: Path) -> None:
-    """Engines find those that they read, an import takes theirs where transformers' own are not there; and the ids of a
-    folder without a tokenizer stay."""
+def test_keys_of_published_configurations_are_written_and_read(good: Path, tmp_path: Path) -> None:
+    """Inference engines find the keys that they read; an import accepts these instead of transformers' own. Token ids
+    of a folder without a tokenizer are kept."""
     config, model = json.loads((good / "config.json").read_text()), CASES["hybrid"]
     wanted = {"rms_norm_eps": model.norm_eps, "attention_head_dim": model.head_dim, "mamba_ssm_cache_dtype": "float32"}
     assert {key: config[key] for key in wanted} == wanted
@@ -172,7 +172,7 @@ def test_keys_of_published_configurations_travel(good: Path, tmp_path: Path) -> 
         ({"pattern": "*-", "rope": True, "num_query_heads": 6, "hidden_dim": 32}, "to be a multiple of"),
     ],
 )
-def test_a_model_that_nothing_computes_is_refused(changes: dict, message: str) -> None:
+def test_a_model_that_no_architecture_computes_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         architecture_of(small_config(**changes))
 
@@ -192,7 +192,7 @@ BAD_CONFIGS = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
-def test_a_folder_that_is_no_model_of_ours_is_refused(changes: dict, message: str, good: Path, tmp_path: Path) -> None:
+def test_a_folder_with_an_unsupported_model_is_refused(changes: dict, message: str, good: Path, tmp_path: Path) -> None:
     changed(good, tmp_path, changes)
     with pytest.raises(ValueError, match=message) as caught:
         import_hf(tmp_path, tmp_path / "c", CONFIGS)

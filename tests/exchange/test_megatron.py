@@ -1,5 +1,5 @@
-"""Megatron-core's checkpoints without megatron-core: against its listings, torch's own reader, and orders by hand; as
-others write them, or damaged; and what is never run."""
+"""Megatron-core's checkpoints, without megatron-core: compared with listings of its keys, with torch's own reader and
+with orders of rows by hand; folders of other writers; damaged ones; and that no code in them is run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pretrain import CONFIGS
 from tests.checkpoint.test_shards import Command
 from tests.exchange.models import checkpoint_of
 
-# No two sizes alike, so that a mistaken axis shows.
+# All sizes differ, so that a wrong axis is noticed.
 SIZES = ModelConfig(
     vocab_size=300, hidden_dim=64, ffn_dim=96, num_query_heads=4, num_kv_heads=2, head_dim=24, mamba_num_heads=8,
     mamba_head_dim=16, mamba_num_groups=2, mamba_state_dim=40, mamba_chunk_size=16,
@@ -59,7 +59,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 
 def read_by_torch(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder of Megatron's, as torch.distributed.checkpoint reads them."""
+    """All tensors of a Megatron folder, read by torch.distributed.checkpoint."""
     reader = dcp.FileSystemReader(folder)
     state = {
         key: torch.empty(saved.size, dtype=saved.properties.dtype)
@@ -71,7 +71,7 @@ def read_by_torch(folder: Path) -> dict[str, Tensor]:
 
 
 def test_keys_are_those_that_megatron_saves() -> None:
-    """Keys and shapes that megatron-core 0.16.1 saves, listed from its own models."""
+    """megatron_golden.json lists keys and shapes that megatron-core 0.16.1 saves, from its own models."""
     for name, each in json.loads((Path(__file__).parent / "megatron_golden.json").read_text()).items():
         config = CASES[each["case"]]
         layers = "numbered" if each["numbered"] else "stacked"
@@ -80,16 +80,16 @@ def test_keys_are_those_that_megatron_saves() -> None:
         assert shapes == theirs, name
         objects = {key for key, shape in each["keys"].items() if shape is None}
         ours = set(extra_states(config, layers))
-        # Its GPTModel asks for none of the head, and its own norms have none.
+        # Megatron's GPTModel has no such state for the head, and its own norms have none.
         assert objects <= ours and len(ours - objects) <= 2, name
 
 
-def test_orders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
-    """By hand, and read by torch."""
+def test_exported_rows_are_in_megatrons_order(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    """Against the order by hand, read by torch."""
     ours = checkpoints["hybrid"].tensor
     export_megatron(checkpoints["hybrid"], tmp_path / "out", dtype=torch.float32)
     theirs = read_by_torch(tmp_path / "out" / ITERATION)
-    # 2 groups of 4 heads of 16, state 40: z, x, B, C, dt of a group have 64, 64, 40, 40, 4 rows.
+    # 2 groups of 4 heads of dimension 16, state dimension 40: rows of a group's z, x, B, C, dt.
     for name, published, sizes in (
         ("in_proj.weight", "in_proj.weight", {"z": 64, "x": 64, "B": 40, "C": 40, "dt": 4}),
         ("conv.weight", "conv1d.weight", {"x": 64, "B": 40, "C": 40}),
@@ -105,10 +105,10 @@ def test_orders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "dtype"), [*((case, torch.float32) for case in CASES), ("hybrid", torch.bfloat16)])
-def test_there_and_back(
+def test_an_export_imported_again_has_the_same_weights_and_settings(
     case: str, dtype: torch.dtype, checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """The same masters from FP32, the same BF16 weights from BF16; and the same settings, without a word."""
+    """FP32 exports keep the masters, BF16 exports the BF16 weights. No override is needed for the settings."""
     monkeypatch.setattr(weights_only, "FILE_BYTES", 50_000)
     checkpoint = checkpoints[case]
     export_megatron(checkpoint, tmp_path / "theirs", dtype=dtype)
@@ -128,7 +128,7 @@ def test_there_and_back(
 
 
 def test_flags_survive_a_shell(tmp_path: Path) -> None:
-    (tmp_path / "M-x-M-").touch()  # what an unquoted pattern would become
+    (tmp_path / "M-x-M-").touch()  # an unquoted pattern would become this name
     (tmp_path / "args.sh").write_text(as_shell(arguments_of(CASES["hybrid"], 64, bf16=True)))
     command = 'source args.sh; printf "%s\\n" "${MEGATRON_ARGS[@]}"'
     words = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
@@ -139,7 +139,7 @@ def test_flags_survive_a_shell(tmp_path: Path) -> None:
     assert not {"--swiglu", "--layernorm-epsilon", "--add-bias-linear"} & {*flags}
 
 
-def test_models_that_megatron_has_not() -> None:
+def test_models_that_megatron_does_not_support_are_refused() -> None:
     for case, key, value in (
         ("hybrid", "norm_eps", 1e-6),
         ("hybrid", "mamba_conv_width", 3),
@@ -151,7 +151,7 @@ def test_models_that_megatron_has_not() -> None:
 
 @pytest.fixture(scope="module")
 def theirs(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a folder of another writer, with an optimizer's tensors and objects beside the model's."""
+    """Writes a folder as Megatron does, with tensors of an optimizer and other objects beside the model's."""
 
     @functools.cache
     def exported(case: str) -> dict[str, Tensor]:
@@ -180,13 +180,13 @@ def argument(**changes: Any) -> Change:
     return lambda _, arguments: arguments.update(changes)
 
 
-def cross(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+def with_cross_attention(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
     for key in [key for key in tensors if key.startswith("decoder.layers.1.mlp")]:
         tensors[key.replace("mlp", "cross_attention")] = tensors.pop(key)
 
 
 def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
-    """As with non_homogeneous_layers."""
+    """Megatron numbers them with non_homogeneous_layers."""
     ours = checkpoints["transformer"].tensor
 
     def unstack(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: An
         ),
         (add("decoder.layers.1.mlp.linear_fc1.bias", 96), r"linear_fc1.bias is \[96\], but missing in"),
         (add("decoder.layers.1.mlp.linear_fc1.weight", 97, 64), r"is \[97, 64\], but \[96, 64\]"),
-        (cross, "layer 1 has cross_attention"),
+        (with_cross_attention, "layer 1 has cross_attention"),
         (argument(swiglu=True), "swiglu=True; models here support only False"),
         (argument(num_attention_heads="4"), "num_attention_heads='4' is not a positive number"),
         (add("decoder.layers.0.mixer.A_log", 0), "do not fit a model"),
@@ -219,7 +219,7 @@ def test_numbered_layers_are_read(checkpoints: dict[str, Checkpoint], theirs: An
         (lambda tensors, _: tensors.update({"output_layer.weight": torch.zeros(300, 64).long()}), "torch.int64; FP32"),
     ],
 )
-def test_what_is_no_model_of_ours(change: Change, words: str, theirs: Any, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(change: Change, words: str, theirs: Any, tmp_path: Path) -> None:
     folder = theirs(tmp_path / "theirs", "hybrid", change)
     with pytest.raises(ValueError, match=words) as raised:
         import_megatron(folder, tmp_path / "back", CONFIGS)
@@ -227,7 +227,7 @@ def test_what_is_no_model_of_ours(change: Change, words: str, theirs: Any, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_damaged_folders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+def test_damaged_folders_are_refused(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
     for number, (name, content, words) in enumerate(
         (
             ("latest_checkpointed_iteration.txt", b"7", "iter_0000007 is missing; give another iter_"),
@@ -244,8 +244,7 @@ def test_damaged_folders(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> 
         assert "\n" not in str(raised.value) and not (tmp_path / "back").exists()
 
 
-def test_what_arguments_do_not_tell(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
-    """Overrides do."""
+def test_overrides_replace_missing_arguments(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
     folder = theirs(tmp_path / "theirs", "hybrid", lambda tensors, arguments: arguments.clear())
     told = {"norm_eps": 1e-5, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 24, "rope": False}
     overrides = [f"model.{key}={value}" for key, value in {**told, "mamba_num_groups": 2}.items()]
@@ -257,7 +256,7 @@ def test_what_arguments_do_not_tell(checkpoints: dict[str, Checkpoint], theirs: 
         import_megatron(folder, tmp_path / "two", CONFIGS, overrides=["train.steps=3"])
 
 
-def test_padded_vocabularies_are_cut_and_the_length_of_sequences_travels(
+def test_padded_vocabularies_are_cut_and_the_sequence_length_is_kept(
     checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path
 ) -> None:
     def pad(tensors: dict[str, Tensor], arguments: dict[str, Any]) -> None:
@@ -276,7 +275,7 @@ def test_padded_vocabularies_are_cut_and_the_length_of_sequences_travels(
         import_megatron(folder, tmp_path / "more", CONFIGS, overrides=["model.vocab_size=400"])
 
 
-def test_tokenizers_travel(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
+def test_tokenizers_are_exported_and_imported(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["some words, and some more words"] * 20, 290)
     export_megatron(checkpoints["transformer"], tmp_path / "out", tokenizer=tokenizer)
     bare = theirs(tmp_path / "theirs", "transformer", lambda tensors, arguments: None)
@@ -292,22 +291,22 @@ def test_tokenizers_travel(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_
 
 
 class _Theirs(dict):
-    """A class that this process does not know, filled like a dictionary."""
+    """Stands for a class that the importing process does not have; its pickle fills it like a dictionary."""
 
 
-def test_no_pickle_is_run(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
-    """Objects of others are left out, whatever they would do."""
+def test_an_import_runs_no_pickled_code(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    """Unknown objects are left out."""
     export_megatron(checkpoints["hybrid"], tmp_path / "theirs")
-    iteration, exploded = tmp_path / "theirs" / ITERATION, tmp_path / "exploded"
-    bomb = Command(f"mkdir {exploded}")
+    iteration, trace = tmp_path / "theirs" / ITERATION, tmp_path / "ran"
+    command = Command(f"mkdir {trace}")
     common = torch.load(iteration / "common.pt", weights_only=False)
-    torch.save({**common, "rerun": bomb, "more": _Theirs(a=bomb)}, iteration / "common.pt")
+    torch.save({**common, "rerun": command, "more": _Theirs(a=command)}, iteration / "common.pt")
     metadata: Metadata = pickle.loads((iteration / METADATA).read_bytes())
-    metadata.mcore_data = {"a": _Theirs(b=1), "c": [bomb]}
+    metadata.mcore_data = {"a": _Theirs(b=1), "c": [command]}
     (iteration / METADATA).write_bytes(pickle.dumps(metadata))
     import_megatron(tmp_path / "theirs", tmp_path / "back", CONFIGS)
-    assert not exploded.exists()
+    assert not trace.exists()
     with pytest.raises(DamagedCheckpointError, match="which no checkpoint holds"):
         read_metadata((iteration / METADATA).read_bytes())
-    pickle.loads((iteration / METADATA).read_bytes())
-    assert exploded.exists()
+    pickle.loads((iteration / METADATA).read_bytes())  # shows that the file is dangerous
+    assert trace.exists()

@@ -1,4 +1,4 @@
-"""Exported weights are what the linears of the model hand to their GEMMs, bit for bit."""
+"""Exported NVFP4 weights are the operands of the model's GEMMs, bit for bit; quantization configs of the layouts."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_exported_weights_are_what_the_gemm_multiplies(case, mesh, monkeypatch):
-    """Of the running model's fprop: its second operands, by linear, without the padding of groups; quantized here in
-    parts of 32 rows, as large weights are."""
+    """Against the second operands of the running model's fprop GEMMs, without the padding of groups. The export
+    quantizes in parts of 32 rows, as it does with large weights."""
     monkeypatch.setattr("exchange.nvfp4._CHUNK_ELEMENTS", 64 * 40)
     overrides, count = CASES[case]
     config = composed(*overrides)
@@ -63,7 +63,7 @@ def test_exported_weights_are_what_the_gemm_multiplies(case, mesh, monkeypatch):
     model = build_model(config.model, mesh, dtype)
     initialize(model, config.model, seed=3)
     masters = {name: linear.weight.to_local().detach() for name, linear in model.linears()}
-    for master in masters.values():  # so that no two blocks, and no two groups of rows, have the same maximum
+    for master in masters.values():  # make the maxima of all blocks and groups of rows differ
         master.mul_(torch.linspace(1, 5, len(master))[:, None]).mul_(torch.linspace(2, 1, master.shape[1]))
     PrecisionController({name: m.context for name, m in model.linears()}, plan, StepState(seed=5))
     operands: list[Any] = []
@@ -81,7 +81,7 @@ def test_exported_weights_are_what_the_gemm_multiplies(case, mesh, monkeypatch):
         assert torch.equal(made.decode_scale(), operand.scale), name
         asked, scale = multiplied_weight(master, row, dtype)
         assert torch.equal(asked, values) and torch.equal(scale, operand.scale), name
-        # Not the master, and not nothing.
+        # The values are quantized, and near the master.
         assert 0 < (values * operand.scale - master).abs().max() < master.abs().max()
     others = {row.linear.name: row.recipe.fprop.right.format for row in plan.rows if row.linear.name not in rows}
     assert set(others.values()) <= {"bf16", "mxfp8"}
@@ -90,7 +90,7 @@ def test_exported_weights_are_what_the_gemm_multiplies(case, mesh, monkeypatch):
 
 
 def chosen(*overrides: str, switched_at: int | None = None, which: str = "now", **changes: object) -> TrainedPlan:
-    """The plan of a checkpoint of such a run; changes: of the checkpoint."""
+    """The trained plan of a checkpoint of a run with these overrides. changes: of the checkpoint's fields."""
     config = composed(*HYBRID, *overrides)
     before, after = plans_of(config)
     saved = after if switched_at is not None and after is not None else before
@@ -125,13 +125,13 @@ TO_BF16 = ("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train
         (["precision=nvfp4"], {"weights_only": True}, "step_1 has imported weights that no run has trained"),
     ],
 )
-def test_what_has_no_weights_as_trained_is_refused(overrides, options, problem):
+def test_checkpoints_without_trained_nvfp4_weights_are_refused(overrides, options, problem):
     with pytest.raises(ValueError) as error:
         chosen(*overrides, **options)
     assert problem in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_plan_of_a_checkpoint_is_the_one_that_it_was_saved_with():
+def test_the_plan_must_be_the_one_that_the_checkpoint_was_saved_with():
     assert len(chosen(*TO_BF16).nvfp4_linears()) == 8
     left = chosen(*TO_BF16, switched_at=4, which="before")
     assert left.before_switch and len(left.nvfp4_linears()) == 8
@@ -141,7 +141,7 @@ def test_the_plan_of_a_checkpoint_is_the_one_that_it_was_saved_with():
         chosen("precision=nvfp4", trainer=trainer)
 
 
-def test_the_two_tensor_scales_are_one_division_each():
+def test_the_tensor_scale_of_each_layout_is_one_division():
     row, inverted = chosen("precision=nvfp4").nvfp4_linears()["blocks.1.mixer.up_proj"], 0
     for seed in range(20):
         weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(seed))
@@ -150,14 +150,14 @@ def test_the_two_tensor_scales_are_one_division_each():
         (first, second) = (layout.tensors("m", made, None)[f"m.{layout.weight_scale}"] for layout in LAYOUTS.values())
         assert torch.equal(first, amax / 2688) and torch.equal(second, torch.tensor([2688.0]) / amax)
         inverted += bool(first.reciprocal() != second)
-    assert inverted  # so that it matters
+    assert inverted  # for some, one scale is not the reciprocal of the other
     weight[3, 5] = float("nan")
     with pytest.raises(ValueError, match=r"blocks\.1\.mixer\.up_proj has NaN or inf in its weight"):
         trained_weight(weight, row, torch.bfloat16)
 
 
-def test_what_the_configurations_say():
-    """ModelOpt's by its definition; compressed-tensors' own classes take theirs, and find the scheme W4A16."""
+def test_quantization_configs_of_both_layouts():
+    """ModelOpt's against its definition; that of compressed-tensors is parsed by its own classes."""
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import NVFP4
 
@@ -186,15 +186,15 @@ def test_what_the_configurations_say():
 
 
 def excludes(layout: Layout, entry: str, module: str) -> bool:
-    """Whether readers of the layout leave `module` unquantized for an entry of `ignore`."""
+    """Whether an entry of `ignore` makes readers of the layout leave `module` unquantized."""
     if layout is MODELOPT:  # vLLM: `exclude_module in prefix` after an exact comparison, then as a wildcard
         return re.search(".*".join(map(re.escape, entry.split("*"))), module) is not None
     return re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_module_is_excluded_if_and_only_if_it_has_no_codes(layout):
-    """In a model of more than ten layers, by the rules of all readers: names, wildcards, substrings, expressions."""
+def test_exactly_the_modules_without_codes_are_excluded(layout):
+    """By the rules of all readers, in a model of more than ten layers: `layers.1` is a substring of `layers.10`."""
     plan = ["precision=nvfp4", "precision.bf16_blocks.names=['blocks.1.*']", "precision.bf16_blocks.last=0"]
     config = composed(*HYBRID, "model.pattern='------------'", *plan)
     rows, sections = TrainedPlan(plans_of(config)[0], torch.bfloat16).nvfp4_linears(), sections_of(config.model)
@@ -209,8 +209,8 @@ def test_a_module_is_excluded_if_and_only_if_it_has_no_codes(layout):
             assert any(excludes(layout, entry, name) for entry in entries) == (module in plain), name
 
 
-def test_the_two_decoders_agree_and_refuse_other_shapes():
-    """Every byte of codes and every scale."""
+def test_both_decoders_agree_and_other_shapes_are_refused():
+    """On every byte of codes and every scale."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(16)[None].expand(2, -1).contiguous()
     scales = torch.arange(512).remainder(256).to(torch.uint8)[None].expand(2, -1).contiguous()
     stored = scales.view(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Whole folders: written from trained checkpoints, compared by the script, read by the packages that define them."""
+"""NVFP4 folders exported from trained checkpoints: checked by the command, and read by the packages of the formats."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RUN = [
     "validation.interval=0", "checkpoint.interval=1", "checkpoint.asynchronous=false", "run.device=cpu",
     "logging.report=false", "schedule.warmup_fraction=0",
 ]  # fmt: skip
-# The hybrid's forward pass is in BF16 from its second step on.
+# The hybrid's forward pass switches to BF16 before its second step.
 RUNS: dict[str, tuple[list[str], int]] = {
     "hybrid": ([*HYBRID, "precision=nvfp4", "precision.switch.when=1", "parallel.tensor=2"], 2),
     "transformer": ([*TRANSFORMER, "precision=nvfp4", "precision.fprop.weight.four_over_six=true"], 1),
@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[list[str], int]] = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """After one step of a run on a little text (the second step's is beside it), by model."""
+    """By model: the checkpoint after one step of a run on a little text. That of the second step is beside it."""
     root = tmp_path_factory.mktemp("runs")
     data = text_data(root)
     for name, (overrides, ranks) in RUNS.items():
@@ -66,7 +66,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.fixture(scope="module")
 def exported(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a model in a format; each is written once."""
+    """Exports a model in a format; returns the folder. Each is written once."""
     root = tmp_path_factory.mktemp("exported")
 
     @functools.cache
@@ -100,8 +100,8 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def test_what_two_ranks_wrote_is_read_whole(checkpoints: dict[str, Path]) -> None:
-    """Pieces of rows, and of columns, as torch reads them; and the model has its loss."""
+def test_a_checkpoint_of_two_ranks_is_read_as_one(checkpoints: dict[str, Path]) -> None:
+    """Tensors split by rows and by columns are those that torch reads, and the model computes its loss with them."""
     checkpoint = open_checkpoint(checkpoints["hybrid"], CONFIGS)
     checkpoint.verify()
     assert checkpoint.step == 1 and checkpoint.tokens == 2 * 32 and not checkpoint.weights_only
@@ -118,7 +118,7 @@ def test_what_two_ranks_wrote_is_read_whole(checkpoints: dict[str, Path]) -> Non
 @pytest.mark.parametrize(
     ("name", "form"), [("hybrid", "nvfp4"), ("transformer", "nvfp4"), ("hybrid", "nvfp4-compressed-tensors")]
 )
-def test_a_folder_holds_what_training_multiplied_with(name, form, checkpoints, exported, capsys):
+def test_a_folder_has_the_weights_that_training_used(name, form, checkpoints, exported, capsys):
     code, table = compared(capsys, exported(name, form), checkpoints[name])
     assert code == 0 and table.count(" equal\n") == 6, table
     checkpoint, layout = open_checkpoint(checkpoints[name], CONFIGS), FORMATS[form]
@@ -130,8 +130,8 @@ def test_a_folder_holds_what_training_multiplied_with(name, form, checkpoints, e
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_codes_become_weights_again(form, checkpoints, exported, tmp_path, capsys):
-    """With scales of inputs beside them, as others write, and where ModelOpt's own file alone says that it is NVFP4."""
+def test_an_import_decodes_the_weights(form, checkpoints, exported, tmp_path, capsys):
+    """Also with input scales, as others write, and if only ModelOpt's own file says that the folder is NVFP4."""
     folder = Path(shutil.copytree(exported("hybrid", form), tmp_path / "out"))
     packed = weights(folder) | {"backbone.layers.1.mixer.up_proj.input_scale": torch.ones(())}
     save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -154,7 +154,7 @@ def test_codes_become_weights_again(form, checkpoints, exported, tmp_path, capsy
     assert "has no tensor" in refusal(capsys, "import-hf", folder, tmp_path / "other")
 
 
-# One change of a folder in each layout, and the line that it has to be found by.
+# (format, change of tensors and config, words of the line that reports it)
 TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
     "a nibble": (
         "nvfp4", lambda t, _: t["backbone.layers.1.mixer.up_proj.weight"][3, 5].bitwise_xor_(1),
@@ -186,7 +186,7 @@ TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], obj
 }  # fmt: skip
 
 
-def test_the_check_finds_what_is_changed(checkpoints, exported, tmp_path, capsys):
+def test_the_check_finds_every_change(checkpoints, exported, tmp_path, capsys):
     folder = tmp_path / "changed"
     for what, (form, change, line) in TAMPERED.items():
         shutil.rmtree(folder, ignore_errors=True)
@@ -203,7 +203,7 @@ def test_the_check_finds_what_is_changed(checkpoints, exported, tmp_path, capsys
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_scales_of_inputs_are_the_largest_inputs_of_held_out_text(form, checkpoints, exported, tmp_path, capsys):
+def test_input_scales_come_from_the_largest_inputs_on_held_out_text(form, checkpoints, exported, tmp_path, capsys):
     layout, calibrate = FORMATS[form], ("--trust-config", "--calibrate", "2")
     unasked = ("export-hf", checkpoints["hybrid"], tmp_path / "none", "--format", form, *calibrate[1:])
     assert "which is not used without your consent; give --trust-config" in refusal(capsys, *unasked)
@@ -227,7 +227,7 @@ def test_scales_of_inputs_are_the_largest_inputs_of_held_out_text(form, checkpoi
 
 
 def largest_by_hand(folder: Path, samples: int) -> dict[str, Tensor]:
-    """Of every linear's input, over the first windows of each held-out source."""
+    """The largest input of every linear over `samples` windows of each held-out source."""
     checkpoint = open_checkpoint(folder, CONFIGS)
     model = load_model(checkpoint, compute_dtype=torch.bfloat16)
     trained = trained_plan(checkpoint, plans_of(checkpoint.config))
@@ -248,8 +248,8 @@ def largest_by_hand(folder: Path, samples: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_compressed_tensors_and_transformers_read_the_codes(name, checkpoints, exported):
-    """The package's unpacking gives our codes, packing them again our bytes. Decompressed, the folder has
-    the logits of our model with the same weights."""
+    """The package unpacks our codes and packs them to the same bytes. Decompressed, the folder has the logits of our
+    model with the same weights."""
     from compressed_tensors.compressors.nvfp4 import pack_fp4_to_uint8, unpack_fp4_from_uint8
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -286,14 +286,14 @@ def _as_compressed_tensors(tensors: dict[str, Tensor], name: str) -> Tensor:
     return (block_values(codes, ones) * (blocks.float() / scale).repeat_interleave(16, dim=1)).bfloat16()
 
 
-def test_weights_after_a_switch_are_those_of_the_plan_before(checkpoints, tmp_path, capsys):
+def test_after_a_switch_the_plan_before_it_can_be_exported(checkpoints, tmp_path, capsys):
     after_1, after_2 = (checkpoints["hybrid"].with_name(f"step_0000000{step}") for step in (1, 2))
     before, out = ["--plan", "before"], tmp_path / "out"
     assert convert.main(["export-hf", str(after_2), str(out), "--format", "nvfp4", *before]) == 0
     code, table = compared(capsys, out, after_2, *before)
     assert code == 0, table
     card = (out / "README.md").read_text()
-    assert card.count(f"({revision()})") == 2  # of the run, and of the export
+    assert card.count(f"({revision()})") == 2  # the commits of the run and of the export
     assert "by the plan before the precision switch" in card
     assert "there was no precision switch between" in refusal(capsys, "check", out, after_1, *before)
 

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, in the hands of transformers."""
+"""Exported tokenizers of every kind, read by transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from data.tokenizer import (
 from exchange.tokenizer import tokenizer_files
 
 CORPUS = [line for line in Path(__file__).read_text().splitlines() if line.strip() and "<|" not in line] * 3
-# GPT-4's, shortened: contractions, words, up to three digits, punctuation, spaces.
+# GPT-4's expression, shortened: contractions, words, up to three digits, punctuation, spaces.
 PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
@@ -38,7 +38,7 @@ def pieces(model_type: str, fallback: bool, rule: str) -> TextTokenizer:
 def ranks() -> TextTokenizer:
     tokens = {bytes([i]): i for i in range(256)}
     for word in (" the", "def", "    ", "ing", "tokenizer", " return", "12", "123", "ü".encode(), "你".encode()):
-        for end in range(2, len(word) + 1):  # every piece can be merged from the one before
+        for end in range(2, len(word) + 1):  # each piece is a merge with the previous one
             part = word[:end].encode() if isinstance(word, str) else word[:end]
             tokens.setdefault(part, len(tokens))
     return TiktokenTokenizer(tokens, PATTERN, {"<|endoftext|>": 1000, "<|pad|>": 1003}, "tiktoken:mine")
@@ -65,7 +65,7 @@ def test_transformers_encodes_as_in_training(kind: str, tmp_path: Path) -> None:
     assert back.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
     assert (back.eod_token, back.eod_id) == (tokenizer.eod_token, tokenizer.eod_id)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    # Only they read a special token where a text spells it out.
+    # The last text is not compared: only transformers reads a special token in a text.
     assert [theirs(text)["input_ids"] for text in TEXTS[:-1]] == tokenizer.encode_batch(TEXTS[:-1])
     assert theirs.eos_token_id == theirs.pad_token_id == tokenizer.eod_id and theirs.model_max_length == 128
 

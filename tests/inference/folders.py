@@ -23,7 +23,7 @@ def tokenizer() -> HuggingFaceTokenizer:
 
 
 def checkpoint_of(folder: Path, name: str, overrides: Sequence[str] = (), seed: int = 0) -> Checkpoint:
-    """Its weights are so large that every token's probability depends on what is before it."""
+    """A checkpoint with weights so large that each token's probability depends on the tokens before it."""
     with alone() as mesh:
         tensors = models.tensors_of(models.strong_model(CASES[name], mesh, seed))
     return models.checkpoint_of(folder, CASES[name], tensors, overrides)

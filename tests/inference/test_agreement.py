@@ -1,4 +1,4 @@
-"""scripts/evaluate.py --validation: what the framework says in validation is what the exported model does."""
+"""scripts/evaluate.py --validation: the framework's validation loss is that of the exported model in transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
 
 def write_text(path: Path, documents: int, vocab_size: int) -> None:
-    """Documents of 1 to 60 tokens: some windows have a dozen of them, others two."""
+    """Write documents of 1 to 60 tokens: some windows have a dozen documents, others two."""
     draws = np.random.default_rng(documents)
     lengths = (draws.integers(1, 9 if document % 20 < 10 else 60) for document in range(documents))
     write_dataset(path, (draws.zipf(1.3, length) % vocab_size for length in lengths), np.uint16)
@@ -31,7 +31,7 @@ def write_text(path: Path, documents: int, vocab_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Data of one's own, with two held-out sets."""
+    """Overrides of a run on its own data, with two held-out sets."""
     folder = tmp_path_factory.mktemp("corpus")
     for name, documents in (("web", 600), ("held_out", 90), ("other", 40)):
         write_text(folder / name, documents, 300)
@@ -46,10 +46,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Iterator[Path]:
-    """Two steps of a hybrid in NVFP4, documents masked, the second after the switch. Not to be changed."""
+    """A run of two steps of a hybrid in NVFP4 with masked documents, the second after the switch. Not to be changed."""
     folder = tmp_path_factory.mktemp("run") / "small"
     steps = ["train.steps=2", "validation.interval=1", "checkpoint.interval=1", "schedule.warmup_fraction=0"]
-    # A rate that moves the weights: an initial model says nearly the same whatever computes it.
+    # A rate that moves the weights: the loss of an initial model hardly depends on the arithmetic.
     switch = ["precision.switch.when=1", "optimizer.lr=0.02"]
     masked = ["data.documents=masked", "data.boundary_loss=false", "logging.tensorboard=false"]
     assert pretrain.main([*SMALL, *data, *steps, *switch, *masked, f"run.dir={folder}"]) == 0
@@ -67,7 +67,7 @@ def validated(arguments: list[str], tmp_path: Path, code: int = 0) -> dict[str, 
 def test_a_masked_hybrid_before_and_after_its_switch(
     step: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FP32 agrees with transformers, and is not what the run measured with its plan and wrote down."""
+    """The loss in FP32 agrees with transformers, and differs from the one that the run recorded with its plan."""
     checkpoint = run / "checkpoints" / f"step_{step:08d}"
     found = validated(["--validation", str(checkpoint)], tmp_path)
     ours, theirs = found["nats"]["framework, FP32"], found["nats"]["transformers, FP32: FP32 export"]
@@ -82,20 +82,20 @@ def test_a_masked_hybrid_before_and_after_its_switch(
 
 
 def test_a_transformer_with_positions_and_joined_documents(data: list[str], tmp_path: Path) -> None:
-    """And masked, with the loss of every target: positions begin again in each document."""
+    """Also with masked documents, where positions begin again in each document."""
     ours: dict[str, dict[str, float]] = {}
     for documents in ("joined", "masked"):
         checkpoint = checkpoint_of(tmp_path / documents, "transformer", [*data, f"data.documents={documents}"])
         nats = validated(["--validation", str(checkpoint.folder)], tmp_path)["nats"]
         ours[documents] = nats["framework, FP32"]
         assert nats["transformers, FP32: FP32 export"] == pytest.approx(ours[documents], abs=TOLERANCE)
-    assert abs(ours["joined"]["web"] - ours["masked"]["web"]) > 1e-3  # masks matter
+    assert abs(ours["joined"]["web"] - ours["masked"]["web"]) > 1e-3  # masking matters
 
 
-def test_folders_are_judged_if_they_have_the_same_weights(
+def test_folders_are_judged_if_they_are_in_fp32(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One in BF16 is only shown; one in FP32 of another model is not the checkpoint's, and the exit code says so."""
+    """The loss of a BF16 folder is only shown. An FP32 folder of another model differs, and gives exit code 4."""
     checkpoint = checkpoint_of(tmp_path / "checkpoint", "hybrid", data)
     rounded = folder_of(tmp_path / "rounded", checkpoint, torch.bfloat16)
     other = folder_of(tmp_path / "other", checkpoint_of(tmp_path / "another", "hybrid", seed=1))

@@ -1,5 +1,5 @@
-"""scripts/evaluate.py by lm-eval and transformers, in one process: scores against lm-eval's own class and sums by hand;
-the table; what is refused."""
+"""scripts/evaluate.py with lm-eval and transformers: scores, against lm-eval's own class and sums by hand; the table;
+refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.inference.test_tasks import corpus
 
 pytestmark = pytest.mark.slow
 WORDS = TEXT.split()
-SHORT, LONG = " ".join(WORDS[:3]), " ".join(WORDS * 12)  # one token window, and several
+SHORT, LONG = " ".join(WORDS[:3]), " ".join(WORDS * 12)  # shorter than one window, and several windows
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Che
 
 @pytest.fixture(scope="module")
 def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Local tasks of every kind: two choices and their group, a text, an answer to generate; and one without data."""
+    """A folder of local tasks: two of multiple choice and their group, a text, generation, and one without data."""
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"text": " ".join(WORDS[n:] + WORDS[:n]) * (1 + 4 * (n % 3)), "answer": n % 4} for n in range(10)]
     lines = [json.dumps({"id": n, "choices": WORDS[n : n + 4], **row}) + "\n" for n, row in enumerate(rows)]
@@ -74,11 +74,11 @@ def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_log_likelihoods_are_those_of_lm_evals_own_class(
+def test_log_likelihoods_equal_those_of_lm_evals_own_class(
     name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With logits a few at a time: choices that share a context, a context that is too long, a whole text."""
-    from lm_eval.models.huggingface import HFLM  # takes seconds, which only these tests need
+    """For choices that share a context, a context that is too long and whole texts; logits are computed in parts."""
+    from lm_eval.models.huggingface import HFLM  # importing it takes seconds
 
     from inference.evaluation import FolderModel
 
@@ -101,9 +101,11 @@ def test_log_likelihoods_are_those_of_lm_evals_own_class(
     assert model.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), abs=1e-3)
 
 
-def test_the_record_adds_up(folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_files: Path) -> None:
-    """Three tasks and a group on two models, one of them a checkpoint: scores, errors and differences again, from the
-    documents."""
+def test_the_record_agrees_with_its_documents(
+    folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_files: Path
+) -> None:
+    """Scores, errors and differences of three tasks and a group, on a folder and a checkpoint, computed again from the
+    scores of the documents."""
     tokenizer().save(task_files / "tokenizer.json")
     names = [f"folder={folders['hybrid']}", f"other={checkpoints['transformer'].folder}"]
     names += ["--tasks", "fox_choice,fox_text,fox_write,fox_group", "--tokenizer", f"{task_files}/tokenizer.json"]
@@ -138,7 +140,7 @@ def test_the_record_adds_up(folders: dict[str, Path], checkpoints: dict[str, Che
     assert {"lm_eval", "transformers", "torch", "python"} <= record["versions"].keys()
 
 
-def test_a_model_that_cannot_be_examined_takes_no_scores_with_it(
+def test_a_model_that_cannot_be_loaded_does_not_lose_the_scores_of_others(
     folders: dict[str, Path], task_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken").mkdir()
@@ -163,12 +165,12 @@ def test_shipped_tasks_run(
     assert "| builtin_cloze_code  | acc_norm (higher is better)" in capsys.readouterr().out
 
 
-def in_another_layout(folder: Path) -> None:
+def use_another_layout(folder: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "modelopt"}}))
 
 
-def without_a_weight(folder: Path) -> None:
+def remove_a_weight(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors.pop(next(name for name in tensors if name.endswith("up_proj.weight")))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -192,7 +194,7 @@ def without_a_weight(folder: Path) -> None:
         ("{part} --tasks fox_text", r"is not a complete model: missing keys .*up_proj.weight; export it again"),
     ],
 )
-def test_what_a_user_gets_wrong_is_one_line(
+def test_wrong_input_gives_one_line(
     arguments: str,
     message: str,
     folders: dict[str, Path],
@@ -202,9 +204,11 @@ def test_what_a_user_gets_wrong_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tasks, "_manager", lambda include, own: manager(include, False))  # thousands of files
+    monkeypatch.setattr(
+        tasks, "_manager", lambda include, own: manager(include, False)
+    )  # lm-eval's own are thousands of files
     places = {"folder": folders["hybrid"], "checkpoint": checkpoints["hybrid"].folder}
-    for name, damage in (("layout", in_another_layout), ("part", without_a_weight)):
+    for name, damage in (("layout", use_another_layout), ("part", remove_a_weight)):
         if f"{{{name}}}" in arguments:
             places[name] = folder_of(tmp_path / name, checkpoints["transformer"])
             damage(places[name])
@@ -232,16 +236,16 @@ def pairs_of(count: int, seed: int) -> list[tuple[float, int]]:
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_a_quotient_has_the_error_of_the_jackknife(name: str) -> None:
+def test_the_error_of_a_quotient_is_that_of_the_jackknife(name: str) -> None:
     pairs, statistic = pairs_of(200, 1), STATISTICS[name]
     left_out = [statistic(pairs[:i] + pairs[i + 1 :]) for i in range(len(pairs))]
     jackknife = math.sqrt(199 / 200 * sum((x - statistics.fmean(left_out)) ** 2 for x in left_out))
     assert scored(name, pairs).stderr == pytest.approx(jackknife, rel=0.02)
 
 
-def test_what_makes_documents_hard_for_both_cancels() -> None:
-    """The paired error is that of the difference over fresh sets of documents; the unpaired one is many times it. What
-    is no mean and no quotient, such as an F1, has lm-eval's error, and is not paired."""
+def test_the_error_of_a_paired_difference_is_smaller() -> None:
+    """It is the standard deviation of the difference over new sets of documents; the unpaired error is many times as
+    large. A statistic that is neither a mean nor a quotient, such as F1, has lm-eval's error and is not paired."""
     from inference.evaluation import Score, difference, score
 
     found = []

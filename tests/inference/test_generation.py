@@ -1,5 +1,5 @@
-"""Continued texts, against the whole prefix computed again for every token; which token comes next, against definitions
-written out and frequencies of many draws; and text from tokens while they come."""
+"""Generation with a cache against recomputing the whole prefix for each token; sampling against its definition and the
+frequencies of many draws; streaming text from tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.data.test_tokenizer import KINDS
 from tests.models.builders import build, small_config
 from tests.models.test_inference_cache import PATTERNS
 
-# Shorter than the convolution is wide, one token, as long as a chunk of the scan (8), longer than one, and longer than
-# anything that these models were built for.
+# One token; shorter than the width of the convolution; as long as a chunk of the scan (8), and longer; longer than the
+# sequences of these models.
 LENGTHS = (1, 2, 3, 8, 17, 50)
 NEW = 8
 
@@ -46,7 +46,7 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 
 def recomputed(model: HybridModel, prompt: Sequence[int], settings: Settings, sample: int = 0) -> Continuation:
-    """Token by token, each from the whole prefix, without a memory."""
+    """A continuation without a cache: each token is computed from the whole prefix."""
     draws, text = TokenDraws(settings.sampling.seed, sample, prompt), list(prompt)
     for place in range(settings.max_tokens):
         with torch.no_grad():
@@ -64,11 +64,11 @@ def hybrid(mesh: ParallelMesh) -> HybridModel:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_texts_are_those_of_recomputing(pattern: str, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is beside them and whatever pieces of the prompts go through the model at once; greedy, and drawn."""
+def test_texts_equal_those_without_a_cache(pattern: str, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled, whatever other prompts are in the batch, and whatever the size of the prefill's pieces."""
     model = build(small_config(**PATTERNS[pattern], init_std=0.3), mesh)
     expected = [recomputed(model, prompt, Settings(NEW)) for prompt in prompts()]
-    assert len({tuple(continuation.tokens) for continuation in expected}) > 3  # not the same for any prompt
+    assert len({tuple(continuation.tokens) for continuation in expected}) > 3  # they depend on the prompt
     for piece in (1, 3, 512):
         monkeypatch.setattr("inference.generation._PIECE", piece)
         assert generate(model, [Request(prompt) for prompt in prompts()], Settings(NEW)) == expected
@@ -79,8 +79,8 @@ def test_texts_are_those_of_recomputing(pattern: str, mesh: ParallelMesh, monkey
     assert len({tuple(continuation.tokens) for continuation in found}) == len(requests)
 
 
-def test_texts_end_where_they_end(hybrid: HybridModel) -> None:
-    """At the first stop token, each for itself; the others continue as without it."""
+def test_each_text_ends_at_its_first_stop_token(hybrid: HybridModel) -> None:
+    """The other texts of the batch continue unchanged."""
     requests = [Request(prompt) for prompt in prompts()]
     endless = generate(hybrid, requests, Settings(NEW))
     stop = endless[3].tokens[4]
@@ -92,20 +92,20 @@ def test_texts_end_where_they_end(hybrid: HybridModel) -> None:
     assert {text.ended for text in found} == {True, False}
     steps = list(stream(hybrid, requests, settings))
     assert [[step[i] for step in steps if step[i] is not None] for i in range(6)] == [text.tokens for text in found]
-    # All have ended: nothing more comes, also where that is at once.
+    # A text may end at once.
     first = generate(hybrid, requests[:1], Settings(1))[0].tokens[0]
     assert list(stream(hybrid, requests[:1], Settings(NEW, stop=first))) == []
     assert generate(hybrid, requests[:1], Settings(NEW, stop=first)) == [Continuation([], ended=True)]
 
 
-def test_ids_without_a_token_are_not_chosen(hybrid: HybridModel) -> None:
+def test_ids_above_num_ids_are_not_chosen(hybrid: HybridModel) -> None:
     settings = Settings(NEW, Sampling(3.0), num_ids=7)
     found = generate(hybrid, [Request(prompt) for prompt in prompts()], settings)
     assert max(token for text in found for token in text.tokens) == 6
     assert found[4] == recomputed(hybrid, prompts()[4], settings)
 
 
-def test_a_model_without_finite_numbers_says_so(hybrid: HybridModel) -> None:
+def test_a_model_with_nonfinite_logits_raises(hybrid: HybridModel) -> None:
     hybrid.final_norm.weight.data.to_local().fill_(torch.nan)
     with pytest.raises(NotFiniteError, match="not finite"):
         generate(hybrid, [Request([1])], Settings(2))
@@ -115,7 +115,7 @@ LOGITS = [0.3, -1.0, 2.0, 2.0, 0.0, -5.0, 1.2, 2.5]
 
 
 def probabilities(logits: list[float], temperature: float, top_p: float) -> list[float]:
-    """By the definition: the likeliest first, of equally likely ones the first, until they have top_p together."""
+    """Top-p by its definition: the most likely tokens (ties: the lower id), until their sum reaches top_p."""
     weights = [math.exp(value / temperature) for value in logits]
     shares = [weight / sum(weights) for weight in weights]
     kept, together = [], 0.0
@@ -129,7 +129,7 @@ def probabilities(logits: list[float], temperature: float, top_p: float) -> list
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 0.9), (2.5, 1.0), (1.0, 1e-9)])
 def test_frequencies_are_the_probabilities(temperature: float, top_p: float) -> None:
-    """Pearson's statistic over 1,500 draws; and tokens outside of top-p never come."""
+    """By Pearson's statistic over 1,500 draws. Tokens outside of top-p are never drawn."""
     expected = probabilities(LOGITS, temperature, top_p)
     sampling = Sampling(temperature, top_p, seed=1)
     draws = TokenDraws(sampling.seed, 0, [1, 2, 3])
@@ -141,7 +141,7 @@ def test_frequencies_are_the_probabilities(temperature: float, top_p: float) -> 
     assert statistic <= chi2.isf(1e-5, degrees) if degrees else statistic == 0
 
 
-def test_zero_and_small_temperatures_take_the_likeliest() -> None:
+def test_zero_and_small_temperatures_take_the_most_likely_token() -> None:
     logits = torch.tensor([LOGITS, LOGITS[::-1]])
     assert choose(logits, Sampling(), [0.9, 0.9]) == [7, 0]
     assert choose(logits, Sampling(1e-300), [0.9, 0.9]) == [7, 0]
@@ -149,12 +149,12 @@ def test_zero_and_small_temperatures_take_the_likeliest() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 0.9)])
-def test_numbers_that_are_not_finite_are_told(sampling: Sampling) -> None:
+def test_rows_with_nonfinite_logits_are_marked(sampling: Sampling) -> None:
     rows = torch.tensor([[1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [-math.inf, 0.0]])
     assert choose(rows, sampling, [0.5] * 4) == [NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]
 
 
-def test_draws_are_of_the_prompt_the_seed_the_sample_and_the_place() -> None:
+def test_draws_depend_on_prompt_seed_sample_and_position() -> None:
     kinds = [(seed, sample, prompt) for seed in (0, 1) for sample in (0, 1) for prompt in ([1, 2], [12])]
     drawn = {TokenDraws(*kind)(place) for kind in kinds for place in range(20)}
     assert len(drawn) == len(kinds) * 20 and all(0 <= draw < 1 for draw in drawn)
@@ -167,7 +167,7 @@ TEXT = "def naïve(): return '日本語 🙂 é' # 🇩🇪 ok\n\n"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_the_text(kind: str, tmp_path: Path) -> None:
+def test_streamed_pieces_join_to_the_text(kind: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(KINDS[kind][0](tmp_path))
     text = "return argument + 5 def function_3(argument):" if tokenizer.kind == "sentencepiece" else TEXT
     ids = tokenizer.encode_batch([text])[0]
@@ -175,14 +175,13 @@ def test_pieces_are_the_text(kind: str, tmp_path: Path) -> None:
         stream, before = TextStream(tokenizer, ids[:cut]), tokenizer.decode(ids[:cut])
         pieces = [stream.add(token) for token in ids[cut:]]
         if "\ufffd" not in before:
-            assert "\ufffd" not in "".join(pieces)  # whole characters only
+            assert "\ufffd" not in "".join(pieces)  # only complete characters
             assert stream.end() == ""
             assert before + "".join(pieces) == tokenizer.decode(ids)
 
 
-def test_whatever_a_model_says_comes_out_in_the_end() -> None:
-    """Tokens at random: parts of characters, characters that never end, special ones. A piece comes with the token that
-    completes it."""
+def test_random_tokens_stream_to_their_decoded_text() -> None:
+    """Random tokens have incomplete characters and special tokens. A piece comes with the token that completes it."""
     tokenizer, generator = train_tokenizer(["abc"], 300), random.Random(0)
     stream = TextStream(tokenizer)
     assert [stream.add(token) for token in tokenizer.encode_batch(["a🙂b"])[0]] == ["a", "", "", "", "🙂", "b"]

@@ -1,5 +1,5 @@
-"""The tasks of the builtin corpus: nothing of training in them, and every item as it is described. They need no
-network, and what asks for one is imported after the answer."""
+"""The tasks of the built-in corpus: they contain no training text, and their items are as documented. They need no
+network; the libraries that ask for one are imported after the environment says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERBS = ("returns", "raises", "holds", "ignores", "computes", "removes")
 
 
 def corpus() -> list[Document]:
-    """Files and topics whose every paragraph is their own."""
+    """Documents without shared paragraphs."""
     documents = []
     for number in range(120):
         lines = [f"file {number} line {line} {VERBS[line % 6]} value{number}_{line % 9}" for line in range(60)]
@@ -30,7 +30,7 @@ def items() -> dict[str, list[dict]]:
     return make_items(corpus())
 
 
-def test_all_text_is_held_out(items: dict[str, list[dict]]) -> None:
+def test_items_have_only_held_out_text(items: dict[str, list[dict]]) -> None:
     training, held_out = split_documents(corpus(), HELD_OUT_FRACTION)
     assert training and held_out
     origins, texts = {document.origin for document in held_out}, {d.origin: d.text for d in held_out}
@@ -62,8 +62,8 @@ def test_items_do_not_depend_on_the_order_of_documents(items: dict[str, list[dic
 
 @pytest.mark.slow
 def test_the_libraries_are_imported_after_the_environment() -> None:
-    """They read whether to stay offline when they are imported: if all tasks are shipped ones. Without them one line
-    names the extra."""
+    """At import they read whether to stay offline; evaluate.py sets that if all tasks are shipped ones. If they are not
+    installed, one line names the extra."""
     assert all(map(is_shipped, ("builtin", "builtin_cloze_*", "builtin_bytes_code")))
     assert not any(map(is_shipped, ("hellaswag", "fox_choice", "choice.yaml")))
     code = (

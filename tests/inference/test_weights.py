@@ -1,4 +1,4 @@
-"""Weights as they were trained: the codes of training's own forward pass, with activations as they are."""
+"""Weights as trained: the codes of the training's forward pass, with unquantized activations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan_of(recipe: Recipe) -> Plan:
 
 
 def operands_of_weights(model: HybridModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Of the GEMMs of a forward pass with quantized weights, in order."""
+    """(values, tensor scale) of the quantized weights in the GEMMs of a forward pass, in order."""
     seen = []
 
     def watch(a: object, b: object) -> None:
@@ -45,9 +45,9 @@ def operands_of_weights(model: HybridModel) -> list[tuple[torch.Tensor, torch.Te
     ("name", "dtype"),
     [("nvfp4", torch.float32), ("nvfp4", torch.bfloat16), ("mxfp8", torch.bfloat16), ("transformed", torch.bfloat16)],
 )
-def test_they_are_those_of_training(mesh: ParallelMesh, name: str, dtype: torch.dtype) -> None:
-    """The run computed in BF16, so it quantized masters that were rounded to BF16. Activations are not quantized: one
-    token has the same result with others beside it."""
+def test_weights_as_trained_equal_those_of_the_run(mesh: ParallelMesh, name: str, dtype: torch.dtype) -> None:
+    """The run computed in BF16, so it quantized masters that were rounded to BF16. Activations are not quantized, so a
+    token's result does not depend on the others."""
     plan = plan_of(RECIPES[name])
     run = build(CONFIG, mesh, torch.bfloat16)
     PrecisionController({n: module.context for n, module in run.linears()}, plan, StepState(seed=0))
@@ -79,7 +79,7 @@ STOCHASTIC = replace(NVFP4, fprop=Gemm(Operand(), Operand("nvfp4", (1, 16), "sto
         (NVFP4, 1, torch.float32, "compute in FP32"),
     ],
 )
-def test_codes_that_no_checkpoint_has_are_refused(
+def test_weights_that_a_checkpoint_does_not_determine_are_refused(
     mesh: ParallelMesh, recipe: Recipe, shards: int, trained_in: torch.dtype, wrong: str
 ) -> None:
     model = build(CONFIG, mesh, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a run prints: lines, a bar, tables; and that an output that fails ends nothing."""
+"""What a run prints: lines, a bar, tables; and that a run continues if printing fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.logging.written import metrics
 
 
 class Stream(io.StringIO):
-    """terminal: whether it says that it is one. error: what a write raises."""
+    """An output. terminal: what `isatty` returns. error: what a write raises."""
 
     terminal, error = False, None
 
@@ -48,8 +48,8 @@ def shown(table: Table) -> str:
     return stream.getvalue()
 
 
-def test_plain_lines_every_interval_at_the_end_and_of_skipped_steps() -> None:
-    """On the first rank; the others print nothing."""
+def test_a_line_is_printed_every_interval_at_the_end_and_for_skipped_steps() -> None:
+    """Only on the first rank."""
     stream = Stream()
     for active in (True, False):
         with RunConsole(total_steps=25, interval=10, stream=stream, memory_size=2.0, active=active) as console:
@@ -66,7 +66,7 @@ def test_plain_lines_every_interval_at_the_end_and_of_skipped_steps() -> None:
 
 
 def test_tables_print_what_they_are_given() -> None:
-    """Rich takes [bold] for a style and :100: for a picture."""
+    """By default, rich reads [bold] as a style and :100: as an emoji."""
     stream = Stream()
     RunConsole(1, stream=stream).table(facts_table("names: [bold]", {"names": "[a, blocks.1.mixer.in_proj] of :100:"}))
     assert "names: [bold]" in stream.getvalue() and "[a, blocks.1.mixer.in_proj] of :100:" in stream.getvalue()
@@ -88,7 +88,7 @@ def test_a_terminal_gets_a_bar_and_the_numbers_that_fit(monkeypatch: pytest.Monk
     assert ("TFLOP/s" in last) == (width == 160) and "after step 25: above the bar" in plain
 
 
-def test_lines_are_not_wrapped_or_read_as_markup() -> None:
+def test_lines_are_not_wrapped_nor_read_as_markup() -> None:
     stream = Stream()
     console = RunConsole(total_steps=5, stream=stream)
     console.event(3, "checkpoint [bold] " + "x" * 300)
@@ -99,8 +99,8 @@ def test_lines_are_not_wrapped_or_read_as_markup() -> None:
 
 
 @pytest.mark.parametrize(("error", "after"), [(OSError(28, "full"), "after\n"), (BrokenPipeError(32, "gone"), "")])
-def test_an_output_that_fails_ends_nothing(error: OSError, after: str) -> None:
-    """A full disk is waited for; a reader that has gone gets nothing more (rich would end the process)."""
+def test_a_failing_output_does_not_end_the_run(error: OSError, after: str) -> None:
+    """After a full disk, printing continues; after a closed pipe, nothing more is printed (rich would exit)."""
     stream = Stream()
     console = RunConsole(10, interval=1, stream=stream)
     console.text("before")
@@ -112,7 +112,7 @@ def test_an_output_that_fails_ends_nothing(error: OSError, after: str) -> None:
     assert stream.getvalue() == "before\n" + after
 
 
-def test_the_plan_of_a_small_model_has_a_row_per_linear_and_of_a_large_one_ranges() -> None:
+def test_the_plan_lists_each_linear_of_a_small_model_and_ranges_of_a_large_one() -> None:
     x4 = Operand("nvfp4", (1, 16))
     nvfp4 = Recipe("nvfp4", *[Gemm(x4, x4)] * 3)
     recipes = [BF16 if n in (3, 4, 9) else nvfp4 for n in range(12)]
@@ -124,7 +124,7 @@ def test_the_plan_of_a_small_model_has_a_row_per_linear_and_of_a_large_one_range
     assert "blocks.{0..2,5..8,10..11}.mixer.w" in text and "blocks.{3..4,9}.mixer.w" in text
 
 
-def test_the_table_of_phases_has_steps_batches_shares_tokens_and_epochs() -> None:
+def test_the_table_of_phases() -> None:
     def use(source: str, share: float, epochs: float) -> SimpleNamespace:
         return SimpleNamespace(source=source, share=share, epochs=epochs, epochs_done=epochs)
 
@@ -139,7 +139,7 @@ def test_the_table_of_phases_has_steps_batches_shares_tokens_and_epochs() -> Non
     assert ["all", "421-500", "32", "x", "128", "s99", "1.00%", "3,277", "0.99", "0.99"] in lines
 
 
-def test_numbers_as_a_person_reads_them() -> None:
+def test_numbers_are_printed_in_short() -> None:
     numbers = [short_number(value) for value in (0, 12.34, 12345, 999_999, math.inf)]
     assert numbers == ["0", "12.3", "12.3k", "1M", "inf"]
     assert [with_unit(value, "FLOP") for value in (850, 999_999, 4.661e22)] == ["850 FLOP", "1 MFLOP", "46.6 ZFLOP"]

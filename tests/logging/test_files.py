@@ -1,4 +1,4 @@
-"""Records that survive kills and full disks, and files that are replaced whole."""
+"""Records survive kills and full disks; files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_a_killed_process_loses_no_line_that_was_written(tmp_path: Path) -> None
     assert done.returncode == -signal.SIGKILL and steps(tmp_path / "records") == list(range(100))
 
 
-def test_what_a_full_disk_refuses_is_written_later(
+def test_records_that_a_full_disk_refuses_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also the rest of a line that it took in part."""
+    """Also the rest of a line that was written in part."""
     real, room = os.write, [1000]
 
     def write(descriptor: int, data: bytes) -> int:
@@ -64,7 +64,7 @@ def test_what_a_full_disk_refuses_is_written_later(
     room[0] = 5
     file.write(line(5))
     room[0] = 1000
-    file.close()  # as a run does that ends or fails
+    file.close()  # as at the end of a run
     assert (tmp_path / "records").read_text() == "".join(f"{line(step)}\n" for step in range(1, 6))
 
 
@@ -72,7 +72,7 @@ def test_a_resume_cuts_later_steps_and_an_unfinished_line(tmp_path: Path, monkey
     path, late = tmp_path / "records", json.dumps({"kind": "event", "step": 3, "event": "export"})
     before = "\n".join([line(1), "not json", line(2), line(3), line(4), late, line(5), line(6)[:-3]])
     path.write_text(before)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # killed in between
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # killed while it cuts
         patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         cut_after(path, 3)
     assert path.read_text() == before
@@ -83,7 +83,7 @@ def test_a_resume_cuts_later_steps_and_an_unfinished_line(tmp_path: Path, monkey
     cut_after(tmp_path / "none", 3)
 
 
-def test_lines_that_are_no_records_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_lines_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "records"
     bad = ["{", "[1]", "{}", '{"kind": "step", "step": true}', '{"kind": 1, "step": 1}', "\xff"]
     path.write_bytes("\n".join([line(1), *bad, "", line(2), line(3)[:9]]).encode("latin-1"))
@@ -93,7 +93,7 @@ def test_lines_that_are_no_records_are_skipped(tmp_path: Path, caplog: pytest.Lo
     assert [record["step"] for record in iterate_records(path, "time")] == [1]
 
 
-def test_files_are_replaced_whole_and_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_replaced_atomically_and_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     replace_text(path, "old")
     monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))

@@ -1,4 +1,4 @@
-"""The records of a run, its views and views in trouble, and where the wall time goes."""
+"""The records of a run; TensorBoard and wandb, also when they fail; and how the wall time is accounted for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_a_resume_has_each_step_once_and_a_fresh_start_keeps_what_was(tmp_path: Path) -> None:
+def test_a_resume_records_each_step_once_and_a_fresh_start_keeps_the_old_records(tmp_path: Path) -> None:
     write(tmp_path, 0, 6, tensorboard=True)
     write(tmp_path, 4, 8, tensorboard=True)
     found = read_records(tmp_path)
@@ -69,8 +69,8 @@ def test_a_resume_has_each_step_once_and_a_fresh_start_keeps_what_was(tmp_path: 
 
 
 class FakeWandb(types.ModuleType):
-    """wandb as far as a run uses it. refuses: `init` fails online. key: whether it has one. hangs: what of it never
-    comes back. dies_at: the step in which its service dies, to be back after `tries` more tries."""
+    """What a run uses of wandb. refuses: `init` fails online. key: whether there is an API key. hangs: a function that
+    never returns. dies_at: the step from which `log` fails, for the next `tries` calls."""
 
     def __init__(self, refuses: bool = False, key: bool = True, hangs: str = "", dies_at: int = 0, tries: int = 0):
         super().__init__("wandb")
@@ -84,16 +84,16 @@ class FakeWandb(types.ModuleType):
         return columns, data
 
     def login(self, prompt: bool) -> bool:
-        assert not prompt, "would ask on the terminal"
+        assert not prompt, "login would ask on the terminal"
         return self.key
 
     def init(self, *, mode: str, dir: str, id: str, **rest: Any) -> Any:
-        self.come_back("init")
+        self.maybe_hang("init")
         self.starts.append((mode, id))
         if mode == "online" and self.refuses:
             raise RuntimeError("CommError:\nno route")
         folder = f"{dir}/wandb/{mode}-run-1-{id}/files"
-        return types.SimpleNamespace(dir=folder, log=self.log, finish=partial(self.come_back, "finish"))
+        return types.SimpleNamespace(dir=folder, log=self.log, finish=partial(self.maybe_hang, "finish"))
 
     def log(self, values: Any, step: int) -> None:
         if self.tries and step >= self.dies_at:
@@ -102,9 +102,9 @@ class FakeWandb(types.ModuleType):
         self.logged.append((step, values))
 
     def teardown(self) -> None:
-        raise ConnectionResetError("Connection lost")  # as the real one does once its service is gone
+        raise ConnectionResetError("Connection lost")  # as the real one does when its service is gone
 
-    def come_back(self, where: str) -> None:
+    def maybe_hang(self, where: str) -> None:
         if self.hangs == where:
             threading.Event().wait()
 
@@ -125,18 +125,18 @@ def test_the_real_wandb_offline(tmp_path: Path) -> None:
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}*"))) == 1
 
 
-def test_texts_are_shown(tmp_path: Path, use: Callable[..., FakeWandb]) -> None:
+def test_texts_are_in_tensorboard_and_wandb(tmp_path: Path, use: Callable[..., FakeWandb]) -> None:
     fake = use()
     with writing(tmp_path, tensorboard=True, wandb="online") as writer:
         writer.texts(1, SAMPLES)
     (shown,) = board(tmp_path).Tensors("text/1/text_summary")
-    # A code block of Markdown: the text as it is.
+    # An indented code block of Markdown shows the text unchanged.
     assert shown.tensor_proto.string_val[0].decode() == "    def| f(x):\n        é" and shown.step == 1
     table = fake.logged[-1][1]["text/samples"]
     assert table == (["prompt", "text", "ended"], [["def", " f(x):\n    é", False], ["", None, False]])
 
 
-def test_a_tensorboard_whose_disk_fails_gets_it_all_later(
+def test_tensorboard_gets_all_steps_after_its_disk_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
@@ -151,7 +151,7 @@ def test_a_tensorboard_whose_disk_fails_gets_it_all_later(
 
 
 @pytest.mark.parametrize(("settings", "why"), [({"refuses": True}, "no route"), ({"key": False}, "no API key")])
-def test_a_wandb_that_does_not_answer_is_offline(tmp_path: Path, use: Any, settings: Any, why: str) -> None:
+def test_if_wandb_does_not_answer_the_run_records_offline(tmp_path: Path, use: Any, settings: Any, why: str) -> None:
     fake = use(**settings)
     write(tmp_path, 0, 1, wandb="online")
     run_id = known_run_id(tmp_path)
@@ -161,7 +161,7 @@ def test_a_wandb_that_does_not_answer_is_offline(tmp_path: Path, use: Any, setti
     assert event["reason"].endswith(f"send it later: wandb sync {tmp_path}/wandb/offline-run-1-{run_id}")
 
 
-def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(
+def test_if_wandb_dies_it_is_started_again_and_gets_all_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[..., FakeWandb]
 ) -> None:
     fake = use(dies_at=3, tries=3)
@@ -169,7 +169,7 @@ def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(
     with writing(tmp_path, wandb="online") as writer:
         for step in range(1, 7):
             writer.step(metrics(step))
-        wait_until(lambda: not fake.tries)  # a run that ends meanwhile would not try again
+        wait_until(lambda: not fake.tries)  # a run that has ended would not try again
     assert [step for step, _ in fake.logged] == [1, 2, 3, 4, 5, 6]  # each once, in order
     assert len(fake.starts) == 4 and len({run_id for _, run_id in fake.starts}) == 1
 
@@ -178,11 +178,11 @@ def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(
     ("settings", "said"),
     [({"hangs": "init"}, "3 points were not written"), ({"dies_at": 2, "tries": 10**6}, "2 points were not written")],
 )
-def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(
+def test_if_wandb_hangs_or_stays_away_the_run_continues_and_loses_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, use: Any, settings: Any, said: str
 ) -> None:
     fake = use(**settings)
-    monkeypatch.setattr(module, "FINISH_SECONDS", 0.2)  # else it waits for half a minute
+    monkeypatch.setattr(module, "FINISH_SECONDS", 0.2)  # otherwise the end waits for half a minute
     with writing(tmp_path, wandb="online") as writer:
         for step in (1, 2, 3):
             writer.step(metrics(step))
@@ -191,10 +191,10 @@ def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(
     assert f"wandb: {said}" in caplog.text
 
 
-def test_the_id_at_wandb_is_the_runs(
+def test_a_run_keeps_its_id_at_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[..., FakeWandb]
 ) -> None:
-    """A run that begins anew gets a new one, and odd bytes in its place end no start."""
+    """A run that begins again from scratch gets a new id. An unreadable file with the id does not end a start."""
     fake = use()
     write(tmp_path, 0, 2, wandb="online")
     first = known_run_id(tmp_path)
@@ -205,7 +205,7 @@ def test_the_id_at_wandb_is_the_runs(
     (tmp_path / ID_FILE).write_bytes(b"\xff\xfe\x00bad")
     assert known_run_id(tmp_path) is None
     (tmp_path / ID_FILE).unlink()
-    os.mkfifo(tmp_path / ID_FILE)  # whoever opened it would wait
+    os.mkfifo(tmp_path / ID_FILE)  # opening it would wait for a writer
     assert known_run_id(tmp_path) is None
     (tmp_path / ID_FILE).unlink()
     (tmp_path / ID_FILE).write_text(first)
@@ -213,10 +213,10 @@ def test_the_id_at_wandb_is_the_runs(
     assert known_run_id(tmp_path) is None
 
 
-def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
+def test_a_run_log_records_its_start_steps_validation_stop_and_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, use: Callable[..., FakeWandb]
 ) -> None:
-    """A run that is told to stop does not wait long for wandb."""
+    """A run that is asked to stop waits only HURRY_SECONDS for wandb."""
     use(hangs="finish")
     monkeypatch.setattr(module, "HURRY_SECONDS", 0.1)
     overrides = [f"run.dir={tmp_path}", "logging.tensorboard=false", "logging.wandb=online", "logging.interval=2"]
@@ -240,13 +240,15 @@ def test_a_run_log_records_a_start_its_steps_and_where_the_time_goes(
         "bits_per_byte": {"prose": 1.25},
     }  # fmt: skip
     assert last_validation(tmp_path, 3) == validation and last_validation(tmp_path, 2) is None
-    with (tmp_path / "metrics.jsonl").open("a") as file:  # measured again after the same step
+    with (tmp_path / "metrics.jsonl").open("a") as file:  # a second validation after the same step
         file.write('{"kind": "validation", "step": 3, "loss": 7.0}\n')
     assert (last_validation(tmp_path, 3) or {})["loss"] == 7.0
 
 
-def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of a second each, with half a second of data wait; the first takes ten."""
+def test_all_wall_time_is_accounted_for_and_repeated_steps_count_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes one second and half a second of data wait; the first one of a start takes ten seconds."""
     path, clock = tmp_path / "metrics.jsonl", types.SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(run_log, "time", clock)
@@ -274,7 +276,7 @@ def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, m
     ledger.at(4, "save")
     clock.now += 2
     record(ledger, 4)
-    train(ledger, 5, 8)  # killed after that, with a checkpoint of step 4
+    train(ledger, 5, 8)  # then it is killed; the last checkpoint is of step 4
     record(ledger, 8)
     whole = clock.now - 90.0
 
@@ -291,7 +293,7 @@ def test_every_moment_is_booked_and_what_is_done_again_is_lost(tmp_path: Path, m
     assert again.seconds == pytest.approx(expected)
     assert sum(again.seconds.values()) == pytest.approx(whole + 10.5 + 1.5)
     assert (goodput_of(iterate_records(path)) or "").startswith("6.8% of 59s in 2 starts; first step 33.9%")
-    # A second fall back to the same checkpoint still knows the loss of the first.
+    # A second resume from the same checkpoint still counts the time that was lost before.
     third = TimeLedger(began=clock.now)
     third.resume(tmp_path, 4)
     assert third.seconds["lost work"] == pytest.approx(15 + 12)

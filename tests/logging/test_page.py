@@ -1,4 +1,4 @@
-"""The page and the pictures of runs: what they show, and that a page needs nothing besides itself."""
+"""The report page and the pictures of runs: what they show, and that a page loads no other file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def diagnostics(step: int) -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and all text of a page; fails where tags do not close."""
+    """The tags, attributes and text of a page. Fails if tags are not closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Page(HTMLParser):
         self.text += data + " "
 
 
-def test_a_page_says_what_the_run_was(tmp_path: Path) -> None:
+def test_a_page_describes_the_run(tmp_path: Path) -> None:
     page = Page(write_report([write_run(tmp_path / "run")], defaults=DEFAULTS))
     for words in (
         "state finished", "steps 40 of 40", "tiny, 4.77M parameters, 3 blocks, width 64", "seed 7", "75.0% of 1m40s",
@@ -102,12 +102,14 @@ def test_a_page_says_what_the_run_was(tmp_path: Path) -> None:
         "nvfp4 1 of 2 the run's recipe (1) fprop x|W: nvfp4 1x16 | nvfp4 16x16", "train.steps 300 40", "start-up 25.0%",
     ):  # fmt: skip
         assert words in page.text, words
-    assert "train.lr" not in page.text and "new.a" not in page.text  # as by default; a key that the run did not know
+    assert (
+        "train.lr" not in page.text and "new.a" not in page.text
+    )  # a default; a key that the run's version did not have
     assert "Gap" not in page.text and "Diagnostics" not in page.text
 
 
-def test_a_page_needs_nothing_besides_itself_and_escapes_what_it_shows(tmp_path: Path) -> None:
-    """A source, a run and what the model wrote with markup: in text, in attributes and in figures."""
+def test_a_page_loads_nothing_and_escapes_its_content(tmp_path: Path) -> None:
+    """Names of a source and a run and generated text have markup, which is escaped everywhere, also in figures."""
     event = {"kind": "event", "step": 40, "event": MARKUP, MARKUP: MARKUP}
     text = {"kind": "event", "step": 40, "event": "text", "samples": [{"prompt": MARKUP, "text": MARKUP}]}
     records = [event, text, diagnostics(1), diagnostics(20)]
@@ -124,12 +126,12 @@ def test_a_page_needs_nothing_besides_itself_and_escapes_what_it_shows(tmp_path:
     assert any(MARKUP in str(attributes["aria-label"]) for attributes in figures)
     known = {"role", "aria-label", "xmlns", "xmlns:xlink", "width", "height", "viewbox", "version"}
     assert all(set(attributes) <= known for attributes in figures)
-    # Names of clip paths: each once, or a figure would be cut by another one's frame.
+    # Ids of clip paths must be unique; otherwise one figure is clipped by another's frame.
     names = re.findall(r'<clipPath id="([^"]+)"', page.source)
     assert names and len(set(names)) == len(names)
 
 
-def test_several_runs_and_a_baseline(tmp_path: Path) -> None:
+def test_a_page_of_several_runs_or_with_a_baseline(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", gap=0.05)]
     with pytest.raises(ValueError, match="--output"):
         write_report(runs, defaults={})
@@ -155,7 +157,7 @@ def test_a_run_of_an_older_version_has_a_page(tmp_path: Path) -> None:
     assert named_run("a=b") == ("a", Path("b")) and named_run(tmp_path)[0] == tmp_path.name
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_the_picture_of_the_loss(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", source=MARKUP, records=[diagnostics(1)])
     other = write_run(tmp_path / "other", gap=0.05)
     image = matplotlib.image.imread(plot_loss(run, f"BF16={other}"))
@@ -165,7 +167,7 @@ def test_a_picture(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, [[17.0], [math.nan]])
 
 
-def test_curves_are_smoothed() -> None:
+def test_smoothing_of_curves() -> None:
     values = np.arange(1000.0)
     values[500] = math.nan
     np.testing.assert_allclose(smooth(values)[[0, 100, 500, 999]], [0, 100, 500, 994], atol=1e-9)
@@ -177,19 +179,19 @@ def test_curves_are_smoothed() -> None:
     [("{here}", "this run's own run.dir"), ("={other}", "names no run"), ("mine={other}", "the name of this run"),
      ("{here}/none", "is no run to compare with")],
 )  # fmt: skip
-def test_a_baseline_that_is_none_is_refused(tmp_path: Path, baseline: str, expected: str) -> None:
+def test_an_invalid_baseline_is_refused(tmp_path: Path, baseline: str, expected: str) -> None:
     other, here = write_run(tmp_path / "other"), tmp_path / "mine"
     given = baseline.format(here=here, other=other)
     config = Config(run=RunConfig(dir=str(here)), logging=LoggingConfig(baseline=given))
     with pytest.raises(ConfigError, match=expected):
         check_baseline(config)
-    if given.endswith("/none"):  # once the run has begun, no picture is worth it
+    if given.endswith("/none"):  # once the run has begun, it is not ended for a picture
         check_baseline(Config(run=RunConfig(dir=str(write_run(here))), logging=LoggingConfig(baseline=given)))
 
 
-def test_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of the checkout, from the current folder, for a folder whose name has a space; the run beside it that
-    has as many steps is the one to compare with."""
+def test_commands_to_run_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They work from the current folder and with a space in the run's name. The comparison is with the run in the same
+    folder that has as many steps."""
     for name, steps in (("with space", 40), ("beside", 40), ("shorter", 30)):
         (write_run(tmp_path / "runs" / name) / "summary.json").write_text(json.dumps({"steps": steps}))
     monkeypatch.chdir(tmp_path)

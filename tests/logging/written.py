@@ -1,4 +1,4 @@
-"""Records of steps that no run computed."""
+"""Writes records of invented steps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
 
 @contextmanager
 def writing(run_dir: Path, start: int = 0, active: bool = True, **settings: Any) -> Iterator[MetricsWriter]:
-    """A writer of a run with these `logging` settings, without TensorBoard unless they say so."""
+    """A writer of a run with these `logging` settings; TensorBoard is off by default."""
     logging = LoggingConfig(**{"tensorboard": False, **settings})
     with closing(MetricsWriter(Config(run=RunConfig(dir=str(run_dir)), logging=logging), start, active)) as writer:
         yield writer
 
 
 def write(run_dir: Path, start: int, end: int, **settings: Any) -> None:
-    """The records of the steps after `start` up to `end`."""
+    """Write records of the steps from `start` + 1 to `end`."""
     with writing(run_dir, start, **settings) as writer:
         writer.record(start, "run", {"total_steps": 10})
         for step in range(start + 1, end + 1):

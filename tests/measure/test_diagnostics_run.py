@@ -1,4 +1,4 @@
-"""Diagnostics, gradient noise, replays and rechecks in training steps of a real model on several ranks."""
+"""Diagnostics, gradient noise, replays and rechecks during training steps of a real model on several ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINEARS = [
 
 
 class Run:
-    """A small model in training."""
+    """A small model and the state of its training."""
 
     def __init__(self, mesh: ParallelMesh, recipe: Recipe, reshard: bool = False) -> None:
         self.mesh, self.reshard, self.step_state = mesh, reshard, StepState(seed=7)
@@ -66,8 +66,8 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple[list[Any], list[float], list[Any]]:
-    """Diagnostics and noise of every second step of a run, which is the run that measures nothing; also that what it
-    computes twice and what it rechecks is equal."""
+    """Train two models, one of which is measured, replayed and rechecked; assert that both stay equal and that replays
+    and rechecks find no difference. Returns diagnostics, gradient norms and gradient noise of every second step."""
     mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
     off, on = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard)
     generator, recheck, records, norms, noises = torch.get_rng_state(), Recheck(1, on.linears), [], [], []
@@ -100,7 +100,7 @@ def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple
     [(1, 1, NVFP4, False), (2, 1, ALL_THE_WAY, True), (2, 2, NVFP4, False)],
     ids=["alone", "data parallel", "tensor parallel"],
 )
-def test_a_measured_run_is_the_same_run(world: int, tp_size: int, recipe: Recipe, reshard: bool) -> None:
+def test_measurements_do_not_change_the_run(world: int, tp_size: int, recipe: Recipe, reshard: bool) -> None:
     outcomes = launch(_on_and_off, world, tp_size, recipe, reshard)
     assert all(outcome == outcomes[0] for outcome in outcomes)  # the same numbers on all ranks
     records, norms, noises = outcomes[0]
@@ -122,7 +122,7 @@ def test_a_measured_run_is_the_same_run(world: int, tp_size: int, recipe: Recipe
         assert scalars["quantization_gradient_to_noise/blocks_worst"] == min(blocks) > 0
     for grad_norm, noise in zip(norms, noises, strict=True):
         assert 1 < noise.ratio < 20
-        # g_q is the gradient of the step that followed.
+        # The quantized gradient of the measurement is that of the step that followed.
         assert abs(grad_norm - noise.reference_norm) <= noise.noise_norm
         sigma_q = noise.as_record()["sigma_q"]
         assert sigma_q * math.sqrt(noise.num_coordinates) == pytest.approx(noise.noise_norm)
@@ -147,7 +147,7 @@ def _noise_by_hand(rank: int) -> Any:
     return noise, gradients(NVFP4), gradients(bf16_backward(NVFP4))
 
 
-def test_noise_is_the_difference_of_two_gradients() -> None:
+def test_gradient_noise_is_the_difference_to_the_gradient_in_bf16() -> None:
     noise, quantized, reference = launch(_noise_by_hand, 1)[0]
     expected = math.sqrt(sum((q - r).double().square().sum().item() for q, r in zip(quantized, reference, strict=True)))
     norm = math.sqrt(sum(r.double().square().sum().item() for r in reference))

@@ -71,9 +71,9 @@ def _measure(recipe: Recipe, **keywords: Any) -> LinearMeasurement:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
-    """Which a probe does not change."""
-    generator, probe, backend = torch.get_rng_state(), Probe(), _Records()
+def test_a_probe_measures_the_operands_and_products_of_the_linear(recipe: Recipe) -> None:
+    """It does not change them."""
+    generator, probe, backend = torch.get_rng_state(), Probe(), _RecordingBackend()
     with _measured() as measured:
         y, dx, dw = _run(recipe, probe, backend=backend)
         found = probe.collect(["a"])["a"]
@@ -93,7 +93,7 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         assert ("crest_rht" in statistics) == bool(rht)
         if operand.source == "tensor":
             assert statistics["amax"] == tensors[name].abs().max().item()
-        else:  # of what the codes stand for
+        else:  # statistics of the decoded codes
             assert statistics["amax"] == pytest.approx(tensors[name].abs().max().item(), rel=0.05)
             assert statistics["rms"] == pytest.approx(tensors[name].double().square().mean().sqrt().item(), rel=0.02)
         if operand.source == "codes" or (rht and recipe.rht_signs == "fresh"):
@@ -118,8 +118,8 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     assert found.errors == pytest.approx({gemm: expected[gemm] for gemm in expected if gemm in quantized}, rel=1e-3)
 
 
-class _Records(EmulatedBackend):
-    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `SLOTS`."""
+class _RecordingBackend(EmulatedBackend):
+    """Records the operands of the GEMMs, as (`code * block scale`, tensor scale), in the order of `SLOTS`."""
 
     def __init__(self) -> None:
         self.multiplied: list[tuple[Tensor, Tensor | None]] = []
@@ -131,7 +131,7 @@ class _Records(EmulatedBackend):
 
 @contextmanager
 def _measured() -> Iterator[dict[tuple[str, OperandSlot], tuple[QuantizedTensor, Tensor | None]]]:
-    """What probes made of each linear's operands inside a `with`, and in which units."""
+    """Inside the context, records what probes encode of each linear's operands, and the unit of each."""
     measured, encode, one = {}, Operand.encode, ProbedCall._operand
 
     def operand(call: ProbedCall, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
@@ -150,7 +150,7 @@ def _measured() -> Iterator[dict[tuple[str, OperandSlot], tuple[QuantizedTensor,
 
 
 def _same(measured: tuple[QuantizedTensor, Tensor | None], multiplied: tuple[Tensor, Tensor | None]) -> bool:
-    """Whether values and tensor scales are the same bit for bit."""
+    """Whether values and tensor scales are equal bit for bit."""
     (encoded, unit), (values, scale) = measured, multiplied
     own = encoded.decode_scale()
     both = own if unit is None else unit if own is None else own * unit
@@ -158,7 +158,7 @@ def _same(measured: tuple[QuantizedTensor, Tensor | None], multiplied: tuple[Ten
     return same_scale and torch.equal(encoded.block_values(), values.float())
 
 
-def test_padding_does_not_count() -> None:
+def test_padding_is_not_measured() -> None:
     whole, padded = _measure(NVFP4, outputs=128, num_groups=2), _measure(NVFP4, outputs=120, num_groups=3)
     _, w, dy = _tensors(outputs=120)  # 40 rows a group, padded to 48
     for name, tensor in (("dgrad_gradient", dy), ("fprop_weight", w)):
@@ -167,9 +167,11 @@ def test_padding_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("nvfp4", "by Quartet II")])
-def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_a_sample_are_near_those_of_the_whole_tensor(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = _measure(recipe)
-    monkeypatch.setattr(samples, "LARGE", 128 * 128)  # dy is not, x and W are
+    monkeypatch.setattr(samples, "LARGE", 128 * 128)  # x and W are larger, dy is not
     monkeypatch.setattr(samples, "SAMPLE", 128 * 128)
     monkeypatch.setattr(samples, "_BAND_ROWS", max(16, *(op.block[0] for op in recipe.operands.values())))
     sample = _measure(recipe)
@@ -186,8 +188,8 @@ def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.Monke
 def _pass(
     probe: Probe, mesh: ParallelMesh, recipe: Recipe, tokens: int, backend: type[EmulatedBackend] = EmulatedBackend
 ) -> dict[str, QuantizedLinear]:
-    """Forward and backward of `tokens` of this rank through two linears, whose whole weights are the same on any mesh;
-    the linears."""
+    """Run `tokens` of this rank forward and backward through two linears, whose full weights are the same on any mesh.
+    Returns the linears."""
     generator = torch.Generator().manual_seed(1)
     first, second = ColumnParallelLinear(64, 128, mesh), RowParallelLinear(128, 64, mesh)
     layers: dict[str, QuantizedLinear] = {"blocks.0.first": first, "blocks.0.second": second}
@@ -206,12 +208,14 @@ def _pass(
 
 
 def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
-    """Of linears that quantize their own slice of the tokens, with the draws of its place, probes measure the whole."""
+    """Assert that probes encode what linears multiply, also with sequence parallelism; returns their measurements."""
     for recipe in (changed(RECIPES["by Quartet II"], fprop_activation=SR), NVFP4):
         with _measured() as measured:
-            layers = _pass(Probe(), toy_mesh(tp_size, tp_size > 1), recipe, 256 // tp_size, _Records)
+            layers = _pass(Probe(), toy_mesh(tp_size, tp_size > 1), recipe, 256 // tp_size, _RecordingBackend)
         multiplied = {name: layer.context.backend.multiplied for name, layer in layers.items()}
-        assert len(measured) == 2 * (len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right))  # W measured once then
+        assert len(measured) == 2 * (
+            len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right)
+        )  # W is measured once if fprop and dgrad share it
         for (name, slot), of in measured.items():
             assert _same(of, multiplied[name][SLOTS.index(slot)]), (name, slot)
     probe = Probe()
@@ -219,12 +223,12 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
 
 
 @pytest.mark.slow
-def test_numbers_do_not_depend_on_the_tensor_parallel_size() -> None:
+def test_measurements_do_not_depend_on_the_tensor_parallel_size() -> None:
     single = launch(_probe_layers, 1, 1)[0]
     both = launch(_probe_layers, 2, 2)
     assert both[0] == both[1]
     for name, measurement in single.items():
-        # The partial sums over ranks are rounded to BF16 before they are added.
+        # Ranks round their partial sums to BF16 before these are added.
         assert both[0][name].errors == pytest.approx(measurement.errors, rel=0.02)
         for operand, statistics in measurement.operands.items():
             assert both[0][name].operands[operand]["snr_db"] == pytest.approx(statistics["snr_db"], abs=0.1)

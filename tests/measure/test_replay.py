@@ -1,5 +1,5 @@
-"""A micro-batch computed twice: a machine that errs is named. (That the run is the same run:
-test_diagnostics_run.py.)"""
+"""A micro-batch is computed twice to find faulty machines. That this does not change the run is in
+test_diagnostics_run.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.training.harness import launch, toy_mesh
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 @pytest.mark.parametrize("shape", [(0,), (), (4096,), (5, 3000)])
-def test_checksum_sees_every_bit_and_place(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_the_checksum_depends_on_every_bit_and_its_position(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     total, bytes_of, flat = checksum(tensor), tensor.reshape(-1).view(torch.uint8), tensor.reshape(-1)
     assert total.dtype == torch.int64 and total.shape == (3,)
@@ -42,7 +42,7 @@ def test_checksum_sees_every_bit_and_place(dtype: torch.dtype, shape: tuple[int,
 
 
 class Flipping(EmulatedBackend):
-    """Flips the last bit of one number of the `call`-th product."""
+    """Flips a bit of the first number of the `call`-th product."""
 
     def __init__(self, call: int) -> None:
         self.left = call
@@ -54,7 +54,7 @@ class Flipping(EmulatedBackend):
 
 
 def flipped(tensor: Tensor) -> Tensor:
-    """With the highest bit of the first number's mantissa flipped, so that rounding does not swallow it."""
+    """The tensor with the highest mantissa bit of its first number flipped, so that rounding does not hide it."""
     bits = tensor.detach().clone().contiguous()
     if tensor.dtype == torch.bfloat16:
         bits.view(-1)[:1].view(torch.int16)[0] ^= 1 << 6
@@ -64,7 +64,7 @@ def flipped(tensor: Tensor) -> Tensor:
 
 
 def _corrupted(rank: int, tp_size: int, kinds: list[str]) -> list[Any]:
-    """What rank 1's second computation, wrong in one place, is found to be."""
+    """What a replay finds if the second computation of rank 1 is wrong, for each kind of fault."""
     return [_corrupted_once(rank, tp_size, kind) for kind in kinds]
 
 
@@ -73,7 +73,7 @@ def _corrupted_once(rank: int, tp_size: int, kind: str) -> Any:
     linears = list(run.linears.values())
     compute = replaying.compute
     if rank == 1:
-        # fprop, dgrad and wgrad of each linear: the second computation begins with the fourth product.
+        # Each linear has three products, so the second computation begins with the fourth.
         if kind in ("fprop", "dgrad", "wgrad"):
             linears[1].backend = Flipping(4 + ("fprop", "dgrad", "wgrad").index(kind))
         if kind == "attention":
@@ -114,14 +114,14 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2], ids=["sharded", "tensor parallel"])
-def test_the_rank_and_the_place_are_named(tp_size: int) -> None:
+def test_a_replay_names_the_rank_and_the_first_difference(tp_size: int) -> None:
     for of_rank in launch(_corrupted, 2, tp_size, list(KINDS)):
         for (kind, first), (replayed, text) in zip(KINDS.items(), of_rank, strict=True):
             assert [(one.rank, one.first) for one in replayed.culprits] == [(1, first)], kind
             batch = 0 if tp_size == 2 else 1
             assert replayed.culprits[0].micro_batch == batch
             assert text.startswith("one micro-batch of step 1 computed twice DIFFERS: rank 1 (") and first in text
-            # What it made wrong reaches the other rank through collectives only.
+            # The fault reaches the other rank only through collectives.
             others = [one.rank for one in replayed.differences[1:]]
             spreads = kind == "weights" or (tp_size == 2 and kind in ("fprop", "dgrad", "attention"))
             assert others == ([0] if spreads else []), kind
@@ -131,8 +131,8 @@ def test_the_rank_and_the_place_are_named(tp_size: int) -> None:
 def test_a_difference_ends_the_run_before_the_update(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One bit of one product in one of the two computations of step 3 is wrong."""
-    # 6 linears with 3 products each; 4 micro-batches in a step, and 2 more before the first and the third.
+    """One bit of a product in the second computation of step 3 is wrong."""
+    # 6 linears with 3 products each; 4 micro-batches in a step; 2 more before steps 1 and 3 for the replays.
     spoil_at = 6 * 3 * (2 + 4 + 4 + 1) + 2
     calls, gemm = itertools.count(1), EmulatedBackend.gemm
     monkeypatch.setattr(

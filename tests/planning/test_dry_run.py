@@ -1,4 +1,4 @@
-"""The dry run: per-rank sizes that can be counted by hand, and messages that can be counted in the source."""
+"""The dry run: sizes per rank counted by hand, and messages counted from the source."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def configured(
 
 
 def run_each(world_size: int, *configs: Config) -> list[DryRun]:
-    """Their dry runs, in a process of its own: it needs the process group to itself."""
+    """The dry runs of these configurations. In another process, since a dry run needs its own process group."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = fork_server().Process(target=_send_runs, args=(sender, world_size, configs), daemon=True)
     process.start()
-    sender.close()  # the process has its own: when it is gone, nothing can be sent any more
-    assert receiver.poll(300), "no dry run takes so long"
+    sender.close()  # the process has its own copy; when it ends, `recv` fails instead of waiting
+    assert receiver.poll(300), "the dry run takes too long"
     results = receiver.recv()
     process.join()
     assert process.exitcode == 0 and isinstance(results, list), results
@@ -73,7 +73,7 @@ def counted(dry, operation: str, group: str) -> int:
 
 
 def sizes_of(dry, operation: str, group: str) -> Counter[int]:
-    """Messages of each size in bytes."""
+    """The number of messages by size in bytes."""
     sizes: Counter[int] = Counter()
     for message, count in dry.messages.items():
         if (message.operation, message.group) == (operation, group):
@@ -88,7 +88,7 @@ def tp2_dp4() -> DryRun:
 
 @pytest.fixture(scope="module")
 def on_four() -> list[DryRun]:
-    """NVFP4 and BF16, each with parameters kept and freed between micro-batches."""
+    """In NVFP4 and BF16, each with parameters kept and with parameters freed between micro-batches."""
     kinds = [(precision, reshard) for precision in ("nvfp4", "bf16") for reshard in (False, True)]
     return run_each(4, *(configured(precision=precision, reshard=reshard) for precision, reshard in kinds))
 
@@ -99,13 +99,13 @@ def test_shards_of_parameters_and_moments(tp2_dp4):
     conv, norms, scalars = 5 * (128 + 128), 128, 3 * 8
     mamba = in_proj * 64 + conv + norms + scalars + 64 * 128
     attention, mlp = 64 * (8 + 4 + 4) * 16 + 64 * 128, 2 * 64 * 128
-    whole = mamba + attention + mlp + 2 * 256 * 64  # on one tensor-parallel rank half of it
-    replicated = 4 * 64  # and all of these
+    whole = mamba + attention + mlp + 2 * 256 * 64  # split in two by tensor parallelism
+    replicated = 4 * 64  # on every tensor-parallel rank
     per_rank = (whole / 2 + replicated) / 4
     assert per_rank <= memory.num_parameters < per_rank * 1.05  # FSDP rounds each tensor up
     assert memory.parameters == 4 * memory.num_parameters
-    assert 8 * memory.num_parameters <= memory.optimizer < 8 * memory.num_parameters + 4 * 100  # and step counters
-    # Codes instead of BF16 copies of the linears' weights; and 512 bytes for each parameter that has no more.
+    assert 8 * memory.num_parameters <= memory.optimizer < 8 * memory.num_parameters + 4 * 100  # plus step counters
+    # Linears gather codes instead of BF16 weights; each of the others' parameters takes at least 512 bytes.
     linears = in_proj * 64 + attention + mlp + 64 * 128
     others = (whole - linears) / 2 + replicated
     assert memory.gathered == pytest.approx(2 * others + 4 * 3 * 4 + 512 * 15, abs=512 * 10)
@@ -118,21 +118,21 @@ def test_shards_of_parameters_and_moments(tp2_dp4):
 def test_messages_of_a_step(tp2_dp4):
     n = tp2_dp4.micro_batches
     assert n == 16
-    # Sequence parallelism: every block gathers codes and scales of four operands, x of its first projection for
-    # fprop and for wgrad, dy of its second for dgrad and for wgrad; and scatters tokens once each way. The head gathers
-    # in front of it and scatters back, the embedding the other way round.
+    # Sequence parallelism: every block gathers codes and scales of four operands: x of its first projection for fprop
+    # and wgrad, dy of its second one for dgrad and wgrad. It scatters tokens once in each direction. The head gathers
+    # tokens in its forward and scatters in its backward pass, the embedding the other way round.
     assert counted(tp2_dp4, "all-gather", "tp") == n * (4 * 3 + 1 + 1)
     assert counted(tp2_dp4, "reduce-scatter", "tp") == n * (2 * 3 + 1 + 1)
-    # T h elements: codes of half a byte and a scale for 16, and BF16 around the blocks.
+    # Tokens x hidden elements: half a byte of code and one scale for 16 in the blocks, BF16 outside of them.
     size = 128 * 64
     sizes = Counter({size // 2 + size // 16: n * 4 * 3, 2 * size: n * 2})
     assert sizes == sizes_of(tp2_dp4, "all-gather", "tp")
     assert sizes_of(tp2_dp4, "reduce-scatter", "tp") == {2 * size: n * 8}
-    # Tensor maxima: input and output gradient of each projection, in every micro-batch; those of all weights once; the
-    # loss's maximum and sums; and the gradients of replicated parameters at the end.
+    # Tensor maxima of the input and output gradient of each projection and the loss's maximum and sum, in every
+    # micro-batch; once the maxima of all weights, and at the end the gradients of replicated parameters.
     assert counted(tp2_dp4, "all-reduce", "tp") == n * (6 + 6 + 2) + 1 + 1
-    assert counted(tp2_dp4, "all-reduce", "dp") == 1  # the weights' maxima, and those of blocks that ranks share
-    # Gathered once a step and reduced once a step: three blocks, embedding, head, and the final norm.
+    assert counted(tp2_dp4, "all-reduce", "dp") == 1  # maxima of weights, and of blocks that ranks share
+    # Three blocks, embedding, head and the final norm are gathered once and reduced once in a step.
     assert counted(tp2_dp4, "all-gather", "dp") == counted(tp2_dp4, "reduce-scatter", "dp") == 6
     assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
 
@@ -141,11 +141,12 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
     codes, codes_freed, kept, freed = on_four
     assert counted(kept, "all-gather", "dp") == counted(codes, "all-gather", "dp") == 6
     n = freed.micro_batches
-    assert counted(freed, "all-gather", "dp") == n * (2 * 3 + 3)  # what belongs to no block is not freed in between
+    assert counted(freed, "all-gather", "dp") == n * (
+        2 * 3 + 3
+    )  # parameters outside of blocks stay between forward and backward
     assert freed.memory.gathered < kept.memory.gathered
     assert freed.memory.parameters == kept.memory.parameters
-    # Codes are gathered once a step and stay: half a byte and a sixteenth for each parameter of a linear, where BF16
-    # takes two.
+    # Codes are gathered once a step and stay. They take 9/16 of a byte for each parameter of a linear, BF16 two bytes.
     assert codes_freed.memory.quantized_weights == codes.memory.quantized_weights
     assert counted(codes_freed, "all-gather", "dp") == 3 + 3 * n
 
@@ -158,7 +159,7 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
 
 def test_a_native_backend_keeps_the_codes_of_both_directions():
     model = replace(MODEL, hidden_dim=256, ffn_dim=512, head_dim=32, mamba_head_dim=64, mamba_state_dim=32)
-    # Backend, recipe, whether FP8's scales are powers of two, bytes of a weight's element.
+    # (backend, recipe, whether FP8's scales are powers of two, bytes of a weight's element)
     rows = [
         ("transformer_engine", "nvfp4", False, 9 / 16),
         ("transformer_engine", "nvfp4_4over6_1x16", False, 9 / 16),
@@ -174,33 +175,33 @@ def test_a_native_backend_keeps_the_codes_of_both_directions():
         precision = replace(config.precision, backend=backend, fp8_power_of_two_scales=power_of_two)
         natives.append(replace(config, precision=precision))
     emulated, *kept = (dry.memory.quantized_weights for dry in run_each(1, configured(model=model), *natives))
-    for row, memory in zip(rows, kept, strict=True):  # and the padding of groups
+    for row, memory in zip(rows, kept, strict=True):  # the tolerance is for the padding of groups
         assert memory == pytest.approx(2 * row[-1] / (9 / 16) * emulated, rel=0.15), row
 
 
-def test_reducing_each_micro_batch_of_masked_documents(on_four):
+def test_reducing_gradients_of_each_micro_batch_with_masked_documents(on_four):
     once, config = on_four[0], configured(replicate=2, reduce_gradients="each")
     data = replace(config.data, documents="masked", boundary_loss=False)
     [each] = run_each(8, replace(config, train=replace(config.train, global_batch_size=32), data=data))
     assert each.micro_batches == 4 and counted(once, "reduce-scatter", "dp") == 6
     assert counted(each, "reduce-scatter", "dp") == 4 * 6
-    assert counted(each, "all-reduce", "replicate") == 6  # after the last
+    assert counted(each, "all-reduce", "replicate") == 6  # after the last micro-batch
     assert once.memory.unreduced_gradients > each.memory.unreduced_gradients == 0
-    # Instead of the whole slice it holds the sums of its shard, a quarter, and one unit at a time.
+    # A rank holds the sums of its shard, a quarter, and the gradients of one unit, instead of all gradients.
     assert each.memory.peak < once.memory.peak - 0.3 * once.memory.unreduced_gradients
-    # How many targets count.
+    # One message has the number of targets that count.
     assert [n for m, n in each.messages.items() if (m.operation, m.num_bytes) == ("all-reduce", 8)] == [1]
 
 
-def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16():
-    """Promises to compute inputs again, not codes."""
+def test_selective_recomputation_keeps_no_more_in_nvfp4_than_in_bf16():
+    """Inputs are computed again instead of keeping their codes."""
     tensor = 2
     overrides = ["model=nemotron_h_12b", "model.pattern=M*-", "model.vocab_size=256", "model.nvfp4_bf16_blocks.last=0"]
     model = composed(*overrides, "model.nvfp4_bf16_blocks.first=0").model
     kinds = (("nvfp4", "selective"), ("bf16", "selective"), ("nvfp4", "none"))
     configs = [configured(precision, model, recompute, tensor=tensor) for precision, recompute in kinds]
     nvfp4, bf16, everything = (dry.memory.activations for dry in run_each(tensor, *configs))
-    assert nvfp4 <= bf16 + 64 * 1024  # zeros in stock for maxima, tensor scales: nothing that grows with the tokens
+    assert nvfp4 <= bf16 + 64 * 1024  # for maxima and tensor scales, whatever the number of tokens
     assert nvfp4 < 0.9 * everything
 
 

@@ -1,4 +1,4 @@
-"""Planned times in 4 bits against what others measured on Blackwell."""
+"""Planned times in 4 bits, against published measurements on Blackwell."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def of_precision(name: str) -> Recipe:
 
 
 def llama(name: str, sizes: tuple[int, ...], in_bf16: int) -> tuple[Plan, float]:
-    """A Llama 3 with its last blocks in BF16, and its training FLOPs per token of sequences of 8,192."""
+    """The plan of a Llama 3 with its last blocks in BF16, and its training FLOPs per token at sequences of 8,192."""
     hidden, ffn, blocks, heads = sizes
     recipe = of_precision(name)
     shapes = [(hidden, hidden + 16 * hidden // heads), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden)]
@@ -42,37 +42,37 @@ def llama(name: str, sizes: tuple[int, ...], in_bf16: int) -> tuple[Plan, float]
         ("gb300", (16384, 53248, 126, 128), 0, None, 1.48),  # and 405B
     ],
 )
-def test_public_ratios(
+def test_planned_speedups_are_near_published_ones(
     gpu: str, sizes: tuple[int, ...], in_bf16: int, over_bf16: float | None, over_mxfp8: float
 ) -> None:
     times = {
         name: seconds_of_a_token(GPUS[gpu], *llama(name, sizes, in_bf16), 0.5, native=True)
         for name in ("bf16", "mxfp8", "nvfp4")
     }
-    # A plan errs on the side of BF16: it promises no more than was measured, and not a fifth less.
+    # A plan promises no more than was measured, and at most a fifth less.
     for base, measured in (("bf16", over_bf16), ("mxfp8", over_mxfp8)):
         if measured is not None:
             assert 0.8 * measured < times[base] / times["nvfp4"] < 1.01 * measured
 
 
-def test_the_configuration_knows_these_gpus() -> None:
+def test_the_schema_lists_these_gpus() -> None:
     assert set(get_args(get_args(get_type_hints(ParallelConfig)["gpu"])[0])) == set(GPUS)
 
 
-def test_who_computes_the_linears_there() -> None:
+def test_the_planned_backend() -> None:
     for given, backend in (
         ([], "emulated"),
         (["parallel.gpu=h200"], "emulated"),
         (["parallel.gpu=b200"], "transformer_engine"),
         (["parallel.gpu=b200", "precision=bf16"], "emulated"),
-        (["parallel.gpu=b200", "precision=mxfp4"], "emulated"),  # which it does not know
+        (["parallel.gpu=b200", "precision=mxfp4"], "emulated"),  # transformer_engine has no mxfp4
         (["parallel.gpu=b200", "precision.backend=torch"], "torch"),
     ):
         config = composed(*given)
         assert as_planned(config, plans_of(config)).precision.backend == backend
 
 
-def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["train.micro_batch_size=512", "train.global_batch_size=512", "train.sequence_length=8192", "run.dry=true"]
     assert pretrain.main([*large, "parallel.gpu=h100"]) == 2
     printed = capsys.readouterr()
@@ -80,8 +80,8 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "GiB and parallel.gpu=h100 has 79; set train.activation_checkpointing=selective" in printed.err
 
 
-def test_tensor_cores_that_a_gpu_does_not_have() -> None:
-    """For a backend that is named: a plan without a GPU is for a B200, one for an H100 is refused."""
+def test_the_planned_gpu_has_the_tensor_cores_of_the_backend() -> None:
+    """Without parallel.gpu, FP4 on a native backend is planned for a B200. A GPU without FP4 is refused."""
     for given, gpu in (
         (["precision.backend=torch"], "b200"),
         (["precision.backend=transformer_engine"], "b200"),
@@ -96,7 +96,7 @@ def test_tensor_cores_that_a_gpu_does_not_have() -> None:
         as_planned(config, plans_of(config))
 
 
-def test_emulated_gemms_take_the_time_of_bf16() -> None:
+def test_emulated_gemms_are_planned_with_the_time_of_bf16() -> None:
     sizes = (4096, 14336, 32, 32)
     bf16, nvfp4 = (
         seconds_of_a_token(GPUS["h200"], *llama(name, sizes, 0), 0.5, native=False) for name in ("bf16", "nvfp4")

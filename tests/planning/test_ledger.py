@@ -1,4 +1,4 @@
-"""The ledger against sizes that are known."""
+"""The ledger of a dry run, against known sizes."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_bytes_alive_and_their_peak():
         a = torch.empty(256, 1024)  # 1 MiB
         b = torch.empty(100, dtype=torch.bfloat16)  # 200 bytes, in units of 512
         view = a.t()[3:]
-        del a  # the view keeps it
+        del a  # the view keeps its memory
         assert ledger.live_bytes == 1024 * KIB + 512
         del view
         assert (ledger.live_bytes, ledger.peak_bytes) == (512, 1024 * KIB + 512)
@@ -28,7 +28,7 @@ def test_bytes_alive_and_their_peak():
         assert ledger.live_bytes == 4096
 
 
-def test_what_is_asked_for_while_a_message_travels():
+def test_the_ledger_records_what_runs_beside_a_message():
     products = 0
     with fake_ranks(2), FakeTensorMode(), Ledger(lambda: 0, lambda: products) as ledger:
         x = torch.empty(4, 1024)
@@ -38,13 +38,13 @@ def test_what_is_asked_for_while_a_message_travels():
         _ = x + 1
         pending.wait()
         products += 1
-        early.wait()  # not the last that was sent
+        early.wait()  # it was sent before the others
         dist.all_reduce(x)
     beside = ["GEMM", "nothing", "others", "nothing"]
     assert [message.beside for _, message in ledger.sent] == beside
 
 
-# Backend, format, block, FP8's scales are powers of two, bytes of an element, bytes of one that a GEMM decodes.
+# codes: bytes of an element. decoded: bytes per element that a GEMM decodes.
 @pytest.mark.parametrize(
     "backend, form, block, power_of_two, codes, decoded",
     [

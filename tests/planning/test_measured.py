@@ -1,4 +1,4 @@
-"""What docs/parallelism.md plans: steps that were measured, and starts on 64 GPUs."""
+"""The tables of docs/parallelism.md: planned beside measured steps, and starts on 64 GPUs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_planned_steps_are_within_a_tenth_of_measured_ones() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_has_what_is_planned() -> None:
-    """In a row of two ranks; the others take long."""
+def test_the_planned_time_of_the_page_is_current() -> None:
+    """Only in a row of two ranks; the others take long."""
     ranks, overrides, _, planned = next(row for row in ROWS if row[0] == "2")
     config = composed(*COMMON, *overrides.split())
     config = as_planned(config, plans_of(config))
@@ -40,14 +40,14 @@ def test_the_page_has_what_is_planned() -> None:
 
 
 def start_of(overrides: str, gpu: str) -> Config:
-    """The configuration of a row of `STARTS`, with data."""
+    """The planned configuration of a row of `STARTS`, with data."""
     found = ["data.sources={web: /d/web}", "data.blends={first: {web: 1}, second: {web: 1}, third: {web: 1}}"]
     config = composed(*overrides.split(), *found, f"parallel.gpu={gpu}")
     return as_planned(config, plans_of(config))
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_starts_on_64_gpus_divide_and_fit(gpu: str) -> None:
+def test_starts_on_64_gpus_are_valid_and_fit(gpu: str) -> None:
     assert len(STARTS) == 3
     for overrides, *peaks in STARTS:
         config = start_of(overrides, gpu)
@@ -56,8 +56,8 @@ def test_starts_on_64_gpus_divide_and_fit(gpu: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_peak_of_the_smallest_is_the_planned_one() -> None:
-    """Those of the others were planned by hand: each takes half a minute."""
+def test_the_planned_peak_of_the_smallest_start_is_current() -> None:
+    """The others are not planned here: each takes half a minute."""
     overrides, _, blackwell = STARTS[0]
     config = start_of(overrides, "b200")
     dry, _ = plan_run(config, models, data.phases(config), 64, models.planned_execution(config))

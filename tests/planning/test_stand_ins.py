@@ -1,4 +1,4 @@
-"""What stands in for the fused kernels of a model and for the loss allocates what they do, counted by hand."""
+"""The stand-ins for the fused kernels and the loss allocate as much as these do, counted by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.training.harness import alone
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 256, 8, 2, 64
 ELEMENTS = BATCH * LENGTH * HEADS * DIM
-SMALL = 8 * 512  # roundings of single tensors
+SMALL = 8 * 512  # rounding of the sizes of small tensors
 
 
 def bf16(*shape: int) -> Tensor:
@@ -27,7 +27,7 @@ def fp32(*shape: int) -> Tensor:
 
 
 def growth(ledger: Ledger, before: int) -> tuple[int, int]:
-    """Bytes alive now and at the peak, beyond `before`; the peak begins anew."""
+    """Bytes alive now and at the peak, above `before`. Restarts the peak."""
     grown = ledger.live_bytes - before, ledger.peak_bytes - before
     ledger.restart_peak()
     return grown
@@ -44,13 +44,13 @@ def test_attention(deterministic: bool, tiled: bool, masked: bool) -> None:
         rows, bounds = 4 * BATCH * HEADS * LENGTH, 2 * 4 * BATCH * LENGTH if masked else 0
         assert growth(ledger, before) == (2 * ELEMENTS + rows + bounds,) * 2
         before = ledger.live_bytes
-        attend(q, k, v, documents)  # of another block
-        assert ledger.live_bytes == before, "where documents begin is kept once"
+        attend(q, k, v, documents)  # as another block does
+        assert ledger.live_bytes == before, "the bounds of documents are kept only once"
         dy = torch.empty_like(y)
         ledger.restart_peak()
         before = ledger.live_bytes
         y.backward(dy)
-        parts = 9 if deterministic else 1  # 16 heads of all sequences on 132 multiprocessors
+        parts = 9 if deterministic else 1  # 16 heads (of 2 sequences) on 132 multiprocessors
         gradients = 2 * ELEMENTS + 2 * (2 * ELEMENTS * KV_HEADS // HEADS)
         own = 0 if tiled else 4 * ELEMENTS * parts + 2 * 2 * ELEMENTS
         assert growth(ledger, before)[1] == gradients + rows + own
@@ -85,7 +85,7 @@ def test_the_loss(fused: bool) -> None:
         targets = torch.empty(tokens, dtype=torch.int64)
         before = ledger.live_bytes
         loss = stand_ins.loss(x, weight, targets, 0, mesh, fused=fused, chunk_tokens=tokens)
-        # dx and dW wait in FP32, as on CUDA; in between the logits, in FP32 once more without the kernel.
+        # dx and dW are kept in FP32, as on CUDA. At the peak there are the logits, without the kernel also in FP32.
         gradients = 4 * tokens * hidden + 4 * vocab * hidden
         assert ledger.live_bytes - before == pytest.approx(gradients, abs=64 * 1024)
         logits = tokens * vocab * (2 if fused else 6)

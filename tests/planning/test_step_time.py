@@ -1,4 +1,4 @@
-"""The time of a step, against bounds that can be counted by hand."""
+"""The planned time of a step, against bounds counted by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLANS = (Plan(()), None)  # all FLOPs are those of BF16
 
 
 def times(messages: dict[Message, int], ends: dict[Message, int] | None = None, peak: float = 989) -> StepTime:
-    """Of a step of two micro-batches on four ranks, with `messages` in each. peak: TFLOP/s."""
+    """The time of a step of two micro-batches on four ranks, with `messages` in each. peak: TFLOP/s."""
     config = Config(
         model=MODEL,
         train=TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64),
@@ -41,23 +41,23 @@ def times(messages: dict[Message, int], ends: dict[Message, int] | None = None, 
 def test_messages_within_a_host_and_between_hosts():
     parallel, run = ParallelConfig(tensor=8), RunConfig()
     assert axis_bandwidth("tp", 8, parallel, 512, run) == 300
-    assert axis_bandwidth("dp", 64, parallel, 512, run) == 40  # one rank of the axis on each host
+    assert axis_bandwidth("dp", 64, parallel, 512, run) == 40  # the axis has one rank on each host
     assert axis_bandwidth("dp", 128, ParallelConfig(tensor=4), 512, run) == 80
-    assert axis_bandwidth("dp", 512, ParallelConfig(), 512, run) == 300  # eight adapters carry more than the links
+    assert axis_bandwidth("dp", 512, ParallelConfig(), 512, run) == 300  # eight adapters are faster than the links
     assert axis_bandwidth("replicate", 2, ParallelConfig(replicate=2), 16, run) == 40
     assert axis_bandwidth("tp", 8, ParallelConfig(tensor=8, gpu="b200"), 512, run) == 600
 
 
-def test_what_runs_beside_a_message_hides_a_share_of_it():
+def test_work_beside_a_message_hides_a_share_of_it():
     others = replace(BESIDE_GEMMS, beside="others")
     assert [hidden_share(message) for message in (TOKENS, others, BESIDE_GEMMS, WEIGHTS)] == [0, 0.15, 0.95, 0.95]
     found = times({TOKENS: 1, BESIDE_GEMMS: 1, WEIGHTS: 2}, ends={WEIGHTS: 1})
-    # Nothing runs beside the step's first gathering.
+    # Nothing runs beside the first all-gather of the step.
     assert found.exposed == pytest.approx(2 * 0.2 + 0.05 * 2 * 0.2 + 0.1 + 0.05 * 3 * 0.1, rel=1e-3)
-    assert found.links == pytest.approx(2 * (0.2 + 0.2), rel=1e-3)  # of weights 4 x 0.1: each on its own axis
+    assert found.links == pytest.approx(2 * (0.2 + 0.2), rel=1e-3)  # weights take 4 x 0.1 s on their own axis
 
 
-def test_the_largest_bound_is_the_step():
+def test_the_largest_bound_is_the_time_of_the_step():
     flops = training_flops_per_token(MODEL, 64) * 8 * 64
     peak = flops / 4 / 1e12  # one second on each rank at a utilization of one
     found = times({TOKENS: 1}, peak=peak)
@@ -67,27 +67,28 @@ def test_the_largest_bound_is_the_step():
     assert times({TOKENS: 6}, peak=peak).bound == "messages"
     assert times({BESIDE_GEMMS: 6}, peak=peak).seconds == pytest.approx(2.4, rel=1e-3)
     assert times({BESIDE_GEMMS: 6}, peak=peak).bound == "messages"
-    train = TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64)
-    graphs = as_planned(Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4)), PLANS)
-    assert step_time(graphs, models, 4, EMPTY, PlannedPhase("main", 10, 8, 64), PLANS).host == pytest.approx(
-        4e-3
-    )  # replayed
-    ranks, phase = replace(graphs, parallel=ParallelConfig()), PlannedPhase("main", 10, 64, 64)
-    ranks = replace(ranks, train=replace(train, global_batch_size=64, cuda_graphs="true"))
-    assert step_time(ranks, models, 4, EMPTY, phase, PLANS).host == pytest.approx(
-        2 * 4 * 3.0e-3 + 6e-3
-    )  # FSDP's first and last eagerly
-    native = replace(ranks.precision, backend="transformer_engine")
-    native = replace(ranks, precision=native, parallel=ParallelConfig(gpu="b200"))
-    native_plans = (Plan((PlannedLinear(models.linear_shapes(MODEL)[0], NVFP4, ""),)), None)
-    assert step_time(native, models, 4, EMPTY, phase, native_plans).host == pytest.approx(
-        2 * 4 * 3.0e-3 + 6 * 1.02e-3
-    )  # dy of dgrad and wgrad
     found = times({}, peak=1e6)
     assert (found.bound, found.seconds) == ("host", found.host)
 
 
-def test_what_is_computed_again_takes_as_long_as_measured():
+def test_time_of_the_host_with_cuda_graphs():
+    def host(config: Config, batch: int, plans: tuple[Plan, Plan | None] = PLANS) -> float:
+        return step_time(config, models, 4, EMPTY, PlannedPhase("main", 10, batch, 64), plans).host
+
+    train = TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64)
+    graphs = as_planned(Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4)), PLANS)
+    assert host(graphs, 8) == pytest.approx(4e-3)  # all four micro-batches are replayed
+    ranks = replace(graphs, parallel=ParallelConfig())
+    ranks = replace(ranks, train=replace(train, global_batch_size=64, cuda_graphs="true"))
+    eager = 2 * 4 * 3.0e-3  # with FSDP, the first and the last micro-batch, each with four linears
+    assert host(ranks, 64) == pytest.approx(eager + 6e-3)
+    native = replace(ranks.precision, backend="transformer_engine")
+    native = replace(ranks, precision=native, parallel=ParallelConfig(gpu="b200"))
+    native_plans = (Plan((PlannedLinear(models.linear_shapes(MODEL)[0], NVFP4, ""),)), None)
+    assert host(native, 64, native_plans) == pytest.approx(eager + 6 * 1.02e-3)  # and dy of dgrad and wgrad
+
+
+def test_recomputation_takes_as_long_as_measured():
     """The 1.2B in BF16 on one H200 (docs/measurements.md)."""
     seconds, host = dict[str, float](), dict[str, float]()
     for what, measured in {"none": 500, "selective": 509, "block": 620}.items():

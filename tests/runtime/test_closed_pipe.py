@@ -1,4 +1,4 @@
-"""Commands whose reader has left, as `| head -1` does: nothing on stderr, and what is to be cleaned up is."""
+"""Commands whose output is closed by its reader, such as `| head -1`: they clean up and print no error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ sys.exit(3)
 
 
 def into_closed_pipe(*arguments: str | Path, **environment: str) -> tuple[int, str]:
-    """Exit code and stderr of a Python program whose output nobody reads."""
+    """Exit code and stderr of a Python program whose output has no reader."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -38,8 +38,8 @@ def into_closed_pipe(*arguments: str | Path, **environment: str) -> tuple[int, s
     return done.returncode, done.stderr
 
 
-def test_a_program_ends_where_it_prints() -> None:
-    """With its own exit code if it was done by then; and what is read arrives."""
+def test_a_program_without_a_reader_ends_when_it_prints() -> None:
+    """If the output is flushed only at its end, it keeps its own exit code. With a reader, all output arrives."""
     assert into_closed_pipe("-c", PROGRAM.format(printed="'x' * 100_000")) == (141, "cleaned up\n")
     assert into_closed_pipe("-c", PROGRAM.format(printed="'x'"), PYTHONUNBUFFERED="1") == (141, "cleaned up\n")
     assert into_closed_pipe("-c", PROGRAM.format(printed="'x'")) == (3, "cleaned up\n")
@@ -49,7 +49,7 @@ def test_a_program_ends_where_it_prints() -> None:
     assert (read.returncode, read.stdout.decode()) == (3, "é" * 100_000 + ".")
 
 
-def test_every_script_says_so() -> None:
+def test_every_script_ends_without_a_reader() -> None:
     scripts = list((ROOT / "scripts").glob("[a-z]*.py"))
     begins = 'if __name__ == "__main__":\n    import _command  # noqa: F401\n'
     assert scripts and [path.name for path in scripts if begins not in path.read_text()] == []

@@ -1,4 +1,4 @@
-"""How whole runs end: by requests, by faults of their processes, and with which exit code."""
+"""How whole runs end, and with which exit code: on request, and by faults of their processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state(run_dir: Path) -> dict[str, Any]:
 
 
 def two_ranks(run_dir: Path, overrides: list[str], *more: str) -> list[Program]:
-    """Of a run that is training."""
+    """Two ranks of a run that has trained a step."""
     command = [ROOT / "pretrain.py", *overrides, *LONG, *more, f"run.dir={run_dir}"]
     programs = [Program(command, environment) for environment in environments_of_ranks(2)]
     metrics = run_dir / "metrics.jsonl"
@@ -39,26 +39,26 @@ def two_ranks(run_dir: Path, overrides: list[str], *more: str) -> list[Program]:
     return programs
 
 
-def test_a_stopped_rank_is_named(small: list[str], tmp_path: Path) -> None:
-    # A save every few steps: also where ranks wait for one in the background, a stopped one must be found.
+def test_a_stopped_rank_is_reported(small: list[str], tmp_path: Path) -> None:
+    # Ranks may also wait in a save in the background, so there is one every second step.
     more = ("parallel.timeout_seconds=20", "checkpoint.interval=2", "data.num_workers=0")
     first, second = two_ranks(tmp_path / "run", small, *more)
     os.kill(second.pid, signal.SIGSTOP)
     output, _ = first.communicate(timeout=240)
     second.send_signal(signal.SIGKILL)
     assert first.returncode == 1 and state(tmp_path / "run")["state"] == "crashed"
-    at_half_time, _, at_the_end = output.partition("Traceback")
-    assert "rank 0 has been in step" in at_half_time and "collectives fail after 20 s" in at_half_time
+    at_half_the_timeout, _, at_the_end = output.partition("Traceback")
+    assert "rank 0 has been in step" in at_half_the_timeout and "collectives fail after 20 s" in at_half_the_timeout
     named = f"rank 1 (process {second.pid} on "
     advice = f"its process is stopped (`kill -CONT {second.pid}` resumes it)"
-    for text in (at_half_time, at_the_end):
+    for text in (at_half_the_timeout, at_the_end):
         assert named in text and advice in text and "waiting: rank 0 in step" in text
     assert "Timed out waiting" in at_the_end
     assert "accumulate" in (tmp_path / "run" / "ranks" / "rank_00000.stack").read_text()
 
 
-def test_an_exception_on_one_rank_ends_all_and_is_told(small: list[str], tmp_path: Path) -> None:
-    """That of a rank whose loader worker was killed."""
+def test_an_exception_on_one_rank_ends_all_and_is_reported_by_all(small: list[str], tmp_path: Path) -> None:
+    """The exception is that a loader worker was killed."""
     first, second = two_ranks(tmp_path / "run", small)
     tasks = Path(f"/proc/{second.pid}/task").glob("*/children")
     (worker,) = [int(child) for task in tasks for child in task.read_text().split()]
@@ -66,12 +66,12 @@ def test_an_exception_on_one_rank_ends_all_and_is_told(small: list[str], tmp_pat
     output, _ = second.communicate(timeout=240)
     assert second.returncode == 1 and f"worker 0 (process {worker}) is dead: killed by signal 9" in output
     output, _ = first.communicate(timeout=240)
-    assert first.returncode == 1 and "LoaderError" in output  # which is the cause, and not its own
+    assert first.returncode == 1 and "LoaderError" in output  # the cause, on the other rank
     assert state(tmp_path / "run")["state"] == "crashed"
 
 
-def test_a_signal_while_starting_is_remembered(small: list[str], tmp_path: Path) -> None:
-    """Torch takes seconds to import."""
+def test_a_signal_during_the_start_is_obeyed(small: list[str], tmp_path: Path) -> None:
+    """Importing torch takes seconds."""
     process = start(1, [*small, f"run.dir={tmp_path / 'run'}"])
     status = Path(f"/proc/{process.pid}/status")
 
@@ -88,7 +88,7 @@ def test_a_signal_while_starting_is_remembered(small: list[str], tmp_path: Path)
     assert not saved(tmp_path / "run")
 
 
-# The program with something replaced. leave_distributed: a group that hangs in its end.
+# pretrain.py with a failing self-test and a process group that hangs when it ends.
 _PROGRAM = """
 import sys, time
 import pretrain
@@ -106,8 +106,8 @@ errors.run_program(lambda: pretrain.main(sys.argv[1:], StopRequest().listen()))
 """
 
 
-def test_no_end_waits_for_its_group(small: list[str], tmp_path: Path) -> None:
-    """And a run that ends for a reason of its own has its exit code and state, and no traceback."""
+def test_a_run_ends_though_its_process_group_hangs(small: list[str], tmp_path: Path) -> None:
+    """With the exit code and state of an expected error, and without a traceback."""
     (tmp_path / "program.py").write_text(_PROGRAM)
     done = run_program([tmp_path / "program.py", *small, f"run.dir={tmp_path / 'run'}"], timeout=240)
     assert done.returncode == 4 and state(tmp_path / "run")["state"] == "wrong_numbers", done.stderr
@@ -115,7 +115,7 @@ def test_no_end_waits_for_its_group(small: list[str], tmp_path: Path) -> None:
     assert "the process group did not end within 0 s; ending without it" in done.stderr
 
 
-# The program on a disk of one rank that hangs at one place: a call that the kernel never answers.
+# pretrain.py with a system call on one rank that never returns, as on a disk that hangs.
 _HANGING = """
 import os, sys
 import pretrain
@@ -141,7 +141,7 @@ run_program(lambda: pretrain.main(sys.argv[4:], StopRequest().listen()))
 
 @pytest.mark.parametrize(("what", "rank"), [("save", 1), ("load", 0)])
 def test_a_disk_that_hangs_ends_the_run(small: list[str], tmp_path: Path, what: str, rank: int) -> None:
-    """In a save in the background, where no collective would ever fail, and in the load of a resume."""
+    """In a save in the background, where no collective would fail, and in the load of a resume."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "program.py").write_text(_HANGING)
     run_dir, more = tmp_path / "run", ["parallel.timeout_seconds=20", "checkpoint.interval=2", "train.steps=100000"]
@@ -161,7 +161,7 @@ def test_a_disk_that_hangs_ends_the_run(small: list[str], tmp_path: Path, what: 
 
 @pytest.fixture
 def here(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs pretrain.py in this process."""
+    """Runs pretrain.py in this process; returns the exit code."""
     monkeypatch.setattr(signals, "LOOK_EVERY", 0.0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -175,7 +175,7 @@ def here(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def before(monkeypatch: pytest.MonkeyPatch, name: str, action: Callable[[], object]) -> None:
-    """Do `action` before the first call of the trainer's method or the validation's function `name`."""
+    """Do `action` before the first call of `name`, a method of the trainer or `evaluate` of the validation."""
     owner: Any = validation if name == "evaluate" else Trainer
     original, done = getattr(owner, name), []
 
@@ -191,9 +191,11 @@ def saved(run_dir: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
 
 
-def test_files_and_minutes(here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SAVE and STOP files, then a limit of time, then the rest: the losses of a run that nobody disturbed."""
-    (tmp_path / "STOP").touch()  # meant for a run before
+def test_files_and_max_minutes_stop_and_save(
+    here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped by a STOP file and by a limit of minutes has the losses of an undisturbed run."""
+    (tmp_path / "STOP").touch()  # meant for an earlier run
     (tmp_path / "SAVE").touch()
     assert here("validation.interval=0", "train.steps=4", "run.dir=" + str(tmp_path / "straight")) == 0
     before(monkeypatch, "save", lambda: (tmp_path / "STOP").touch())
@@ -207,7 +209,7 @@ def test_files_and_minutes(here: Callable[..., int], tmp_path: Path, monkeypatch
 
 
 def test_a_signal_during_evaluation(here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is going on is finished, and the run stops after the next step, with a checkpoint."""
+    """The evaluation and the save are finished; the run stops after the next step, with a checkpoint."""
     before(monkeypatch, "evaluate", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert here("validation.interval=2", "checkpoint.interval=2") == 75
     assert saved(tmp_path) == [2, 3] and len(losses(tmp_path)) == 3

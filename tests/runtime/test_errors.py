@@ -1,4 +1,4 @@
-"""Exit codes; and what all ranks found is printed by one of them, before any leaves with a failure."""
+"""Exit codes; and an error that all ranks have is printed by one of them, before any rank ends with a failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_errors_have_their_codes() -> None:
     assert [int(exit_code_of(error)) for error in errors] == [2, 3, 4, 4, 1]
 
 
-def test_torchrun_does_not_restart_what_was_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code_for_launcher(ExitCode.STOPPED) == 75
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -39,7 +39,7 @@ def test_torchrun_does_not_restart_what_was_asked_to_stop(monkeypatch: pytest.Mo
 
 
 def refused_rank(folder: Path, rank: int, delay: float, patience: float) -> None:
-    """A worker of torchrun that refuses, after `delay` seconds; leaves with its exit code."""
+    """A worker of torchrun that refuses after `delay` seconds. patience: how long it waits for the first rank."""
     os.environ |= {
         "TORCHELASTIC_ERROR_FILE": str(folder / f"error_{rank}.json"),
         "WORLD_SIZE": "3",
@@ -50,7 +50,7 @@ def refused_rank(folder: Path, rank: int, delay: float, patience: float) -> None
     time.sleep(delay)
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
-        code = explain(REFUSAL, None, lambda: any(folder.glob("left_*")))  # as torchrun ends them
+        code = explain(REFUSAL, None, lambda: any(folder.glob("left_*")))  # then torchrun ends the others
     (folder / f"left_{rank}").write_text(stderr.getvalue())
     os._exit(code)
 
@@ -59,11 +59,11 @@ def refused_rank(folder: Path, rank: int, delay: float, patience: float) -> None
     ("delays", "patience", "who"),
     [({0: 0.0, 1: 0.5, 2: 0.6}, 60.0, 0), ({0: 0.5, 1: 0.0, 2: 0.0}, 60.0, 0), ({1: 0.0}, 0.1, 1)],
 )
-def test_the_first_rank_says_it_or_who_found_it_alone(
+def test_the_first_rank_reports_an_error_or_the_only_rank_that_has_it(
     delays: dict[int, float], patience: float, who: int, tmp_path: Path
 ) -> None:
-    """The others leave without a failure, so that torchrun's report names the one that said it."""
-    context = fork_server()  # not by fork: a process of pytest has threads, whose locks a fork may find taken
+    """The others end without a failure, so that torchrun's report names the rank that reported the error."""
+    context = fork_server()  # not by fork: threads of pytest's process may hold locks
     processes = {
         rank: context.Process(target=refused_rank, args=(tmp_path, rank, delay, patience))
         for rank, delay in delays.items()
@@ -86,7 +86,7 @@ def test_the_first_rank_says_it_or_who_found_it_alone(
         ({"RANK": "nonsense"}, True),
     ],
 )
-def test_without_torchrun(
+def test_who_reports_an_error_without_torchrun(
     environment: dict[str, str], says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):

@@ -1,4 +1,4 @@
-"""Who holds up a run."""
+"""Diagnosing which rank holds up a run, and ending ranks that hang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HERE = {"host": socket.gethostname(), "pid": os.getpid()}
 
 
 def report(rank: int, step: int = 5, order: int = 3, **other: object) -> Report:
-    """A rank that has waited for a minute, on a host of its own."""
+    """The report of a rank on its own host that has been in one phase for a minute."""
     since, now = time.time() - 60, time.time()
     plain = Report(START, rank, f"host{rank}", 100 + rank, step, f"phase {order}", order, since, now, "")
     return plain._replace(**other)
@@ -45,16 +45,16 @@ def write(folder: Path, *reports: Report) -> None:
         report_path(folder, one.rank).write_text(json.dumps(one._asdict()).ljust(900))
 
 
-def write_again(folder: Path, *but: int) -> None:
-    """Every rank, except these."""
+def write_again(folder: Path, *except_ranks: int) -> None:
+    """Write all reports again, except those of the ranks `except_ranks`."""
     for path in folder.glob("rank_*.json"):
         rank = int(path.stem.removeprefix("rank_"))
         found = read_report(folder, rank, START)
-        if found is not None and rank not in but:
+        if found is not None and rank not in except_ranks:
             write(folder, found._replace(time=time.time()))
 
 
-def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_behind_is_named(tmp_path: Path) -> None:
     write(tmp_path, report(0), report(1), report(2, order=1, phase="data"), report(3))
     found = diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path))
     assert "rank 2 (process 102 on host2): behind the others; its last report, 0 s ago: step 5, data, for 60 s" in found
@@ -66,7 +66,7 @@ def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
     assert len(diagnose(tmp_path, many[0], 100, wait=lambda: None).splitlines()) < 12
 
 
-def test_a_rank_that_writes_no_more_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_no_longer_writes_is_named(tmp_path: Path) -> None:
     write(tmp_path, *(report(rank) for rank in range(3)))
     found = diagnose(tmp_path, report(0), 4, wait=lambda: write_again(tmp_path, 2))
     assert "rank 2 (process 102 on host2): its process no longer writes" in found
@@ -75,22 +75,22 @@ def test_a_rank_that_writes_no_more_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGSTOP, "stopped"), (signal.SIGKILL, "gone")])
-def test_a_process_of_this_host_is_looked_at(tmp_path: Path, number: signal.Signals, word: str) -> None:
+def test_a_stopped_or_killed_process_on_this_host_is_named(tmp_path: Path, number: signal.Signals, word: str) -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         child.send_signal(number)
         wait_until(lambda: state_of_process(child.pid) is not None)
         write(tmp_path, report(0, **HERE), report(1, host=HERE["host"], pid=child.pid))
-        found = diagnose(tmp_path, report(0), 2, wait=lambda: pytest.fail("it is plain to see"))
+        found = diagnose(tmp_path, report(0), 2, wait=lambda: pytest.fail("waited, though the fault is visible"))
         child.kill()
     assert f"rank 1 (process {child.pid} on {HERE['host']}): its process is {word}" in found
     assert (f"`kill -CONT {child.pid}`" in found) == (word == "stopped")
 
 
-def test_the_cause_is_the_rank_that_failed_by_itself(tmp_path: Path) -> None:
+def test_the_rank_that_failed_first_is_named_not_those_that_waited_for_it(tmp_path: Path) -> None:
     failed = report(1, error="LoaderError: no data for step 5")
     follows = report(2, error="RuntimeError: [gloo/transport] Connection closed by peer")
     write(tmp_path, report(0), failed, follows)
-    found = diagnose(tmp_path, report(0), 3, wait=lambda: pytest.fail("it is plain to see"))
+    found = diagnose(tmp_path, report(0), 3, wait=lambda: pytest.fail("waited, though the fault is visible"))
     assert "rank 1 (process 101 on host1): failed: LoaderError: no data for step 5" in found
     assert "rank 2 (" not in found
 
@@ -117,7 +117,7 @@ def test_a_hang_is_reported_once_with_its_stack(
     assert "step 7, a phase that hangs" in stack and "test_a_hang_is_reported_once_with_its_stack" in stack
 
 
-# A process on rank 0 of 1 whose main thread, or another one, does one thing to a disk that hangs; state.json beside it.
+# A process of one rank whose main thread, or another thread, hangs in a write or without a system call on a file.
 _HANGS = """
 import os, sys, threading, time
 from pathlib import Path
@@ -167,8 +167,8 @@ def test_a_rank_that_hangs_ends_itself(tmp_path: Path, what: str, thread: str, c
         assert part in state["reason"] and part in done.stderr
 
 
-def test_a_thread_that_gets_on_is_not_blocked(tmp_path: Path) -> None:
-    """It reads and reads, in the same call on the same file."""
+def test_a_thread_that_makes_progress_is_not_blocked(tmp_path: Path) -> None:
+    """Although each look finds it in the same call on the same file."""
     os.mkfifo(tmp_path / "pipe")
     descriptor, blocked = os.open(tmp_path / "pipe", os.O_RDWR), BlockedThreads()
     done, seen = list[bytes](), list[float]()

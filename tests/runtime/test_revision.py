@@ -1,4 +1,4 @@
-"""The commit that runs carry."""
+"""The commit that runs record."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_fp4 import __version__
 from megatron_fp4.runtime import revision as module
 
 
-def test_a_checkout_has_its_commit_and_whether_it_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without git, or a commit, it is the version."""
-    revision = module.revision.__wrapped__  # asked once a process
+def test_the_revision_is_the_commit_and_a_hash_of_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without git or a commit it is the version."""
+    revision = module.revision.__wrapped__  # without its cache
     monkeypatch.setattr(module, "_ROOT", tmp_path)
 
     def git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""One run at a time in a folder, and state.json, which a restart reads."""
+"""The lock that allows one run at a time in a folder, and state.json, which restarts read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.programs import Program, wait_until
 from tests.training.harness import launch
 
-# Holds the lock of the folder argv[1], with a forked child that outlives it, whose id is in the file argv[2].
+# Holds the lock of the folder argv[1]. Forks a child that outlives it and writes the child's id to the file argv[2].
 _HOLDER = """
 import os, sys, time
 from pathlib import Path
@@ -55,7 +55,7 @@ def _refused(rank: int, run_dir: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_told_which_process_runs(mesh: ParallelMesh, tmp_path: Path) -> None:
     run_dir = tmp_path / "new" / "run"
     note_refusal(run_dir, "no folder")
     assert not run_dir.exists()
@@ -68,9 +68,9 @@ def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_p
     with pytest.raises(StoppedError, match=named) as stopped, sole_run(run_dir, lambda: True):
         pytest.fail("beside another run")
     assert exit_code_of(stopped.value) is ExitCode.STOPPED
-    note_refusal(run_dir, "train.stepz")  # says nothing about a run that lives
+    note_refusal(run_dir, "train.stepz")  # does nothing while another run holds the lock
     assert not (run_dir / "state.json").exists()
-    # However it ends, and whatever it forked: the lock ends with the process.
+    # The lock ends with the process, though its forked child is alive.
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     with sole_run(run_dir):
@@ -80,9 +80,11 @@ def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_p
     os.kill(int(child.read_text()), signal.SIGKILL)
 
 
-def test_disks_that_refuse(mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """A folder that cannot be is a refusal; a disk that fails a crash, which schedulers start again, maybe on other
-    nodes; and without locks the run trains on with a warning."""
+def test_folders_and_disks_that_fail(
+    mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """An impossible folder is a refusal. A failing disk is a crash: schedulers start the run again, perhaps on other
+    nodes. Without locks the run continues with a warning."""
     (tmp_path / "file").write_text("")
     refusal = r"run\.dir=.*file.* cannot be written to"
     with pytest.raises(ConfigError, match=refusal), sole_run(tmp_path / "file" / "run"):
@@ -103,7 +105,7 @@ def test_disks_that_refuse(mesh: ParallelMesh, tmp_path: Path, monkeypatch: pyte
     assert "has no locks" in caplog.text and "could not write" in caplog.text
 
 
-def test_a_start_is_running_until_it_ends(mesh: ParallelMesh, tmp_path: Path) -> None:
+def test_the_state_of_a_start_until_its_end(mesh: ParallelMesh, tmp_path: Path) -> None:
     progress = Progress()
     with RunState(tmp_path, True, progress) as kept:
         assert state(tmp_path)["state"] == "running" and state(tmp_path)["pid"] == os.getpid()

@@ -40,7 +40,7 @@ def test_a_signal_sets_a_flag_and_handlers_are_restored(
 
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_nohup_is_respected_but_not_by_workers_of_torchrun(torchrun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their SIGHUP comes from the launcher or from its death, never from a terminal."""
+    """SIGHUP comes to a worker from torchrun or because torchrun died, never from a terminal."""
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         monkeypatch.setattr(signals.sys, "platform", "no prctl in this process")
@@ -53,7 +53,7 @@ def test_nohup_is_respected_but_not_by_workers_of_torchrun(torchrun: bool, monke
         signal.signal(signal.SIGHUP, before)
 
 
-# Its main thread is in C code all the time, as in a collective that never ends.
+# A program whose main thread stays in C code, as in a collective that never ends.
 _STUCK = """
 import ctypes, sys
 from megatron_fp4.runtime import signals
@@ -66,7 +66,7 @@ libc = ctypes.CDLL(None)
 while True:
     libc.sleep(1000)
 """
-# Starts a process as torchrun does, tells its id, and dies when told to.
+# Starts a process as torchrun does, prints its id, and waits.
 _LAUNCHER = f"""
 import os, subprocess, sys
 os.environ["TORCHELASTIC_RUN_ID"] = "none"
@@ -81,7 +81,7 @@ def program(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, **pipes)
 
 
-def test_a_second_signal_leaves_at_once_if_it_is_no_repetition() -> None:
+def test_a_second_signal_ends_the_process_at_once_unless_it_comes_soon() -> None:
     for second_after in (0.0, 3600.0):
         process = program(_STUCK, str(second_after))
         assert process.stdout is not None and process.stdout.readline() == "listening\n"
@@ -89,7 +89,7 @@ def test_a_second_signal_leaves_at_once_if_it_is_no_repetition() -> None:
         assert process.stderr is not None
         assert "SIGTERM: stopping after this step; another signal leaves at once" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        if second_after:  # Slurm and torchrun deliver one request as two signals
+        if second_after:  # Slurm and torchrun may send one request as two signals
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(timeout=0.5)
             process.kill()
@@ -98,7 +98,7 @@ def test_a_second_signal_leaves_at_once_if_it_is_no_repetition() -> None:
         assert ("SIGINT, the second signal: leaving at once" in errors) == (not second_after)
 
 
-def test_a_program_without_steps_lets_signals_be() -> None:
+def test_a_program_that_declines_is_ended_by_signals() -> None:
     code = f"{_STUCK.partition('libc')[0]}import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nstop.decline()\n"
     process = program(code, "5")
     process.communicate(timeout=300)
@@ -107,7 +107,7 @@ def test_a_program_without_steps_lets_signals_be() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")
 def test_a_worker_is_told_when_its_launcher_dies() -> None:
-    """And the SIGHUP that tells it is not the second signal, even right after another one."""
+    """The SIGHUP that tells it does not count as a second signal."""
     launcher = program(_LAUNCHER)
     assert launcher.stdout is not None and launcher.stderr is not None
     worker = int(launcher.stdout.readline())
@@ -115,27 +115,27 @@ def test_a_worker_is_told_when_its_launcher_dies() -> None:
     launcher.kill()
     launcher.wait()
     assert "SIGHUP: stopping after this step" in launcher.stderr.readline()
-    os.kill(worker, signal.SIGHUP)  # another one after the launcher's end: still not a person's
+    os.kill(worker, signal.SIGHUP)  # another SIGHUP does not count either
     os.kill(worker, signal.SIGINT)
     assert "SIGINT, the second signal" in launcher.stderr.readline()
-    assert launcher.stderr.read() == ""  # its other end is closed: the worker is gone
+    assert launcher.stderr.read() == ""  # end-of-file: the worker has ended
 
 
-def test_files_are_seen_by_the_first_rank_and_removed_when_obeyed(
+def test_only_the_first_rank_sees_files_and_removes_them_when_obeyed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signals, "LOOK_EVERY", 0.0)
-    (tmp_path / "STOP").touch()  # for an earlier run
+    (tmp_path / "STOP").touch()  # meant for an earlier run
     with caplog.at_level(logging.WARNING):
         first = StopConditions(tmp_path, 0.0, StopRequest(), active=True)
     other = StopConditions(tmp_path, 0.0, StopRequest(), active=False)
     assert "it was for an earlier run" in caplog.text and not (first.stop or first.save)
     (tmp_path / "SAVE").touch()
     assert first.save and not first.stop and not other.save
-    (tmp_path / "STOP").touch()  # after the step asked: not lost in the save
+    (tmp_path / "STOP").touch()  # it appears after the step's requests were collected
     first.saved()
     assert not (tmp_path / "SAVE").exists() and not first.save
     assert first.stop and first.why_stop == "the file STOP" and not other.stop
     first.saved()
     assert not (tmp_path / "STOP").exists()
-    assert first.stop and first.why_stop == "the file STOP"  # it has been obeyed, not taken back
+    assert first.stop and first.why_stop == "the file STOP"  # the request stays

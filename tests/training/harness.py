@@ -1,7 +1,6 @@
-"""Runs a function on several gloo ranks, and gives it a small sharded model to train.
+"""Runs a function on several gloo ranks, and provides a small sharded model to train there.
 
-Processes come from a fork server that has torch imported already (tests/programs.py), so that a launch costs well under
-a second.
+Processes come from a fork server that has imported torch (tests/programs.py), so a launch takes less than a second.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ LENGTH = 8
 
 
 class RankFailedError(RuntimeError):
-    """A rank of `launch` did not end well."""
+    """A rank of `launch` failed."""
 
 
 def launch(
@@ -52,10 +51,10 @@ def launch(
     exit_codes: list[int] | None = None,
     seconds: float = 300.0,
 ) -> list[Any]:
-    """function(rank, *args) on every rank of a gloo group; what the ranks returned.
+    """Call function(rank, *args) on every rank of a gloo group; returns what the ranks returned.
 
-    exit_codes: given, receives the ranks' exit codes, and failing ranks are no error; what they returned is None.
-    seconds: after which ranks that still run are killed.
+    exit_codes: if given, receives the exit codes of the ranks. Then failing ranks are no error, and return None.
+    seconds: after these, ranks that still run are killed.
     """
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +78,7 @@ def launch(
 
 
 def _join(processes: list[Any], seconds: float, grace: float = 3.0) -> None:
-    """Wait for all; once one has failed, or time is over, end the others, which may wait for it forever."""
+    """Wait for all processes. After one has failed, or after `seconds`, kill the others, which may wait forever."""
     deadline = time.monotonic() + seconds
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         if any(process.exitcode not in (None, 0) for process in processes):
@@ -94,7 +93,7 @@ def _join(processes: list[Any], seconds: float, grace: float = 3.0) -> None:
 def _enter(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     with open(f"{folder}/error_{rank}", "w") as errors:
-        faulthandler.enable(errors)  # where it stood, if libc aborts it
+        faulthandler.enable(errors)  # writes a traceback if libc aborts the process
         try:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             store = FileStore(f"{folder}/store", world_size)
@@ -109,7 +108,7 @@ def _enter(function: Callable[..., Any], rank: int, world_size: int, folder: str
 
 @contextlib.contextmanager
 def alone() -> Iterator[ParallelMesh]:
-    """A mesh of one rank in this very process, which may have a process group already."""
+    """A mesh of one rank in this process, which may already have a process group."""
     if dist.is_initialized():
         yield toy_mesh()
         return
@@ -121,7 +120,7 @@ def alone() -> Iterator[ParallelMesh]:
 
 
 def toy_mesh(tp_size: int = 1, sequence_parallel: bool = False) -> ParallelMesh:
-    """All ranks as (dp, tp)."""
+    """A mesh of all ranks as (dp, tp)."""
     return build_mesh(ParallelConfig(tensor=tp_size, sequence=sequence_parallel), torch.device("cpu"))
 
 
@@ -133,7 +132,7 @@ def toy_batches(
     vocab_size: int = VOCAB_SIZE,
     length: int = LENGTH,
 ) -> list[ToyBatch]:
-    """This rank's micro-batches of a step, dealt round robin; the global batch is the same at any mesh."""
+    """This rank's micro-batches of a step, assigned in turn; the global batch is the same on any mesh."""
     batches = []
     for index in range(mesh.dp_rank, num_global, mesh.dp_size):
         generator = torch.Generator().manual_seed(1000 * step + index)
@@ -156,7 +155,7 @@ class _Block(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """Embedding, two blocks, head; returns the mean NLL."""
+    """Embedding, two blocks and head. Returns the mean NLL."""
 
     def __init__(self, dim: int = 12) -> None:
         super().__init__()
@@ -198,12 +197,12 @@ def train_step(
     clip_norm: float = 1.0,
     **settings: Any,
 ) -> StepResult:
-    """One step as a Trainer makes it, without callbacks."""
+    """One step as in the Trainer, without callbacks."""
     step_state.step = step
     loss = accumulate(model, micro_batches, mesh, step_state, reshard=reshard, graphs=graphs)
     return update(optimizer, loss, mesh, step_state, lr=lr, clip_norm=clip_norm, **settings)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a DTensor, on every rank; a collective."""
+    """The full tensor of a DTensor, on every rank. A collective."""
     return tensor.full_tensor().detach().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()

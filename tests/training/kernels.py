@@ -1,6 +1,6 @@
 """Stand-ins for Triton's autotuner and mamba-ssm's kernels, for machines without a GPU.
 
-`Autotuner` has of Triton 3.6's class what training/callbacks/kernels.py relies on, and tunes in the same order.
+`Autotuner` has the parts of Triton 3.6's class that training/callbacks/kernels.py uses, and tunes in the same order.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Heuristics:
 
 
 class Kernel:
-    """What an autotuner tunes: `launches` are the block sizes that it ran with, `compiled` those that it was asked for
-    without running, `benchmarks` counts measurements."""
+    """A kernel to tune. launches: the block sizes that it ran with. compiled: those that were compiled without running.
+    benchmarks: the number of measurements."""
 
     def __init__(self, name: str, fastest: int) -> None:
         def fn(x: int, n: int) -> None: ...
@@ -70,9 +70,9 @@ class Kernel:
 
 
 def install(fastest: int, sizes: tuple[int, ...] = (64, 32, 128)) -> dict[str, Kernel]:
-    """Put a package mamba_ssm into this process: `scan`, whose configurations have hooks, and `norm`, under heuristics.
+    """Install a package mamba_ssm in this process: `scan`, whose configurations have hooks, `norm`, with heuristics.
 
-    fastest: the block size that this process will find fastest. sizes: those that the kernels have.
+    fastest: the block size that measurements find fastest. sizes: the block sizes of the configurations.
     """
     triton: Any = ModuleType("triton.runtime.autotuner")
     triton.Autotuner, triton.Heuristics = Autotuner, Heuristics

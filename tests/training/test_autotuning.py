@@ -1,4 +1,4 @@
-"""Which configurations of autotuned kernels a run uses: chosen once, by the first rank, and kept."""
+"""The configurations of autotuned kernels: rank 0 chooses them once, and all ranks and later starts use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCAN, NORM = "mamba_ssm.ops.triton.ssd_combined.scan", "mamba_ssm.ops.triton.ssd
 
 @pytest.fixture(autouse=True)
 def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test installs goes away again; the environment is HERE."""
+    """Remove what a test installs, and make HERE the environment."""
     names = [name for name in sys.modules if name.split(".")[0] == "mamba_ssm" or name == "triton.runtime.autotuner"]
     before = {name: sys.modules.pop(name) for name in names}
     monkeypatch.setattr(autotuning, "environment_here", lambda: HERE)
@@ -38,15 +38,15 @@ def sizes(record: dict[str, Any]) -> dict[tuple[str, tuple[Any, ...]], int]:
 
 
 def start(folder: Path, fastest: int, saved: dict[str, Any] | None = None) -> tuple[dict[str, Any], list[str], int]:
-    """A new process, as far as tuning is concerned: its record, what it said and how much it measured."""
+    """Tune as a new process does; returns its record, the lines that it printed and its number of measurements."""
     kernels = install(fastest)
     with alone():
         lines = pin_kernels(lambda: call(128), saved, folder)
     return record_here(), lines, sum(kernel.benchmarks for kernel in kernels.values())
 
 
-def test_a_second_run_in_one_process_tunes_like_the_first(tmp_path: Path) -> None:
-    """Also sizes that came late in the first, and so had the smallest configuration, which nothing measured."""
+def test_a_second_run_in_a_process_tunes_as_the_first(tmp_path: Path) -> None:
+    """Also sizes that came late in the first run, and so had the smallest configuration without a measurement."""
     kernels = install(fastest=128)
     with alone():
         pin_kernels(lambda: call(128), None, tmp_path / "first")
@@ -58,16 +58,18 @@ def test_a_second_run_in_one_process_tunes_like_the_first(tmp_path: Path) -> Non
     expected = {(name, (n,)): 128 for name in (SCAN, NORM) for n in (256, 512)}
     assert sizes(record_here()) == sizes(json.loads(written.read_text())) == expected
     call(1024)
-    assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "late sizes are again not compared"
+    assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "late sizes are not measured"
 
 
-def test_what_is_timed_is_compiled_side_by_side_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's mode for that; what a run comes to later, and what is known, is not."""
+def test_configurations_are_compiled_concurrently_before_they_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's AsyncCompileMode. Late sizes and known choices are not compiled ahead."""
     entered: list[int] = []
 
     class Mode:
         def __init__(self, executor: Any, *, ignore_errors: bool) -> None:
-            assert ignore_errors, "a configuration that cannot be compiled is none that ends the run"
+            assert ignore_errors, "a configuration that cannot be compiled must not end the run"
 
         def __enter__(self) -> None:
             entered.append(sum(kernel.benchmarks for kernel in kernels.values()))
@@ -87,7 +89,7 @@ def test_what_is_timed_is_compiled_side_by_side_before(tmp_path: Path, monkeypat
     assert len(entered) == 2
 
 
-def test_the_checkpoint_comes_before_the_machine_unless_it_is_of_another_chip(tmp_path: Path) -> None:
+def test_choices_of_the_checkpoint_come_before_the_machines_unless_the_gpu_differs(tmp_path: Path) -> None:
     start(tmp_path / "here", fastest=32)
     saved, _, _ = start(tmp_path / "elsewhere", fastest=64)
     resumed, _, benchmarks = start(tmp_path / "here", fastest=128, saved=saved)
@@ -101,7 +103,7 @@ def test_the_checkpoint_comes_before_the_machine_unless_it_is_of_another_chip(tm
 def _ranks(
     rank: int, folder: str, fastest: list[int], sizes_there: list[tuple[int, ...]], saved: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A start on several ranks that time differently. saved: what the checkpoint has that they resume from."""
+    """Start on several ranks whose measurements differ. saved: the choices in the checkpoint that they resume from."""
     autotuning.environment_here = lambda: HERE  # type: ignore[assignment]
     kernels = install(fastest[rank], sizes_there[rank])
     pin_kernels(lambda: call(128), saved, Path(folder))
@@ -110,7 +112,7 @@ def _ranks(
     return {
         "record": record_here(),
         "launches": {name: kernel.launches[-2:] for name, kernel in kernels.items()},
-        "hooked": kernels["scan"].hooked[-2:],  # a configuration is put back with its hook
+        "hooked": kernels["scan"].hooked[-2:],  # configurations keep their hooks
         "benchmarks": sum(kernel.benchmarks for kernel in kernels.values()),
     }
 
@@ -124,12 +126,12 @@ def test_a_rank_with_other_kernels_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_the_first_rank_decides_and_a_resume_takes_its_choices(tmp_path: Path) -> None:
-    """Also those of keys that came late, on a machine that knows nothing, where other configurations are fastest."""
+    """Also for late sizes, and on a machine without choices where other configurations are fastest."""
     first = launch(_ranks, 2, str(tmp_path / "machine"), [64, 128], [ALL, ALL])
     assert first[0]["record"] == first[1]["record"]
     assert first[0]["launches"] == first[1]["launches"] == {"scan": [64, 32], "norm": [64, 32]}
     assert first[0]["hooked"] == first[1]["hooked"] == [128, 256]
-    # One measurement of each late key's only configuration; the first rank timed three for the other key.
+    # For the late size, its only configuration is measured; for the other one, rank 0 measured three.
     assert (first[0]["benchmarks"], first[1]["benchmarks"]) == (8, 2)
     saved = json.loads(json.dumps(first[0]["record"]))
     again = launch(_ranks, 2, str(tmp_path / "another machine"), [128, 32], [ALL, ALL], saved)

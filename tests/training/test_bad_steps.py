@@ -1,4 +1,4 @@
-"""Steps without an update: what is counted, what is a spike, what is done about it, and what the diagnosis names."""
+"""Steps without an update: how they are counted, what a spike is and what follows, and the diagnosis."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def after(callback: SkippedSteps, done: int, result: StepResult) -> None:
     callback.after_step(step)
 
 
-def test_too_many_in_a_row_end_the_run_also_after_a_resume_or_a_rollback() -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run() -> None:
     callback = skipped(3)
     for done, result in enumerate([BAD, BAD, GOOD, BAD, SPIKE, BAD], start=1):
         after(callback, done, result)
     assert (callback.consecutive, callback.total) == (2, 4)
-    old = {"consecutive": 2, "total": 7}  # of a run that counted less
+    old = {"consecutive": 2, "total": 7}  # saved by an older version
     for state, done in ((callback.state_dict(), 7), (old, 6)):
         with pytest.raises(NonFiniteError, match=rf"3 steps in a row .* up to step {done} .* those after step 3\. It"):
             after(skipped(3, state=state), done, BAD)
@@ -86,7 +86,7 @@ def _weight(model: Any) -> None:
         (_weight, {"weights": ["head.weight"], "output": "the model (its loss)"}),
     ],
 )
-def test_the_diagnosis_names_the_first_place(fault: Any, expected: dict[str, Any]) -> None:
+def test_the_diagnosis_names_the_first_nonfinite_place(fault: Any, expected: dict[str, Any]) -> None:
     with alone() as mesh:
         model, _ = toy(mesh)
         batches = toy_batches(0, mesh)
@@ -114,7 +114,7 @@ def _until_the_end(rank: int) -> str:
     raise AssertionError("did not end")
 
 
-def test_all_ranks_end_and_name_the_rank() -> None:
+def test_all_ranks_end_and_name_the_faulty_rank() -> None:
     first, second = launch(_until_the_end, 2)
     assert first == second and "3 steps in a row" in first and "up to step 3 (" in first
     assert "rank 1, micro-batch 1" in first and "the output of blocks.1" in first and "rank 0" not in first
@@ -133,7 +133,7 @@ def spikes_of(action: str = "skip", checkpoint: int | None = None, **settings: A
 
 
 def feed(spikes: Spikes, numbers: Any, done: int = 0) -> list[int]:
-    """Steps of (loss, norm) as in a run; which of them, from `done` + 1, were spikes."""
+    """Feed (loss, norm) of each step after `done`; returns the steps that were spikes."""
     found = []
     for index, (loss, norm) in enumerate(numbers, start=done):
         step = Step(index, [], 0.0)
@@ -153,7 +153,7 @@ def noisy(count: int, seed: int = 0) -> list[tuple[float, float]]:
     return [(2 + 0.02 * a, 0.5 * math.exp(0.1 * b)) for a, b in generator.normal(size=(count, 2))]
 
 
-def test_limits_are_the_definition() -> None:
+def test_the_limits_of_spikes_by_their_definition() -> None:
     def limit(values: list[float], floor: float) -> float:
         median = statistics.median(values)
         deviation = 1.4826 * statistics.median(abs(value - median) for value in values)
@@ -169,8 +169,8 @@ def test_limits_are_the_definition() -> None:
         assert feed(spikes_of(threshold=3.0, window=20), [*numbers, (loss, norm)]) == expected
 
 
-def test_what_is_no_spike_and_no_measure() -> None:
-    """Noise, falling numbers, short histories, spikes, steps that are not finite, another phase, and what is off."""
+def test_what_is_not_a_spike() -> None:
+    """Noise, falling numbers, steps after a short history or at the start of a phase. Bad steps do not raise limits."""
     assert feed(spikes_of(), noisy(2000)) == []
     assert feed(spikes_of(**TRACKED), [(10 * 0.9**i + 2, 5 * 0.9**i + 1) for i in range(60)]) == []
     assert feed(spikes_of(**TRACKED), [(2.0, 1.0)] * 7 + [(99.0, 99.0)]) == []
@@ -185,7 +185,7 @@ def test_what_is_no_spike_and_no_measure() -> None:
     assert off.state_dict() == spikes_of("none").state_dict()
 
 
-def test_rollbacks_to_one_checkpoint_are_a_row_whatever_lies_between() -> None:
+def test_rollbacks_to_one_checkpoint_count_as_in_a_row() -> None:
     spikes = spikes_of("rollback", checkpoint=5, window=16, max_in_row=2)
     feed(spikes, noisy(10))
     saved = json.loads(json.dumps(spikes.state_dict()))
@@ -196,8 +196,8 @@ def test_rollbacks_to_one_checkpoint_are_a_row_whatever_lies_between() -> None:
         feed(spikes, [(9.0, 1.0)], 30)
 
 
-def test_a_checkpoint_that_is_gone_is_no_end() -> None:
-    """(What else is recorded: tests/test_spikes_run.py.)"""
+def test_a_spike_is_skipped_if_the_checkpoint_is_gone() -> None:
+    """Other records of spikes are in tests/test_spikes_run.py."""
     spikes = spikes_of("rollback", 5, **TRACKED)
     spikes.trainer.roll_back.side_effect = CheckpointGoneError("gone")  # type: ignore[attr-defined]
     feed(spikes, [*noisy(10), (9.0, 1.0)])

@@ -1,7 +1,7 @@
-"""When micro-batches are replayed, and that the bits are those of eager steps.
+"""When micro-batches are replayed, and that replays have the bits of eager steps.
 
-A CPU has no graphs: what stands for them here computes again, into the same memory, what was captured. It does so with
-the StepState of the capture, so that nothing that the host counts on can get into a replay.
+A CPU has no graphs. A stand-in computes what was captured again, into the same memory. It uses the StepState of the
+capture, so values that only the host knows cannot reach a replay, as with real graphs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.training.harness import ToyBatch, launch, toy_mesh, train_step
 
 
 class Job(Run):
-    """A model, its optimizer and its graphs, if it has any."""
+    """A model, its optimizer and, if `capture` is given, its graphs."""
 
     def __init__(self, mesh: ParallelMesh, capture: Callable[..., Any] | None = None, required: bool = True) -> None:
         super().__init__(mesh, NVFP4)
@@ -51,7 +51,7 @@ class Job(Run):
             self.graphs = MicroBatchGraphs(self.model, mesh, self.linears, **given)
 
     def follow(self, recipe: Recipe) -> None:
-        """The second block stays in BF16."""
+        """Give all blocks but the second one this recipe; the second one stays in BF16."""
         for name, context in self.linears.items():
             context.recipe, context.weight_cache = BF16 if name.startswith("blocks.1") else recipe, None
 
@@ -61,14 +61,14 @@ class Job(Run):
         return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
 
     def train(self, step: int, length: int = 16, count: int = 3) -> tuple[float, float, bool]:
-        """Loss, norm, and whether the step was replayed."""
+        """Train a step; returns loss, gradient norm, and whether the step was replayed."""
         parts = self.model, self.optimizer, self.sized(step, length, count), self.mesh, self.step_state
         result = train_step(*parts, step=step, graphs=self.graphs)
         assert self.step_state.keys is None and all(p.grad is None for p in self.model.parameters())
         return result.loss, result.grad_norm, self.graphs is not None and self.graphs.captured
 
     def noise(self, step: int) -> GradientNoise:
-        """What a run measures for its precision switch, before the step."""
+        """Measure the gradient noise, as a run does before a step."""
         if self.graphs is not None:
             self.graphs.make_room()
         found: GradientNoise = super().noise(step)
@@ -79,8 +79,8 @@ class Job(Run):
             return float(self.model(torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)))
 
 
-class Again:
-    """Computes what was captured again, into the same memory."""
+class RecomputingGraph:
+    """A stand-in for a CUDA graph: computes what was captured again, into the same memory."""
 
     def __init__(self, job: Job, function: Callable[[], Tensor], pool: Any, generators: Any) -> None:
         self.job, self.function, step_state = job, function, job.step_state
@@ -92,10 +92,10 @@ class Again:
         self.result = function()
         self.gradients = [parameter.grad for parameter in self.parameters]
         self.kept = {name: context.weight_cache for name, context in job.linears.items()}
-        self.computed = True  # which a GPU has not
+        self.computed = True  # unlike a capture on a GPU
 
     def gathered(self) -> list[Tensor]:
-        """What of the codes that FSDP gathers, with their scales, a micro-batch reads."""
+        """The gathered codes, scales and maxima that a micro-batch reads."""
         found = filter(None, map(codes_of, self.parameters))
         parts = (part for of in found for part in (of.codes, of.scales, of.scale, of.amax))
         return [part for part in parts if part is not None]
@@ -104,7 +104,7 @@ class Again:
         if self.computed:
             self.computed = False
             return
-        # On a GPU only what the memory of the capture holds is read, and it may have become another tensor's.
+        # A graph reads the addresses of the capture, which might now belong to another tensor.
         assert all(a.data_ptr() == b.data_ptr() for a, b in zip(self.read, self.gathered(), strict=True))
         step_state = self.job.step_state
         now, (step_state.step, step_state.micro_batch) = (step_state.step, step_state.micro_batch), self.at
@@ -121,7 +121,7 @@ class Again:
         if self.first:
             for name, context in self.job.linears.items():
                 if self.kept[name] is None:
-                    assert not self.writes  # codes that FSDP gathers are not kept besides
+                    assert not self.writes  # gathered codes are not kept a second time
                     continue
                 for new, old in zip(context.weight_cache[1:], self.kept[name][1:], strict=True):
                     for source, target in zip(new.tensors(), old.tensors(), strict=True):
@@ -131,10 +131,10 @@ class Again:
 
 
 def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a watched step, a validation, a measurement that takes their memory, another recipe, and batches of other
-    shapes and sizes, captured anew."""
+    """Also with a watched step, a validation, a noise measurement that takes the graphs' memory, another recipe, and
+    batches of other shapes and sizes, for which they are captured again."""
     monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda *_: False)
-    eager, replayed = Job(mesh), Job(mesh, Again)
+    eager, replayed = Job(mesh), Job(mesh, RecomputingGraph)
     was = []
     for step, (length, count) in enumerate([(16, 3)] * 8 + [(32, 3)] * 3 + [(32, 1)] * 3):
         if step == 5:
@@ -156,10 +156,10 @@ def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, monkeypatch: p
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
-def test_replays_add_gradients_up_by_the_tree(mesh: ParallelMesh) -> None:
-    """Also after a validation and a measurement that leave them their memory."""
+def test_replays_sum_gradients_by_the_tree(mesh: ParallelMesh) -> None:
+    """Also after a validation and a noise measurement that leave the graphs their memory."""
     mesh = replace(mesh, reproducible=True)
-    eager, replayed = Job(mesh), Job(mesh, Again)
+    eager, replayed = Job(mesh), Job(mesh, RecomputingGraph)
     was = []
     for step in range(EAGER_STEPS + 2):
         if step > EAGER_STEPS:
@@ -172,14 +172,14 @@ def test_replays_add_gradients_up_by_the_tree(mesh: ParallelMesh) -> None:
 
 
 def _sharded(rank: int, parallel: ParallelConfig) -> list[bool]:
-    """Through a validation, a watched step, for which FSDP gathers other copies of weights, and smaller batches."""
+    """With a validation, a watched step, for which FSDP gathers other copies of weights, and smaller batches."""
     mesh, captures, was = build_mesh(parallel, torch.device("cpu")), list[Any](), list[bool]()
 
-    def counted(*what: Any) -> Again:
-        # Gradients would be added in the stream of the eager micro-batch before, which a capture refuses.
+    def counted(*what: Any) -> RecomputingGraph:
+        # Otherwise autograd would add gradients in the stream of the eager micro-batch, which a capture forbids.
         assert all(found.grad_fn is None for found in gc.get_objects() if isinstance(found, Tensor))
         captures.append(what)
-        return Again(*what)
+        return RecomputingGraph(*what)
 
     eager, replayed = Job(mesh), Job(mesh, counted)
     for step, count in enumerate([5] * (EAGER_STEPS + 4) + [3] * (EAGER_STEPS + 2)):
@@ -205,7 +205,9 @@ def _sharded(rank: int, parallel: ParallelConfig) -> list[bool]:
     ],
     ids=["shards", "replicas", "shards and tensor parallel"],
 )
-def test_with_fsdp_all_but_the_first_and_the_last_are_replayed(ranks: int, parallel: ParallelConfig) -> None:
+def test_with_fsdp_all_micro_batches_but_the_first_and_the_last_are_replayed(
+    ranks: int, parallel: ParallelConfig
+) -> None:
     wanted = [False] * EAGER_STEPS + [True] * 4 + [False] * EAGER_STEPS + [True] * 2
     assert launch(_sharded, ranks, parallel) == [wanted] * ranks
 
@@ -213,9 +215,9 @@ def test_with_fsdp_all_but_the_first_and_the_last_are_replayed(ranks: int, paral
 def _in_other_memory(rank: int) -> int:
     captures = list[Any]()
 
-    def counted(*what: Any) -> Again:
+    def counted(*what: Any) -> RecomputingGraph:
         captures.append(what)
-        return Again(*what)
+        return RecomputingGraph(*what)
 
     eager, replayed = Job(toy_mesh()), Job(toy_mesh(), counted)
     for step in range(EAGER_STEPS + 2):
@@ -229,35 +231,35 @@ def _in_other_memory(rank: int) -> int:
     return len(captures)
 
 
-def test_graphs_of_codes_that_are_gathered_elsewhere_are_captured_again() -> None:
+def test_graphs_are_captured_again_if_codes_are_gathered_elsewhere() -> None:
     assert launch(_in_other_memory, 2) == [4, 4]
 
 
 def _failing_on_one(rank: int, which: int) -> list[str]:
     captures = list[Any]()
 
-    def failing(*what: Any) -> Again:
+    def failing(*what: Any) -> RecomputingGraph:
         captures.append(what)
         if rank and len(captures) == which:
             raise RuntimeError("not on this rank")
-        return Again(*what)
+        return RecomputingGraph(*what)
 
     eager, replayed = Job(toy_mesh()), Job(toy_mesh(), failing, required=False)
     for step in range(EAGER_STEPS + 2):
         *found, captured = replayed.train(step, count=4)
         assert found == [*eager.train(step, count=4)[:2]]
-        assert captured == (step >= EAGER_STEPS and rank == 0)  # what there was is given back at once
+        assert captured == (step >= EAGER_STEPS and rank == 0)  # a failure releases all graphs of the rank
     return replayed.said
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_with_fsdp_a_capture_may_fail_on_one_rank(which: int) -> None:
+def test_with_fsdp_a_capture_may_fail_on_one_rank_only(which: int) -> None:
     first, second = launch(_failing_on_one, 2, which)
     assert first == [] and second == ["CUDA graphs: none, because a capture failed: RuntimeError: not on this rank"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_says_that_its_capture_failed(
+def test_every_rank_reports_that_its_capture_failed(
     mesh: ParallelMesh, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(build, "why_eager", lambda *_: None)
@@ -272,9 +274,9 @@ def test_every_rank_says_that_its_capture_failed(
     assert capsys.readouterr().err == (f"pretrain.py: rank {rank}: {line}\n" if rank else "")
 
 
-def test_transformer_engine_draws_by_the_keys_of_each_replay(mesh: ParallelMesh) -> None:
+def test_transformer_engine_draws_by_the_keys_of_each_step(mesh: ParallelMesh) -> None:
     with stand_in.installed():
-        eager, replayed = Job(mesh), Job(mesh, Again)
+        eager, replayed = Job(mesh), Job(mesh, RecomputingGraph)
         for job in (eager, replayed):
             for context in job.linears.values():
                 context.backend = TransformerEngineBackend()
@@ -284,8 +286,8 @@ def test_transformer_engine_draws_by_the_keys_of_each_replay(mesh: ParallelMesh)
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
-def test_an_error_in_a_micro_batch_takes_the_keys_back(mesh: ParallelMesh) -> None:
-    job = Job(mesh, Again)
+def test_an_error_in_a_micro_batch_resets_the_keys(mesh: ParallelMesh) -> None:
+    job = Job(mesh, RecomputingGraph)
     job.model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         job.train(0)
@@ -300,7 +302,7 @@ def test_a_failed_capture_is_a_warning_or_an_error(mesh: ParallelMesh, which: in
         captures.append(function)
         if len(captures) == which:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        return Again(job, function, *others)
+        return RecomputingGraph(job, function, *others)
 
     eager, replayed = Job(mesh), Job(mesh, failing, required)
     for step in range(4):
@@ -323,14 +325,14 @@ def test_a_failed_capture_is_a_warning_or_an_error(mesh: ParallelMesh, which: in
         (Config(train=TrainConfig(kernels="torch")), 1, "cuda", "emulated", "train.kernels=torch"),
     ],
 )
-def test_where_graphs_cannot_be(config: Config, ranks: int, device: str, backend: str, why: str) -> None:
+def test_runs_that_cannot_use_graphs(config: Config, ranks: int, device: str, backend: str, why: str) -> None:
     assert why in (graphs_refusal(config, ranks, device, backend) or "")
     required = replace(config, train=replace(config.train, cuda_graphs="true"))
     with pytest.raises(ConfigError, match=f"train.cuda_graphs=true is not possible: .*{why}.*; leave it at auto"):
         graphs_refusal(required, ranks, device, backend)
 
 
-# Of square blocks; those of one row have a kernel.
+# With square blocks; blocks of one row have a kernel.
 FOUR_OVER_SIX = replace(NVFP4, fprop=replace(NVFP4.fprop, right=replace(NVFP4.fprop.right, four_over_six="absolute")))
 
 
@@ -347,7 +349,7 @@ def test_operands_that_no_kernel_makes_are_not_captured(recipe: Recipe, why: str
     assert graphs_refusal(Config(), 1, "cuda", "transformer_engine", [BF16, NVFP4, recipe]) is None
 
 
-def test_every_recipe_of_ours_can_be_captured() -> None:
+def test_every_shipped_recipe_can_be_captured() -> None:
     for precision in sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml")):
         plan, _ = plans_of(composed(f"precision={precision}"))
         assert all(operand_without_kernel(row.recipe) is None for row in plan.rows), precision
@@ -355,7 +357,7 @@ def test_every_recipe_of_ours_can_be_captured() -> None:
         assert graphs_refusal(Config(parallel=ParallelConfig(tensor=tensor)), tensor, "cuda", "emulated") is None
 
 
-def test_with_fsdp_they_are_asked_for() -> None:
+def test_with_fsdp_graphs_must_be_requested() -> None:
     many = TrainConfig(global_batch_size=64, micro_batch_size=1)
     assert "were not tested on several GPUs" in (graphs_refusal(Config(train=many), 2, "cuda", "emulated") or "")
     assert graphs_refusal(Config(train=replace(many, cuda_graphs="true")), 2, "cuda", "emulated") is None

@@ -18,7 +18,7 @@ def _sources(mesh: Any) -> dict[str, list[ToyBatch]]:
         name: toy_batches(100 + number, mesh, num_global=count)
         for number, (name, count) in enumerate(NUM_GLOBAL.items())
     }
-    # The last one of a source may be smaller.
+    # The last micro-batch of a source may be smaller.
     sources["web"] = [b if b.index < 2 else ToyBatch(2, b.tokens[:1], b.targets[:1]) for b in sources["web"]]
     return sources
 
@@ -29,7 +29,7 @@ def _evaluate(rank: int) -> dict[str, float]:
     return evaluate(model, _sources(mesh), mesh, StepState(0))
 
 
-def test_the_mean_over_tokens_whatever_the_number_of_ranks() -> None:
+def test_the_loss_is_the_mean_over_tokens_on_any_number_of_ranks() -> None:
     with alone() as mesh:
         model, _ = toy(mesh)
         losses = [model(b.tokens, b.targets).item() for b in _sources(mesh)["web"]]
@@ -42,7 +42,7 @@ def test_the_mean_over_tokens_whatever_the_number_of_ranks() -> None:
     assert both[0] == both[1] == pytest.approx(single, rel=1e-6)
 
 
-def test_leaves_no_trace_in_training() -> None:
+def test_evaluation_does_not_change_training() -> None:
     def train(with_evaluation: bool) -> tuple[list[float], torch.Tensor]:
         model, optimizer = toy(mesh)
         step_state, losses = StepState(0), []

@@ -10,7 +10,7 @@ from megatron_fp4.training.optimizer import WSDSchedule, build_optimizer, parame
 PEAK = 3e-4
 
 
-class Everything(nn.Module):
+class AllKinds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8, 4)
@@ -22,8 +22,8 @@ class Everything(nn.Module):
         self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
 
 
-def test_what_is_decayed() -> None:
-    model = Everything()
+def test_biases_and_1d_parameters_are_not_decayed() -> None:
+    model = AllKinds()
     names = {parameter: name for name, parameter in model.named_parameters()}
     decayed, others = parameter_groups(model, weight_decay=0.1)
     assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
@@ -33,7 +33,7 @@ def test_what_is_decayed() -> None:
     }  # fmt: skip
 
 
-def test_moments_from_the_start_change_nothing() -> None:
+def test_moments_that_exist_from_the_start_change_nothing() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
@@ -65,7 +65,7 @@ def test_warmup_stable_decay(decay: str) -> None:
         assert decaying[0] < PEAK and decaying == sorted(decaying, reverse=True)
 
 
-def test_boundaries_and_a_rewarmed_switch() -> None:
+def test_boundaries_of_the_schedule_and_rewarming_after_a_switch() -> None:
     wsd = schedule(600, warmup_fraction=0.02, decay_fraction=0.15)
     assert (wsd.warmup_steps, wsd.decay_start_step) == (12, 510)
     wsd = schedule(100, decay_fraction=0.2)

@@ -1,5 +1,5 @@
-"""What a recheck finds of a fault on one rank, and what that does to a run. (Without a fault it is the same run:
-tests/measure/test_diagnostics_run.py.)"""
+"""Rechecks with a fault on one rank: all ranks learn of it, and the run ends. That they do not change a run without
+faults is in tests/measure/test_diagnostics_run.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def spoil_gradients(run: Run, first: int) -> None:
-    """One code of dgrad's gradients is wrong from step `first` on."""
+    """Make one value of dgrad's gradient operand wrong from step `first` on."""
 
     def late(values: Tensor) -> Tensor:
         return values if run.step_state.step < first else one_changed(values)
@@ -57,7 +57,7 @@ def test_a_fault_on_one_rank_is_known_to_all() -> None:
 def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the 121st product on, some way into the second step, all products are two percent off."""
+    """From the 121st product on, in the second step, all products are two percent too large."""
     calls, gemm = itertools.count(1), EmulatedBackend.gemm
 
     def spoiled(*given: Any) -> Any:

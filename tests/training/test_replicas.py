@@ -1,4 +1,4 @@
-"""What ranks hold alike is compared: each disturbed tensor and state is found on all ranks, and named."""
+"""Replicas are compared: all ranks find and name each changed tensor and state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _exchange(tensor: torch.Tensor) -> None:
     flat[:2] = flat[:2].flip(0).clone()
 
 
-# What goes wrong on the last rank of four; what the message names, and the ranks that hold different numbers.
+# (change on the last of four ranks, what the message names, groups of ranks that hold different values)
 FAULTS: dict[str, tuple[Callable[[Trainer], object], str, list[list[int]]]] = {
     "weight": (lambda t: _tensor(t, WEIGHT).mul_(1.5), WEIGHT, [[1, 3]]),
     "exchanged": (lambda t: _exchange(_tensor(t, WEIGHT)), WEIGHT, [[1, 3]]),
@@ -58,7 +58,7 @@ FAULTS: dict[str, tuple[Callable[[Trainer], object], str, list[list[int]]]] = {
 
 
 def _disturbed(rank: int, overrides: list[str]) -> dict[str, tuple[str, list[Difference]]]:
-    """Two replicas of two tensor-parallel ranks: what each fault after the second step comes to."""
+    """Make each fault after the second step on two replicas of two tensor-parallel ranks; returns what is found."""
     config = compose_config([*overrides, "parallel.replicate=2", "parallel.tensor=2"], pretrain.CONFIGS)
     trainer = Trainer(config, models, data, [Replicas()], build_mesh(config.parallel, torch.device("cpu")), quiet=True)
     callback = trainer.callbacks[0]
@@ -94,7 +94,7 @@ def test_a_fault_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
         assert sorted(list(difference.sums) for difference in differences) == ranks
         assert all(difference.names == [named] for difference in differences)
         assert f"hold different {named}" in message and "agreed after step 1." in message
-        # Four against one says who is wrong, one against one does not.
+        # Of four ranks the majority is right; of two, nothing is known.
         assert ("against the majority: 3" in message) == (len(ranks[0]) == 4)
         assert all(difference.values or fault in ("generator", "data") for difference in differences)
         assert ("scripts/replay.py" in message) == (len(ranks[0]) == 2)
@@ -111,8 +111,8 @@ class Disturb(Callback):
 
 
 def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
-    """A run on two replicas, resumed after four steps and a switch, in which one goes wrong in the sixth step; the
-    message, and what the replay prints."""
+    """Run two replicas, resume after four steps and a switch, and change one of them before the sixth step. Returns the
+    message and what a replay prints."""
     os.environ["WORLD_SIZE"] = "2"
     callbacks, printed, message = pretrain.callbacks_of, io.StringIO(), ""
     with (
@@ -128,14 +128,14 @@ def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
                     trainer.train(StopConditions(run_dir, 0.0, StopRequest(), active=rank == 0))
             except ReplicasError as error:
                 message = str(error)
-        dist.barrier()  # the first rank has closed the records
+        dist.barrier()  # until the first rank has closed the records
         with contextlib.redirect_stdout(printed):
             replay.replay(replay.parse([str(run_dir), "--step", "6", "--trust-config"]))
     return message, printed.getvalue()
 
 
-def test_a_run_ends_and_its_replay_says_who_was_wrong(tmp_path: Path) -> None:
-    """Before that, over a switch, saves and a resume, nothing is said."""
+def test_a_run_ends_and_its_replay_names_the_wrong_rank(tmp_path: Path) -> None:
+    """Until then replicas agree, also after a switch, saves and a resume."""
     settings = [*SMALL, *FAST, *small_corpus(tmp_path), "parallel.replicate=2", "run.replicas_interval=2"]
     settings += ["checkpoint.interval=4", "precision.switch.when=3", "train.steps=12"]
     (message, printed), (same, _) = launch(_run, 2, settings, tmp_path / "run")

@@ -17,11 +17,11 @@ from megatron_fp4.training.callbacks.reporting import dtype_fact, peak_of
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_peaks_by_name(name: str, peak: float | None) -> None:
+def test_peak_flops_by_the_name_of_the_gpu(name: str, peak: float | None) -> None:
     assert peak_of(name) == peak
 
 
-def test_a_cpu_that_is_slow_in_bf16_is_told_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_is_recommended_on_cpus_that_are_slow_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = "precision.compute_dtype=float32 takes a tenth of the time"
     for capability, slow in (("AVX2", True), ("AVX512", False)):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)

@@ -1,5 +1,5 @@
-"""A training step: gradients and norms by their definitions, updates and skips. (That any mesh is one rank:
-tests/distributed/test_equality.py.)"""
+"""A training step: gradients and norms against their definitions, updates and skips. That steps are the same on any
+mesh is in tests/distributed/test_equality.py."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, to
 
 
 def always(loss: float, norm: float) -> bool:
-    """The host decides, because SGD cannot leave out an update on the device."""
+    """With a function to judge spikes, the host decides about updates. SGD cannot skip one on the device."""
     return True
 
 
-class Watching(nn.Module):
-    """Notes the StepState at every forward."""
+class RecordingModel(nn.Module):
+    """Records the StepState at every forward."""
 
     def __init__(self, step_state: StepState) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Watching(nn.Module):
 def test_the_step_state_the_loss_and_the_clipped_update() -> None:
     with alone() as mesh:
         step_state = StepState(seed=0)
-        model = Watching(step_state)
+        model = RecordingModel(step_state)
         optimizer = torch.optim.SGD(model.parameters(), lr=123.0)
         batches = [
             ToyBatch(index, torch.tensor([[value]]), torch.tensor([[0]])) for index, value in ((4, 1.0), (6, 5.0))
@@ -60,9 +60,11 @@ def test_the_step_state_the_loss_and_the_clipped_update() -> None:
     assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0) and model.weight.grad is None
 
 
-def _ahead_or_not(rank: int, clip_norm: float, factor: float) -> tuple[list[dict[str, Tensor]], list[StepResult]]:
-    """Weights and moments after good steps and one whose gradient is not finite on rank 1, while its loss is: updated
-    before the host has read, and after it."""
+def _host_reads_late_or_early(
+    rank: int, clip_norm: float, factor: float
+) -> tuple[list[dict[str, Tensor]], list[StepResult]]:
+    """Train four steps, of which the third has a finite loss but a gradient that is not finite on rank 1. The update is
+    launched before the host reads the numbers, then after it. Returns weights and moments of both, and all results."""
     outcomes, results = [], []
     for accept in (None, always):
         mesh = toy_mesh()
@@ -87,17 +89,17 @@ def _ahead_or_not(rank: int, clip_norm: float, factor: float) -> tuple[list[dict
 
 @pytest.mark.parametrize(("clip_norm", "factor"), [(0.0, math.inf), (0.3, math.nan)])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(clip_norm: float, factor: float) -> None:
-    """And an update that is launched before the numbers are read has the same bits."""
-    for (ahead, behind), results in launch(_ahead_or_not, 2, clip_norm, factor):
+    """Also, an update that is launched before the host reads the numbers has the same bits."""
+    for (late, early), results in launch(_host_reads_late_or_early, 2, clip_norm, factor):
         assert [result.skipped for result in results] == [False, False, True, False] * 2
         assert math.isfinite(results[2].loss) and not math.isfinite(results[2].grad_norm)
         assert results[0] == results[4] and results[3] == results[7] and results[3].grad_norm > 0.3
-        assert ahead.keys() == behind.keys() and all(torch.equal(ahead[name], behind[name]) for name in ahead)
-        assert all(value == 3 for name, value in ahead.items() if name.endswith(".step"))
+        assert late.keys() == early.keys() and all(torch.equal(late[name], early[name]) for name in late)
+        assert all(value == 3 for name, value in late.items() if name.endswith(".step"))
 
 
 def _sixty_four(rank: int) -> tuple[Tensor, Tensor]:
-    """The gradient of 64 micro-batches in BF16, and the sum of theirs in FP64."""
+    """The accumulated gradient of 64 micro-batches of a BF16 model, and the FP64 sum of their single gradients."""
     mesh, step_state = toy_mesh(), StepState(seed=0)
     model, optimizer = toy(mesh, dtype=torch.bfloat16)
     batches = toy_batches(0, mesh, num_global=64)
@@ -131,8 +133,8 @@ def _parameter(local: Tensor, mesh: Any, placements: list[Any], gradient: float)
 
 
 def _on_a_grid(rank: int) -> tuple[list[float], list[list[Tensor]]]:
-    """dp 2 x tp 2, one parameter for each way to lie on the mesh: the norm of a global gradient of 3s, clipped and not;
-    and gradients that differ by rank, added up with sequence parallelism and without."""
+    """On dp 2 x tp 2, with a parameter for each placement: the norms of a gradient of 3s before and after clipping; and
+    gradients that differ by rank, summed without and with sequence parallelism."""
     mesh, sequence = toy_mesh(tp_size=2), toy_mesh(tp_size=2, sequence_parallel=True)
     grid, plain = mesh.device_mesh, nn.Parameter(torch.zeros(5))
     plain.grad = torch.full((5,), 3.0)
@@ -162,7 +164,7 @@ def _on_a_grid(rank: int) -> tuple[list[float], list[list[Tensor]]]:
     return norms, added
 
 
-def test_every_element_counts_once_and_replicated_parameters_are_summed_over_tp() -> None:
+def test_norms_count_every_element_once_and_replicated_gradients_are_summed_over_tp() -> None:
     for rank, (norms, (apart, summed)) in enumerate(launch(_on_a_grid, 4)):
         assert norms[0] == pytest.approx(3.0 * math.sqrt(40), rel=1e-12)
         assert norms[1] == norms[2] == pytest.approx(1.0, rel=1e-6)
@@ -171,7 +173,7 @@ def test_every_element_counts_once_and_replicated_parameters_are_summed_over_tp(
         assert [set(g.flatten().tolist()) for g in summed] == [{group}, {rank + 1.0}, {group}]
 
 
-def test_norms_neither_overflow_nor_underflow_and_clipping_has_the_bits_of_the_definition() -> None:
+def test_norms_do_not_overflow_or_underflow_and_clipping_has_the_bits_of_its_definition() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     with alone() as mesh:
         for size in (1e30, 1e-30):

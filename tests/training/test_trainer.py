@@ -1,4 +1,4 @@
-"""A new ability of a run is one callback and one row in the list: nothing else changes."""
+"""A new ability of a run needs only a callback and its row in the list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
 
 class Toy(Callback):
-    """Counts its steps, wants a checkpoint after the third, and notes what it is called with."""
+    """Counts steps, requests a checkpoint after the third, and records its calls."""
 
     name = "toy"
 
@@ -67,7 +67,9 @@ def of_step(index: int) -> list[Any]:
     return [("before", index), "in", "out", ("after", index + 1, True)]
 
 
-def test_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_is_called_in_order_and_its_state_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     composed, toys = pretrain.callbacks_of, list[Toy]()
 
     def with_toy(config: Config) -> list[Callback]:
@@ -89,7 +91,7 @@ def test_a_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toys[1].seen == [("start", 3, 3), *steps[3], *end]
 
 
-def test_it_closes_where_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_are_closed_if_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     composed, toys = pretrain.callbacks_of, [Toy(), Toy()]
     toys[1].start = lambda done: 1 / 0  # type: ignore[method-assign, assignment]
     monkeypatch.setattr(pretrain, "callbacks_of", lambda config: [*composed(config), *toys])
