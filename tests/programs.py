@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_fp4.runtime.progress import state_of_process
@@ -171,6 +172,13 @@ def wait_until(condition: Callable[[], object], what: str = "", program: Any = N
         assert program is None or program.poll() is None, (what, program.communicate())
         assert time.monotonic() < deadline, what
         time.sleep(0.002)
+
+
+def error_line(capsys: pytest.CaptureFixture[str], program: str) -> str:
+    """The only line that a command printed to stderr; it must begin with the name of the program."""
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{program}: "), line
+    return line
 
 
 def cells(printed: str) -> list[list[str]]:

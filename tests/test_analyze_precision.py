@@ -15,6 +15,7 @@ from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from scripts import analyze_precision
 from scripts.analyze_precision import plan_file, rank_linears
 from tests.distributed.one_rank import flip_a_bit
+from tests.programs import error_line
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL
 
@@ -81,8 +82,7 @@ def test_wrong_input_gives_one_line_before_measuring(
             (damaged, ["--budget", "0.5"], "is damaged"),
         ):
             assert analyze(given, *arguments) == 2
-            error = capsys.readouterr().err
-            assert message in error and error.startswith("analyze_precision.py: ") and error.count("\n") == 1
+            assert message in error_line(capsys, "analyze_precision.py")
 
 
 SHAPES = [

@@ -33,13 +33,13 @@ def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_version_and_help_need_no_torch() -> None:
     version, usage = f"megatron_fp4 {__version__}\n", help_text(ROOT / "configs") + "\n"
-    for program, said in (
+    for program, message in (
         (("run_path", "pretrain.py", "--version"), version),
         (("run_module", "megatron_fp4", "--version"), version),
         (("run_path", "pretrain.py", "train.steps=3", "-h"), usage),
     ):
         done = without_torch(*program)
-        assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, message, "")
     # A run does need torch; otherwise the test would prove nothing.
     assert "has no torch; run `make setup`" in without_torch("run_path", "pretrain.py", "train.steps=3").stderr
 
@@ -76,7 +76,7 @@ def test_a_sweep_runs_all_combinations(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--multirun"], "--multirun has nothing to vary; give a key several values"),
         (["-m", "run.seed=1,2", "hydra/launcher=submitit_slurm"], "hydra/launcher=submitit_slurm needs the package"),
@@ -86,7 +86,7 @@ def test_a_sweep_runs_all_combinations(tmp_path: Path, capfd: pytest.CaptureFixt
     ],
 )
 def test_a_sweep_is_refused_before_it_starts(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert answer(arguments, CONFIGS) == 2
-    assert capsys.readouterr().err.startswith(f"pretrain.py: {said}")
+    assert capsys.readouterr().err.startswith(f"pretrain.py: {message}")

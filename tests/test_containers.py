@@ -42,8 +42,8 @@ def test_policies_know_every_exit_code() -> None:
                 actions[code] = one["action"]
     stopped = {int(ExitCode.STOPPED): "RestartJobSetAndIgnoreMaxRestarts"}
     assert actions == {**dict.fromkeys(map(int, NOT_RESTARTED), "FailJobSet"), **stopped}
-    told = {int(code) for code in re.findall(r"code=(\d+) ;;", SCRIPT)}
-    assert told - {int(ExitCode.HUNG)} == set(rule["onExitCodes"]["values"])  # after which the job is started again
+    named = {int(code) for code in re.findall(r"code=(\d+) ;;", SCRIPT)}
+    assert named - {int(ExitCode.HUNG)} == set(rule["onExitCodes"]["values"])  # after which the job is started again
 
 
 def test_hadolint_finds_nothing() -> None:

@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
+def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
     """Runs the command with arguments; returns (exit code, stdout, lines of stderr)."""
 
     def call(*arguments: object) -> tuple[int, str, list[str]]:
@@ -69,7 +69,7 @@ def expected(run: Path, prompt: str, sampling: Sampling, new: int, sample: int =
 
 
 def test_a_run_records_texts_of_its_model(run: Path) -> None:
-    """They come from unquantized weights in the compute dtype, at temperature 0.8 and with the run's seed."""
+    """The texts come from unquantized weights in the compute dtype, at temperature 0.8 and with the run's seed."""
     first, last = records(run, "text")
     assert (first["step"], last["step"]) == (2, 4) and first["samples"] != last["samples"]
     assert [sample["prompt"] for sample in last["samples"]] == [PROMPT, ""]
@@ -82,19 +82,19 @@ def test_a_run_records_texts_of_its_model(run: Path) -> None:
     assert {"text/1/text_summary", "text/2/text_summary"} <= {*board.Tags()["tensors"]}
 
 
-def test_a_prompt_is_continued(run: Path, said) -> None:
+def test_a_prompt_is_continued(run: Path, cli) -> None:
     once = ["--prompt", PROMPT, "--max-tokens", 20, "--seed"]
-    code, out, err = said(run, *once, 3, "--device", "cpu")
+    code, out, err = cli(run, *once, 3, "--device", "cpu")
     assert (code, out) == (0, expected(run, PROMPT, Sampling(0.8, 0.95, 3), 20) + "\n")
     assert err[0].startswith(f"{run}/checkpoints/step_00000004: step 4, 2,048 tokens; master weights, float32 on cpu")
-    assert said(run / "checkpoints" / "step_00000004", *once, 3)[1] == out
-    assert said(run, *once, 4)[1] != out != said(run / "checkpoints" / "step_00000001", *once, 3)[1]
+    assert cli(run / "checkpoints" / "step_00000004", *once, 3)[1] == out
+    assert cli(run, *once, 4)[1] != out != cli(run / "checkpoints" / "step_00000001", *once, 3)[1]
 
 
-def test_several_prompts_from_a_file_and_several_samples(run: Path, said, tmp_path: Path) -> None:
+def test_several_prompts_from_a_file_and_several_samples(run: Path, cli, tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("return\n\n  if é\n", encoding="utf-8")
     many = [run, "--prompt", PROMPT, "--file", tmp_path / "prompts", "--samples", 2, "--max-tokens", 9, "--batch", 4]
-    code, out, _ = said(*many)
+    code, out, _ = cli(*many)
     assert code == 0 and out == "".join(
         f"--- prompt {number}, sample {sample + 1}\n{expected(run, prompt, Sampling(0.8, 0.95), 9, sample)}\n"
         for number, prompt in enumerate((PROMPT, "return", "  if é"), start=1)
@@ -102,12 +102,12 @@ def test_several_prompts_from_a_file_and_several_samples(run: Path, said, tmp_pa
     )
 
 
-def test_the_prompt_may_come_from_standard_input(run: Path, said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_may_come_from_standard_input(run: Path, cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\nimport \n"))
-    code, out, _ = said(run, "--temperature", 0, "--max-tokens", 8)
+    code, out, _ = cli(run, "--temperature", 0, "--max-tokens", 8)
     assert (code, out) == (0, expected(run, "import os\nimport ", Sampling(), 8) + "\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    code, out, err = said(run)
+    code, out, err = cli(run)
     assert (code, out) == (2, "") and "there is no prompt" in err[0]
 
 
@@ -126,7 +126,7 @@ def test_weights_as_trained_follow_the_plan_in_effect(run: Path) -> None:
         leave_distributed()
 
 
-def test_wrong_input_gives_one_line(run: Path, said, tmp_path: Path) -> None:
+def test_wrong_input_gives_one_line(run: Path, cli, tmp_path: Path) -> None:
     bare, damaged = (checkpoint_of(tmp_path / name, "transformer").folder for name in ("bare", "damaged"))
     flip_a_bit(next(damaged.glob("*.distcp")))
     tokenizer().save(tmp_path / "tokenizer.json")
@@ -140,13 +140,12 @@ def test_wrong_input_gives_one_line(run: Path, said, tmp_path: Path) -> None:
         ([bare, *its_own, "--weights", "trained"], "has no linear whose weights were quantized in the forward pass"),
         ([damaged, *its_own], "has changed since it was written"),
     ):
-        code, out, err = said(*arguments, "--prompt", "a")
+        code, out, err = cli(*arguments, "--prompt", "a")
         assert (code, out) == (2, "") and wrong in err[-1]
         assert [line.startswith("generate.py: ") for line in err].count(True) == 1
 
 
-def test_ctrl_c_ends_without_a_traceback(run: Path) -> None:
-    """Here while it prints a text."""
+def test_ctrl_c_during_a_text_ends_without_a_traceback(run: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), "--prompt", "the quick"]
     process = subprocess.Popen(
         [*command, "--max-tokens", "100000", "--temperature", "2"],

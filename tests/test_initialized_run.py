@@ -80,7 +80,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
 def test_a_run_begins_with_exactly_these_weights_and_nothing_else(
     parent: Path, imported: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a run and from an import, whatever the seed; at step 0, without moments and before its switch."""
+    """A run may begin with weights of a run or of an import, at step 0, without moments and before its switch."""
     found: list[tuple[dict[str, Tensor], bool]] = []
 
     def look(callback: SelfTest, done: int) -> None:

@@ -51,12 +51,12 @@ def test_a_crash_is_reported_without_the_launchers_traceback(
 ) -> None:
     monkeypatch.setattr(launch, "SIGNALS", ())  # no handlers in this process
     ends = {1: "Root Cause", 2: "", 75: ""}  # after codes 2 and 75 the run has printed a line itself
-    for code, told in ends.items():
+    for code, reported in ends.items():
         failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="<N/A>")
         monkeypatch.setattr(torchrun, "run", MagicMock(side_effect=ChildFailedError("pretrain.py", {0: failure})))
         assert launch.main(["--standalone", "pretrain.py", "train.steps=3"]) == code
         errors = capsys.readouterr().err
-        assert told in errors and bool(errors) == bool(told) and "Traceback" not in errors
+        assert reported in errors and bool(errors) == bool(reported) and "Traceback" not in errors
     (options,) = torchrun.run.call_args.args
     assert options.training_script == "pretrain.py" and options.training_script_args == ["train.steps=3"]
 

@@ -32,20 +32,20 @@ LATE = {"choices": ["late ones, too"]}
 
 
 class Started:
-    """The callback Kernels with an imitated trainer. said: the lines that it prints. calls: arguments of `pin_kernels`:
+    """The callback Kernels with an imitated trainer. printed: lines that it prints. calls: arguments of `pin_kernels`:
     (rehearsal, choices in the checkpoint, folder)."""
 
     def __init__(self, mesh: ParallelMesh, folder: Path, monkeypatch: pytest.MonkeyPatch, scan: bool = True) -> None:
         with torch.device("meta"):
             model = build_model(MODEL, mesh, torch.bfloat16, Execution({"scan": fused_scan} if scan else {}))
         train = TrainConfig(micro_batch_size=3, sequence_length=48)
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.kernels, self.calls, self.spans = Kernels(Path("/somewhere")), [], [SimpleNamespace(sequence_length=None)]
         self.kernels.trainer = SimpleNamespace(  # type: ignore[assignment]
             config=Config(run=RunConfig(dir=str(folder)), train=train),
             mesh=mesh,
             model=model,
-            log=SimpleNamespace(active=True, console=SimpleNamespace(text=self.said.append)),
+            log=SimpleNamespace(active=True, console=SimpleNamespace(text=self.printed.append)),
             progress=Progress(),
             data=SimpleNamespace(phases=SimpleNamespace(spans=self.spans)),
         )
@@ -59,10 +59,10 @@ class Started:
         monkeypatch.setattr(autotuning, "record_here", lambda: LATE)
 
     def start(self, step: int = 0, saved: Any = None) -> list[str]:
-        self.said.clear()
+        self.printed.clear()
         self.kernels.load_state_dict(saved)
         self.kernels.start(step)
-        return list(self.said)
+        return list(self.printed)
 
 
 def test_choices_are_pinned_and_recorded(mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_phases_of_shorter_sequences_are_rehearsed_too(
 def test_the_rehearsal_has_the_shapes_and_dtypes_of_a_step(
     mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a causal-conv1d that returns BF16, and with one that returns FP32."""
+    """Both kinds of causal-conv1d are tried: one that returns BF16 and one that returns FP32."""
     run, seen = Started(mesh, tmp_path, monkeypatch), {}
 
     def scan(inputs: ScanInputs, chunk_size: int, documents_bs: torch.Tensor | None = None) -> torch.Tensor:

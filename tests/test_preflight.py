@@ -112,7 +112,7 @@ def test_the_check_of_a_run_that_resumes(check: Check, trained: Path) -> None:
 
 @pytest.mark.usefixtures("no_plan")
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["model.rope=true"], "belongs to another run: model.rope: False in the checkpoint, True now. Set these back"),
         (["train.steps=2"], "has 32 samples in 4 steps, but the run ends after 2 steps; resume with train.steps=4"),
@@ -124,17 +124,17 @@ def test_the_check_of_a_run_that_resumes(check: Check, trained: Path) -> None:
     ],
 )
 def test_the_check_refuses_what_a_start_would_refuse(
-    check: Check, trained: Path, overrides: list[str], said: str
+    check: Check, trained: Path, overrides: list[str], message: str
 ) -> None:
-    assert said in refused(check, trained, *(override.replace("RUN", str(trained)) for override in overrides))
+    assert message in refused(check, trained, *(override.replace("RUN", str(trained)) for override in overrides))
 
 
 def test_weights_of_another_shape_are_refused(check: Check, trained: Path, tmp_path: Path) -> None:
     assert check(trained, "train.steps=12")[-1].endswith("for the 8 steps that are left")
     wider = "model.ffn_dim=256", "checkpoint.allow_mismatch=true"
     for run_dir, given in ((trained, "auto"), (tmp_path / "run", checkpoint(trained, 2))):
-        said = refused(check, run_dir, *wider, f"checkpoint.resume={given}")
-        assert "[128, 64] in the checkpoint, torch.float32 [256, 64] in this model; set the model back" in said
+        message = refused(check, run_dir, *wider, f"checkpoint.resume={given}")
+        assert "[128, 64] in the checkpoint, torch.float32 [256, 64] in this model; set the model back" in message
 
 
 @pytest.mark.usefixtures("no_plan")

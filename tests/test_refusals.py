@@ -183,21 +183,21 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def refused(
-    overrides: str | Sequence[str], said: str, ranks: int = 1, device: str = "cpu", configs: Path = CONFIGS
+    overrides: str | Sequence[str], message: str, ranks: int = 1, device: str = "cpu", configs: Path = CONFIGS
 ) -> None:
     with pytest.raises(ConfigError) as error:
         config = compose_config([overrides] if isinstance(overrides, str) else overrides, configs)
         validate(config, ranks, device)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 ON_CPU = [*SYNTAX, *GROUPS, *KEYS, *VALUES, *TOGETHER, *RECIPES]
-ROWS = [*((overrides, 1, said, "cpu") for overrides, said in ON_CPU), *((*row, "cuda") for row in ON_GPUS)]
+ROWS = [*((overrides, 1, message, "cpu") for overrides, message in ON_CPU), *((*row, "cuda") for row in ON_GPUS)]
 
 
-@pytest.mark.parametrize(("overrides", "ranks", "said", "device"), ROWS, ids=[str(row[0])[:60] for row in ROWS])
-def test_wrong_overrides_give_one_line(overrides: str | list[str], ranks: int, said: str, device: str) -> None:
-    refused(overrides, said, ranks, device)
+@pytest.mark.parametrize(("overrides", "ranks", "message", "device"), ROWS, ids=[str(row[0])[:60] for row in ROWS])
+def test_wrong_overrides_give_one_line(overrides: str | list[str], ranks: int, message: str, device: str) -> None:
+    refused(overrides, message, ranks, device)
 
 
 ACCEPTED = [
@@ -289,13 +289,13 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "override", "said"), FILES, ids=lambda value: str(value)[:40])
-def test_wrong_files_give_one_line(name: str, content: bytes, override: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "content", "override", "message"), FILES, ids=lambda value: str(value)[:40])
+def test_wrong_files_give_one_line(name: str, content: bytes, override: str, message: str, tmp_path: Path) -> None:
     configs = shutil.copytree(CONFIGS, tmp_path / "configs")
     path = (configs if (configs / name.partition("/")[0]).is_dir() else tmp_path) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-    refused(override.replace("FOLDER", str(tmp_path)).split(), said, configs=configs)
+    refused(override.replace("FOLDER", str(tmp_path)).split(), message, configs=configs)
 
 
 def test_a_config_folder_of_the_users_own(tmp_path: Path) -> None:
@@ -331,14 +331,14 @@ ENVIRONMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("environment", "said"), ENVIRONMENTS, ids=str)
+@pytest.mark.parametrize(("environment", "message"), ENVIRONMENTS, ids=str)
 def test_the_launchers_environment_is_checked(
-    environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    if not said:
+    if not message:
         return check_launch()
     with pytest.raises(ConfigError) as error:
         check_launch()
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -16,6 +16,7 @@ import pretrain
 from megatron_fp4.training import trainer
 from scripts import replay
 from tests.distributed.one_rank import flip_a_bit
+from tests.programs import error_line
 from tests.spiked_run import FAST, small_corpus, stamps
 from tests.test_pretrain import SMALL
 
@@ -86,8 +87,7 @@ def test_wrong_input_gives_one_line_and_exit_code_2(
         ([str(damaged)], "step_00000002"),
     ):
         assert replay.main([*arguments, "--trust-config"]) == 2, arguments
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("replay.py: ") and expected in line
+        assert expected in error_line(capsys, "replay.py")
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     assert replay.main([str(checkpoint), "--trust-config"]) == 2
     assert "made by 1 ranks, and 2 ranks add up" in capsys.readouterr().err

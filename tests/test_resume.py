@@ -96,7 +96,7 @@ def cut(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_moved_aside(finished: Path, copy: Path, start: Start) -> None:
-    """Also if the pointer is empty and an unfinished save has left a folder."""
+    """The start also copes with an empty pointer and the folder of an unfinished save."""
     cut(checkpoint(copy, 8) / "__0_0.distcp")
     damaged = {path.name: path.read_bytes() for path in checkpoint(copy, 8).iterdir()}
     (copy / "checkpoints" / "latest").write_text("")
@@ -120,7 +120,7 @@ def only_state(run_dir: Path) -> bytes:
 
 
 def test_a_run_with_lost_checkpoints_does_not_begin_again(finished: Path, copy: Path, start: Start) -> None:
-    """Also if only state.json is left, after another refusal or of a killed run."""
+    """It is refused even if only state.json is left, after another refusal or of a killed run."""
     shutil.rmtree(copy / "checkpoints")
     metrics = (copy / "metrics.jsonl").read_bytes()
     output = start(copy, code=2)
@@ -141,10 +141,9 @@ def test_a_run_with_lost_checkpoints_does_not_begin_again(finished: Path, copy: 
     assert losses(copy) == losses(finished) and (copy / "metrics.jsonl.1").read_bytes() == metrics
 
 
-def test_a_run_without_a_checkpoint_begins_again(
+def test_a_run_that_crashed_before_its_first_checkpoint_begins_again(
     finished: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It crashed in step 3."""
     run_dir, calls = tmp_path / "run", iter([trainer.update] * 2)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(trainer, "update", lambda *args, **kwargs: next(calls, lambda *_, **__: 1 // 0)(*args, **kwargs))
@@ -157,7 +156,7 @@ def test_a_run_without_a_checkpoint_begins_again(
 
 
 def test_a_branch_resumes_from_its_own_checkpoints(finished: Path, start: Start, tmp_path: Path) -> None:
-    """With the command that began it, as schedulers restart it."""
+    """Schedulers restart it with the same command, which names the parent's checkpoint."""
     branch, command = tmp_path / "branch", f"checkpoint.resume={checkpoint(finished, 4)}"
     start(branch, command)
     shutil.rmtree(checkpoint(branch, 8))  # as if it had been killed before the last save

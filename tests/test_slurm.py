@@ -176,8 +176,8 @@ def cluster(tmp_path: Path) -> Cluster:
 @pytest.mark.slow
 @pytest.mark.parametrize(("slow", "number"), [("0", signal.SIGTERM), ("1", signal.SIGUSR1)])
 def test_a_signal_to_the_job_stops_and_requeues_it(cluster: Cluster, slow: str, number: signal.Signals) -> None:
-    """Also while torchrun has no workers yet, and though every process of a step gets the signal: the worker is asked
-    only once."""
+    """The worker is asked exactly once, even if torchrun has no workers yet (`slow`), and though every process of the
+    step gets the signal."""
     job = cluster.submit(SLOW=slow)
     while len(cluster.calls(steps=True)) < 2 or (slow == "0" and not (cluster.fake / "running").exists()):
         assert job.poll() is None, job.communicate()[0]
@@ -215,8 +215,8 @@ def test_nodes_that_fail_the_preflight_are_excluded_at_the_requeue(cluster: Clus
     """DCGM is not installed here. The job already excludes another node."""
     given = {"PREFLIGHT": "1", "CRASH": "1", "NCCL_SOCKET_IFNAME": "ib0"}
     cluster.run(**given)
-    looked = ["all-reduce of 1, by ib0", "prove_backend.py"]
-    assert cluster.calls() == [*looked, "check of 1 ranks", "scontrol requeue 17"]
+    preflight = ["all-reduce of 1, by ib0", "prove_backend.py"]
+    assert cluster.calls() == [*preflight, "check of 1 ranks", "scontrol requeue 17"]
     steps = cluster.calls(steps=True)
     assert len(steps) == 3 and all("--gpus-per-node=4 " in step for step in steps)  # of a GB200 node
 
@@ -224,7 +224,7 @@ def test_nodes_that_fail_the_preflight_are_excluded_at_the_requeue(cluster: Clus
     output = cluster.run(**given, UNFIT="1")
     assert "these nodes failed the preflight: localhost" in output
     update = "until scontrol update JobId=17 ExcNodeList=node7,localhost; do sleep 5; done; scontrol release 17"
-    assert cluster.calls() == [*looked, f"sbatch {update}", "scontrol requeuehold 17"], output
+    assert cluster.calls() == [*preflight, f"sbatch {update}", "scontrol requeuehold 17"], output
 
 
 def test_a_refused_run_is_not_started_and_secrets_come_from_files(cluster: Cluster, tmp_path: Path) -> None:
@@ -247,18 +247,18 @@ def test_options_of_a_container(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ([ROOT / "scripts" / "slurm" / "pretrain.sbatch"], "give run.dir="),
         ([LAUNCH_NODE, "train", "run.dir=/tmp/a"], "set PROCESSES_PER_NODE to train on CPUs"),
     ],
 )
-def test_missing_settings_are_named(cluster: Cluster, command: list[str | Path], said: str) -> None:
+def test_missing_settings_are_named(cluster: Cluster, command: list[str | Path], message: str) -> None:
     environment = {**cluster.environment, "SLURM_GPUS_ON_NODE": ""}
     done = subprocess.run(
         ["/bin/bash", *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 def test_shellcheck_finds_nothing_in_the_scripts() -> None:

@@ -60,17 +60,17 @@ def test_a_full_disk_gives_one_line(
     monkeypatch.setattr(module, function, full)
     with pytest.raises(SystemExit) as ended:
         sys.exit(module.main(given))
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1, said
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and printed.count("\n") == 1, printed
     where = "its output" if "generate" in name else str(out)
-    assert where in said and ": No space left on device; make room, or name another place" in said
+    assert where in printed and ": No space left on device; make room, or name another place" in printed
 
 
 @pytest.mark.parametrize("program", ["print('x' * 100_000)", "print('x')"])
 def test_standard_output_on_a_full_disk(program: str) -> None:
     begin = "from megatron_fp4.runtime.closed_pipe import end_without_reader\nend_without_reader()\n"
-    said = "f'{error.filename}: {error.strerror}'"
-    body = f"try:\n    {program}\nexcept OSError as error:\n    raise SystemExit({said})"
+    printed = "f'{error.filename}: {error.strerror}'"
+    body = f"try:\n    {program}\nexcept OSError as error:\n    raise SystemExit({printed})"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", begin + body], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False

@@ -24,7 +24,7 @@ from megatron_fp4.training import trainer
 from megatron_fp4.training.step import StepResult
 from pretrain import CONFIGS
 from scripts import price
-from tests.programs import cells
+from tests.programs import cells, error_line
 from tests.spiked_run import FAST, small_corpus, stamps
 from tests.test_pretrain import SMALL, records
 from tests.training.harness import launch
@@ -195,8 +195,7 @@ def test_wrong_input_gives_one_line_before_anything_is_trained(
             (checkpoint, ["--public", tmp_path / "other.json"], "is not for_plots/runs.json"),
         ):
             assert price_main(folder, *arguments) == 2, arguments
-            printed = capsys.readouterr().err
-            assert printed.startswith("price.py: ") and expected in printed and printed.count("\n") == 1, printed
+            assert expected in error_line(capsys, "price.py")
 
 
 def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float], list[float], str]:

@@ -12,7 +12,7 @@ import pytest
 
 from analysis.recipes import HeldOut, Pair, gaps, read_held_out
 from scripts import compare
-from tests.programs import cells
+from tests.programs import cells, error_line
 
 
 def held_out(
@@ -73,7 +73,7 @@ def test_a_branch_without_a_partner_is_paired_with_those_of_its_trunk() -> None:
 
 
 def test_a_run_from_scratch_is_paired_with_the_branch_that_lengthened_the_run_of_its_seed(tmp_path: Path) -> None:
-    """As runs of a curve do: 4 steps; from before their decay to 8 steps; from before that decay to 16."""
+    """Runs of a curve lengthen each other: 4 steps; from before their decay to 8; from before that decay to 16."""
 
     def longer(name: str, trunk: str, start: int, end: int, seed: int = 1) -> Path:
         origin = {"path": f"/lost/{trunk}/checkpoints/step_{start:08}", "step": start, "manifest_sha256": name}
@@ -152,8 +152,7 @@ def test_wrong_groups_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([f"x={a}", f"y={tmp_path}/twin", "--against", "z"], "no group has this name"),
     ):
         assert compare.main(["recipes", *map(str, arguments)]) == 2, arguments
-        error = capsys.readouterr().err
-        assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1, error
+        assert expected in error_line(capsys, "compare.py")
 
 
 def test_final_gaps_are_converted_to_tokens_by_a_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

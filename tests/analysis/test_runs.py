@@ -12,7 +12,7 @@ import pytest
 from analysis.runs import compare_runs, differences, draw_runs, settings_of
 from megatron_fp4.logging.run_folder import open_runs
 from scripts import compare
-from tests.programs import cells
+from tests.programs import cells, error_line
 
 
 def write_run(folder: Path, steps: int, gap: float = 0.0, noise: float = 0.0, lr: float = 0.1) -> Path:
@@ -65,8 +65,7 @@ def test_runs_that_cannot_be_compared_give_one_line(
         (["a", "b", "--output", "gap.txt"], "is not the name of a picture"),
     ):
         assert compare.main(["runs", *arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1
+        assert expected in error_line(capsys, "compare.py")
 
 
 def test_settings_that_matter_are_reported() -> None:

@@ -132,7 +132,7 @@ def test_an_abandoned_save_is_not_published(trial: Callable[..., Job], monkeypat
 def test_a_rollback_loads_the_last_checkpoint_or_changes_nothing(
     trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    """Also if the checkpoint is still being saved when the rollback begins."""
+    """The rollback waits if the checkpoint is still being saved."""
     publish = files.publish
     monkeypatch.setattr(files, "publish", lambda *folders: (time.sleep(0.1), publish(*folders)))
     one = trial(asynchronous=True)
@@ -157,7 +157,7 @@ def test_a_rollback_loads_the_last_checkpoint_or_changes_nothing(
 
 
 def test_metadata_is_made_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made again after a save that failed on rank 0 after the shards were written."""
+    """The metadata is made again only after a save that failed on rank 0 after the shards were written."""
     one, made, packed = trial(max_failed_saves=2), [], []
     metadata_of, pack = checkpointer.metadata_of, checkpointer.pack
 

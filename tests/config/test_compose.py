@@ -103,7 +103,7 @@ def test_the_name_of_a_changed_recipe_lists_its_changes(monkeypatch: pytest.Monk
 
 
 def test_exceptions_have_the_complete_recipe_that_they_name() -> None:
-    """Also in the target of a switch and after a round trip through a checkpoint."""
+    """The same holds in the target of a switch and after a round trip through a checkpoint."""
     model = "model=nemotron_h_12b"
     config = make("precision=nvfp4_nemotron_3", model)
     attention, mamba = config.precision.exceptions

@@ -43,7 +43,7 @@ def test_a_small_blend_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", [0, 5, 10])
 def test_every_prefix_is_within_one_sample_of_the_weights(seed: int) -> None:
-    """Also if many sources are due at the same time; Megatron's rule, the largest lag, is then off by more than one."""
+    """Even if many sources are due at once. There Megatron's rule, the largest lag, is off by more than one sample."""
     blend = Blend(some_weights(seed, count=1 + seed * 5))
     check_prefixes(blend, 0, 400)
     check_prefixes(blend, 9_000, 9_100)

@@ -184,7 +184,7 @@ def test_the_full_check_reads_every_token_and_compares_the_json_file(
 
 
 def test_a_concatenation_is_one_stream_across_all_borders(tmp_path: Path) -> None:
-    """Of files with several dtypes, one of them twice; also a range of it, and a pickled copy."""
+    """The files have several dtypes, and one comes twice. A range and a pickled copy of the stream are right too."""
     rng = np.random.default_rng(0)
     lengths_of = {np.uint16: [20, 7, 43], np.int8: [1], np.int64: [50, 30, 2, 51]}
     parts = [

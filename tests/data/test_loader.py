@@ -222,7 +222,7 @@ def test_changes_of_the_past_are_refused(options: dict[str, Any], message: str) 
 
 
 def test_weights_by_tokens_change_with_added_files() -> None:
-    """From the resume on; the past stays as it was, so the run is not refused."""
+    """The weights change from the resume on. The past stays as it was, so the run is not refused."""
 
     def by_tokens(code: list[CountingStream]) -> list[Phase]:
         weights = {"code": sum(file.num_tokens for file in code), "prose": FILES[4].num_tokens}

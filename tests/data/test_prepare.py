@@ -198,7 +198,7 @@ def test_documents_above_the_largest_size_are_split(
 def test_the_command_prints_overrides_that_train_on_its_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It also trains a tokenizer, without the held-out documents."""
+    """The command also trains a tokenizer, without the held-out documents."""
     json_lines(tmp_path / "in, here" / "a.jsonl", TEXTS)
     prefix = tmp_path / "it's, here" / "2 web-é"
     given = ["--format", "json", "--files", f"{tmp_path}/in*/*.jsonl", "--output", prefix, "--validation", 0.2]

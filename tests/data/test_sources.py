@@ -133,7 +133,7 @@ def test_opening_checks_a_few_places_of_a_large_index(tmp_path: Path, monkeypatc
 
 
 def test_tokens_that_are_read_twice_give_a_warning(tmp_path: Path) -> None:
-    """Also if one of the files is a copy, or part of a list."""
+    """A file that is a copy, or part of a list, is recognized."""
     for name in ("web", "more", "held_out"):
         write_random(tmp_path / name, 400)
     for name, copy in (("web", "copy"), ("more", "other")):

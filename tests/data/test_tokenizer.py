@@ -101,16 +101,16 @@ def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("tokenizer.json", b"{", r"cannot be read as a tokenizer\.json \(.*\); save it again, or update tokenizers"),
         ("m.model", b"\x00garbage", r"m\.model is not a complete SentencePiece model"),
         ("r.tiktoken", b"IQ== 0\nIg==\n", r"r\.tiktoken:2 is not a token in base64 and its rank"),
     ],
 )
-def test_a_faulty_tokenizer_file_gives_one_line(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_faulty_tokenizer_file_gives_one_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=said) as refusal:
+    with pytest.raises(ValueError, match=message) as refusal:
         load_tokenizer(tmp_path / name)
     assert "\n" not in str(refusal.value)
 

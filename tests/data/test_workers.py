@@ -80,7 +80,7 @@ def test_workers_ignore_signals_and_die_with_a_killed_rank() -> None:
 
 
 def test_a_dead_worker_is_reported(tmp_path: Path) -> None:
-    """Also if another process, forked while the workers started, has its pipe open."""
+    """It is noticed even if another process, forked while the workers started, has its pipe open."""
     stream = SlowStream(log=tmp_path / "log", seconds=60)
     loader = a_loader(stream, num_workers=2)
     steps = loader.steps(0, 50)
@@ -113,7 +113,7 @@ def test_a_dead_worker_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_an_exception_in_a_worker_is_raised_in_its_rank(error: Exception, raised: str) -> None:
-    """With the worker's traceback as a note."""
+    """The worker's traceback is added as a note."""
     with pytest.raises(Exception) as at:
         list(a_loader(SlowStream(fails_at=40, error=error)).steps(0, 50))
     assert f"{type(at.value).__name__}: {at.value}".startswith(raised)
@@ -135,7 +135,7 @@ def test_workers_read_two_whole_steps_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [None, ValueError("a hole")])
 def test_samples_of_a_slow_disk_are_read_concurrently(tmp_path: Path, error: Exception | None) -> None:
-    """They are the samples that one thread reads, up to the same error."""
+    """The samples are those that one thread reads, up to the same error."""
 
     def taken(num_workers: int) -> list[object]:
         stream = SlowStream([3] * 500, tmp_path / f"{num_workers}", 0.05 * num_workers, 628, error)
@@ -175,7 +175,7 @@ def test_closing_a_loader_leaves_nothing() -> None:
 
 
 def test_a_rank_ends_though_its_worker_cannot_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a worker that waits for a broken disk. The rank raises LoaderError."""
+    """A worker that waits for a broken disk cannot be killed. The rank then raises LoaderError."""
     monkeypatch.setattr("data.workers._EXIT_SECONDS", 0.2)
     loader = a_loader(SlowStream(seconds=60))
     loader.timeout_seconds = 1

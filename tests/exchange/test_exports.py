@@ -94,14 +94,14 @@ class Job:
         """By step: the logged error, and the command."""
         return {call.args[0]: call.args[1:] for call in self._log.export_failed.call_args_list}
 
-    def save(self, step: int, told: str = "", error: str | None = None) -> Path:
-        """Save a checkpoint and do what a run does after a save. told: the name of a file for the stand-in."""
+    def save(self, step: int, mode: str = "", error: str | None = None) -> Path:
+        """Save a checkpoint and do what a run does after a save. mode: the name of a file for the stand-in."""
         root = self.run_dir / "checkpoints"
         folder = root / files.folder_name(step)
         self.exports.on_checkpoint(step)
         if error is None:
             folder.mkdir(parents=True)
-            (folder / told).touch() if told else None
+            (folder / mode).touch() if mode else None
             manifest = Manifest(files.next_save_index(root), step, 0, 0, 1, {}, {"none": FileRecord(0, "")}, "2")
             files.write_manifest(folder, manifest)
             files.write_pointer(folder)
@@ -162,7 +162,7 @@ def test_skipped_and_failed_exports_have_a_reason_and_exports_by_hand_count(tmp_
 
 
 def test_a_new_checkpoint_of_the_same_step_is_exported_again(tmp_path: Path) -> None:
-    """Such as after damage. The old export is kept under another name."""
+    """A step is saved again after damage, for example. The old export is kept under another name."""
     job = Job(tmp_path / "run")
     folder = job.save(2)
     job.until(lambda: job.done == [2])
@@ -191,10 +191,10 @@ time.sleep(600)
 def test_an_export_ends_with_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
     job = Program([tmp_path / "killed.py", tmp_path / "run", exports.SCRIPT])
-    told = tmp_path / "run" / "checkpoints" / "step_00000002" / "hang"
-    wait_until(lambda: told.exists() and told.read_text())
+    hang = tmp_path / "run" / "checkpoints" / "step_00000002" / "hang"
+    wait_until(lambda: hang.exists() and hang.read_text())
     job.send_signal(signal.SIGKILL)
-    wait_until_gone([int(told.read_text())])
+    wait_until_gone([int(hang.read_text())])
 
 
 def _stopped(rank: int, run_dir: str) -> tuple[bool, str, list[int]]:

@@ -246,11 +246,11 @@ def test_damaged_folders_are_refused(checkpoints: dict[str, Checkpoint], tmp_pat
 
 def test_overrides_replace_missing_arguments(checkpoints: dict[str, Checkpoint], theirs: Any, tmp_path: Path) -> None:
     folder = theirs(tmp_path / "theirs", "hybrid", lambda tensors, arguments: arguments.clear())
-    told = {"norm_eps": 1e-5, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 24, "rope": False}
-    overrides = [f"model.{key}={value}" for key, value in {**told, "mamba_num_groups": 2}.items()]
+    model_settings = {"norm_eps": 1e-5, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 24, "rope": False}
+    overrides = [f"model.{key}={value}" for key, value in {**model_settings, "mamba_num_groups": 2}.items()]
     import_megatron(folder, tmp_path / "one", CONFIGS, overrides=overrides)
     back, ours = open_checkpoint(tmp_path / "one", CONFIGS), checkpoints["hybrid"].tensor
-    assert all(getattr(back.config.model, key) == value for key, value in told.items())
+    assert all(getattr(back.config.model, key) == value for key, value in model_settings.items())
     assert all(torch.equal(back.tensor(name), ours(name)) for name in back.tensors)
     with pytest.raises(ValueError, match=r"give model.key=value"):
         import_megatron(folder, tmp_path / "two", CONFIGS, overrides=["train.steps=3"])

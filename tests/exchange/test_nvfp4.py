@@ -165,12 +165,12 @@ def test_quantization_configs_of_both_layouts():
     blocks = ("0.mixer.conv1d", "4.mixer.in_proj", "4.mixer.conv1d", "4.mixer.out_proj", "5.mixer.up_proj")
     layers = [f"backbone.layers.{name}" for name in (*blocks, "5.mixer.down_proj")]
     assert excluded == [*layers, "lm_head"]
-    said = quantization_config(MODELOPT, excluded, calibrated=False)
-    assert (said["quant_method"], said["quant_algo"], said["ignore"]) == ("modelopt", "W4A16_NVFP4", excluded)
+    w4a16 = quantization_config(MODELOPT, excluded, calibrated=False)
+    assert (w4a16["quant_method"], w4a16["quant_algo"], w4a16["ignore"]) == ("modelopt", "W4A16_NVFP4", excluded)
     group = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    assert said["config_groups"] == {"group_0": {"weights": group, "targets": ["Linear"]}}
+    assert w4a16["config_groups"] == {"group_0": {"weights": group, "targets": ["Linear"]}}
     keys = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": excluded}
-    assert hf_quant_config(said)["quantization"] == keys
+    assert hf_quant_config(w4a16)["quantization"] == keys
 
     w4a4 = quantization_config(MODELOPT, excluded, calibrated=True)
     assert w4a4["quant_algo"] == "NVFP4" and w4a4["config_groups"]["group_0"]["input_activations"] == group
@@ -194,7 +194,7 @@ def excludes(layout: Layout, entry: str, module: str) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_exactly_the_modules_without_codes_are_excluded(layout):
-    """By the rules of all readers, in a model of more than ten layers: `layers.1` is a substring of `layers.10`."""
+    """Readers have different rules, some of which match substrings: `layers.1` must not exclude `layers.10`."""
     plan = ["precision=nvfp4", "precision.bf16_blocks.names=['blocks.1.*']", "precision.bf16_blocks.last=0"]
     config = composed(*HYBRID, "model.pattern='------------'", *plan)
     rows, sections = TrainedPlan(plans_of(config)[0], torch.bfloat16).nvfp4_linears(), sections_of(config.model)
@@ -209,8 +209,7 @@ def test_exactly_the_modules_without_codes_are_excluded(layout):
             assert any(excludes(layout, entry, name) for entry in entries) == (module in plain), name
 
 
-def test_both_decoders_agree_and_other_shapes_are_refused():
-    """On every byte of codes and every scale."""
+def test_both_decoders_agree_on_every_code_and_scale_and_other_shapes_are_refused():
     codes = torch.arange(256, dtype=torch.uint8).repeat(16)[None].expand(2, -1).contiguous()
     scales = torch.arange(512).remainder(256).to(torch.uint8)[None].expand(2, -1).contiguous()
     stored = scales.view(torch.float8_e4m3fn)

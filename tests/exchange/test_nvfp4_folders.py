@@ -131,7 +131,7 @@ def test_a_folder_has_the_weights_that_training_used(name, form, checkpoints, ex
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_import_decodes_the_weights(form, checkpoints, exported, tmp_path, capsys):
-    """Also with input scales, as others write, and if only ModelOpt's own file says that the folder is NVFP4."""
+    """Other writers add input scales, and may say only in hf_quant_config.json that the folder is NVFP4."""
     folder = Path(shutil.copytree(exported("hybrid", form), tmp_path / "out"))
     packed = weights(folder) | {"backbone.layers.1.mixer.up_proj.input_scale": torch.ones(())}
     save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})

@@ -26,6 +26,7 @@ from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
 from tests.inference.folders import MODELS, TEXT, checkpoint_of, folder_of, tokenizer
 from tests.inference.test_tasks import corpus
+from tests.programs import error_line
 
 pytestmark = pytest.mark.slow
 WORDS = TEXT.split()
@@ -77,7 +78,7 @@ def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_log_likelihoods_equal_those_of_lm_evals_own_class(
     name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For choices that share a context, a context that is too long and whole texts; logits are computed in parts."""
+    """Requests are choices that share a context, a context that is too long, and whole texts."""
     from lm_eval.models.huggingface import HFLM  # importing it takes seconds
 
     from inference.evaluation import FolderModel
@@ -213,8 +214,7 @@ def test_wrong_input_gives_one_line(
             places[name] = folder_of(tmp_path / name, checkpoints["transformer"])
             damage(places[name])
     assert evaluate.main([*arguments.format(**places).split(), "--include-path", str(task_files)]) == 2
-    refusal = capsys.readouterr().err
-    assert re.search(message, refusal) and refusal.count("\n") == 1 and refusal.startswith("evaluate.py: ")
+    assert re.search(message, error_line(capsys, "evaluate.py"))
 
 
 STATISTICS = {
@@ -244,8 +244,8 @@ def test_the_error_of_a_quotient_is_that_of_the_jackknife(name: str) -> None:
 
 
 def test_the_error_of_a_paired_difference_is_smaller() -> None:
-    """It is the standard deviation of the difference over new sets of documents; the unpaired error is many times as
-    large. A statistic that is neither a mean nor a quotient, such as F1, has lm-eval's error and is not paired."""
+    """The paired error is the standard deviation of the difference over new sets of documents; the unpaired one is many
+    times as large. A statistic that is neither a mean nor a quotient, such as F1, has lm-eval's error, unpaired."""
     from inference.evaluation import Score, difference, score
 
     found = []

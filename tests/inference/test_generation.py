@@ -129,7 +129,7 @@ def probabilities(logits: list[float], temperature: float, top_p: float) -> list
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.3, 0.9), (2.5, 1.0), (1.0, 1e-9)])
 def test_frequencies_are_the_probabilities(temperature: float, top_p: float) -> None:
-    """By Pearson's statistic over 1,500 draws. Tokens outside of top-p are never drawn."""
+    """Pearson's statistic over 1,500 draws is small, and tokens outside of top-p are never drawn."""
     expected = probabilities(LOGITS, temperature, top_p)
     sampling = Sampling(temperature, top_p, seed=1)
     draws = TokenDraws(sampling.seed, 0, [1, 2, 3])

@@ -39,7 +39,7 @@ def test_a_killed_process_loses_no_line_that_was_written(tmp_path: Path) -> None
 def test_records_that_a_full_disk_refuses_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also the rest of a line that was written in part."""
+    """The rest of a line that was written in part is written later too."""
     real, room = os.write, [1000]
 
     def write(descriptor: int, data: bytes) -> int:

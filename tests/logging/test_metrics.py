@@ -175,11 +175,11 @@ def test_if_wandb_dies_it_is_started_again_and_gets_all_steps(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [({"hangs": "init"}, "3 points were not written"), ({"dies_at": 2, "tries": 10**6}, "2 points were not written")],
 )
 def test_if_wandb_hangs_or_stays_away_the_run_continues_and_loses_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, use: Any, settings: Any, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, use: Any, settings: Any, message: str
 ) -> None:
     fake = use(**settings)
     monkeypatch.setattr(module, "FINISH_SECONDS", 0.2)  # otherwise the end waits for half a minute
@@ -188,7 +188,7 @@ def test_if_wandb_hangs_or_stays_away_the_run_continues_and_loses_no_record(
             writer.step(metrics(step))
             wait_until(lambda: fake.logged or fake.hangs)
     assert [record["step"] for record in read_records(tmp_path)] == [1, 2, 3]
-    assert f"wandb: {said}" in caplog.text
+    assert f"wandb: {message}" in caplog.text
 
 
 def test_a_run_keeps_its_id_at_wandb(

@@ -190,8 +190,8 @@ def test_an_invalid_baseline_is_refused(tmp_path: Path, baseline: str, expected:
 
 
 def test_commands_to_run_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They work from the current folder and with a space in the run's name. The comparison is with the run in the same
-    folder that has as many steps."""
+    """The commands work from the current folder and with a space in the run's name. The comparison is with the run in
+    the same folder that has as many steps."""
     for name, steps in (("with space", 40), ("beside", 40), ("shorter", 30)):
         (write_run(tmp_path / "runs" / name) / "summary.json").write_text(json.dumps({"steps": steps}))
     monkeypatch.chdir(tmp_path)

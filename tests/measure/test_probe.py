@@ -71,8 +71,7 @@ def _measure(recipe: Recipe, **keywords: Any) -> LinearMeasurement:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_probe_measures_the_operands_and_products_of_the_linear(recipe: Recipe) -> None:
-    """It does not change them."""
+def test_a_probe_measures_the_operands_and_products_of_the_linear_without_changing_them(recipe: Recipe) -> None:
     generator, probe, backend = torch.get_rng_state(), Probe(), _RecordingBackend()
     with _measured() as measured:
         y, dx, dw = _run(recipe, probe, backend=backend)

@@ -107,7 +107,7 @@ errors.run_program(lambda: pretrain.main(sys.argv[1:], StopRequest().listen()))
 
 
 def test_a_run_ends_though_its_process_group_hangs(small: list[str], tmp_path: Path) -> None:
-    """With the exit code and state of an expected error, and without a traceback."""
+    """The run has the exit code and state of its error, and prints no traceback."""
     (tmp_path / "program.py").write_text(_PROGRAM)
     done = run_program([tmp_path / "program.py", *small, f"run.dir={tmp_path / 'run'}"], timeout=240)
     assert done.returncode == 4 and state(tmp_path / "run")["state"] == "wrong_numbers", done.stderr
@@ -141,7 +141,7 @@ run_program(lambda: pretrain.main(sys.argv[4:], StopRequest().listen()))
 
 @pytest.mark.parametrize(("what", "rank"), [("save", 1), ("load", 0)])
 def test_a_disk_that_hangs_ends_the_run(small: list[str], tmp_path: Path, what: str, rank: int) -> None:
-    """In a save in the background, where no collective would fail, and in the load of a resume."""
+    """The hang is in a save in the background, where no collective would fail, or in the load of a resume."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "program.py").write_text(_HANGING)
     run_dir, more = tmp_path / "run", ["parallel.timeout_seconds=20", "checkpoint.interval=2", "train.steps=100000"]

@@ -46,7 +46,7 @@ def start(folder: Path, fastest: int, saved: dict[str, Any] | None = None) -> tu
 
 
 def test_a_second_run_in_a_process_tunes_as_the_first(tmp_path: Path) -> None:
-    """Also sizes that came late in the first run, and so had the smallest configuration without a measurement."""
+    """Sizes that came late in the first run got the smallest configuration; the second run measures them."""
     kernels = install(fastest=128)
     with alone():
         pin_kernels(lambda: call(128), None, tmp_path / "first")
@@ -64,7 +64,7 @@ def test_a_second_run_in_a_process_tunes_as_the_first(tmp_path: Path) -> None:
 def test_configurations_are_compiled_concurrently_before_they_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Triton's AsyncCompileMode. Late sizes and known choices are not compiled ahead."""
+    """Triton's AsyncCompileMode does that. Late sizes and known choices are not compiled ahead."""
     entered: list[int] = []
 
     class Mode:
@@ -126,7 +126,7 @@ def test_a_rank_with_other_kernels_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_the_first_rank_decides_and_a_resume_takes_its_choices(tmp_path: Path) -> None:
-    """Also for late sizes, and on a machine without choices where other configurations are fastest."""
+    """This includes late sizes. The resume is on a machine without choices where other configurations are fastest."""
     first = launch(_ranks, 2, str(tmp_path / "machine"), [64, 128], [ALL, ALL])
     assert first[0]["record"] == first[1]["record"]
     assert first[0]["launches"] == first[1]["launches"] == {"scan": [64, 32], "norm": [64, 32]}

@@ -43,10 +43,10 @@ class Job(Run):
     def __init__(self, mesh: ParallelMesh, capture: Callable[..., Any] | None = None, required: bool = True) -> None:
         super().__init__(mesh, NVFP4)
         self.follow(NVFP4)
-        self.said: list[str] = []
+        self.warnings: list[str] = []
         self.graphs: MicroBatchGraphs | None = None
         if capture is not None:
-            given: dict[str, Any] = {"required": required, "warn": self.said.append}
+            given: dict[str, Any] = {"required": required, "warn": self.warnings.append}
             given["capture"] = lambda *what: capture(self, *what)
             self.graphs = MicroBatchGraphs(self.model, mesh, self.linears, **given)
 
@@ -131,8 +131,8 @@ class RecomputingGraph:
 
 
 def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with a watched step, a validation, a noise measurement that takes the graphs' memory, another recipe, and
-    batches of other shapes and sizes, for which they are captured again."""
+    """The run has a watched step, a validation, a noise measurement that takes the graphs' memory, another recipe, and
+    batches of other shapes and sizes, for which graphs are captured again."""
     monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda *_: False)
     eager, replayed = Job(mesh), Job(mesh, RecomputingGraph)
     was = []
@@ -157,7 +157,7 @@ def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh, monkeypatch: p
 
 
 def test_replays_sum_gradients_by_the_tree(mesh: ParallelMesh) -> None:
-    """Also after a validation and a noise measurement that leave the graphs their memory."""
+    """The run has a validation and a noise measurement that leave the graphs their memory."""
     mesh = replace(mesh, reproducible=True)
     eager, replayed = Job(mesh), Job(mesh, RecomputingGraph)
     was = []
@@ -172,7 +172,7 @@ def test_replays_sum_gradients_by_the_tree(mesh: ParallelMesh) -> None:
 
 
 def _sharded(rank: int, parallel: ParallelConfig) -> list[bool]:
-    """With a validation, a watched step, for which FSDP gathers other copies of weights, and smaller batches."""
+    """A run with a validation, a watched step, for which FSDP gathers other copies of weights, and smaller batches."""
     mesh, captures, was = build_mesh(parallel, torch.device("cpu")), list[Any](), list[bool]()
 
     def counted(*what: Any) -> RecomputingGraph:
@@ -249,7 +249,7 @@ def _failing_on_one(rank: int, which: int) -> list[str]:
         *found, captured = replayed.train(step, count=4)
         assert found == [*eager.train(step, count=4)[:2]]
         assert captured == (step >= EAGER_STEPS and rank == 0)  # a failure releases all graphs of the rank
-    return replayed.said
+    return replayed.warnings
 
 
 @pytest.mark.parametrize("which", [1, 2])
@@ -263,14 +263,14 @@ def test_every_rank_reports_that_its_capture_failed(
     mesh: ParallelMesh, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(build, "why_eager", lambda *_: None)
-    job, told = Job(mesh), list[str]()
+    job, printed = Job(mesh), list[str]()
     monkeypatch.setattr(ParallelMesh, "rank", rank)
-    job.graphs = build.graphs_for(Config(), models, mesh, job.model, job.linears, told.append)
+    job.graphs = build.graphs_for(Config(), models, mesh, job.model, job.linears, printed.append)
     monkeypatch.setattr(job.graphs, "_capture", lambda *_: 1 / 0)
     for step in range(EAGER_STEPS + 2):
         job.train(step)
     line = "CUDA graphs: none, because a capture failed: ZeroDivisionError: division by zero"
-    assert told == ([] if rank else [line])
+    assert printed == ([] if rank else [line])
     assert capsys.readouterr().err == (f"pretrain.py: rank {rank}: {line}\n" if rank else "")
 
 
@@ -311,8 +311,8 @@ def test_a_failed_capture_is_a_warning_or_an_error(mesh: ParallelMesh, which: in
                 replayed.train(step)
             return
         assert replayed.train(step)[:2] == eager.train(step)[:2]
-    (said,) = replayed.said
-    assert said.endswith("RuntimeError: operation not permitted when stream is capturing") and len(captures) == which
+    (warning,) = replayed.warnings
+    assert warning.endswith("RuntimeError: operation not permitted when stream is capturing") and len(captures) == which
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def test_the_step_state_the_loss_and_the_clipped_update() -> None:
         batches = [
             ToyBatch(index, torch.tensor([[value]]), torch.tensor([[0]])) for index, value in ((4, 1.0), (6, 5.0))
         ]
-        told: dict[str, Any] = {"lr": 0.5, "accept": always, "requests": StepRequests(stop=True)}
-        result = train_step(model, optimizer, batches, mesh, step_state, step=7, clip_norm=2.0, **told)
+        settings: dict[str, Any] = {"lr": 0.5, "accept": always, "requests": StepRequests(stop=True)}
+        result = train_step(model, optimizer, batches, mesh, step_state, step=7, clip_norm=2.0, **settings)
     assert (result.loss, result.grad_norm, result.skipped, result.requests) == (3.0, 3.0, False, StepRequests(True))
     assert model.seen == [(7, 4, 0), (7, 6, 0)] and step_state.weights_version == 1
     assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0) and model.weight.grad is None
