@@ -95,14 +95,6 @@ def mesh() -> Iterator[ParallelMesh]:
     leave_distributed()
 
 
-@pytest.fixture(scope="module")
-def no_groups_left() -> Iterator[None]:
-    """After the module, collect garbage that holds process groups: a forked process that collected it would wait for
-    threads that it does not have."""
-    yield
-    gc.collect()
-
-
 @pytest.fixture(autouse=True)
 def restore_process_state() -> Iterator[None]:
     """Restore what a whole run in this process changes: environment variables and deterministic algorithms."""

@@ -25,7 +25,7 @@ from tests.spiked_run import FAST, printed_by, small_corpus
 from tests.test_pretrain import SMALL, losses, records
 from tests.test_resume import checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+pytestmark = pytest.mark.slow
 
 FEW = [*SMALL, *FAST, "train.global_batch_size=2", "train.steps=4", "checkpoint.interval=2", "precision.switch.when=3"]
 NO_SWITCH = "precision.switch.when=never"

@@ -19,7 +19,6 @@ from tests.test_pretrain import SMALL
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_groups_left")
 def test_a_lengthened_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The baseline is a copy of the run before it was lengthened."""
     run_dir, other = tmp_path / "nvfp4", tmp_path / "other"

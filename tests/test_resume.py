@@ -17,7 +17,7 @@ from megatron_fp4.training import trainer
 from tests.spiked_run import printed_by
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+pytestmark = pytest.mark.slow
 
 # As in configs/data/builtin.yaml.
 PHASES = ", ".join(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +18,13 @@ from data.builtin import (
     MIN_SHARED_CHARACTERS,
     PROSE,
     Document,
-    build_corpus,
     collect_documents,
     open_builtin,
     paragraphs,
     split_documents,
 )
 from tests.data.streams import document
+from tests.programs import ROOT
 
 
 def sentence(i: int) -> str:
@@ -81,31 +82,36 @@ def test_the_written_datasets_are_the_split_documents(library: Path, tmp_path: P
         open_builtin(400, tmp_path / "cache")
 
 
-def test_two_processes_build_once_and_rank_0_reports_it(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The processes are forked, so they have the patches too."""
-    builds = tmp_path / "builds"
+# Opens the corpus of the library argv[1] in the cache argv[2], and prints `built` if it builds. The pause of rank 1, in
+# which rank 0 gets the lock, ends when rank 0 has it, however slow the machine is.
+OPEN = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from data import builtin
 
-    def build(*arguments: Any) -> None:
-        with open(builds, "a", encoding="utf-8") as log:
-            log.write("built\n")
-        build_corpus(*arguments)
+library, cache, build = Path(sys.argv[1]), Path(sys.argv[2]), builtin.build_corpus
 
-    def rank(number: int) -> None:
-        monkeypatch.setenv("RANK", str(number))
-        open_builtin(300, tmp_path / "cache")
+def pause(_):
+    while not any(path.is_dir() for path in cache.glob("builtin-*")):
+        time.sleep(0.01)
 
-    monkeypatch.setattr(data.builtin, "build_corpus", build)
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank, args=(number,)) for number in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=300)
-    assert [process.exitcode for process in processes] == [0, 0] and builds.read_text() == "built\n"
-    shown = capfd.readouterr().err.splitlines()
-    assert shown[0] == f"building the built-in corpus once, in about ten seconds: {tmp_path}/cache" and len(shown) == 2
+builtin.standard_library, builtin.time = lambda: library, SimpleNamespace(sleep=pause)
+builtin.MIN_CHARACTERS = dict.fromkeys(builtin.MIN_CHARACTERS, 1000)
+builtin.build_corpus = lambda *arguments: (print("built"), build(*arguments))
+builtin.open_builtin(300, cache)
+"""
+
+
+def test_two_processes_build_once_and_rank_0_reports_it(library: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OPEN, str(library), str(tmp_path / "cache")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environments = [{**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank)} for rank in range(2)]
+    ranks = [subprocess.Popen(command, env=environment, text=True, **pipes) for environment in environments]
+    (first, lines), other = (rank.communicate(timeout=300) for rank in ranks)
+    assert (first, other) == ("built\n", ("", "")) and [rank.returncode for rank in ranks] == [0, 0], lines
+    begin, training = lines.splitlines()
+    assert begin == f"building the built-in corpus once, in about ten seconds: {tmp_path}/cache", training
 
 
 DOCUMENTS = [

@@ -25,7 +25,7 @@ from megatron_fp4.runtime.run_state import write_state
 from tests.distributed.one_rank import Job, flip_a_bit, names
 from tests.training.harness import launch, toy_mesh
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+pytestmark = pytest.mark.slow
 
 SECOND, NEWEST = "step_00000002", "step_00000003"
 

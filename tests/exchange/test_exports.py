@@ -263,7 +263,7 @@ Start = Callable[..., str]
 
 
 @pytest.fixture
-def start(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_groups_left: None) -> Start:
+def start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Start:
     """Start pretrain.py with overrides; it must end with `code`. Returns what it printed."""
     data = [*small_corpus(tmp_path), "precision.switch.when=never", f"run.dir={tmp_path / 'run'}"]
 

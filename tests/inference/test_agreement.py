@@ -19,7 +19,7 @@ from scripts import evaluate
 from tests.inference.folders import checkpoint_of, folder_of
 from tests.test_pretrain import SMALL, records
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+pytestmark = pytest.mark.slow
 
 
 def write_text(path: Path, documents: int, vocab_size: int) -> None:

@@ -15,7 +15,7 @@ from megatron_fp4.training.trainer import Callback, Step
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, losses
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+pytestmark = pytest.mark.slow
 
 
 class Toy(Callback):
