@@ -107,7 +107,7 @@ def test_a_run_begins_with_exactly_these_weights_and_nothing_else(
         assert record["initialized_from"]["contents_sha256"] == contents
 
 
-def test_it_resumes_from_its_own_checkpoints_and_records_its_origin(
+def test_a_run_resumes_from_its_own_checkpoints_and_records_its_origin(
     parent: Path, imported: Path, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = Path(shutil.copytree(parent, tmp_path / "parent"))

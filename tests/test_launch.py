@@ -72,6 +72,8 @@ def test_a_crash_is_reported_without_the_launchers_traceback(
         ({0: 1, 1: 5}, set(), 5),  # rank 1 hung, and rank 0 failed because it waited
     ],
 )
-def test_exit_codes(failed: dict[int, int], handed_on: set[int], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_exit_code(
+    failed: dict[int, int], handed_on: set[int], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "_handed_on", handed_on)
     assert launch.exit_code(failed) == code

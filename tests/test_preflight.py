@@ -153,7 +153,7 @@ def test_the_check_reports_damaged_and_lost_checkpoints(check: Check, trained: P
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_the_check_of_branches(check: Check, trained: Path, tmp_path: Path) -> None:
+def test_the_check_names_the_checkpoint_that_a_run_begins_from(check: Check, trained: Path, tmp_path: Path) -> None:
     start = checkpoint(trained, 2)
     assert f"checkpoint: {start}, step 2 of 4" in check(tmp_path / "branch", f"checkpoint.resume={start}")
     lines = check(tmp_path / "new", f"checkpoint.initialize_from={trained}")

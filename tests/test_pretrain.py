@@ -152,8 +152,9 @@ def test_a_run_prints_and_writes_everything(straight: Straight, processes: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "at"), [(1, 7), (2, 6)], ids=["after the switch", "at it"])
-def test_resume_is_bitwise(straight: Straight, small: list[str], tmp_path: Path, processes: int, at: int) -> None:
-    """A run that resumes from a checkpoint in new processes has the losses and weights of the straight run."""
+def test_a_resumed_run_is_bitwise_the_same(
+    straight: Straight, small: list[str], tmp_path: Path, processes: int, at: int
+) -> None:
     folder, again = straight(processes)[0], tmp_path / "again"
     checkpoint = folder / "checkpoints" / f"step_{at:08d}"
     run(processes, [*small, f"run.dir={again}", f"checkpoint.resume={checkpoint}", "checkpoint.interval=0"])

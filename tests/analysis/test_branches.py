@@ -222,7 +222,7 @@ def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float]
     return _branches(output)["nvfp4"], steps, str(wrong)
 
 
-def test_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+def test_losses_on_two_tensor_parallel_ranks_are_those_of_the_run(tmp_path: Path) -> None:
     found = launch(_on_ranks, 2, [*SETTINGS, *small_corpus(tmp_path)], str(tmp_path), seconds=600.0)
     tried, recorded, _ = found[0]
     assert tried == recorded and len(tried) == 1

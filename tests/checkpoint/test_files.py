@@ -33,7 +33,7 @@ def make(root: Path, step: int, save_index: int, suffix: str = "") -> Path:
         (lambda path: rewrite(path.parent, format=99), "format 99"),
     ],
 )
-def test_damaged_manifest(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_manifests_are_refused(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
     folder = make(tmp_path, 200, 1)
     manifest = files.read_manifest(folder)
     assert (folder.name, manifest.step, manifest.identity) == ("step_00000200", 200, {"a": 1})

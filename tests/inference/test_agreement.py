@@ -64,7 +64,7 @@ def validated(arguments: list[str], tmp_path: Path, code: int = 0) -> dict[str, 
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_masked_hybrid_before_and_after_its_switch(
+def test_the_loss_of_a_masked_hybrid_agrees_before_and_after_its_switch(
     step: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The loss in FP32 agrees with transformers, and differs from the one that the run recorded with its plan."""
@@ -81,8 +81,8 @@ def test_a_masked_hybrid_before_and_after_its_switch(
     assert found["nats"]["recorded by the run"] == recorded
 
 
-def test_a_transformer_with_positions_and_joined_documents(data: list[str], tmp_path: Path) -> None:
-    """The losses agree with joined and with masked documents; masked ones begin again at position 0."""
+def test_the_loss_of_a_transformer_agrees_with_joined_and_masked_documents(data: list[str], tmp_path: Path) -> None:
+    """Positions begin again in each masked document."""
     ours: dict[str, dict[str, float]] = {}
     for documents in ("joined", "masked"):
         checkpoint = checkpoint_of(tmp_path / documents, "transformer", [*data, f"data.documents={documents}"])

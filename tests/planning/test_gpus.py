@@ -11,19 +11,15 @@ from megatron_fp4.config.schema import ConfigError, ParallelConfig
 from megatron_fp4.planning.gpus import GPUS, seconds_of_a_token
 from megatron_fp4.planning.needs import as_planned
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
-from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config
+from megatron_fp4.precision.recipe import BF16, recipe_from_config
 from models import provider as models
 from tests.composing import composed, plans_of
-
-
-def of_precision(name: str) -> Recipe:
-    return recipe_from_config(composed("model=transformer_60m", f"precision={name}").precision)
 
 
 def llama(name: str, sizes: tuple[int, ...], in_bf16: int) -> tuple[Plan, float]:
     """The plan of a Llama 3 with its last blocks in BF16, and its training FLOPs per token at sequences of 8,192."""
     hidden, ffn, blocks, heads = sizes
-    recipe = of_precision(name)
+    recipe = recipe_from_config(composed("model=transformer_60m", f"precision={name}").precision)
     shapes = [(hidden, hidden + 16 * hidden // heads), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden)]
     rows = [
         PlannedLinear(LinearShape("", block, *shape), BF16 if block >= blocks - in_bf16 else recipe, "")

@@ -34,7 +34,7 @@ def growth(ledger: Ledger, before: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("deterministic, tiled, masked", [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)])
-def test_attention(deterministic: bool, tiled: bool, masked: bool) -> None:
+def test_memory_of_attention(deterministic: bool, tiled: bool, masked: bool) -> None:
     with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         q, k, v = (bf16(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
         documents = Documents(torch.zeros(BATCH, LENGTH, dtype=torch.int32)) if masked else None
@@ -56,7 +56,7 @@ def test_attention(deterministic: bool, tiled: bool, masked: bool) -> None:
         assert growth(ledger, before)[1] == gradients + rows + own
 
 
-def test_the_scan() -> None:
+def test_memory_of_the_scan() -> None:
     groups, state, chunk = 2, 32, 64
     with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         x, dt = bf16(BATCH, LENGTH, HEADS, DIM), bf16(BATCH, LENGTH, HEADS)
@@ -77,7 +77,7 @@ def test_the_scan() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_loss(fused: bool) -> None:
+def test_memory_of_the_loss(fused: bool) -> None:
     vocab, hidden, tokens = 4096, 64, 512
     with alone() as mesh, FakeTensorMode(), Ledger(lambda: 0) as ledger:
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
