@@ -1,4 +1,4 @@
-"""Curves, prices and costs, against losses whose true curve is known."""
+"""Curves, prices and costs, against losses whose true curve is known; planned times of recipes."""
 
 from __future__ import annotations
 
