@@ -217,7 +217,7 @@ def test_a_run_log_records_its_start_steps_validation_stop_and_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, use: Callable[..., FakeWandb]
 ) -> None:
     """A run that is asked to stop waits only HURRY_SECONDS for wandb."""
-    use(hangs="finish")
+    fake = use(hangs="finish")
     monkeypatch.setattr(module, "HURRY_SECONDS", 0.1)
     overrides = [f"run.dir={tmp_path}", "logging.tensorboard=false", "logging.wandb=online", "logging.interval=2"]
     (tmp_path / "summary.json").write_text("{}")
@@ -229,6 +229,7 @@ def test_a_run_log_records_its_start_steps_validation_stop_and_times(
             log.step(metrics(step))
         log.validation(3, 4096, {"code": 2.0, "prose": 4.0}, {"prose": 1.25})
         log.stop(3, "SIGTERM")
+        wait_until(lambda: len(fake.logged) == 4)  # three steps and the validation; then only `finish` is left
     assert "not everything was sent within 0 s" in caplog.text and (tmp_path / "summary.json.1").exists()
     records = read_records(tmp_path)
     kinds = [record.get("event", record["kind"]) for record in records]
