@@ -57,7 +57,7 @@ def refused_rank(folder: Path, rank: int, delay: float, patience: float) -> None
 
 @pytest.mark.parametrize(
     ("delays", "patience", "who"),
-    [({0: 0.0, 1: 0.5, 2: 0.6}, 60.0, 0), ({0: 0.5, 1: 0.0, 2: 0.0}, 60.0, 0), ({1: 0.0}, 0.1, 1)],
+    [({0: 0.0, 1: 0.5, 2: 0.6}, 200.0, 0), ({0: 0.5, 1: 0.0, 2: 0.0}, 200.0, 0), ({1: 0.0}, 0.1, 1)],
 )
 def test_the_first_rank_reports_an_error_or_the_only_rank_that_has_it(
     delays: dict[int, float], patience: float, who: int, tmp_path: Path
