@@ -29,7 +29,7 @@ FIRST = "step_00000001"
 
 
 @pytest.fixture
-def trial(tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+def make_job(tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     monkeypatch.setattr(checkpointer, "_PAUSES", (0.0,))
     monkeypatch.setattr(checkpointer, "_LAST_PAUSES", (0.0, 0.0, 0.0))
     return lambda **settings: Job(tmp_path / "checkpoints", mesh, settings=settings)
@@ -52,113 +52,113 @@ def failing(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
 
 @pytest.mark.parametrize(("asynchronous", "last"), [(False, False), (True, False), (True, True)])
 def test_a_failing_save_is_tried_again(
-    trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, asynchronous: bool, last: bool
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, asynchronous: bool, last: bool
 ) -> None:
     """The last save of a run is tried more often."""
-    one = trial(asynchronous=asynchronous, max_failed_saves=2)
+    job = make_job(asynchronous=asynchronous, max_failed_saves=2)
     tries = failing(monkeypatch, 3 if last else 1)
-    one.save(1, last=last)
-    one.checkpointer.finish()
-    (report,) = one.checkpointer.reports()
-    assert len(tries) == (4 if last else 2) and report.error is None and report.folder == one.root / FIRST
-    assert one.resume() == 1
+    job.save(1, last=last)
+    job.checkpointer.finish()
+    (report,) = job.checkpointer.reports()
+    assert len(tries) == (4 if last else 2) and report.error is None and report.folder == job.root / FIRST
+    assert job.resume() == 1
 
 
 def test_failing_saves_are_skipped_until_there_are_too_many(
-    trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = trial(asynchronous=True, max_failed_saves=3)
-    one.save(1)
-    one.checkpointer.finish()
+    job = make_job(asynchronous=True, max_failed_saves=3)
+    job.save(1)
+    job.checkpointer.finish()
     tries = failing(monkeypatch, 99)
-    one.save(2)
-    one.save(3)
+    job.save(2)
+    job.save(3)
     with pytest.raises(CheckpointError, match=r"3 saves in a row failed; the last: .*No space left on device"):
-        one.save(4)
-        one.checkpointer.reports(save_failed=True)
-    reports = one.checkpointer.reports()
+        job.save(4)
+        job.checkpointer.reports(save_failed=True)
+    reports = job.checkpointer.reports()
     assert len(tries) == 6 and [report.error is None for report in reports] == [True, False, False, False]
     assert "rank 0: [Errno 28] No space left on device: 'shard'" in str(reports[1].error)
-    assert names(one.root) == ["latest", FIRST]
+    assert names(job.root) == ["latest", FIRST]
     # The file's own error is raised, not what torch makes of it (`unexpected pos 704 vs 598`).
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left on device"):
         shards._HashingFile(full).save(torch.zeros(1000))
 
 
-def test_free_space_is_checked_before_a_save(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_before_a_save(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    one = trial(asynchronous=True)
+    job = make_job(asynchronous=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 990, 10))
     tries = failing(monkeypatch, 0)
     with pytest.raises(CheckpointError, match=r"a checkpoint needs 0\.0 MB, and 0\.0 MB are free; make room"):
-        one.save(1)
-        one.checkpointer.finish()
-    assert tries == [] and not list(one.root.glob("step*"))
+        job.save(1)
+        job.checkpointer.finish()
+    assert tries == [] and not list(job.root.glob("step*"))
 
 
 def test_training_while_a_save_is_written_does_not_change_it(
-    trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = trial(asynchronous=True)
+    job = make_job(asynchronous=True)
     go = threading.Event()
     write = checkpointer.write_shards
     monkeypatch.setattr(checkpointer, "write_shards", lambda *arguments: (go.wait(60), write(*arguments))[1])
-    one.save(1)
-    one.fill(2.0)
-    assert one.checkpointer.reports() == [] and not list(one.root.glob(FIRST))
+    job.save(1)
+    job.fill(2.0)
+    assert job.checkpointer.reports() == [] and not list(job.root.glob(FIRST))
     go.set()
-    one.checkpointer.finish()
-    assert one.resume() == 1
+    job.checkpointer.finish()
+    assert job.resume() == 1
 
 
-def test_an_abandoned_save_is_not_published(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_save_is_not_published(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends by an exception and starts again in the same process."""
-    one = trial(asynchronous=True)
-    one.save(1)
-    one.checkpointer.finish()
+    job = make_job(asynchronous=True)
+    job.save(1)
+    job.checkpointer.finish()
     go = threading.Event()
     write_manifest = files.write_manifest
     monkeypatch.setattr(files, "write_manifest", lambda *arguments: (go.wait(60), write_manifest(*arguments)))
-    with pytest.raises(ZeroDivisionError), one.checkpointer:
-        one.save(2)
+    with pytest.raises(ZeroDivisionError), job.checkpointer:
+        job.save(2)
         raise ZeroDivisionError
     go.set()
     with pytest.raises(CheckpointError):
-        one.checkpointer.finish()
-    assert trial(asynchronous=True).resume() == 1 and names(one.root) == ["latest", FIRST]
+        job.checkpointer.finish()
+    assert make_job(asynchronous=True).resume() == 1 and names(job.root) == ["latest", FIRST]
 
 
 @pytest.mark.parametrize("damage", ["none", "a bit", "the folder"])
 def test_a_rollback_loads_the_last_checkpoint_or_changes_nothing(
-    trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, damage: str
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     """The rollback waits if the checkpoint is still being saved."""
     publish = files.publish
     monkeypatch.setattr(files, "publish", lambda *folders: (time.sleep(0.1), publish(*folders)))
-    one = trial(asynchronous=True)
-    assert one.checkpointer.last_step() is None
-    folder, draws = one.save(1, note=1), torch.get_rng_state()
-    one.fill(7.0)
+    job = make_job(asynchronous=True)
+    assert job.checkpointer.last_step() is None
+    folder, draws = job.save(1, note=1), torch.get_rng_state()
+    job.fill(7.0)
     torch.rand(3)
-    version, parts = one.step_state.weights_version, (one.model, one.optimizer, one.step_state)
-    assert one.checkpointer.last_step() == 1
+    version, parts = job.step_state.weights_version, (job.model, job.optimizer, job.step_state)
+    assert job.checkpointer.last_step() == 1
     if damage == "none":
-        again = one.checkpointer.load(None, *parts, allow_mismatch=False)
+        again = job.checkpointer.load(None, *parts, allow_mismatch=False)
         assert (again.step, again.folder, again.trainer["note"]) == (1, folder, 1)
     else:
         flip_a_bit(folder / "__0_0.distcp") if damage == "a bit" else folder.rename(folder.with_name("elsewhere"))
         with pytest.raises(CheckpointGoneError, match=FIRST):
-            one.checkpointer.load(None, *parts, allow_mismatch=False)
+            job.checkpointer.load(None, *parts, allow_mismatch=False)
     loaded = damage == "none"
-    assert {local_part(p).unique().item() for p in one.model.parameters()} == {1.0 if loaded else 7.0}
+    assert {local_part(p).unique().item() for p in job.model.parameters()} == {1.0 if loaded else 7.0}
     assert torch.equal(torch.get_rng_state(), draws) == loaded
     # The version invalidates the quantized weights that linears keep.
-    assert (one.step_state.weights_version > version) == loaded
+    assert (job.step_state.weights_version > version) == loaded
 
 
-def test_metadata_is_made_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_is_made_once(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """The metadata is made again only after a save that failed on rank 0 after the shards were written."""
-    one, made, packed = trial(max_failed_saves=2), [], []
+    job, made, packed = make_job(max_failed_saves=2), [], []
     metadata_of, pack = checkpointer.metadata_of, checkpointer.pack
 
     def once(states: Any) -> bytes:
@@ -170,34 +170,34 @@ def test_metadata_is_made_once(trial: Callable[..., Job], monkeypatch: pytest.Mo
     monkeypatch.setattr(checkpointer, "metadata_of", lambda *arguments: made.append(1) or metadata_of(*arguments))
     monkeypatch.setattr(checkpointer, "pack", once)
     for step in (1, 2, 3):
-        one.save(step)
-    assert len(made) == 2 and len(packed) == 4 and one.resume() == 3
+        job.save(step)
+    assert len(made) == 2 and len(packed) == 4 and job.resume() == 3
 
 
 def test_a_save_fails_if_no_rank_writes_some_elements(
-    trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = trial()
+    job = make_job()
     monkeypatch.setattr(shards, "_is_writer", lambda tensor, number, rank: number != 3)
     with pytest.raises(CheckpointError, match=r"0 of \d+ elements of .* were written"):
-        one.save(1)
-    assert not list(one.root.glob("step*"))
+        job.save(1)
+    assert not list(job.root.glob("step*"))
 
 
-def test_a_load_reads_every_file_once(trial: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_reads_every_file_once(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is the bottleneck of a start on many ranks."""
     monkeypatch.setattr(shards, "_FILE_BYTES", 1000)
-    one = trial()
-    one.save(1)
+    job = make_job()
+    job.save(1)
     opened: list[str] = []
     open_plain = files.open_plain
     monkeypatch.setattr(files, "open_plain", lambda path: (opened.append(path.name), open_plain(path))[1])
-    assert one.resume() == 1
+    assert job.resume() == 1
     written = [f"__0_{number}.distcp" for number in range(4)]
     assert sorted(opened) == sorted([files.MANIFEST, METADATA, *written, files.RANDOM_STATE, files.TRAINER])
-    os.truncate(one.root / FIRST / written[2], 300)
+    os.truncate(job.root / FIRST / written[2], 300)
     with pytest.raises(CheckpointError, match=r"__0_2\.distcp"):
-        one.resume()
+        job.resume()
 
 
 # Checkpoints crafted by an attacker
@@ -237,11 +237,11 @@ def metadata_of_a_file_outside(folder: Path) -> None:
     ],
 )
 def test_a_crafted_checkpoint_with_a_valid_manifest_runs_no_code_and_reads_no_other_file(
-    trial: Callable[..., Job], craft: Callable[[Path], None], found: str
+    make_job: Callable[..., Job], craft: Callable[[Path], None], found: str
 ) -> None:
-    one = trial()
-    one.save(1)
-    craft(one.root / FIRST)
+    job = make_job()
+    job.save(1)
+    craft(job.root / FIRST)
     with pytest.raises(CheckpointError, match=found):
-        one.resume()
+        job.resume()
     assert not Path("ran").exists()

@@ -127,7 +127,7 @@ def test_workers_read_two_whole_steps_ahead(tmp_path: Path) -> None:
     for taken in (1, 2, 3):
         next(steps)
         ahead = 8 * (taken + 2)
-        wait_until(lambda: stream.num_reads() == ahead, f"not {ahead} but {stream.num_reads()} samples were read")  # noqa: B023
+        wait_until(lambda: stream.num_reads() == ahead, f"{ahead} samples were not read")  # noqa: B023
         time.sleep(0.1)
         assert stream.num_reads() == ahead
     steps.close()
