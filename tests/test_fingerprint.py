@@ -26,7 +26,7 @@ def test_a_hash_changes_with_every_bit(tmp_path: Path) -> None:
     for name, weights in (("ones", ones), ("again", ones), ("more", torch.nextafter(ones, 2 * ones))):
         save({"model": {"w": weights}}, storage_writer=FileSystemWriter(tmp_path / name), no_dist=True)
         contents = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-        records = {file: FileRecord(len(of), hashlib.sha256(of).hexdigest()) for file, of in contents.items()}
+        records = {file: FileRecord(len(data), hashlib.sha256(data).hexdigest()) for file, data in contents.items()}
         write_manifest(tmp_path / name, Manifest(1, 1, 0, 0, 1, {}, records, "2"))
         found.append(fingerprint.state_digest(tmp_path / name))
     assert found[0] == found[1] != found[2]

@@ -76,7 +76,7 @@ def test_the_page_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = cells(page)
     found = [row for row in rows if row[0] in {*prove_backend.FORMATS, *prove_backend.QUANTIZERS}]
     times, steps, graphs = (
-        {(label, of): cells for label, of, *cells in part} for part in (found[:5], found[5:6], found[6:])
+        {(label, backend): cells for label, backend, *cells in part} for part in (found[:5], found[5:6], found[6:])
     )
     te = "transformer_engine"
     left_out = [line for line in page.splitlines() if line.startswith("- not run: ")]

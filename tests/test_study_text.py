@@ -91,7 +91,7 @@ def test_the_text_is_the_same_each_time_and_has_no_duplicates(
     assert "\n".join(cherries) == FILES["long.txt"].strip()
     first, second, third = texts["code"]  # the license and a.py are not repeated
     assert first == code("apple")
-    assert [second, third] == [code(of).partition("\n\n\n")[2] for of in ("berry", "cherry")]
+    assert [second, third] == [code(name).partition("\n\n\n")[2] for name in ("berry", "cherry")]
 
 
 def test_a_source_that_differs_is_refused(

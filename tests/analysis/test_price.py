@@ -35,7 +35,7 @@ def test_a_fit_finds_the_true_curve_and_its_price() -> None:
     noise = np.random.default_rng(0).normal(0, 0.0007, len(LENGTHS))
     for scatter, tolerance in ((0 * noise, 1e-4), (noise, 0.05)):
         found = fit(
-            "found", 1e8, LENGTHS, [TRUE.loss(length) + of for length, of in zip(LENGTHS, scatter, strict=True)]
+            "found", 1e8, LENGTHS, [TRUE.loss(length) + error for length, error in zip(LENGTHS, scatter, strict=True)]
         )
         assert found.exponent == pytest.approx(TRUE.exponent, rel=tolerance)
         assert found.price(0.05, 98) == pytest.approx(TRUE.price(0.05, 98), rel=max(tolerance / 5, 1e-4))
@@ -66,7 +66,11 @@ def test_public_runs_are_read_as_they_are_published(tmp_path: Path) -> None:
     def run(length: float, gap: float) -> dict[str, object]:
         return {"N": 1e8, "D": 1e8 * length, "final_loss": TRUE.loss(length) + gap, "sfour_over_six": True}
 
-    groups = {"baseline": [run(of, 0.0) for of in LENGTHS], "nvidia": [run(25, 0.05)], "quartetv2": [run(98, 0.04)]}
+    groups = {
+        "baseline": [run(length, 0.0) for length in LENGTHS],
+        "nvidia": [run(25, 0.05)],
+        "quartetv2": [run(98, 0.04)],
+    }
     (tmp_path / "runs.json").write_text(json.dumps(groups))
     rows = cells(public_prices(tmp_path / "runs.json"))
     assert rows[2] == ["Transformers on C4, 100M", "25", "nvidia", "0.0500", f"{TRUE.price(0.05, 25):.2f}"]

@@ -32,7 +32,10 @@ def write_run(folder: Path, seed: int, losses: dict[int, dict[str, Any]], data: 
     """A run's folder. losses: by step, of each source. facts: fields of the `run` record."""
     folder.mkdir()
     (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}\ndata: {data}\n")
-    records = [{"kind": "validation", "step": t, "tokens": 1_000_000 * t, "losses": of} for t, of in losses.items()]
+    records = [
+        {"kind": "validation", "step": t, "tokens": 1_000_000 * t, "losses": by_source}
+        for t, by_source in losses.items()
+    ]
     start = [{"kind": "run", "step": 0} | facts] if facts else []
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*start, *records]))
     return folder

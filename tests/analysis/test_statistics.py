@@ -32,7 +32,8 @@ def test_small_groups_pool_their_variance() -> None:
 
 def test_95_percent_of_intervals_contain_the_true_mean() -> None:
     rng = np.random.default_rng(0)
-    contain = [abs(of.mean) < of.half_width for of in (estimate(list(rng.normal(0, 1, 4))) for _ in range(2000))]
+    found = [estimate(list(rng.normal(0, 1, 4))) for _ in range(2000)]
+    contain = [abs(one.mean) < one.half_width for one in found]
     assert np.mean(contain) == pytest.approx(0.95, abs=0.02)
 
 
@@ -43,7 +44,7 @@ def test_about_95_percent_of_pooled_intervals_contain_the_true_gap(seeds: int, r
     for _ in range(2000):
         gaps = rng.normal(0, 1, (recipes, seeds)) - rng.normal(0, 1, seeds)
         shared = pooled(list(gaps))
-        contain += [abs(of.mean) < of.half_width for of in (estimate(list(gap), shared) for gap in gaps)]
+        contain += [abs(one.mean) < one.half_width for one in (estimate(list(gap), shared) for gap in gaps)]
     assert 0.92 < np.mean(contain) < 0.96
 
 
@@ -51,8 +52,8 @@ def test_neighbouring_steps_are_averaged_in_blocks() -> None:
     """The noise is the same for eight steps in a row. Taken as independent, its intervals would be too narrow."""
     rng, contain = np.random.default_rng(0), []
     for _ in range(500):
-        of = block_estimate(list(np.repeat(rng.normal(0, 1, 24), 8)))
-        contain.append(abs(of.mean) < of.half_width)
+        found = block_estimate(list(np.repeat(rng.normal(0, 1, 24), 8)))
+        contain.append(abs(found.mean) < found.half_width)
     assert np.mean(contain) == pytest.approx(0.95, abs=0.03)
     assert block_estimate([1.0] * (2 * BLOCKS - 1)).error is None
 

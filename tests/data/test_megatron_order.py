@@ -119,7 +119,7 @@ def test_phases_are_megatron_runs_of_their_own(streams: dict[str, IndexedDataset
 
     first, second, third = THREE
     in_turn = (first, 60), (second, 40), (third, 80)
-    whole, alone = samples(*in_turn), [samples(of) for of in in_turn]
+    whole, alone = samples(*in_turn), [samples(phase) for phase in in_turn]
     assert whole == [*alone[0], *alone[1], *alone[2]]
     # Resuming Megatron's run 20 samples into its first phase; and a last phase that is cut short.
     assert samples((first, 40), (second, 40), consumed_samples=20) == whole[20:100]

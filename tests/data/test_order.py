@@ -134,9 +134,9 @@ def test_files_of_several_dtypes_are_one_stream(order: str, tmp_path: Path) -> N
     rng = np.random.default_rng(0)
     types = np.uint16, np.int32, np.int8
     documents = [[rng.integers(0, np.iinfo(dtype).max, n) for n in rng.integers(1, 30, 12)] for dtype in types]
-    parts = [write(tmp_path / dtype.__name__, of, dtype) for dtype, of in zip(types, documents, strict=True)]
+    parts = [write(tmp_path / dtype.__name__, part, dtype) for dtype, part in zip(types, documents, strict=True)]
     whole = write(tmp_path / "whole", chain(*documents), np.int64)
-    many, one = (SampleSource("x", of, 16, 0, 2**31, order=order) for of in (Concatenation(parts), whole))
+    many, one = (SampleSource("x", stream, 16, 0, 2**31, order=order) for stream in (Concatenation(parts), whole))
     assert many.num_samples == one.num_samples > 20
     for k in range(2 * one.num_samples):
         for found, expected in zip(many.sample(k, documents=True), one.sample(k, documents=True), strict=True):

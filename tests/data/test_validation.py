@@ -61,7 +61,7 @@ def test_documents_are_numbered_and_targets_across_borders_uncounted(tmp_path: P
     joined, masked, uncounted = (
         ValidationSet("code", dataset, 12, 7, 1000, *options) for options in ((), (True,), (True, False))
     )
-    [one], [other], [third] = (of.batches(7, 0, 1) for of in (joined, masked, uncounted))
+    [one], [other], [third] = (each.batches(7, 0, 1) for each in (joined, masked, uncounted))
     assert one.documents is None and torch.equal(one.targets, other.targets)
     crossing = []
     for row, sample in zip(other.documents.tolist(), range(7), strict=True):
@@ -69,7 +69,7 @@ def test_documents_are_numbered_and_targets_across_borders_uncounted(tmp_path: P
         assert row == np.unique(found[:-1], return_inverse=True)[1].tolist()
         crossing.append(found[1:] != found[:-1])
     assert torch.equal(third.targets < 0, torch.tensor(np.stack(crossing)))
-    counts = [of.target_counts() for of in (joined, masked, uncounted)]
+    counts = [each.target_counts() for each in (joined, masked, uncounted)]
     assert torch.equal(counts[0], counts[1]) and counts[0].sum() == 7 * 12
     assert counts[2].sum() == third.num_targets == 7 * 12 - np.stack(crossing).sum() < 7 * 12
 

@@ -120,8 +120,8 @@ def test_a_full_disk_leaves_nothing(mine: Path, capsys: pytest.CaptureFixture[st
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        for command, of in (("export-hf", "checkpoint"), ("import-hf", "folder"), ("export-megatron", "checkpoint")):
-            refused(command, PLAIN, "make room", mine / of, capsys)
+        for command, name in (("export-hf", "checkpoint"), ("import-hf", "folder"), ("export-megatron", "checkpoint")):
+            refused(command, PLAIN, "make room", mine / name, capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

@@ -79,7 +79,7 @@ def test_a_probe_measures_the_operands_and_products_of_the_linear_without_changi
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(a, b) for a, b in zip((y, dx, dw), _run(recipe, None), strict=True))
     multiplied = dict(zip(SLOTS, backend.multiplied, strict=True))
-    assert measured and all(_same(of, multiplied[slot]) for (_, slot), of in measured.items())
+    assert measured and all(_same(made, multiplied[slot]) for (_, slot), made in measured.items())
 
     x, w, dy = _tensors()
     tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
@@ -124,7 +124,7 @@ class _RecordingBackend(EmulatedBackend):
         self.multiplied: list[tuple[Tensor, Tensor | None]] = []
 
     def gemm(self, a: Any, b: Any, *settings: Any, **more: Any) -> Tensor:
-        self.multiplied += [(of.unpacked().clone(), of.scale) for of in (a, b)]
+        self.multiplied += [(operand.unpacked().clone(), operand.scale) for operand in (a, b)]
         return super().gemm(a, b, *settings, **more)
 
 
@@ -215,8 +215,8 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
         assert len(measured) == 2 * (
             len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right)
         )  # W is measured once if fprop and dgrad share it
-        for (name, slot), of in measured.items():
-            assert _same(of, multiplied[name][SLOTS.index(slot)]), (name, slot)
+        for (name, slot), made in measured.items():
+            assert _same(made, multiplied[name][SLOTS.index(slot)]), (name, slot)
     probe = Probe()
     return probe.collect(list(_pass(probe, toy_mesh(tp_size), NVFP4, 64)))
 

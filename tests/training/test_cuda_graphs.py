@@ -97,7 +97,7 @@ class RecomputingGraph:
     def gathered(self) -> list[Tensor]:
         """The gathered codes, scales and maxima that a micro-batch reads."""
         found = filter(None, map(codes_of, self.parameters))
-        parts = (part for of in found for part in (of.codes, of.scales, of.scale, of.amax))
+        parts = (part for codes in found for part in (codes.codes, codes.scales, codes.scale, codes.amax))
         return [part for part in parts if part is not None]
 
     def replay(self) -> None:
