@@ -56,14 +56,15 @@ import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG, which exec keeps
 if os.getppid() != int(sys.argv[1]):  # the parent ended before the line above
     os._exit(1)
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
 os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
 def as_child(command: Sequence[str]) -> list[str]:
-    """A command for `subprocess.Popen` that runs `command`, which begins with the path of a program. On Linux it is
-    killed when the thread that started it ends; its own children are not (workers of torchrun then end by
-    themselves)."""
+    """A command for `subprocess.Popen` that runs `command`, which begins with the path of a program. On Linux it obeys
+    Ctrl-C, and is killed when the thread that started it ends; its own children are not (workers of torchrun then end
+    by themselves)."""
     ends_with = [sys.executable, "-I", "-S", "-c", _AS_CHILD, str(os.getpid())] if sys.platform == "linux" else []
     return [*ends_with, *command]
 

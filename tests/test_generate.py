@@ -25,7 +25,8 @@ from scripts.generate import load, main, parse
 from tests.distributed.one_rank import flip_a_bit
 from tests.exchange.models import text_data
 from tests.inference.folders import checkpoint_of, tokenizer
-from tests.test_pretrain import ROOT, SMALL, records
+from tests.programs import ROOT, as_child
+from tests.test_pretrain import SMALL, records
 
 pytestmark = pytest.mark.slow
 PROMPT = "def naïve("
@@ -148,10 +149,9 @@ def test_wrong_input_gives_one_line(run: Path, cli, tmp_path: Path) -> None:
 def test_ctrl_c_during_a_text_ends_without_a_traceback(run: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), "--prompt", "the quick"]
     process = subprocess.Popen(
-        [*command, "--max-tokens", "100000", "--temperature", "2"],
+        as_child([*command, "--max-tokens", "100000", "--temperature", "2"]),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )  # fmt: skip
     try:
         assert process.stdout is not None and process.stdout.read(9) == "the quick"

@@ -71,7 +71,6 @@ def start(num_processes: int, overrides: list[str], torchrun: str = "torch.distr
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
 
 
