@@ -53,8 +53,8 @@ def test_a_run_is_requeued_depending_on_its_state(
 
 
 def test_crashed_runs_are_requeued_while_there_is_progress(tmp_path: Path) -> None:
-    """Up to three crashes in a row without a newer checkpoint; a newer one starts the count again. The state of an
-    earlier start is ignored."""
+    """They are requeued after up to three crashes in a row without a newer checkpoint; a newer one starts the count
+    again. The state of an earlier start is ignored."""
     write_state(tmp_path, "finished", 7, "", 0)
     os.utime(tmp_path / "state.json", (1, 1))
 

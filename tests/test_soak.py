@@ -15,7 +15,7 @@ from tests.soak import PLACES, Kill, Soak, arm, differences
 
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
-    """Two kills of one process, one with each way of saving. The long test is `python -m tests.soak`."""
+    """It has two kills of one process, one with each way of saving. The long test is `python -m tests.soak`."""
     soak = Soak(kills=2, seed=53, processes=1, folder=tmp_path)
     soak.go()
     assert soak.wrong == []
@@ -72,7 +72,7 @@ def test_each_difference_is_found(runs: list[Path], path: str, old: str, new: st
 
 
 def test_every_place_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a function that was renamed there would be no kills."""
+    """A function that was renamed would not be killed at."""
     replaced: list[Any] = []
     monkeypatch.setattr("tests.soak.setattr", lambda *what: replaced.append(what), raising=False)
     for name in PLACES:

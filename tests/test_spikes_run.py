@@ -51,7 +51,7 @@ def _replayed(rank: int, run_dir: Path, spikes: list[int]) -> tuple[int, str]:
 
 
 def test_a_rollback_survives_a_kill_and_can_be_replayed(corpus: list[str], tmp_path: Path) -> None:
-    """Checkpoints after steps 5 and 10, the switch before step 6, spikes in step 4 (before any checkpoint) and 9."""
+    """Checkpoints follow steps 5 and 10, the switch precedes step 6. Steps 4 (no checkpoint yet) and 9 are spikes."""
     straight, killed, settings = tmp_path / "straight", tmp_path / "killed", ("spikes.action=rollback",)
     for of_rank in start(straight, corpus, *settings, spikes=[4, 9]):
         assert of_rank["10"] == of_rank["6"] != of_rank["9"]  # weights, moments and generators

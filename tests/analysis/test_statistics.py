@@ -39,7 +39,7 @@ def test_95_percent_of_intervals_contain_the_true_mean() -> None:
 
 @pytest.mark.parametrize(("seeds", "recipes"), [(2, 1), (2, 4), (3, 1), (3, 4)])
 def test_about_95_percent_of_pooled_intervals_contain_the_true_gap(seeds: int, recipes: int) -> None:
-    """Though all gaps subtract the same base runs."""
+    """This holds although all gaps subtract the same base runs."""
     rng, contain = np.random.default_rng(0), []
     for _ in range(2000):
         gaps = rng.normal(0, 1, (recipes, seeds)) - rng.normal(0, 1, seeds)

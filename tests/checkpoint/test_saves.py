@@ -112,7 +112,7 @@ def test_training_while_a_save_is_written_does_not_change_it(
 
 
 def test_an_abandoned_save_is_not_published(make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends by an exception and starts again in the same process."""
+    """A run that ended by an exception may start again in the same process while its last save is still written."""
     job = make_job(asynchronous=True)
     job.save(1)
     job.checkpointer.finish()

@@ -38,7 +38,7 @@ def test_written_metadata_can_be_read_here_and_by_torch() -> None:
 
 
 def test_metadata_written_by_torch_can_be_read(tmp_path: Path) -> None:
-    """Older checkpoints have it: then torch wrote the file."""
+    """In older checkpoints torch wrote the file."""
     save({"model": {"w": torch.arange(3.0)}}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     read = read_metadata((tmp_path / METADATA).read_bytes())
     assert read.state_dict_metadata["model.w"].size == torch.Size((3,))

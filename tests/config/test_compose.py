@@ -53,7 +53,7 @@ def test_values_are_converted_to_the_type_of_their_key(monkeypatch: pytest.Monke
 
 
 def test_defaults_are_valid() -> None:
-    """pydantic does not validate defaults, so the test does."""
+    """pydantic does not validate defaults."""
     nodes: list[Any] = [Config()]
     while nodes:
         node = nodes.pop()

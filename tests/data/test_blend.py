@@ -43,7 +43,7 @@ def test_a_small_blend_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", [0, 5, 10])
 def test_every_prefix_is_within_one_sample_of_the_weights(seed: int) -> None:
-    """Even if many sources are due at once. There Megatron's rule, the largest lag, is off by more than one sample."""
+    """If many sources are due at once, Megatron's rule, the largest lag, is off by more than one sample."""
     blend = Blend(some_weights(seed, count=1 + seed * 5))
     check_prefixes(blend, 0, 400)
     check_prefixes(blend, 9_000, 9_100)
@@ -60,7 +60,7 @@ def test_the_order_of_calls_does_not_matter() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2, 4])
 def test_counts_inside_a_period_are_those_of_a_walk_from_its_start(seed: int) -> None:
-    """Although counts begin their walk shortly before the slot."""
+    """Counts begin their walk shortly before the slot, not at the start of the period."""
     rng = np.random.default_rng(seed)
     weights = {str(d): int(rng.integers(1, rng.choice([9, 200]))) for d in range(2 + 2 * seed)}
     blend = Blend(weights)

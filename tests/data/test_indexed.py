@@ -39,7 +39,7 @@ def test_invalid_documents_are_not_written(tmp_path: Path) -> None:
 
 
 def test_the_identity_hashes_blocks_of_both_files(tmp_path: Path) -> None:
-    """Against the definition, for files that are larger than all blocks together; smaller files are hashed whole."""
+    """The identity of files that are smaller than all blocks together hashes them whole."""
     rng = np.random.default_rng(0)
     dataset = write(tmp_path / "d", [rng.integers(0, 60000, 20) for _ in range(9000)])
     digest = hashlib.sha256()

@@ -63,7 +63,7 @@ def whole_steps(start: int, end: int, dp_size: int, **options: Any) -> list[list
 def test_the_order_is_the_same_on_any_number_of_ranks_and_from_any_step(
     start: int, dp_size: int, options: dict[str, Any]
 ) -> None:
-    """Starting in the middle of a phase, at a boundary and after it."""
+    """A start may be in the middle of a phase, at a boundary or after it."""
     steps = whole_steps(start, 20, dp_size, **options)
     assert [row for step in steps for row in rows_of(step)] == seen(loader(), start, 20)
     assert all([batch.index for batch in step] == [0, 1, 2, 3] for step in steps)

@@ -79,7 +79,7 @@ def test_indices_and_samples_are_those_of_megatron(case: Case, tmp_path: Path) -
 
 
 def test_a_wrong_guess_of_where_a_stretch_begins_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the rule, sample by sample, with the worst possible guess."""
+    """With the worst possible guess, the order is still that of Megatron's rule."""
     weights = [0.31, 0.0015, 0.2, 0.11, 0.3785]
     w = np.array(weights) / np.sum(weights)
     w = w / np.sum(w)
@@ -131,7 +131,7 @@ def test_phases_are_megatron_runs_of_their_own(streams: dict[str, IndexedDataset
 
 
 def test_documents_of_a_sample_are_numbered(streams: dict[str, IndexedDataset], tmp_path: Path) -> None:
-    """Against the sequences in shuffled order, laid end to end and cut."""
+    """A sample is a part of the shuffled sequences, laid end to end; each sequence has a number."""
     _, sources = opened(streams, [Phase("all", blend={"a": 1}, steps=90)], tmp_path, 64)
     source, stream = sources["a"], streams["a"]
     offsets = stream.sequence_offsets(0, 40)
@@ -191,8 +191,8 @@ def test_a_resume_with_other_megatron_settings_is_refused(streams: dict[str, Ind
 
 
 def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
-    """Unless data.validation names sets. Phases with one blend are one Megatron run: as with --rampup-batch-size, their
-    batches may grow."""
+    """Sets that data.validation names replace it. Phases with one blend are one Megatron run. Its batches may grow, as
+    with --rampup-batch-size."""
     case = NAMED["single_split"]
     write_datasets(case, tmp_path)
 

@@ -130,7 +130,7 @@ def test_the_order_depends_only_on_seed_name_and_epoch(order: str) -> None:
 @pytest.mark.parametrize("order", orders.ORDERS)
 @pytest.mark.usefixtures("small_groups")
 def test_files_of_several_dtypes_are_one_stream(order: str, tmp_path: Path) -> None:
-    """Over two epochs, samples and documents are those of one file with the same content."""
+    """The samples and documents of two epochs are those of one file with the same content."""
     rng = np.random.default_rng(0)
     types = np.uint16, np.int32, np.int8
     documents = [[rng.integers(0, np.iinfo(dtype).max, n) for n in rng.integers(1, 30, 12)] for dtype in types]

@@ -78,7 +78,7 @@ def test_phases_with_growing_batches_continue_their_blend() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_saved_description_is_enough_to_resume(seed: int) -> None:
-    """At any step, also if all later phases change."""
+    """A run may resume at any step, also if all later phases change."""
     draw = random.Random(seed)
 
     def some_phases() -> list[Phase]:

@@ -77,7 +77,7 @@ def test_wrong_entries_are_named_with_their_file(folder: Path, content: str | No
 
 @pytest.mark.parametrize("value", [["web_*"], ["web_held_out"], ["web_0", "link.idx"]])
 def test_training_on_a_validation_file_is_refused(tmp_path: Path, value: list[str]) -> None:
-    """Named by a pattern, by its name, or by a link."""
+    """It is recognized by a pattern, by its name and by a link to it."""
     for name in ("web_0", "web_held_out"):
         write_random(tmp_path / name, 100)
     for ending in ("idx", "bin"):
@@ -105,7 +105,7 @@ def test_a_tokenizer_that_did_not_make_the_files_is_refused(tmp_path: Path) -> N
 def test_files_are_opened_concurrently_and_the_first_wrong_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first in order, not in time. At most 32 threads, however many sources and files there are."""
+    """The error names the first file in order, not in time. There are at most 32 threads, however many files."""
     prefix, before, threads = write_random(tmp_path / "web").prefix, threading.active_count(), []
 
     def opened(path: str, *rest: object) -> IndexedDataset:
@@ -124,7 +124,7 @@ def test_files_are_opened_concurrently_and_the_first_wrong_one_is_named(
 
 
 def test_opening_checks_a_few_places_of_a_large_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends are among them. Few, because a start with thousands of files must not take minutes."""
+    """The places include both ends. They are few, so that a start with thousands of files does not take minutes."""
     last, seen = write_random(tmp_path / "web", 5000).num_documents - 1, Counter[int]()
     monkeypatch.setattr("data.indexed._CHECKED_ENTRIES", 1)
     monkeypatch.setattr(IndexedDataset, "_checked_entries", lambda _, first, end: seen.update([first]))

@@ -173,7 +173,7 @@ def test_any_text_gets_the_ids_of_tokenizers(
 
 
 def test_every_character_is_classified_as_tokenizers_does() -> None:
-    """Beside a letter, a digit, punctuation and a space, where a character of another class cuts other words."""
+    """Each is beside a letter, a digit, punctuation and a space, where a wrong class would cut other words."""
     subject = cut_by(GPT2)
     points = [point for point in range(0x3000) if not 0xD800 <= point < 0xE000]
     text = "".join(f"a{chr(point)}1{chr(point)}. {chr(point)}" for point in points)

@@ -54,7 +54,6 @@ def test_windows_are_spread_and_never_overlap(tmp_path: Path) -> None:
 
 
 def test_documents_are_numbered_and_targets_across_borders_uncounted(tmp_path: Path) -> None:
-    """Against the lengths of the documents."""
     dataset = write_random(tmp_path / "code", 400)
     lengths = np.diff(dataset.document_offsets(0, dataset.num_documents))
     owners = np.repeat(np.arange(dataset.num_documents), lengths)

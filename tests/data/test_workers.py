@@ -80,7 +80,7 @@ def test_workers_ignore_signals_and_die_with_a_killed_rank() -> None:
 
 
 def test_a_dead_worker_is_reported(tmp_path: Path) -> None:
-    """It is noticed even if another process, forked while the workers started, has its pipe open."""
+    """Its death is noticed even if another process, forked while the workers started, has its pipe open."""
     stream = SlowStream(log=tmp_path / "log", seconds=60)
     loader = a_loader(stream, num_workers=2)
     steps = loader.steps(0, 50)

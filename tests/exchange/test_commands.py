@@ -116,7 +116,7 @@ def test_wrong_input_is_refused_in_one_line(
 
 
 def test_a_full_disk_leaves_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Imitated by a limit on the size of files."""
+    """A limit on the size of files has the effect of a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:

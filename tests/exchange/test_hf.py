@@ -84,7 +84,7 @@ def test_transformers_computes_the_same_and_an_import_returns_the_exported_weigh
 
 
 def test_our_bf16_is_as_close_to_fp64_as_that_of_transformers(tmp_path: Path, mesh: ParallelMesh) -> None:
-    """The folder's weights in BF16 here and in transformers, both against FP64."""
+    """The same folder is computed in BF16 here and in transformers, and in FP64."""
     _, folder = exported(tmp_path, "hybrid", mesh, dtype=torch.bfloat16)
     ours = load_model(imported(folder, tmp_path / "back"), compute_dtype=torch.bfloat16)
     tokens, _ = tokens_and_targets(CASES["hybrid"], batch=4, length=45)

@@ -85,7 +85,6 @@ def test_keys_are_those_that_megatron_saves() -> None:
 
 
 def test_exported_rows_are_in_megatrons_order(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
-    """Against the order by hand, read by torch."""
     ours = checkpoints["hybrid"].tensor
     export_megatron(checkpoints["hybrid"], tmp_path / "out", dtype=torch.float32)
     theirs = read_by_torch(tmp_path / "out" / ITERATION)

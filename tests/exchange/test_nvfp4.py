@@ -54,8 +54,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_exported_weights_are_what_the_gemm_multiplies(case, mesh, monkeypatch):
-    """Against the second operands of the running model's fprop GEMMs, without the padding of groups. The export
-    quantizes in parts of 32 rows, as it does with large weights."""
+    """They equal the second operands of the running model's fprop GEMMs, without the padding of groups, although the
+    export quantizes in parts, here of 32 rows, as it does with large weights."""
     monkeypatch.setattr("exchange.nvfp4._CHUNK_ELEMENTS", 64 * 40)
     overrides, count = CASES[case]
     config = composed(*overrides)
@@ -157,7 +157,7 @@ def test_the_tensor_scale_of_each_layout_is_one_division():
 
 
 def test_quantization_configs_of_both_layouts():
-    """ModelOpt's against its definition; that of compressed-tensors is parsed by its own classes."""
+    """ModelOpt's config has the keys of its definition; the package compressed-tensors can parse its own."""
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import NVFP4
 

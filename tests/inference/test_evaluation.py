@@ -105,7 +105,7 @@ def test_log_likelihoods_equal_those_of_lm_evals_own_class(
 def test_the_record_agrees_with_its_documents(
     folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_files: Path
 ) -> None:
-    """Scores, errors and differences of three tasks and a group, on a folder and a checkpoint, computed again from the
+    """Scores, errors and differences of three tasks and a group, on a folder and a checkpoint, follow from the recorded
     scores of the documents."""
     tokenizer().save(task_files / "tokenizer.json")
     names = [f"folder={folders['hybrid']}", f"other={checkpoints['transformer'].folder}"]

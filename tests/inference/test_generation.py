@@ -65,7 +65,7 @@ def hybrid(mesh: ParallelMesh) -> HybridModel:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_texts_equal_those_without_a_cache(pattern: str, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled, whatever other prompts are in the batch, and whatever the size of the prefill's pieces."""
+    """This holds for greedy and sampled texts, whatever else is in the batch, and for prompts in pieces of any size."""
     model = build(small_config(**PATTERNS[pattern], init_std=0.3), mesh)
     expected = [recomputed(model, prompt, Settings(NEW)) for prompt in prompts()]
     assert len({tuple(continuation.tokens) for continuation in expected}) > 3  # they depend on the prompt

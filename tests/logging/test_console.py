@@ -49,7 +49,7 @@ def shown(table: Table) -> str:
 
 
 def test_a_line_is_printed_every_interval_at_the_end_and_for_skipped_steps() -> None:
-    """Only on the first rank."""
+    """Only the first rank prints."""
     stream = Stream()
     for active in (True, False):
         with RunConsole(total_steps=25, interval=10, stream=stream, memory_size=2.0, active=active) as console:

@@ -31,7 +31,7 @@ def test_planned_steps_are_within_a_tenth_of_measured_ones() -> None:
 
 @pytest.mark.slow
 def test_the_planned_time_of_the_page_is_current() -> None:
-    """Only in a row of two ranks; the others take long."""
+    """Only a row of two ranks is planned here; the others take long."""
     ranks, overrides, _, planned = next(row for row in ROWS if row[0] == "2")
     config = composed(*COMMON, *overrides.split())
     config = as_planned(config, plans_of(config))

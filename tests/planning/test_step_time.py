@@ -89,7 +89,7 @@ def test_time_of_the_host_with_cuda_graphs():
 
 
 def test_recomputation_takes_as_long_as_measured():
-    """The 1.2B in BF16 on one H200 (docs/measurements.md)."""
+    """The measurements are of the 1.2B in BF16 on one H200 (docs/measurements.md)."""
     seconds, host = dict[str, float](), dict[str, float]()
     for what, measured in {"none": 500, "selective": 509, "block": 620}.items():
         config = composed("model=transformer_1_2b", "precision=bf16", f"train.activation_checkpointing={what}")

@@ -58,7 +58,7 @@ def test_a_stopped_rank_is_reported(small: list[str], tmp_path: Path) -> None:
 
 
 def test_an_exception_on_one_rank_ends_all_and_is_reported_by_all(small: list[str], tmp_path: Path) -> None:
-    """The exception is that a loader worker was killed."""
+    """Here a rank's loader worker is killed."""
     first, second = two_ranks(tmp_path / "run", small)
     tasks = Path(f"/proc/{second.pid}/task").glob("*/children")
     (worker,) = [int(child) for task in tasks for child in task.read_text().split()]
@@ -71,7 +71,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_reported_by_all(small: list[st
 
 
 def test_a_signal_during_the_start_is_obeyed(small: list[str], tmp_path: Path) -> None:
-    """Importing torch takes seconds."""
+    """A signal may come in the seconds that importing torch takes."""
     process = start(1, [*small, f"run.dir={tmp_path / 'run'}"])
     status = Path(f"/proc/{process.pid}/status")
 

@@ -168,7 +168,7 @@ def test_a_rank_that_hangs_ends_itself(tmp_path: Path, what: str, thread: str, c
 
 
 def test_a_thread_that_makes_progress_is_not_blocked(tmp_path: Path) -> None:
-    """Although each look finds it in the same call on the same file."""
+    """It is not reported, although each look finds it in the same call on the same file."""
     os.mkfifo(tmp_path / "pipe")
     descriptor, blocked = os.open(tmp_path / "pipe", os.O_RDWR), BlockedThreads()
     done, seen = list[bytes](), list[float]()

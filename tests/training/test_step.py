@@ -89,7 +89,7 @@ def _host_reads_late_or_early(
 
 @pytest.mark.parametrize(("clip_norm", "factor"), [(0.0, math.inf), (0.3, math.nan)])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(clip_norm: float, factor: float) -> None:
-    """Also, an update that is launched before the host reads the numbers has the same bits."""
+    """An update that is launched before the host reads the numbers has the same bits as one after it."""
     for (late, early), results in launch(_host_reads_late_or_early, 2, clip_norm, factor):
         assert [result.skipped for result in results] == [False, False, True, False] * 2
         assert math.isfinite(results[2].loss) and not math.isfinite(results[2].grad_norm)
