@@ -85,7 +85,8 @@ def first_steps(steps: int) -> int:
 
 
 def recipes_of_branches(starts: Sequence[Mapping[str, Branch]]) -> list[RecipeCost]:
-    """Gaps and times of all recipes except BF16. starts: for each checkpoint, its branches by recipe."""
+    """Gaps and times of all recipes except BF16; a recipe that ended early from one start has none. starts: for each
+    checkpoint, its branches by recipe."""
     names = [name for name in starts[0] if name != BASE]
     percent, nats = (_gaps(starts, names, in_percent) for in_percent in (True, False))
     found = []
@@ -104,7 +105,8 @@ def _gaps(starts: Sequence[Mapping[str, Branch]], names: Iterable[str], in_perce
         by_step.append({name: 100 * (of / base - 1) if in_percent else of - base for name, of in losses.items()})
     if len(starts) == 1:
         return {name: block_estimate(list(of)) for name, of in by_step[0].items()}
-    return estimates(pd.DataFrame([{name: of.mean() for name, of in start.items()} for start in by_step]))
+    everywhere = [name for name in names if all(name in start for start in by_step)]
+    return estimates(pd.DataFrame([{name: start[name].mean() for name in everywhere} for start in by_step]))
 
 
 class BranchFile:
@@ -152,12 +154,15 @@ def train_all(
         "device": torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
         "ranks": mesh.world_size,
     }
-    branches = {}
+    branches: dict[str, Branch] = {}
+    label = "/".join(checkpoint.parts[-3::2])  # RUN/step_...
     for name, config in recipes.items():
         key = _key(facts, config)
         box = [saved.branches.get(key)]
         dist.broadcast_object_list(box, src=0)
         branch = box[0]
+        if first and branch is None:
+            print(f"{label}, {name}: {len(branches) + 1} of {len(recipes)}, {counted(steps, 'step')}", flush=True)
         if branch is None:
             branch = train(config, checkpoint, mesh, start, steps)
             gc.collect()  # frees the model of this branch
@@ -168,7 +173,7 @@ def train_all(
             losses = branch.counted()
             outcome = branch.ended or (f"training loss {losses.mean():.4f}" if losses is not None else "not finite")
             seconds = f"{counted(len(branch.losses), 'step')} in {short_seconds(sum(branch.seconds))}"
-            print("; ".join([f"{checkpoint.name}, {name}: {seconds}", outcome, *branch.notes]), flush=True)
+            print("; ".join([f"{label}, {name}: {seconds}", outcome, *branch.notes]), flush=True)
         branches[name] = branch
     return branches
 

@@ -9,10 +9,11 @@ a recipe that ends `gap` nats above BF16 has the same loss as BF16 after fewer t
 
     price = D / D' = (1 + gap / (scale * D^-exponent))^(1 / exponent)
 
-The cost of a recipe is its price times its time per token, both relative to BF16. The gaps of sixty steps from a BF16
-checkpoint differ from those of complete runs; `GROWTH` turns them into a range. With a switch to BF16 for the last part
-of a run, `LEFT_BY_SWITCH` of the gap remains. Both were measured on hybrid_30m only (docs/results.md,
-docs/research.md).
+So it is the price of the loss that the recipe reaches with D. To reach what BF16 reaches with D takes longer still if
+the price grows with D. The cost of a recipe is its price times its time per token, both relative to BF16. The gaps of
+sixty steps from a BF16 checkpoint differ from those of complete runs; `GROWTH` turns them into a range. With a switch
+to BF16 for the last part of a run, `LEFT_BY_SWITCH` of the gap remains. Both were measured on hybrid_30m only
+(docs/results.md, docs/research.md).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from megatron_fp4.planning.needs import as_planned
 from megatron_fp4.training.build import plans_of
 from models import provider as models
 
-# The gap in nats at the end of a run, over the gap of sixty steps after 4 or 5 tokens per parameter: the smallest
-# ratio (runs of 10 tokens per parameter, mean of three seeds) and the largest (of 25).
-GROWTH = (1.1, 1.8)
+# The gap in nats at the end of a run, over the gap of sixty steps from BF16's run of the same seed after 4 or 5 tokens
+# per parameter: the smallest ratio (at 10 tokens per parameter) and the largest (at 25).
+GROWTH = (0.8, 1.8)
 # Share of the steps that are in BF16, at the end -> share of the gap that remains.
 LEFT_BY_SWITCH = {0.0: 1.0, 0.08: 0.39, 0.2: 0.24, 0.3: 0.15}
 
@@ -84,14 +85,13 @@ class Curve:
         low, high = (time * self.price(gap.mean + sign * gap.half_width, tokens) for sign in (-1, 1))
         return f"{price} [{low:.2f}, {high:.2f}]"
 
-    def caution(self, tokens: float) -> str:
-        """What the interval of a price after `tokens` tokens per parameter does not include."""
+    def far_from(self, tokens: float) -> str:
+        """That a price after `tokens` tokens per parameter is far from the runs of the curve; empty if it is not."""
         shortest, longest = self.lengths
-        text = "the error of the curve is not included"
         if 0.8 * shortest <= tokens <= 1.25 * longest:
-            return text
+            return ""
         ends = f"{short_number(shortest)} to {short_number(longest)}"
-        return f"{text}, and {short_number(tokens)} is far from the range {ends} of its runs"
+        return f"{short_number(tokens)} is far from the range {ends} of the curve's runs"
 
 
 # Fitted by `price.py --public` to the BF16 runs of "Quartet II" (arXiv 2601.22813, for_plots/runs.json of its
@@ -139,13 +139,16 @@ def nearest(parameters: float) -> Curve:
 
 def planned_times(gpu: str, configs: Mapping[str, Config]) -> dict[str, float]:
     """By name, the planned time per token on `gpu`, over that of the first of `configs`. A recipe without a native
-    backend is planned as emulated. Raises ValueError for a GPU without FP4 tensor cores."""
+    backend is planned as emulated. Raises ValueError for a GPU without FP4 tensor cores, and for a run that switches
+    its precision, whose tokens do not all take the same time."""
     if not (gpu in GPUS and GPUS[gpu].fp4):
         known = ", ".join(name for name, of in GPUS.items() if of.fp4)
         raise ValueError(f"--gpu {gpu}: name a GPU with FP4 tensor cores: {known}")
     seconds = {}
     for name, config in configs.items():
         plans, backend = plans_of(config, models), config.precision.backend
+        if plans[1] is not None:
+            raise ValueError(f"{name} switches its precision during the run, so no one time is planned; omit --gpu")
         there = replace(
             config,
             parallel=replace(config.parallel, gpu=gpu),  # type: ignore[arg-type]
@@ -185,9 +188,11 @@ class RecipeCost:
         return Range(time * price.low, time * price.high)
 
 
-def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, times: str) -> str:
+def price_table(
+    recipes: Sequence[RecipeCost], curve: Curve, tokens: float, times: str, doubts: Sequence[str] = ()
+) -> str:
     """A Markdown table, BF16 first, and the verdict. tokens: per parameter, at the end of the run. times: the origin of
-    the times per token, as text."""
+    the times per token, as text. doubts: see `verdict`."""
     heads = ["recipe", "above bf16", "nats per token", "tokens for BF16's loss", "time of a token", "cost"]
     rows = [["bf16", "-", "-", "1", "1", "1"]]
     for recipe in recipes:
@@ -200,18 +205,19 @@ def price_table(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, time
         "above bf16: training loss above BF16's in the same steps on the same tokens. [95% interval]; *: with the "
         "pooled variance of all recipes, as if it were equal for all.",
         f"tokens for BF16's loss: over BF16's own, at D = {tokens:.3g} tokens per parameter, by the curve of {curve}, "
-        f"for gaps of {GROWTH[0]} times the lower end of the interval to {GROWTH[1]} times its upper end, as "
-        f"hybrid_30m's were after 10 and after 25 tokens per parameter; {curve.caution(tokens)}.",
+        f"for gaps of {GROWTH[0]} times the lower end of the interval (at least 0) to {GROWTH[1]} times its upper end, "
+        "as hybrid_30m's were after 10 and after 25 tokens per parameter; the error of the curve is not included.",
         f"time of a token: over BF16's, {times}; it has no interval. cost: tokens times time; below 1 a recipe pays.",
         f"share of the gap that remains after a switch to BF16: {left}; measured for nvfp4 on hybrid_30m, one seed.",
         "",
-        verdict(recipes, curve, tokens),
+        verdict(recipes, curve, tokens, doubts),
     ]
     return markdown(heads, rows, notes)
 
 
-def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
-    """Which recipe costs least, whether that is certain, and which switch to BF16 costs least."""
+def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float, doubts: Sequence[str] = ()) -> str:
+    """Which recipe costs least, whether that is certain, and which switch to BF16 costs least. doubts: reasons why the
+    prices may be wrong; with one of them nothing is certain."""
     prices = {recipe.name: recipe.price(curve, tokens) for recipe in recipes}
     costs = {recipe.name: cost for recipe in recipes if (cost := recipe.cost(prices[recipe.name])) is not None}
     if not costs:
@@ -228,11 +234,14 @@ def verdict(recipes: Sequence[RecipeCost], curve: Curve, tokens: float) -> str:
     costs["bf16"] = Range(1.0, 1.0)
     best = min(costs, key=lambda name: sum(costs[name]))
     rivals = [name for name, cost in costs.items() if name != best and cost.low <= costs[best].high]
-    lines.append(
-        f"Not established which costs least: {best} and {', '.join(rivals)} overlap."
-        if rivals
-        else f"{best} costs least here, if these times hold."
-    )
+    doubts = [*doubts, *filter(None, [curve.far_from(tokens)])]
+    if rivals:
+        lines.append(f"Not established which costs least: {best} and {', '.join(rivals)} overlap.")
+    elif doubts:
+        lines.append(f"Not established that {best} costs least, as these numbers say:")
+        lines += [f"- {doubt}" for doubt in doubts]
+    else:
+        lines.append(f"{best} costs least here, if these times hold and the gaps grow as hybrid_30m's did.")
     if unknown:
         lines.append(f"Not compared, without an interval or a time: {', '.join(unknown)}.")
     lines.append(_switch_verdict(recipes, curve, tokens, costs, best))
@@ -258,7 +267,7 @@ def _switch_verdict(
     less_than_others = all(cost.high < other.low for rival, other in costs.items() if rival != name)
     switch = f"{name} with the last {share:.0%} in BF16"
     if less_than_own and less_than_others:
-        return f"With a switch to BF16: {switch} costs less, {cost}."
+        return f"With a switch to BF16: {switch} costs less, {cost}, if it leaves as much of the gap as nvfp4's did."
     return f"Not established whether a switch to BF16 costs less: {switch}, {cost}."
 
 

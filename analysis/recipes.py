@@ -250,7 +250,7 @@ def _others(groups: Groups, base: str) -> Iterator[tuple[str, HeldOut]]:
 def _wide(found: pd.DataFrame, source: str = MEAN, column: str = "percent") -> pd.DataFrame:
     """The gaps with a column for each group and a row for each pair."""
     of_source = found[found["source"] == source]
-    return of_source.pivot(index=["tokens", "pair"], columns="group", values=column)
+    return of_source.pivot_table(index=["tokens", "pair"], columns="group", values=column)
 
 
 def _noise(groups: Groups, base: str) -> pd.DataFrame:
@@ -298,7 +298,7 @@ def recipes_tables(
 
     against: also compare with this group. curve: from `curve_of` with `parameters` of a million, to express gaps at the
     end in tokens. times: planned time per token of each group, over the first group's; needs `curve`. Raises ValueError
-    if there is no group `against`, or no pair.
+    if there is no group `against`, no pair, or a group whose runs end after different numbers of tokens.
     """
     base, *others = groups
     if against is not None and against not in groups:
@@ -311,6 +311,10 @@ def recipes_tables(
             "no pair: two runs must have the same start (or name also the trunk of a branch), read the same data in "
             f"the same order, and be validated after the same number of tokens; starts: {starts}"
         )
+    for name, of in found[found["final"]].groupby("group")["tokens"]:
+        if of.nunique() > 1:
+            ends = " and ".join(short_tokens(int(tokens)) for tokens in sorted(of.unique()))
+            raise ValueError(f"{name}: its runs end after {ends} tokens; name a group for each length")
     against = None if against == base else against
     parts = [_by_tokens(groups, base, found), _at_the_end(groups, base, against, found, curve, times)]
     sources, ends = [source for source in found["source"].unique() if source != MEAN], found[found["final"]]
@@ -387,8 +391,11 @@ def _notes_of_prices(
     base: str, ends: pd.DataFrame, curve: Curve | None, times: Mapping[str, float] | None
 ) -> Iterator[str]:
     if curve is not None and not ends.empty:
-        caution = curve.caution(ends["tokens"].max() / curve.parameters)
-        yield f"tokens for the loss of {base}: over its own, by the curve of {curve}, D in millions; {caution}."
+        far = curve.far_from(ends["tokens"].max() / curve.parameters)
+        yield (
+            f"tokens for the loss of {base}: over its own, by the curve of {curve}, D in millions; the error of the "
+            f"curve is not included{far and f', and {far}'}."
+        )
     if times is not None:
         yield (
             f"time of a token: over that of {base}, planned, not measured, without an interval. cost: tokens times "

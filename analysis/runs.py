@@ -75,7 +75,7 @@ def _last_gaps(run: RunFolder, first: RunFolder) -> np.ndarray:
     (steps, loss), (base_steps, base_loss) = run.series("loss"), first.series("loss")
     _, mine, theirs = np.intersect1d(steps, base_steps, return_indices=True)
     gaps = 100 * (loss[mine] / base_loss[theirs] - 1)
-    gaps = gaps[len(gaps) - len(run.last_losses) :]
+    gaps = gaps[max(0, len(gaps) - len(run.last_losses)) :]
     return gaps[np.isfinite(gaps)]
 
 

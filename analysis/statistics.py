@@ -6,8 +6,9 @@ side. If the variance has the same cause in every group (here: seeds), it can be
     s^2 = sum (n_g - 1) s_g^2 / sum (n_g - 1)
 
 The denominator is the number of degrees of freedom. It is slightly too large, because gaps to the same base run share
-its noise: of the 95% intervals, 92% to 94% contain the true value (simulated: 2 to 16 recipes with 2 or 3 pairs each
-and equal variance). For a recipe with a larger variance than the others it is less; compare such a recipe separately.
+its noise: of the 95% intervals, 92% to 94% contain the true value (simulated: 2 to 16 recipes with 2 or 3 pairs each,
+equal variance, half of it from the base). For a recipe with a larger variance than the others it is less; compare such
+a recipe separately.
 """
 
 from __future__ import annotations

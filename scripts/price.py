@@ -4,9 +4,9 @@
         trains sixty steps of BF16 and of each recipe from there; prints the gaps, the tokens that each recipe needs to
         reach BF16's loss, the time per token (planned for --gpu; without it as measured here, unless emulated), and
         which recipe costs least
-    python scripts/price.py --checkpoint A/step_00000600 --checkpoint B/step_00000600 nvfp4 --output branches.json
+    python scripts/price.py --checkpoint A/step_00000600 --checkpoint B/step_00000600 nvfp4 --gpu b200 --output b.json
         the same from two checkpoints; saves the branches, so that the same command trains only those that are missing
-    python scripts/price.py --checkpoint ... nvfp4 "no RHT=precision=nvfp4 precision.wgrad.rht=0"
+    python scripts/price.py --checkpoint ... --gpu b200 nvfp4 "no RHT=precision=nvfp4 precision.wgrad.rht=0"
         a recipe is the name of a precision config or NAME=OVERRIDES; KEY=VALUE is for all of them
     python scripts/price.py --public runs.json
         applies the method to the public runs of Quartet II, to which the shipped curves are fitted
@@ -48,12 +48,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("recipes", nargs="*", metavar="RECIPE", help="a precision config, NAME=OVERRIDES, or KEY=VALUE")
-    add("--checkpoint", type=Path, action="append", help="of a BF16 run, or the run (its newest one); may be repeated")
+    add("--checkpoint", type=Path, action="append", help="of a BF16 run, best after a fifth of it; may be repeated")
     add("--steps", type=int, default=60, help="of each branch (default 60); the first sixth, at most 10, are ignored")
     add("--output", type=Path, help="JSON file to save the branches in (default: none)")
     add("--curve", nargs="+", metavar="RUN", help="finished BF16 runs of four lengths (default: a shipped curve)")
     add("--gpu", help="plan the time per token for this GPU, such as b200 (default: measured here, unless emulated)")
-    add("--model", help="plan the time for this model config (default: the checkpoint's)")
+    add("--model", help="plan the time for this model config with the same sequences (default: the checkpoint's)")
     add("--trust-config", action="store_true", help="the run is yours: use its paths and environment")
     add("--public", type=Path, metavar="FILE", help="use for_plots/runs.json of IST-DASLab/Quartet-II instead")
     options = parser.parse_intermixed_args(arguments)
@@ -70,33 +70,45 @@ def price(options: argparse.Namespace) -> None:
     """Check everything, train the missing branches, print the table. A collective."""
     from analysis.branches import BASE, BranchFile, cautions, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
-    from analysis.recipes import curve_of, of_another_curve, read_held_out
-    from analysis.runs import settings_of
+    from analysis.recipes import configs_of, curve_of, of_another_curve, read_held_out
+    from analysis.runs import differences, settings_of
 
     if options.output is not None:
         check_place(options.output)
     checkpoints = [checkpoint_in(folder) for folder in options.checkpoint]
+    if len({of.resolve() for of in checkpoints}) < len(checkpoints):
+        raise ValueError("--checkpoint: one is given twice, which is one start; give each once")
     recipes = [recipes_from(options.recipes, of, options.steps, CONFIGS, options.trust_config) for of in checkpoints]
     config = recipes[0][BASE]
-    count = models.parameter_count(config.model)
-    parameters = count.total - count.embedding - count.head
+    settings = settings_of(as_saved(config))
+    for checkpoint, of in zip(checkpoints, recipes, strict=True):
+        unlike = differences(settings_of(as_saved(of[BASE])), settings)
+        if unlike := [setting for setting in unlike if not setting.startswith("data.seed")]:
+            raise ValueError(f"{checkpoint} is of another kind of run than the first: {', '.join(unlike)}")
+    parameters = _parameters(config)
     tokens = data.phases(config).samples_before(config.train.steps) * config.train.sequence_length / parameters
     of_curve = [read_held_out(Path(run)) for run in options.curve or ()]
-    curve = curve_of(of_curve, parameters) if of_curve else nearest(parameters)
+    theirs = configs_of({"curve": of_curve}, CONFIGS)["curve"] if of_curve else config
+    curve = curve_of(of_curve, _parameters(theirs)) if of_curve else nearest(parameters)
     planned = None if options.gpu is None else _planned(options, recipes[0])
 
     saved = BranchFile(options.output, writes=not place_in_run().rank)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
+    named = {name: of for name, of in recipes[0].items() if name != BASE}
+    emulated = [name for name, of in named.items() if backend_of(of, models).name == "emulated"]
+    doubts = [line for folder in checkpoints for line in cautions(folder, CONFIGS, config.train.steps)]
+    has = f"this model has {short_number(parameters)} parameters"
+    doubts += [f"{has}, and the times are those of {options.model}"] if options.model else []
     if not mesh.rank:
-        for folder in checkpoints:
-            for line in cautions(folder, CONFIGS, config.train.steps):
-                print(line)
+        for line in doubts:
+            print(line)
         if not of_curve:
-            has = f"this model has {short_number(parameters)} parameters"
             print(f"no --curve: prices use the curve of {curve.name}; {has}")
-        print(of_another_curve(of_curve, settings_of(as_saved(config)), "the checkpoint's"), end="", flush=True)
+        if planned is None and emulated:
+            print(f"no --gpu: what is emulated has no time, so no cost: {', '.join(emulated)}")
+        print(of_another_curve(of_curve, settings, "the checkpoint's"), end="", flush=True)
     pairs = zip(recipes, checkpoints, strict=True)
     starts = [train_all(configs, checkpoint, mesh, options.steps, saved) for configs, checkpoint in pairs]
     if mesh.rank:
@@ -104,12 +116,12 @@ def price(options: argparse.Namespace) -> None:
     found = recipes_of_branches(starts)
     if planned is not None:
         found = [replace(recipe, time=planned[recipe.name]) for recipe in found]
-        times = f"planned for {options.model or 'this model'} on {options.gpu}, not measured"
+        length = f"sequences of {config.train.sequence_length:,} tokens"
+        times = f"planned for {options.model or 'this model'} on {options.gpu} with {length}, not measured"
     else:
-        emulated = [name for name, of in recipes[0].items() if backend_of(of, models).name == "emulated"]
         found = [replace(recipe, time=None) if recipe.name in emulated else recipe for recipe in found]
         times = "measured here unless emulated"
-    print(f"\n{price_table(found, curve, tokens, times)}")
+    print(f"\n{price_table(found, curve, tokens, times, doubts)}")
 
 
 def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict[str, float]:
@@ -118,9 +130,17 @@ def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict
     from analysis.price import planned_times
 
     if options.model:
-        _, named = named_recipes(options.recipes, CONFIGS)
-        recipes = {name: compose_config([f"model={options.model}", *of], CONFIGS) for name, of in named.items()}
+        shared, named = named_recipes(options.recipes, CONFIGS)
+        length = next(iter(recipes.values())).train.sequence_length
+        common = [f"model={options.model}", f"train.sequence_length={length}", "precision.switch.when=never", *shared]
+        recipes = {name: compose_config([*common, *of], CONFIGS) for name, of in named.items()}
     return planned_times(options.gpu, recipes)
+
+
+def _parameters(config: Config) -> int:
+    """Those of the model, without embedding and head."""
+    count = models.parameter_count(config.model)
+    return count.total - count.embedding - count.head
 
 
 def main(arguments: list[str]) -> int:

@@ -135,12 +135,19 @@ def test_the_curve_is_fitted_to_runs_and_the_time_is_planned(
         return Branch([4.0 if config.precision.name == "bf16" else 4.1] * 12, [1.0] * 12)
 
     more = ["train.steps=99", "--steps", 12, "--gpu", "b200", "--model", "transformer_60m", "--curve"]
-    with mock.patch.object(branches, "train", constant), mock.patch("analysis.recipes.read_held_out", finished):
+    saved = json.loads((checkpoint / "trainer.json").read_text())["config"]
+    config = config_from_saved(saved, [], CONFIGS, trusted=True)
+    with (
+        mock.patch.object(branches, "train", constant),
+        mock.patch("analysis.recipes.read_held_out", finished),
+        mock.patch("analysis.recipes.configs_of", lambda *_: {"curve": config}),
+    ):
         assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000, 80000) == 0
         assert price_main(checkpoint, "nvfp4", *more, 10000, 20000, 40000) == 2
     printed = capsys.readouterr()
     assert "by the curve of 4 runs of yours, all within 0.0000 nats of it (2.000" in printed.out
-    assert "planned for transformer_60m" in printed.out
+    assert "planned for transformer_60m on b200 with sequences of" in printed.out
+    assert "parameters, and the times are those of transformer_60m" in printed.out
     other = "its runs differ from the checkpoint's in model or text: data.kind (builtin, not indexed)"
     assert printed.out.count(other) == 1
     assert "these have 3" in printed.err
@@ -173,6 +180,10 @@ def test_wrong_input_gives_one_line_before_anything_is_trained(
     trainer["switch"]["switched_at"] = 2
     (switched / "trainer.json").write_text(json.dumps(trainer))
     (tmp_path / "other.json").write_text("[]")
+    shutil.copytree(checkpoint, tmp_path / "longer")
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    trainer["config"]["train"]["steps"] = 7
+    (tmp_path / "longer" / "trainer.json").write_text(json.dumps(trainer))
     with mock.patch.object(branches, "train", side_effect=AssertionError("trained")):
         for folder, arguments, expected in (
             (tmp_path / "none", ["nvfp4"], "is not a folder"),
@@ -192,6 +203,8 @@ def test_wrong_input_gives_one_line_before_anything_is_trained(
             (checkpoint, ["nvfp4", *steps, "--output", tmp_path / "other.json"], "has no branches"),
             (checkpoint, ["nvfp4", *steps, "--gpu", "h100"], "name a GPU with FP4 tensor cores: b200"),
             (checkpoint, ["nvfp4", *steps, "--curve", run_dir], "not yet validated; leave it out"),
+            (checkpoint, ["nvfp4", *steps, "--checkpoint", checkpoint], "one is given twice"),
+            (checkpoint, ["nvfp4", *steps, "--checkpoint", tmp_path / "longer"], "train.steps (7, not 6)"),
             (checkpoint, ["--public", tmp_path / "other.json"], "is not for_plots/runs.json"),
         ):
             assert price_main(folder, *arguments) == 2, arguments
@@ -243,7 +256,7 @@ def test_spikes_and_nonfinite_steps(trunk: tuple[list[str], Path], capsys: pytes
         assert price_main(checkpoint, "nvfp4", *settings) == 0
     assert [call.args[1:] for call in roll_back.call_args_list] == [(5,)]
     printed = capsys.readouterr().out
-    bf16, nvfp4 = (line for line in printed.splitlines() if line.startswith("step_00000003, "))
+    bf16, nvfp4 = (line for line in printed.splitlines() if line.startswith("run/step_00000003, ") and ";" in line)
     assert "step 5 was a spike" in bf16 and "1 step made no update" in bf16
     assert "ended after step 5: 2 steps in a row were not finite" in nvfp4
     assert ["nvfp4", *"-----"] in cells(printed)

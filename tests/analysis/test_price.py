@@ -91,8 +91,9 @@ def test_gaps_from_one_checkpoint_and_from_several() -> None:
         assert abs(recipe.nats.mean - 0.03) < recipe.nats.half_width < 0.01
         assert recipe.time == pytest.approx(1.2)
     ended = {**starts[0], "nvfp4": Branch([5.0], [1.0], ended="diverged")}
-    (recipe,) = recipes_of_branches([ended])
-    assert recipe.nats is None and recipe.time is None
+    for ended_once in ([ended], [ended, *starts[1:]]):
+        (recipe,) = recipes_of_branches(ended_once)
+        assert recipe.nats is None and recipe.time is None
 
 
 def recipe(name: str, gap: float, time: float, error: float = 1e-4) -> RecipeCost:
@@ -105,6 +106,8 @@ def test_the_cheapest_recipe_is_named_only_if_intervals_decide() -> None:
     assert price is not None and slow.nats is not None and slow.nats.half_width is not None
     assert price.high == pytest.approx(TRUE.price(GROWTH[1] * (0.02 + slow.nats.half_width), 98))
     assert "mxfp8 costs least here" in verdict([slow, fast], TRUE, 98)
+    doubted = verdict([slow, fast], TRUE, 98, ["its weights favor nvfp4"])
+    assert "Not established that mxfp8 costs least, as these numbers say:\n- its weights favor nvfp4" in doubted
     assert "With a switch to BF16 no recipe costs less than mxfp8." in verdict([slow, fast], TRUE, 98)
     assert "bf16 costs least here" in verdict([slow], TRUE, 98)
     assert "mxfp8 and other overlap" in verdict([fast, recipe("other", 0.0003, 0.8)], TRUE, 98)
@@ -112,7 +115,7 @@ def test_the_cheapest_recipe_is_named_only_if_intervals_decide() -> None:
     assert "With a switch to BF16: nvfp4 with the last 30%" in verdict([recipe("nvfp4", 0.05, 0.6)], TRUE, 98)
     # Its range overlaps the one without a switch, but both follow from the same gap, and both ends are lower.
     expensive = recipe("nvfp4", 0.015, 0.7, error=0.002)
-    assert "nvfp4 with the last 8% in BF16 costs less, 0.76 to 0.85." in verdict([expensive], TRUE, 98)
+    assert "nvfp4 with the last 8% in BF16 costs less, 0.75 to 0.85," in verdict([expensive], TRUE, 98)
     # It is not cheaper than another recipe whose range it overlaps.
     assert "Not established whether a switch" in verdict([expensive, recipe("other", 0.0135, 0.7, 0.005)], TRUE, 98)
     assert "no recipe costs less than bf16" in verdict([recipe("nvfp4", 0.05, 1.2)], TRUE, 98)
@@ -122,7 +125,8 @@ def test_the_cheapest_recipe_is_named_only_if_intervals_decide() -> None:
     may_be_nothing = verdict([recipe("nvfp4", 0.001, 0.72, error=0.003)], TRUE, 98)
     assert "Not established whether a switch to BF16 costs less: nvfp4 with the last 8%" in may_be_nothing
     table = price_table([slow, RecipeCost("diverged", None, None, None)], TRUE, 5.0, "planned")
-    assert ["diverged", *"-----"] in cells(table) and "5 is far from the range 25 to 800 of its runs" in table
+    assert ["diverged", *"-----"] in cells(table) and "- 5 is far from the range 25 to 800 of the curve's runs" in table
+    assert "Not established that bf16 costs least" in table and "costs least here" not in table
     assert "Not compared, without an interval or a time: diverged." in table
     own = fit("4 runs of yours", 1e8, [5, 10, 15, 25], [TRUE.loss(length) for length in (5, 10, 15, 25)])
     assert "far from" not in price_table([slow], own, 5.0, "planned")
@@ -131,7 +135,7 @@ def test_the_cheapest_recipe_is_named_only_if_intervals_decide() -> None:
 
 def test_times_are_planned_for_the_gpu_that_is_named() -> None:
     configs = {
-        name: compose_config(["model=nemotron_h_8b", f"precision={name}"], CONFIGS)
+        name: compose_config(["model=nemotron_h_8b", f"precision={name}", "precision.switch.when=never"], CONFIGS)
         for name in ("bf16", "nvfp4", "mxfp4")
     }
     times = planned_times("b200", configs)
@@ -139,3 +143,5 @@ def test_times_are_planned_for_the_gpu_that_is_named() -> None:
     assert times["mxfp4"] > 1.0  # no native backend computes it there
     with pytest.raises(ValueError, match="name a GPU with FP4 tensor cores: b200"):
         planned_times("h100", configs)
+    with pytest.raises(ValueError, match="switched switches its precision during the run"):
+        planned_times("b200", {"switched": compose_config(["precision=nvfp4"], CONFIGS)})

@@ -136,6 +136,13 @@ def test_the_command_prints_tables_and_a_picture(tmp_path: Path, capsys: pytest.
     assert by_source[0] == ["recipe above bf16", "a", "b"] and by_source[2][2].startswith("+2.00% [")
     assert "late (best): no finished run of bf16 has the same start (seed 9), data and length" in printed
     assert (tmp_path / "gaps.png").stat().st_size > 10_000
+    # Two branches of one start, of which the second goes on: both count after 4M tokens, the first also at the end.
+    origin = {"path": "trunk/checkpoints/step_00000001", "step": 1, "manifest_sha256": "m"}
+    for name, seed, steps in (("base", 1, 4), ("short", 2, 4), ("long", 3, 8)):
+        write_run(tmp_path / name, seed, {4: {"a": 2.0 + seed}}, "{seed: 1}", steps=steps, origin=origin)
+    assert compare.main(["recipes", f"x={tmp_path}/base", f"y={tmp_path}/short,{tmp_path}/long"]) == 0
+    printed = capsys.readouterr().out
+    assert "+50.00% (no interval) (1)" in printed and "+33.33% (no interval)" in printed
 
 
 def test_wrong_groups_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +150,9 @@ def test_wrong_groups_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     b = write_run(tmp_path / "b", 2, {2: {"s": 2.0}})
     c = write_run(tmp_path / "c", 1, {2: {"t": 2.0}})
     write_run(tmp_path / "twin", 1, {2: {"s": 2.0}})
+    for group in "uv":  # each with a run of 1M tokens and one of 2M
+        for seed in (1, 2):
+            write_run(tmp_path / f"{group}_{seed}", seed, {seed: {"s": 2.0}}, steps=seed)
     for arguments, expected in (
         ([f"x={a}"], "at least two groups"),
         ([f"x={a}", f"x={b}"], "write each group once"),
@@ -153,6 +163,7 @@ def test_wrong_groups_give_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([f"x={a}", f"y={c}"], "were validated on different sources"),
         ([f"x={a},{tmp_path}/twin", f"y={b}"], "have the same start and seeds"),
         ([f"x={a}", f"y={tmp_path}/twin", "--against", "z"], "no group has this name"),
+        ([f"u={tmp_path}/u_*", f"v={tmp_path}/v_*"], "v: its runs end after 1M and 2M tokens; name a group for each"),
     ):
         assert compare.main(["recipes", *map(str, arguments)]) == 2, arguments
         assert expected in error_line(capsys, "compare.py")
