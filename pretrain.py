@@ -46,7 +46,7 @@ from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.runtime.errors import ExitCode, exit_code_of, run_program
 from megatron_fp4.runtime.progress import Progress, record_collectives
-from megatron_fp4.runtime.run_state import RunState, explain, sole_run
+from megatron_fp4.runtime.run_state import RunState, report_ending, sole_run
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
 from megatron_fp4.training.build import device_type_of, plans_of, set_determinism
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
@@ -98,7 +98,7 @@ def main(arguments: list[str], signals: StopRequest | None = None) -> int:
         if exit_code_of(error) is ExitCode.CRASHED:
             raise
         signals.ignore()
-        return explain(error, None if checks else run_dir, lambda: signals.requested)
+        return report_ending(error, None if checks else run_dir, lambda: signals.requested)
 
 
 def configure(overrides: list[str]) -> Config:

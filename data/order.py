@@ -215,7 +215,7 @@ class Growth(NamedTuple):
     files: int
 
 
-class Place(NamedTuple):
+class SamplePlace(NamedTuple):
     """The place of a sample: the position in an epoch of an order."""
 
     order: Order
@@ -238,19 +238,19 @@ class _Stage:
             self._began = before.epochs(first)
             self._first_epoch = int(self._began) + 1
 
-    def place(self, sample: int) -> Place:
+    def place(self, sample: int) -> SamplePlace:
         """The place of a sample."""
         position = sample - self._first
         if position >= self._mixed:
             epoch, position = divmod(position - self._mixed, self._order.num_windows)
-            return Place(self._order, self._first_epoch + epoch, position)
+            return SamplePlace(self._order, self._first_epoch + epoch, position)
         assert self._before is not None and self._added is not None
         if position < 0:
             return self._before.place(sample)
         old = position * self._old // self._mixed  # samples of the stage before
         if (position + 1) * self._old // self._mixed > old:
             return self._before.place(self._first + old)
-        return Place(self._added, 0, position - old)
+        return SamplePlace(self._added, 0, position - old)
 
     def epochs(self, sample: int) -> float:
         """How many epochs the samples [0, sample) make."""
@@ -371,7 +371,7 @@ class SampleSource(Samples):
     def with_growth(self, growth: Sequence[Growth]) -> SampleSource:
         return SampleSource(self.name, self.stream, self.seq_length, self.seed, self.vocab_size, self.order, growth)
 
-    def place(self, sample: int) -> Place:
+    def place(self, sample: int) -> SamplePlace:
         """The place of a sample."""
         return self._stage.place(sample)
 

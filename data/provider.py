@@ -106,8 +106,8 @@ class RunData:
         return {name: value for name, value in bits.items() if value is not None}
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How many epochs over each source the steps [0, step) make; sources without any sample are left out, and of
-        more than 64 sources those with the fewest epochs."""
+        """How many epochs over each source the steps [0, step) make, without sources that have no sample; of more than
+        64 sources, only the 64 with the most epochs."""
         taken, sources = self.phases.counts(self.phases.samples_before(step)), self.loader.sources
         epochs = {name: sources[name].epochs(count) for name, count in taken.items() if name in sources}
         if len(epochs) > 64:

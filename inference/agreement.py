@@ -8,10 +8,9 @@ position 0, as in the framework.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from data.provider import open_held_out
@@ -21,6 +20,8 @@ from inference.models import OpenedFolder, ProgressLine, Row, Scorer
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import markdown
 from megatron_fp4.logging.metrics import last_validation
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training.callbacks.validation import evaluate
 
 TOLERANCE = 1e-5
 # Windows whose rows transformers scores together, in batches by length.
@@ -35,21 +36,6 @@ class Windows(NamedTuple):
     sets: Sequence[ValidationSet]
     statistics: Mapping[str, TargetStatistics]
     micro_batch_size: int
-
-    def losses(self, rows: int, score: Callable[[Any], tuple[float, int]], title: str) -> Losses:
-        """The losses by `score`, which returns (sum of losses, number of targets) of a batch of `rows` windows."""
-        progress, total = ProgressLine(title), sum(held_out.num_samples for held_out in self.sets)
-        done, losses = 0, {}
-        for held_out in self.sets:
-            loss, count = 0.0, 0
-            for batch in held_out.batches(rows, 0, 1):
-                more = score(batch)
-                loss, count, done = loss + more[0], count + more[1], done + len(batch.tokens)
-                progress(done, total)
-            if not count:
-                raise ValueError(f"validation source {held_out.name!r} has no targets with a loss; give it data")
-            losses[held_out.name] = loss / count
-        return losses
 
 
 def open_windows(config: Config) -> Windows:
@@ -66,16 +52,8 @@ def open_windows(config: Config) -> Windows:
 def framework_losses(checkpoint: Checkpoint, windows: Windows, device: str) -> Losses:
     """The losses by the framework, in FP32 without quantization, with the run's micro-batch size."""
     model = load_model(checkpoint, device=device)
-
-    def score(batch: Any) -> tuple[float, int]:
-        documents = None if batch.documents is None else batch.documents.to(device)
-        options: dict[str, Any] = {"num_documents": batch.num_documents, "num_targets": batch.num_targets}
-        count = batch.targets.numel() if batch.num_targets is None else batch.num_targets
-        with torch.no_grad():
-            loss: Tensor = model(batch.tokens.to(device), batch.targets.to(device), documents, **options)
-        return float(loss.double()) * count, count
-
-    return windows.losses(windows.micro_batch_size, score, "framework")
+    batches: dict[str, Any] = {s.name: s.batches(windows.micro_batch_size, 0, 1) for s in windows.sets}
+    return evaluate(model, batches, model.mesh, StepState(seed=0))
 
 
 def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
@@ -85,13 +63,18 @@ def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:
         raise ValueError(
             f"the folder's model has {vocab_size} tokens and the run's {ours}: it is not an export of this run"
         )
-    scorer = Scorer(opened.model)
-
-    def score(batch: Any) -> tuple[float, int]:
-        scored = scorer.score(list(rows_of(batch.tokens, batch.targets, batch.documents)))
-        return -sum(float(row.log_probs.sum()) for row in scored), sum(len(row.log_probs) for row in scored)
-
-    return windows.losses(_WINDOWS, score, "transformers")
+    scorer, losses = Scorer(opened.model), {}
+    progress, done, total = ProgressLine("transformers"), 0, sum(held_out.num_samples for held_out in windows.sets)
+    for held_out in windows.sets:
+        loss, count = 0.0, 0
+        for batch in held_out.batches(_WINDOWS, 0, 1):
+            scored = scorer.score(list(rows_of(batch.tokens, batch.targets, batch.documents)))
+            loss -= sum(float(row.log_probs.sum()) for row in scored)
+            count += sum(len(row.log_probs) for row in scored)
+            done += len(batch.tokens)
+            progress(done, total)
+        losses[held_out.name] = loss / count
+    return losses
 
 
 def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterator[Row]:

@@ -186,7 +186,7 @@ def _may_log_in() -> bool:
 # wrong value there gives a traceback, a wait of minutes for ranks that do not exist, or a run that was not intended.
 
 
-class Place(NamedTuple):
+class LaunchPlace(NamedTuple):
     """world_size: number of ranks. rank, local_rank: of this process, in the run and on its machine; None if not
     set."""
 
@@ -195,11 +195,11 @@ class Place(NamedTuple):
     local_rank: int | None
 
 
-def place_in_run() -> Place:
+def place_in_run() -> LaunchPlace:
     """The place from the environment. Raises ConfigError for a value that is not a number, or out of its range."""
     size = _variable("WORLD_SIZE", 1, _MOST_RANKS) or 1
     local_size = _variable("LOCAL_WORLD_SIZE", 1, _MOST_RANKS) or _MOST_RANKS
-    return Place(size, _variable("RANK", 0, size - 1), _variable("LOCAL_RANK", 0, local_size - 1))
+    return LaunchPlace(size, _variable("RANK", 0, size - 1), _variable("LOCAL_RANK", 0, local_size - 1))
 
 
 def check_launch() -> None:

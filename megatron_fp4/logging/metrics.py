@@ -35,7 +35,6 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
 import textwrap
 import threading
@@ -432,13 +431,7 @@ class WandbView(View):
 
 
 def known_run_id(directory: Path) -> str | None:
-    """The wandb id that an earlier start wrote in `directory`; None if there is none, or if it is unreadable or
-    invalid."""
-    path = directory / ID_FILE
+    """The wandb id that an earlier start wrote in `directory`; None if there is none, or if it cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        run_id = path.read_text(encoding="utf-8").strip() if path.is_file() else ""  # a pipe would wait
-        if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
-            return run_id
-    if path.exists():
-        logger.warning("%s has no valid id of a wandb run, and is ignored", path)
+        return (directory / ID_FILE).read_text(encoding="utf-8").strip() or None
     return None

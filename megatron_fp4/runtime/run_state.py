@@ -200,7 +200,7 @@ def has_lost_checkpoints(run_dir: Path) -> bool:
     return checkpoint_in_state(run_dir) > 0 and not any(run_dir.glob("checkpoints/step_*"))
 
 
-def explain(error: Exception, run_dir: str | None, ended: Callable[[], bool] = lambda: False) -> ExitCode:
+def report_ending(error: Exception, run_dir: str | None, ended: Callable[[], bool] = lambda: False) -> ExitCode:
     """Print the line of an expected error that ended a run; returns the exit code. If several ranks have the error, one
     prints it.
 

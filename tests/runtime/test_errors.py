@@ -15,7 +15,7 @@ from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.precision.verify import RecheckError
 from megatron_fp4.runtime import errors
 from megatron_fp4.runtime.errors import ExitCode, WrongNumbersError, code_for_launcher, exit_code_of
-from megatron_fp4.runtime.run_state import explain
+from megatron_fp4.runtime.run_state import report_ending
 from megatron_fp4.training.callbacks.bad_steps import NonFiniteError
 from tests.programs import fork_server
 
@@ -50,7 +50,7 @@ def refused_rank(folder: Path, rank: int, delay: float, patience: float) -> None
     time.sleep(delay)
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
-        code = explain(REFUSAL, None, lambda: any(folder.glob("left_*")))  # then torchrun ends the others
+        code = report_ending(REFUSAL, None, lambda: any(folder.glob("left_*")))  # then torchrun ends the others
     (folder / f"left_{rank}").write_text(stderr.getvalue())
     os._exit(code)
 
@@ -93,5 +93,5 @@ def test_who_reports_an_error_without_torchrun(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert explain(REFUSAL, None) is ExitCode.REFUSED
+    assert report_ending(REFUSAL, None) is ExitCode.REFUSED
     assert capsys.readouterr().err == (LINE + "\n" if says else "")
