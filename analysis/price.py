@@ -91,7 +91,7 @@ class Curve:
         if 0.8 * shortest <= tokens <= 1.25 * longest:
             return ""
         ends = f"{short_number(shortest)} to {short_number(longest)}"
-        return f"{short_number(tokens)} is far from the range {ends} of the curve's runs"
+        return f"D = {short_number(tokens)} is far from the range {ends} of the curve's runs"
 
 
 # Fitted by `price.py --public` to the BF16 runs of "Quartet II" (arXiv 2601.22813, for_plots/runs.json of its
