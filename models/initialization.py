@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,9 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             rule: Rule
             if isinstance(module, RowParallelLinear):
-                rule = normal(config.init_std * config.num_blocks**-0.5)
+                rule = partial(Draws.normal, std=config.init_std * config.num_blocks**-0.5)
             elif isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | OutputHead):
-                rule = normal(config.init_std)
+                rule = partial(Draws.normal, std=config.init_std)
             else:
                 rule = module.initial_values()[name]  # type: ignore[operator]
             _fill(parameter, f"{prefix}.{name}", rule, seed)
@@ -87,16 +88,6 @@ class Draws:
         """FP32 draws of N(0, std^2) by the Box-Muller transform; none is beyond 5.5 std, because draws have 22 bits."""
         radius = (1 - self.uniform(draw="radius")).log_().mul_(-2 * std**2).sqrt_()
         return self.uniform(high=2 * math.pi, draw="angle").cos_().mul_(radius)
-
-
-def normal(std: float) -> Rule:
-    """N(0, std^2)."""
-    return lambda draws: draws.normal(std)
-
-
-def uniform(low: float, high: float) -> Rule:
-    """U(low, high)."""
-    return lambda draws: draws.uniform(low, high)
 
 
 def ones(draws: Draws) -> float:

@@ -34,7 +34,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution, FusedKernel
-from models.initialization import Draws, Rule, ones, uniform
+from models.initialization import Draws, Rule, ones
 from models.mixer import Mixer, RMSNorm, check_multiple, group_major_order, input_projection, output_projection
 from models.positions import Documents, NewTokens
 from models.ssd import ScanInputs, continued_scan, fused_scan, plain_scan
@@ -143,7 +143,7 @@ class CausalConv(nn.Module):
     def initial_values(self) -> dict[str, Rule]:
         """The default of `nn.Conv1d`."""
         bound = self.weight.shape[1] ** -0.5
-        return {"weight": uniform(-bound, bound), "bias": uniform(-bound, bound)}
+        return dict.fromkeys(("weight", "bias"), lambda draws: draws.uniform(-bound, bound))
 
     def local_parameters(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of this rank's channels, FP32."""

@@ -35,7 +35,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""The format of manifests. Version 0.2.0 and earlier wrote format 1; only the weights of such checkpoints are read."""
+"""The format of manifests. Of checkpoints of format 1 only the weights are read."""
 MANIFEST, TRAINER, RANDOM_STATE, POINTER = "manifest.json", "trainer.json", "rng.pt", "latest"
 _FOLDER = re.compile(r"step_\d{8,}")
 

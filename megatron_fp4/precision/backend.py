@@ -185,13 +185,13 @@ class Backend(ABC):
         """What its kernels require of a linear's sizes on one rank with `recipe`."""
         return block_alignment(recipe)
 
-    def packs(self, request: OperandRequest) -> bool:
-        """Whether FSDP can gather fprop's weight as codes that dgrad uses too (`quantization/square_blocks.py`)."""
-        return False
+    @abstractmethod
+    def packs(self, weight: Operand) -> bool:
+        """Whether FSDP can gather as codes a weight that has the same ones in fprop and dgrad."""
 
+    @abstractmethod
     def weight_of_codes(self, gathered: Any, operand: Operand) -> tuple[Any, Any]:
         """The operands of fprop and dgrad from a weight gathered as codes, an `emulated.PackedWeight`."""
-        raise NotImplementedError
 
     @abstractmethod
     def operands(

@@ -195,7 +195,7 @@ def keeps_codes(device: torch.device) -> bool:
 def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_group_rows: int) -> GemmOperand:
     """fprop's operand, as codes, of the weight `w` [out, in], which is BF16, or FP32 that counts as rounded to BF16.
 
-    request: one that the backend `packs`. group_rows, padded_group_rows: as `RowBlocks` has them.
+    request: of an operand that the backend `packs`. group_rows, padded_group_rows: as `RowBlocks` has them.
     """
     blocks = RowBlocks(request.operand.format, group_rows, padded_group_rows, 0, w.shape[0])
     maxima = block_maxima(w, blocks)
@@ -206,11 +206,10 @@ def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_gr
     return GemmOperand(PackedWeight(*quantize_rows(w, blocks, maxima, amax), blocks, amax=amax), scale, quantized=True)
 
 
-def in_square_blocks(request: OperandRequest) -> bool:
-    """Whether `quantization/square_blocks.py` can make the requested operand."""
-    operand, size = request.operand, BLOCKS.get(request.operand.format)
-    plain = not request.rht and request.key is None and not operand.four_over_six
-    return plain and operand.rounding == "nearest" and operand.block == (size, size)
+def in_square_blocks(operand: Operand) -> bool:
+    """Whether `quantization/square_blocks.py` can make the operand, rounded to nearest and without a transform."""
+    size = BLOCKS.get(operand.format)
+    return operand.block == (size, size) and not operand.four_over_six
 
 
 # ------------------------------------------------------------------------------------------------------------- backend
@@ -222,9 +221,9 @@ class EmulatedBackend(Backend):
     name = "emulated"
     accumulates = transposes = True
 
-    def packs(self, request: OperandRequest) -> bool:
+    def packs(self, weight: Operand) -> bool:
         """Whether the weight has 4-bit square blocks."""
-        return in_square_blocks(request)
+        return in_square_blocks(weight)
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[GemmOperand, GemmOperand]:
         """The gathered codes themselves, or their values if the device keeps values."""

@@ -114,9 +114,8 @@ class LinearContext:
     @property
     def gathers_codes(self) -> bool:
         """Whether FSDP can gather the weight as codes, and nothing needs its values."""
-        weight = self.recipe[FPROP_WEIGHT]
         probe_reads = self.probe is not None and getattr(self.probe, "reads_weights", True)
-        packs = weight.quantized and same_weight_codes(self.recipe) and self.backend.packs(OperandRequest(weight))
+        packs = same_weight_codes(self.recipe) and self.backend.packs(self.recipe[FPROP_WEIGHT])
         return packs and self.watcher is None and not probe_reads
 
     def amax_group(self, tensor: str) -> ProcessGroup | None:
@@ -399,8 +398,9 @@ class LinearCall:
             # FSDP's own tensors are not kept here: it frees them.
             return fprop, dgrad, fprop.tensors()[0] is not self.weight_codes.codes
         reuse = self.backend.transposes and same_weight_codes(self.recipe)
-        request = self.request(FPROP_WEIGHT)
-        if reuse and emulated.keeps_codes(self.device) and self.dtype == torch.bfloat16 and self.backend.packs(request):
+        as_codes = reuse and self.backend.packs(self.recipe[FPROP_WEIGHT]) and emulated.keeps_codes(self.device)
+        if as_codes and self.dtype == torch.bfloat16:
+            request = self.request(FPROP_WEIGHT)
             # The codes are kept without padding; unpacking adds it.
             sizes = self.group_rows, self.padded_group_rows
             make_packed: MakeOperand = functools.partial(emulated.packed_weight, self.master, request, *sizes)

@@ -134,9 +134,9 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def packs(self, request: OperandRequest) -> bool:
+    def packs(self, weight: Operand) -> bool:
         """Whether the weight has NVFP4's square blocks."""
-        return in_square_blocks(request) and request.operand.format in FORMATS
+        return in_square_blocks(weight) and weight.format in FORMATS
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[PackedOperand, PackedOperand]:
         """Copies of the codes in cuBLAS's layout, along both dimensions; the linear keeps them for a step."""

@@ -254,9 +254,9 @@ class TransformerEngineBackend(Backend):
     def alignment(self, recipe: Recipe) -> Alignment:
         return alignment(recipe)
 
-    def packs(self, request: OperandRequest) -> bool:
+    def packs(self, weight: Operand) -> bool:
         """Whether the weight has NVFP4's square blocks."""
-        return in_square_blocks(request) and request.operand.format == "nvfp4"
+        return in_square_blocks(weight) and weight.format == "nvfp4"
 
     def weight_of_codes(self, gathered: PackedWeight, operand: Operand) -> tuple[NativeOperand, NativeOperand]:
         """Copies of the codes in Transformer Engine's layout, along both dimensions; a linear keeps them for a step."""

@@ -23,7 +23,7 @@ from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.hadamard import FIXED_SIGNS
 from megatron_fp4.quantization.rounding import GOLDEN, RoundingKey
-from megatron_fp4.quantization.square_blocks import aligned, unpack_parts
+from megatron_fp4.quantization.square_blocks import aligned, unpack_by_kernel
 from megatron_fp4.quantization.tensor import all_reduce_maxima
 
 if TYPE_CHECKING:
@@ -100,9 +100,10 @@ class PackedRows(_Packed):
 
     def values(self) -> Tensor:
         """BF16 [rows, k = columns]: `code * block scale`."""
-        if self.codes.dim() == 3:
-            return unpack_parts(self.codes, self.scales)
-        return unpack_parts(self.codes[None], self.scales[None])
+        codes, scales = self.codes, self.scales
+        if codes.dim() == 2:
+            codes, scales = codes[None], scales[None]
+        return unpack_by_kernel(codes, scales, codes.shape[1])
 
 
 class PackedColumns(_Packed):

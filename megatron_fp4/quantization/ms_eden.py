@@ -70,11 +70,11 @@ _DRAW_SIGNS, _MEASURE = Kernel("ms_eden.signs_kernel"), Kernel("ms_eden.measure_
 _QUANTIZE = Kernel("ms_eden.quantize_kernel")
 
 
-def encode_ms_eden(rows: Tensor, key: RoundingKey | None, *, amax: Tensor | None = None) -> NVFP4Tensor:
+def encode_ms_eden(rows: Tensor, key: RoundingKey, *, amax: Tensor | None = None) -> NVFP4Tensor:
     """Quantize rotated FP32 [rows, cols] by MS-EDEN; cols is a multiple of 128.
 
-    key: of the draws, whose columns are the blocks of a row; None rounds the corrected scales to nearest. amax: 0-dim,
-    or [rows, 1] if the rows belong to several tensors; None: amax of `rows`.
+    key: of the draws that round the corrected scales, whose columns are the blocks of a row. amax: 0-dim; None: amax of
+    `rows`.
     """
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     tensor_scale = encode_tensor_scale(amax, SCALE_MAX)
@@ -106,10 +106,8 @@ def _group_sums(values: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def _rounded_scales(scales: Tensor, key: RoundingKey | None) -> Tensor:
-    """FP32 [rows, blocks] rounded to float8_e4m3fn: stochastically by the draws of `key`, or to nearest if None."""
-    if key is None:
-        return to_e4m3(scales)
+def _rounded_scales(scales: Tensor, key: RoundingKey) -> Tensor:
+    """FP32 [rows, blocks] rounded to float8_e4m3fn stochastically, by the draws of `key`."""
     block_key = replace(key, column_offset=key.column_offset // BLOCK)
     uniform = rounding_draws(block_key, scales.shape[0], scales.shape[1], scales.device)
     return round_e4m3_stochastic(scales.clamp(max=E4M3_MAX), uniform).to(torch.float8_e4m3fn)

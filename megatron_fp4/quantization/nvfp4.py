@@ -48,7 +48,7 @@ def encode_nvfp4(
 ) -> NVFP4Tensor:
     """Quantize FP32 [rows, cols] to NVFP4. key: of the draws; None rounds to nearest.
 
-    amax: 0-dim, or [rows, 1] if the rows belong to several tensors (not with four_over_six); None: amax of `rows`.
+    amax: 0-dim; None: amax of `rows`.
     four_over_six: for each block, also try to map the largest value to 4 instead of 6 (scale x 1.5), and keep the
         choice with the smaller sum of `absolute` or `squared` errors; 6 wins ties (arXiv 2512.02010). The largest block
         scale is then mapped to 256, and the 1/6 is not folded into S, as in Transformer Engine. Empty: only 6. Raises

@@ -158,7 +158,7 @@ def unpack_rows(codes: Tensor, scales: Tensor, blocks: RowBlocks) -> Tensor:
     """
     if cuda.gpu.available(codes.device):
         shape = (codes.shape[0] // blocks.group_rows, blocks.group_rows, -1)
-        return _unpack_by_kernel(codes.view(shape), scales.view(shape), blocks.padded_group_rows, blocks.block)
+        return unpack_by_kernel(codes.view(shape), scales.view(shape), blocks.padded_group_rows)
     elements = _values_of_bytes(codes.device)[codes.to(torch.int32)].flatten(-2)  # FP32 [rows, columns]
     if blocks.format == "nvfp4":
         scales = scales.view(torch.float8_e4m3fn)
@@ -170,26 +170,15 @@ def unpack_rows(codes: Tensor, scales: Tensor, blocks: RowBlocks) -> Tensor:
     return torch.nn.functional.pad(values.unflatten(0, (-1, blocks.group_rows)), (0, 0, 0, padding)).flatten(0, 1)
 
 
-def unpack_parts(codes: Tensor, scales: Tensor) -> Tensor:
-    """BF16 `code * scale` [parts x rows, columns] of codes [parts, rows, columns / 2] and scales [parts, rows,
-    columns / block], each part contiguous. Blocks may also have one row."""
-    parts, rows, width = codes.shape
-    block = 2 * width // scales.shape[2]
-    if cuda.gpu.available(codes.device):
-        return _unpack_by_kernel(codes, scales, rows, block)
-    form = next(name for name, size in BLOCKS.items() if size == block)
-    whole = RowBlocks(form, parts * rows, parts * rows, 0, parts * rows)
-    return unpack_rows(codes.flatten(0, 1), scales.flatten(0, 1), whole)
-
-
 def _by_kernels(x: Tensor, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and cuda.gpu.available(x.device)
 
 
-def _unpack_by_kernel(codes: Tensor, scales: Tensor, padded_rows: int, block: int) -> Tensor:
-    """codes, scales: [groups, rows, ...], each group contiguous. padded_rows: rows of a group in the result."""
+def unpack_by_kernel(codes: Tensor, scales: Tensor, padded_rows: int) -> Tensor:
+    """BF16 `code * scale` [groups * padded_rows, columns] of codes [groups, rows, columns / 2] and scales [groups,
+    rows, columns / block], each group contiguous. Blocks may also have one row."""
     num_groups, rows, width = codes.shape
-    pairs = padded_rows * width
+    pairs, block = padded_rows * width, 2 * width // scales.shape[2]
     values = torch.empty(num_groups * padded_rows, 2 * width, dtype=torch.bfloat16, device=codes.device)
     grid = (-(-pairs // (_UNPACK_COLUMNS // 2)), num_groups)
     sizes = (rows * 2 * width // block, 2 * pairs // block, codes.stride(0) * 2 // block, scales.stride(0))

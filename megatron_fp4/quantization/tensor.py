@@ -102,8 +102,7 @@ class QuantizedTensor:
 class NVFP4Tensor(QuantizedTensor):
     """E2M1 codes with E4M3 block scales and one FP32 tensor scale.
 
-    amax: FP32 0-dim, the largest magnitude of the tensor; [rows, 1] if the rows belong to several tensors. If it is NaN
-        or inf, no value is decoded to a finite number.
+    amax: FP32 0-dim, the largest magnitude of the tensor. If it is NaN or inf, no value is decoded to a finite number.
     scale_max: what the largest block scale was mapped to: 448, or 256 for four over six.
     """
 
