@@ -30,8 +30,8 @@ from tests.distributed.hybrid import (
     train,
     watched_gemms,
 )
-from tests.exchange.decoding import block_values
 from tests.models.builders import relative_error
+from tests.quantization.oracle import block_values
 from tests.training.harness import alone, launch, whole
 
 pytestmark = pytest.mark.slow

@@ -32,7 +32,7 @@ from models.hybrid import build_model
 from models.initialization import initialize
 from tests.composing import composed, plans_of
 from tests.distributed.hybrid import watched_gemms
-from tests.exchange.decoding import block_values
+from tests.quantization.oracle import block_values
 
 # Groups of 40 rows in qkv_proj and of 139 in in_proj, which are padded to 48 and 144.
 SIZES = [

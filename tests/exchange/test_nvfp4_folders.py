@@ -27,8 +27,8 @@ from pretrain import CONFIGS
 from scripts import convert
 from tests.composing import plans_of
 from tests.exchange import test_nvfp4
-from tests.exchange.decoding import block_values
 from tests.exchange.models import text_data
+from tests.quantization.oracle import block_values
 from tests.test_pretrain import run
 
 pytestmark = pytest.mark.slow

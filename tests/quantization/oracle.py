@@ -12,6 +12,7 @@ takes a matrix [rows, columns]; blocks lie along the columns.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 F32 = np.float32
 FLT_MAX = np.finfo(np.float32).max
@@ -69,6 +70,15 @@ def _block_amax(x: np.ndarray, block_rows: int, width: int) -> np.ndarray:
 
 def _spread(per_block: np.ndarray, width: int) -> np.ndarray:
     return np.repeat(per_block, width, axis=1)
+
+
+def block_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """FP32 `code * block scale` [rows, columns] of NVFP4, exact. codes: uint8 [rows, columns / 2], the low nibble
+    first. scales: E4M3 [rows, columns / 16]."""
+    packed, table = codes.numpy(), np.append(E4M3, np.nan)
+    nibbles = np.stack((packed & 15, packed >> 4), -1).reshape(len(packed), -1)
+    decoded = np.append(table, -table)[scales.view(torch.uint8).numpy()]
+    return torch.from_numpy((E2M1[nibbles] * _spread(decoded, 16)).astype(F32))
 
 
 def tensor_scale(amax: np.float32, cap: float = 448) -> np.float32:
