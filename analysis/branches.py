@@ -161,9 +161,9 @@ def train_all(
         box = [saved.branches.get(key)]
         dist.broadcast_object_list(box, src=0)
         branch = box[0]
-        if first and branch is None:
-            print(f"{label}, {name}: {len(branches) + 1} of {len(recipes)}, {counted(steps, 'step')}", flush=True)
         if branch is None:
+            if first:
+                print(f"{label}, {name}: {len(branches) + 1} of {len(recipes)}, {counted(steps, 'step')}", flush=True)
             branch = train(config, checkpoint, mesh, start, steps)
             gc.collect()  # frees the model of this branch
             if torch.cuda.is_available():

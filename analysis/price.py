@@ -9,11 +9,13 @@ a recipe that ends `gap` nats above BF16 has the same loss as BF16 after fewer t
 
     price = D / D' = (1 + gap / (scale * D^-exponent))^(1 / exponent)
 
-So it is the price of the loss that the recipe reaches with D. To reach what BF16 reaches with D takes longer still if
-the price grows with D. The cost of a recipe is its price times its time per token, both relative to BF16. The gaps of
-sixty steps from a BF16 checkpoint differ from those of complete runs; `GROWTH` turns them into a range. With a switch
-to BF16 for the last part of a run, `LEFT_BY_SWITCH` of the gap remains. Both were measured on hybrid_30m only
-(docs/results.md, docs/research.md).
+It is the price of the loss that the recipe has after D tokens. BF16's own loss after D tokens costs more in the recipe
+if the price grows with D.
+
+The cost of a recipe is its price times its time per token, both relative to BF16. The gaps of sixty steps from a BF16
+checkpoint differ from those of complete runs; `GROWTH` turns them into a range. With a switch to BF16 for the last part
+of a run, `LEFT_BY_SWITCH` of the gap remains. Both were measured on hybrid_30m only (docs/results.md,
+docs/research.md).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,36 +71,32 @@ def price(options: argparse.Namespace) -> None:
     from analysis.branches import BASE, BranchFile, cautions, recipes_from, recipes_of_branches, train_all
     from analysis.price import nearest, price_table
     from analysis.recipes import configs_of, curve_of, of_another_curve, read_held_out
-    from analysis.runs import differences, settings_of
+    from analysis.runs import settings_of
 
     if options.output is not None:
         check_place(options.output)
     checkpoints = [checkpoint_in(folder) for folder in options.checkpoint]
-    if len({of.resolve() for of in checkpoints}) < len(checkpoints):
-        raise ValueError("--checkpoint: one is given twice, which is one start; give each once")
     recipes = [recipes_from(options.recipes, of, options.steps, CONFIGS, options.trust_config) for of in checkpoints]
+    _check_starts(checkpoints, [of[BASE] for of in recipes])
     config = recipes[0][BASE]
-    settings = settings_of(as_saved(config))
-    for checkpoint, of in zip(checkpoints, recipes, strict=True):
-        unlike = differences(settings_of(as_saved(of[BASE])), settings)
-        if unlike := [setting for setting in unlike if not setting.startswith("data.seed")]:
-            raise ValueError(f"{checkpoint} is of another kind of run than the first: {', '.join(unlike)}")
     parameters = _parameters(config)
     tokens = data.phases(config).samples_before(config.train.steps) * config.train.sequence_length / parameters
     of_curve = [read_held_out(Path(run)) for run in options.curve or ()]
-    theirs = configs_of({"curve": of_curve}, CONFIGS)["curve"] if of_curve else config
-    curve = curve_of(of_curve, _parameters(theirs)) if of_curve else nearest(parameters)
+    if of_curve:
+        curve = curve_of(of_curve, _parameters(configs_of({"curve": of_curve}, CONFIGS)["curve"]))
+    else:
+        curve = nearest(parameters)
     planned = None if options.gpu is None else _planned(options, recipes[0])
 
     saved = BranchFile(options.output, writes=not place_in_run().rank)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
-    named = {name: of for name, of in recipes[0].items() if name != BASE}
-    emulated = [name for name, of in named.items() if backend_of(of, models).name == "emulated"]
-    doubts = [line for folder in checkpoints for line in cautions(folder, CONFIGS, config.train.steps)]
+    emulated = [name for name, of in recipes[0].items() if name != BASE and backend_of(of, models).name == "emulated"]
     has = f"this model has {short_number(parameters)} parameters"
-    doubts += [f"{has}, and the times are those of {options.model}"] if options.model else []
+    doubts = [line for folder in checkpoints for line in cautions(folder, CONFIGS, config.train.steps)]
+    if options.model:
+        doubts.append(f"{has}, and the times are those of {options.model}")
     if not mesh.rank:
         for line in doubts:
             print(line)
@@ -108,7 +104,7 @@ def price(options: argparse.Namespace) -> None:
             print(f"no --curve: prices use the curve of {curve.name}; {has}")
         if planned is None and emulated:
             print(f"no --gpu: what is emulated has no time, so no cost: {', '.join(emulated)}")
-        print(of_another_curve(of_curve, settings, "the checkpoint's"), end="", flush=True)
+        print(of_another_curve(of_curve, settings_of(as_saved(config)), "the checkpoint's"), end="", flush=True)
     pairs = zip(recipes, checkpoints, strict=True)
     starts = [train_all(configs, checkpoint, mesh, options.steps, saved) for configs, checkpoint in pairs]
     if mesh.rank:
@@ -138,9 +134,21 @@ def _planned(options: argparse.Namespace, recipes: Mapping[str, Config]) -> dict
 
 
 def _parameters(config: Config) -> int:
-    """Those of the model, without embedding and head."""
+    """The number of the model's parameters, without embedding and head."""
     count = models.parameter_count(config.model)
-    return count.total - count.embedding - count.head
+    return count.linears + count.other
+
+
+def _check_starts(checkpoints: Sequence[Path], configs: Sequence[Config]) -> None:
+    """Raise ValueError if one checkpoint is given twice, or if their runs differ in more than the seed."""
+    from analysis.runs import differences, settings_of
+
+    if len({checkpoint.resolve() for checkpoint in checkpoints}) < len(checkpoints):
+        raise ValueError("--checkpoint: one is given twice, which is one start; give each once")
+    settings = [settings_of(as_saved(config)) for config in configs]
+    for checkpoint, of in zip(checkpoints, settings, strict=True):
+        if unlike := [key for key in differences(of, settings[0]) if not key.startswith("data.seed")]:
+            raise ValueError(f"{checkpoint} is of another kind of run than the first: {', '.join(unlike)}")
 
 
 def main(arguments: list[str]) -> int:
