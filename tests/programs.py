@@ -169,8 +169,11 @@ def run_program(
 def wait_until(condition: Callable[[], object], what: str = "", program: Any = None, seconds: float = 300) -> None:
     """Wait until the condition holds. AssertionError with `what` after `seconds`, or if `program` ends before."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert program is None or program.poll() is None, (what, program.communicate())
+    while True:
+        ended = program is not None and program.poll() is not None  # asked first: its last act may be the condition
+        if condition():
+            return
+        assert not ended, (what, program.communicate())
         assert time.monotonic() < deadline, what
         time.sleep(0.002)
 

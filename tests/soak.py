@@ -40,7 +40,7 @@ from data.indexed import write_dataset
 from megatron_fp4.checkpoint import files
 from tests.programs import environments_of_ranks, fork_server
 
-STARTS = 12  # most disturbed starts of a round
+STARTS = 12  # at most so many disturbed starts in a round
 RUN = [
     *["model.pattern=M*-", "model.vocab_size=512", "model.hidden_dim=32", "model.ffn_dim=32", "model.head_dim=16"],
     *["model.num_query_heads=2", "model.num_kv_heads=1", "model.mamba_num_heads=2", "model.mamba_head_dim=16"],

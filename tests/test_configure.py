@@ -66,7 +66,7 @@ def test_only_errors_that_a_restart_would_meet_again_are_refusals(number: int, c
     ("argument", "rank", "lines"), [("train.steps=3", 0, 1), ("train.steps=3", 1, 0), ("--check", 0, 0)]
 )
 def test_a_run_prints_a_line_before_it_imports_torch(tmp_path: Path, argument: str, rank: int, lines: int) -> None:
-    """Only its first rank prints the line, and only if the run was not just asked to print something."""
+    """Only the first rank prints the line, and it does not with --check, whose output is an answer."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "RANK": str(rank)}
     command = [sys.executable, str(ROOT / "pretrain.py"), argument]

@@ -43,7 +43,7 @@ def test_policies_know_every_exit_code() -> None:
     stopped = {int(ExitCode.STOPPED): "RestartJobSetAndIgnoreMaxRestarts"}
     assert actions == {**dict.fromkeys(map(int, NOT_RESTARTED), "FailJobSet"), **stopped}
     named = {int(code) for code in re.findall(r"code=(\d+) ;;", SCRIPT)}
-    assert named - {int(ExitCode.HUNG)} == set(rule["onExitCodes"]["values"])  # after which the job is started again
+    assert named - {int(ExitCode.HUNG)} == set(rule["onExitCodes"]["values"])  # after HUNG the job is started again
 
 
 def test_hadolint_finds_nothing() -> None:

@@ -115,9 +115,8 @@ def test_a_run_resumes_from_its_own_checkpoints_and_records_its_origin(
     start(run_dir, given)
     straight = losses(run_dir)
     shutil.rmtree(checkpoint(run_dir, 4))
-    assert (
-        replay.main([str(run_dir), "--step", "2", "--trust-config"]) == 0
-    )  # replays from the weights that it began with
+    # It replays from the weights that the run began with.
+    assert replay.main([str(run_dir), "--step", "2", "--trust-config"]) == 0
     assert "2 of 2 steps are equal to the last bit" in capsys.readouterr().out
 
     mine.rename(tmp_path / "moved")  # the parent is moved

@@ -22,7 +22,7 @@ import os, time
 from megatron_fp4.runtime.signals import StopRequest
 stop = StopRequest().listen()
 os.write(1, b"listening\\n")  # in one write, since two workers share the pipe
-while not stop.said:  # a thread prints a line; during a run's last step it has the time
+while not stop.said:  # until its thread has printed its line; the last step of a run is long enough
     time.sleep(0.01)
 os.write(1, f"saved on {stop.received.name}\\n".encode())
 os._exit(75)

@@ -177,10 +177,8 @@ def test_the_precision_switches_by_gradient_noise(straight: Straight, small: lis
     (event,) = records(tmp_path, "switch")
     assert event["step"] == 5
     assert [record["plan"] for record in records(tmp_path, "step")][3:5] == ["nvfp4", "after the switch to bf16"]
-    assert [record["step"] for record in records(tmp_path, "diagnostics")] == [
-        1,
-        4,
-    ]  # after the switch nothing is quantized
+    # After the switch nothing is quantized.
+    assert [record["step"] for record in records(tmp_path, "diagnostics")] == [1, 4]
     found, expected = losses(tmp_path), losses(straight(1)[0])
     assert [step for step in expected if found[step] == expected[step]] == [1, 2, 3, 4]
 

@@ -217,7 +217,7 @@ ACCEPTED = [
     ["precision.wgrad.activation.source=codes", "precision.dgrad.weight.source=codes", "precision.wgrad.rht=0"],
     ["precision.exceptions=[{names: ['*.in_proj'], precision: fp8_block}]", "model.mamba_head_dim=66"],
     ["model.head_dim=33", "precision.bf16_blocks.first=3"],  # the only attention block is in BF16
-    ["model.pattern=M-M-M-", "model.num_kv_heads=3"],  # no block has heads
+    ["model.pattern=M-M-M-", "model.num_kv_heads=3"],  # no attention block, so these heads are not used
     ["spikes.action=skip", "checkpoint.interval=0", "spikes.threshold=5", "spikes.window=64"],
     ["validation.prompts=['def main(', '']", "validation.prompt_tokens=10"],
     ["train.steps=4"],  # phases may round to none

@@ -61,10 +61,8 @@ def test_a_rollback_survives_a_kill_and_can_be_replayed(corpus: list[str], tmp_p
     assert event["samples"] == [20, 35]
     assert sum(source["last"] - source["first"] + 1 for source in event["sources"]) == 4 * 4
     assert event["loss"] > event["loss_limit"] > event["loss_median"] and (event["in_row"], event["total"]) == (1, 2)
-    assert [record["step"] for record in records(straight, "switch")] == [
-        6,
-        10,
-    ]  # the rollback undoes the switch, which happens again
+    # The rollback undoes the switch, which happens again.
+    assert [record["step"] for record in records(straight, "switch")] == [6, 10]
     assert [record[0] for record in steps(straight)] == list(range(1, 13))
     assert [record[0] for record in steps(straight) if record[-1]] == [4, 9]
 

@@ -136,7 +136,7 @@ def test_the_command_prints_tables_and_a_picture(tmp_path: Path, capsys: pytest.
     assert by_source[0] == ["recipe above bf16", "a", "b"] and by_source[2][2].startswith("+2.00% [")
     assert "late (best): no finished run of bf16 has the same start (seed 9), data and length" in printed
     assert (tmp_path / "gaps.png").stat().st_size > 10_000
-    # Two branches of one start, of which the second goes on: both count after 4M tokens, the first also at the end.
+    # Group y has two branches. Both count after 4M tokens, but only `short` at the end: `long` is not finished.
     origin = {"path": "trunk/checkpoints/step_00000001", "step": 1, "manifest_sha256": "m"}
     for name, seed, steps in (("base", 1, 4), ("short", 2, 4), ("long", 3, 8)):
         write_run(tmp_path / name, seed, {4: {"a": 2.0 + seed}}, "{seed: 1}", steps=steps, origin=origin)

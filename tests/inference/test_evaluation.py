@@ -86,7 +86,7 @@ def test_log_likelihoods_equal_those_of_lm_evals_own_class(
     def requests(*arguments: tuple[Any, ...]) -> list[Any]:
         return [SimpleNamespace(args=each) for each in arguments]
 
-    monkeypatch.setattr("inference.models._LOGITS", 3 * 300)
+    monkeypatch.setattr("inference.models._LOGITS", 3 * 300)  # logits of only a few tokens at a time
     opened = open_folder(folders[name], "cpu")
     theirs = HFLM(pretrained=opened.model, tokenizer=opened.tokenizer, backend="causal", batch_size=3)
     model = FolderModel(opened)
@@ -205,9 +205,8 @@ def test_wrong_input_gives_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        tasks, "_manager", lambda include, own: manager(include, False)
-    )  # lm-eval's own are thousands of files
+    # Without lm-eval's own tasks, which are thousands of files.
+    monkeypatch.setattr(tasks, "_manager", lambda include, own: manager(include, False))
     places = {"folder": folders["hybrid"], "checkpoint": checkpoints["hybrid"].folder}
     for name, damage in (("layout", use_another_layout), ("part", remove_a_weight)):
         if f"{{{name}}}" in arguments:

@@ -1,5 +1,5 @@
 """The tasks of the built-in corpus: they contain no training text, and their items are as documented. They need no
-network; the libraries that ask for one are imported after the environment says so."""
+network: libraries that would use it are imported only after the environment tells them to stay offline."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_if_wandb_hangs_or_stays_away_the_run_continues_and_loses_no_record(
 def test_a_run_keeps_its_id_at_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[..., FakeWandb]
 ) -> None:
-    """A run that begins again from scratch gets a new id. An unreadable file with the id does not end a start."""
+    """A run that begins again from scratch gets a new id. A file with the id that cannot be read counts as none."""
     fake = use()
     write(tmp_path, 0, 2, wandb="online")
     first = known_run_id(tmp_path)
@@ -203,6 +203,7 @@ def test_a_run_keeps_its_id_at_wandb(
     assert known_run_id(tmp_path) != first and (tmp_path / f"{ID_FILE}.1").read_text() == f"{first}\n"
     (tmp_path / ID_FILE).write_bytes(b"\xff\xfe\x00bad")
     assert known_run_id(tmp_path) is None
+    (tmp_path / ID_FILE).write_text(first)
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError("a bad disk")))
     assert known_run_id(tmp_path) is None
 

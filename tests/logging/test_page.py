@@ -102,9 +102,8 @@ def test_a_page_describes_the_run(tmp_path: Path) -> None:
         "nvfp4 1 of 2 the run's recipe (1) fprop x|W: nvfp4 1x16 | nvfp4 16x16", "train.steps 300 40", "start-up 25.0%",
     ):  # fmt: skip
         assert words in page.text, words
-    assert (
-        "train.lr" not in page.text and "new.a" not in page.text
-    )  # a default; a key that the run's version did not have
+    # The first is a default; the run's version did not have the second.
+    assert "train.lr" not in page.text and "new.a" not in page.text
     assert "Gap" not in page.text and "Diagnostics" not in page.text
 
 

@@ -212,9 +212,8 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
         with _measured() as measured:
             layers = _pass(Probe(), toy_mesh(tp_size, tp_size > 1), recipe, 256 // tp_size, _RecordingBackend)
         multiplied = {name: layer.context.backend.multiplied for name, layer in layers.items()}
-        assert len(measured) == 2 * (
-            len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right)
-        )  # W is measured once if fprop and dgrad share it
+        # W is measured once if fprop and dgrad share it.
+        assert len(measured) == 2 * (len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right))
         for (name, slot), made in measured.items():
             assert _same(made, multiplied[name][SLOTS.index(slot)]), (name, slot)
     probe = Probe()

@@ -26,8 +26,8 @@ from tests.models.builders import build, local, small_config, tokens_and_targets
 
 @pytest.mark.parametrize(("apply", "reshard"), [(apply_data_parallel, False), (shard, False), (shard, True)])
 def test_gradients_of_bf16_copies_are_those_of_fp32_masters(mesh, apply, reshard):
-    """The forward pass uses BF16 copies (with FSDP2: gathers them), but gradients must not be rounded to BF16, and A
-    must not be rounded. The weights, except A, are exact in BF16.
+    """The forward pass uses BF16 copies (FSDP2 gathers them). Gradients must not be rounded to BF16, nor A_log, D and
+    dt_bias, which stay in FP32. All other weights are exact in BF16.
     """
     config = small_config()
     plain = build(config, mesh, torch.bfloat16)

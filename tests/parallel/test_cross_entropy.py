@@ -40,7 +40,8 @@ def test_only_logits_their_gradient_and_dx_are_rounded_to_bf16(mesh, scale):
     factor = torch.tensor(scale) / TOKENS
     assert weight.grad.dtype == torch.float32 and x.grad.dtype == torch.bfloat16
     torch.testing.assert_close(weight.grad, dlogits.t() @ x.detach().float() * factor, rtol=1e-5, atol=1e-8)
-    # On a CPU the product is rounded before it is scaled; dividing by a power of two afterwards is exact.
+    # On a CPU dx is rounded to BF16 before it is scaled and once more after it. The second rounding changes nothing if
+    # the factor is a power of two.
     expected = (dlogits.bfloat16() @ w).float() * factor
     assert torch.equal(x.grad, expected.bfloat16())
 

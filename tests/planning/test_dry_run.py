@@ -141,9 +141,8 @@ def test_resharding_gathers_more_often_and_holds_less(on_four):
     codes, codes_freed, kept, freed = on_four
     assert counted(kept, "all-gather", "dp") == counted(codes, "all-gather", "dp") == 6
     n = freed.micro_batches
-    assert counted(freed, "all-gather", "dp") == n * (
-        2 * 3 + 3
-    )  # parameters outside of blocks stay between forward and backward
+    # Parameters outside of blocks stay between the forward and the backward pass.
+    assert counted(freed, "all-gather", "dp") == n * (2 * 3 + 3)
     assert freed.memory.gathered < kept.memory.gathered
     assert freed.memory.parameters == kept.memory.parameters
     # Codes are gathered once a step and stay. They take 9/16 of a byte for each parameter of a linear, BF16 two bytes.

@@ -23,6 +23,12 @@ STARTS = re.findall(r"^\| `(experiment=.+)` \| (\d+), (\d+) GiB \|", PAGE.read_t
 COMMON = ["train.sequence_length=8192", "precision.switch.when=never", "parallel.gpu=h200"]
 
 
+def test_planned_steps_are_within_a_tenth_of_measured_ones() -> None:
+    assert len(ROWS) == 8
+    for _, overrides, measured, planned in ROWS:
+        assert 0.9 < int(planned) / int(measured) < 1.1, overrides
+
+
 @pytest.mark.slow
 def test_the_planned_time_of_the_page_is_current() -> None:
     """Only a row of two ranks is planned here; the others take long."""

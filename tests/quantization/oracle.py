@@ -6,7 +6,7 @@ code. Nothing is fast, and nothing is shared with the package.
 
 Sources: arXiv 2509.25149 appendix B (NVFP4), B.4 and section 5 (MXFP4), A.1 (FP8 blocks), appendix C (Hadamard); arXiv
 2512.02010 (four over six); the OCP microscaling specification 1.0 and arXiv 2506.08027 (MXFP8). Shapes: every function
-takes a matrix [rows, columns]; blocks lie along the columns.
+takes a matrix [rows, columns]; blocks lie along the columns. Only `block_values` takes and returns torch's tensors.
 """
 
 from dataclasses import dataclass

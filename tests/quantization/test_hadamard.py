@@ -39,7 +39,7 @@ def test_fp64_transform_is_a_product_with_the_oracles_matrix(size):
 
 @pytest.mark.parametrize("size", HADAMARD_SIZES)
 def test_bf16_transform_is_the_exact_one_rounded_once(size):
-    """Except where the bound of the error of FP32 sums does not decide how BF16 rounds.
+    """Except where an FP32 sum, within the bound of its error, may round to another BF16 number.
 
     Sums are exact if the magnitudes of a tile add up to less than 2^24 units in the last place of the smallest one.
     """
