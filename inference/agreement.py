@@ -21,6 +21,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import markdown
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.callbacks.validation import evaluate
 
 TOLERANCE = 1e-5
@@ -53,7 +54,21 @@ def framework_losses(checkpoint: Checkpoint, windows: Windows, device: str) -> L
     """The losses by the framework, in FP32 without quantization, with the run's micro-batch size."""
     model = load_model(checkpoint, device=device)
     batches: dict[str, Any] = {s.name: s.batches(windows.micro_batch_size, 0, 1) for s in windows.sets}
-    return evaluate(model, batches, model.mesh, StepState(seed=0))
+    shown = _ShownProgress(sum(map(len, batches.values())))
+    return evaluate(model, batches, model.mesh, StepState(seed=0), shown)
+
+
+class _ShownProgress(Progress):
+    """Shows how many of `total` micro-batches the framework has scored."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self._line, self._done, self._total = ProgressLine("framework"), 0, total
+
+    def alive(self) -> None:
+        super().alive()
+        self._done += 1
+        self._line(self._done, self._total)
 
 
 def folder_losses(opened: OpenedFolder, windows: Windows) -> Losses:

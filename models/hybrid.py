@@ -133,10 +133,10 @@ class HybridModel(nn.Module):
         """
         if cache is not None:
             return self._decode(tokens, cache, [tokens.shape[1]] * tokens.shape[0] if counts is None else counts)
-        masked = None if documents is None else Documents(documents, num_documents)
+        row_documents = None if documents is None else Documents(documents, num_documents)
         h_td = self.embedding(tokens)
         for block in self.blocks:
-            h_td = block(h_td, tokens.shape[1], masked)
+            h_td = block(h_td, tokens.shape[1], row_documents)
         h_td = self.final_norm(h_td)
         if targets is None:
             return self.head(h_td).unflatten(0, tokens.shape)

@@ -187,7 +187,8 @@ class _SsdScan(Function):
 
 
 def _outputs(chunks: _Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y; y without each token's own part; the state at the beginning of each chunk; what the last chunk adds to it.
+    """y; y without each token's own part; the state at the beginning of each chunk; what the last chunk adds to the
+    state.
 
     initial: the state at the beginning of the first chunk, [b, g, n, r, p]; None: zero.
     """

@@ -8,8 +8,9 @@ over the micro-batches of a global batch sums its gradient, neighbours first:
 At each level the tree has equal subtrees, so any power-of-two number of ranks can compute the same tree. With
 `reduce_gradients=once` a rank has consecutive micro-batches: it sums its subtree, and the ranks sum the rest. With
 `each` the ranks sum each round of one micro-batch per rank, and then a rank sums the rounds. A rank sums like a binary
-counter: two sums of equally many leaves become one. If the number of micro-batches is not a power of two, a leaf is as
-many consecutive micro-batches as its odd factor, summed one after another; this needs `once`.
+counter: two sums of equally many leaves become one. If the number of micro-batches is not a power of two, a leaf is a
+group of consecutive micro-batches, summed one after another; the size of the group is the odd factor of that number.
+This needs `once`.
 
 Between ranks, an all-to-all gives each rank its shard of all gradients (as many bytes as a ring sends), and the rank
 adds them. FSDP2 calls this instead of its reduce-scatter, and instead of its all-reduce over replicas: FSDP2 shards

@@ -13,7 +13,7 @@ sizes. A Hadamard transform requires a multiple of its size along the dot produc
 require more (`Backend.alignment`).
 
     tokens, outputs    the linear pads them with zeros, which changes no code and no product
-    inputs             the user chose them as a width of the model; the configuration check refuses other multiples
+    inputs             the user chose them as a width of the model; the configuration check refuses other widths
 
 The multiples are the same on every device, because the draws of stochastic rounding depend on an element's position in
 the padded tensor.
@@ -171,9 +171,9 @@ class Backend(ABC):
     """The interface that a linear uses.
 
     name: as in `precision.backend`. accumulates: wgrad's GEMM itself adds to the gradient of earlier micro-batches,
-    which rounds once; a GEMM and an addition round twice. transposes: operands have `transposed()`, which exchanges
-    rows and columns, so a GEMM along one dimension can use codes made along the other; operands for tensor cores have
-    not, because their scales lie along the dot product. draws_ours: stochastic rounding uses the project's own keys.
+    which rounds once; a GEMM and an addition round twice. transposes: all operands have `transposed()`, which exchanges
+    rows and columns, so a GEMM along one dimension can use codes made along the other; not so for tensor cores, whose
+    scales lie along the dot product. draws_ours: stochastic rounding uses the project's own keys.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Backend(ABC):
 
     @abstractmethod
     def packs(self, weight: Operand) -> bool:
-        """Whether FSDP can gather as codes a weight that has the same ones in fprop and dgrad."""
+        """Whether FSDP can gather this weight, whose codes are the same in fprop and dgrad, as codes."""
 
     @abstractmethod
     def weight_of_codes(self, gathered: Any, operand: Operand) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ scales they need FP32 operands, or a GEMM that applies the scales block by block
 
 On a CPU, PyTorch computes. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of `quantization/kernels`
 and cuBLAS compute. PyTorch computes operands that have no kernel (four-over-six in square blocks, unusual transforms,
-FP32 activations), and everything on other GPUs; this is tens of times slower. The codes are the same bits everywhere.
+FP32 activations), and all operands on other GPUs; this is tens of times slower. The codes are the same bits everywhere.
 A warning says once why a device does not use the kernels.
 
 On a GPU weights are kept as 4-bit codes, which take 0.56 bytes per parameter; values take 2. Square blocks rounded to
@@ -207,7 +207,7 @@ def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_gr
 
 
 def in_square_blocks(operand: Operand) -> bool:
-    """Whether `quantization/square_blocks.py` can make the operand, rounded to nearest and without a transform."""
+    """Whether the operand has a format and a block of `quantization/square_blocks.py`, which rounds to nearest."""
     size = BLOCKS.get(operand.format)
     return operand.block == (size, size) and not operand.four_over_six
 

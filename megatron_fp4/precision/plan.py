@@ -118,7 +118,7 @@ class Plan:
             return ""
         return (
             f"WARNING: precision={name} has {share:.0%} of this model's linear weights in 4 bits; its bf16_blocks and "
-            "exceptions keep the others in other formats. nvfp4_4over6_1x16_qkv_bf16 is for Transformers"
+            "exceptions keep the others in other formats; for a Transformer use precision=nvfp4_4over6_1x16_qkv_bf16"
         )
 
     def switched(self, other: Plan, scope: str) -> Plan:

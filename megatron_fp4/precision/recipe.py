@@ -103,8 +103,9 @@ class Operand:
     def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> QuantizedTensor:
         """Quantize FP32 `rows` [rows, k] to the operand's format.
 
-        key: for the draws, if it is `drawn`; None rounds to nearest. amax: of the tensor that `rows` are part of, FP32
-        (None: of `rows`); only formats with a tensor scale use it. Raises ValueError for an unknown format.
+        key: for the draws, if it is `drawn`; None rounds to nearest, which `ms_eden` cannot. amax: of the tensor that
+        `rows` are part of, FP32 (None: of `rows`); only formats with a tensor scale use it. Raises ValueError for an
+        unknown format.
         """
         form = format_of(self.format)
         if self.rounding == "ms_eden":

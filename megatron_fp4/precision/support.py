@@ -422,7 +422,7 @@ def agreed_backend(choice: BackendChoice) -> BackendChoice:
     for rank, other in enumerate(choices):
         if other.name != choices[0].name:
             raise ConfigError(
-                f"precision.backend=auto is {choices[0]} on rank 0, but {other} on rank {rank}; make the machines "
-                "equal, or name the backend"
+                f"precision.backend=auto is {choices[0]} on rank 0, but {other} on rank {rank}; use the "
+                "same GPUs and packages on all machines, or name the backend"
             )
     return choice

@@ -297,7 +297,8 @@ class TransformerEngineBackend(Backend):
         if rows is not None:
             return added(self.gemm(a, b, out_dtype), total, rows)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
-        # general_gemm's A is our b, its B our a. It names A first; T: the dot product lies along stored rows.
+        # general_gemm's A is our b, its B our a. The layout names A first. A: T if its dot product lies along stored
+        # columns; B: N if so.
         layout = ("T" if b.layout.along == "columns" else "N") + ("N" if a.layout.along == "columns" else "T")
         out = _library().general_gemm(
             b.storage(),

@@ -65,7 +65,8 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------------------------------------------------ operands
 
-# How many elements and rows are compared at once, in complete blocks of every format: limits the reference's memory.
+# About so many elements are compared at once, to limit the reference's memory; the rows are a multiple of
+# `_CHUNK_ROWS`, so that blocks of every format are complete.
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
 # The largest relative step of BF16; and the error of FP32 sums of 16 near zero, in units of the E2M1 grid, whose
 # largest value is that of the block.
@@ -303,7 +304,9 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
     count = torch.tensor(len(faults), device=device)
     dist.all_reduce(count)
     if faults:
-        heading = f"self-test of the backend {backend.name} on {device} failed (precision.backend=emulated needs none):"
+        heading = (
+            f"self-test of the backend {backend.name} on {device} failed; precision.backend=emulated runs without it:"
+        )
         raise SelfTestError("\n  ".join((heading, *faults)))
     if count.item():
         raise SelfTestError(f"self-test of the backend {backend.name} failed on other ranks, not on this one")

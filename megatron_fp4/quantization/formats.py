@@ -36,7 +36,8 @@ class Format:
         imported when a kernel is first launched.
     tensor_scale: whether the tensor has one FP32 scale. stochastic: whether codes may be rounded stochastically.
     options: flags of an operand that apply to this format only.
-    encode_ms_eden: as `encode`, but by MS-EDEN, from rotated rows, without block and options; None: no MS-EDEN.
+    encode_ms_eden: as `encode`, but by MS-EDEN: from rotated rows, always with a key, without block and options;
+        None: no MS-EDEN.
     """
 
     encode: Callable[..., QuantizedTensor]

@@ -51,7 +51,7 @@ _COLUMNS, _UNPACK_COLUMNS = 512, 2048
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """A part of a weight, and the blocks of rows that it belongs to. These are numbered over the whole weight.
+    """A part of a weight, and the blocks that its rows belong to. Blocks are numbered over the whole weight.
 
     format: a key of `BLOCKS`. group_rows, padded_group_rows: rows of a group without and with padding.
     first, end: the part's first row in the weight, and the one after its last.

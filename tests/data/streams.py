@@ -63,8 +63,8 @@ class CountingStream:
 
 
 class SlowStream(CountingStream):
-    """A stream that is slow or fails. log: a file that gets a + when a read begins and a - when it ends. seconds: that
-    each read takes. error: raised by reads of the token at position fails_at."""
+    """A stream that is slow or fails. log: a file that gets a + when a read begins and a - when it ends. seconds: the
+    time of each read. error: raised by reads of the token at position fails_at."""
 
     def __init__(
         self,

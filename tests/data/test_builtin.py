@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from data.builtin import (
     split_documents,
 )
 from tests.data.streams import document
-from tests.programs import ROOT
+from tests.programs import Program
 
 
 def sentence(i: int) -> str:
@@ -83,7 +81,7 @@ def test_the_written_datasets_are_the_split_documents(library: Path, tmp_path: P
 
 
 # Opens the corpus of the library argv[1] in the cache argv[2], and prints `built` if it builds. The pause of rank 1, in
-# which rank 0 gets the lock, ends when rank 0 has it, however slow the machine is.
+# which rank 0 gets the lock, ends when rank 0 has it, or after 200 s.
 OPEN = """
 import sys, time
 from pathlib import Path
@@ -93,7 +91,8 @@ from data import builtin
 library, cache, build = Path(sys.argv[1]), Path(sys.argv[2]), builtin.build_corpus
 
 def pause(_):
-    while not any(path.is_dir() for path in cache.glob("builtin-*")):
+    end = time.monotonic() + 200
+    while time.monotonic() < end and not any(path.is_dir() for path in cache.glob("builtin-*")):
         time.sleep(0.01)
 
 builtin.standard_library, builtin.time = lambda: library, SimpleNamespace(sleep=pause)
@@ -104,10 +103,9 @@ builtin.open_builtin(300, cache)
 
 
 def test_two_processes_build_once_and_rank_0_reports_it(library: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OPEN, str(library), str(tmp_path / "cache")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environments = [{**os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank)} for rank in range(2)]
-    ranks = [subprocess.Popen(command, env=environment, text=True, **pipes) for environment in environments]
+    (tmp_path / "open.py").write_text(OPEN)
+    command = [tmp_path / "open.py", library, tmp_path / "cache"]
+    ranks = [Program(command, {**os.environ, "RANK": str(rank)}, errors_apart=True) for rank in range(2)]
     (first, lines), other = (rank.communicate(timeout=300) for rank in ranks)
     assert (first, other) == ("built\n", ("", "")) and [rank.returncode for rank in ranks] == [0, 0], lines
     begin, training = lines.splitlines()

@@ -72,7 +72,8 @@ def test_the_order_is_the_same_on_any_number_of_ranks_and_from_any_step(
 
 
 def test_phases_may_have_their_own_batch_sizes_and_sequence_lengths() -> None:
-    """The rows are the schedule's samples, in a short phase cut into several rows, on any number of ranks."""
+    """The rows are the schedule's samples on any number of ranks. A phase with shorter sequences cuts each sample into
+    several rows."""
     phases = [
         Phase("small", steps=3, blend={"code": 0.7, "prose": 0.3}, global_batch_size=4),
         Phase("large", steps=2, blend={"code": 0.7, "prose": 0.3}, global_batch_size=12),

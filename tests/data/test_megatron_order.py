@@ -191,8 +191,8 @@ def test_a_resume_with_other_megatron_settings_is_refused(streams: dict[str, Ind
 
 
 def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
-    """Sets that data.validation names replace it. Phases with one blend are one Megatron run. Its batches may grow, as
-    with --rampup-batch-size."""
+    """Sets that data.validation names replace the held-out share. Consecutive phases with the same blend are one
+    Megatron run, whose batches may grow, as with --rampup-batch-size."""
     case = NAMED["single_split"]
     write_datasets(case, tmp_path)
 

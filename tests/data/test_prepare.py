@@ -36,7 +36,7 @@ from scripts import prepare_data
 from tests.data import killed
 from tests.data.megatron_cases import write_pair
 from tests.data.streams import document, write
-from tests.programs import ROOT
+from tests.programs import ROOT, as_child
 
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
 ALL = Options(validation=0)
@@ -249,7 +249,7 @@ def test_refusals_are_one_line(
 def started(*arguments: object) -> subprocess.Popen[str]:
     """Start killed.py with these arguments."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.data.killed", *map(str, arguments)],
+        as_child([sys.executable, "-m", "tests.data.killed", *map(str, arguments)]),
         env={**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"},
         cwd=ROOT,
         stdout=subprocess.PIPE,

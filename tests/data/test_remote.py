@@ -157,7 +157,7 @@ def test_temporary_faults_are_retried_and_lasting_ones_raised(
     assert np.array_equal(remote.tokens(NUM_TOKENS - 10, 10), local.tokens(NUM_TOKENS - 10, 10))
 
 
-def test_errors_that_a_retry_does_not_help_are_raised_at_once(
+def test_errors_that_a_retry_cannot_fix_are_raised_at_once(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for prefix in ("s3://bucket/corpus/none", "s3://no-such-bucket/none"):

@@ -77,7 +77,7 @@ def test_wrong_entries_are_named_with_their_file(folder: Path, content: str | No
 
 @pytest.mark.parametrize("value", [["web_*"], ["web_held_out"], ["web_0", "link.idx"]])
 def test_training_on_a_validation_file_is_refused(tmp_path: Path, value: list[str]) -> None:
-    """It is recognized by a pattern, by its name and by a link to it."""
+    """The sources name it by a pattern, by its name, or by a link to it."""
     for name in ("web_0", "web_held_out"):
         write_random(tmp_path / name, 100)
     for ending in ("idx", "bin"):

@@ -21,7 +21,7 @@ from data.schedule import Phase, PhaseSchedule
 from data.workers import LoaderError
 from megatron_fp4.runtime.progress import state_of_process
 from tests.data.streams import PicklesOnce, SlowStream
-from tests.programs import ROOT, wait_until, wait_until_gone
+from tests.programs import ROOT, as_child, wait_until, wait_until_gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 SIGNALS = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
@@ -58,7 +58,7 @@ def a_rank() -> None:
 
 def test_workers_ignore_signals_and_die_with_a_killed_rank() -> None:
     rank = subprocess.Popen(
-        [sys.executable, "-m", "tests.data.test_workers"],
+        as_child([sys.executable, "-m", "tests.data.test_workers"]),
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,

@@ -59,7 +59,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, and `reshard`. num_micro_batches: per step, of all ranks together."""
+    """A mesh, and settings of data parallelism. num_micro_batches: per step, of all ranks together."""
 
     world: int
     tensor: int = 1

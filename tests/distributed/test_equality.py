@@ -38,7 +38,8 @@ pytestmark = pytest.mark.slow
 
 PRECISIONS = {"fp32": 2, "nvfp4": 1}
 MESHES = ["tp2_without_sequence_parallel", "dp2", "tp2_dp2", "tp2_dp2_each", "hsdp2_dp2"]
-# With sequence parallelism, ranks cannot share the tokens of an odd number of rows evenly without padding.
+# Each step of generation has one token per prompt: three tokens, or one. With sequence parallelism, two ranks cannot
+# share them evenly without padding.
 PROMPTS = ([5], [1, 2, 3], list(range(40)))
 SETTINGS = (Settings(9), Settings(9, Sampling(0.9, 0.9, seed=3), stop=11))
 
@@ -112,7 +113,7 @@ def assert_codes_equal(rank: Result, one: Result) -> None:
     """The same bits. Equal gradients do not show this: a change of the smallest code of in_proj changes no gradient by
     1e-6."""
     assert rank.codes and all(len(gemms) == 6 * 3 for gemms in rank.codes.values())
-    torch.testing.assert_close(rank.codes, {step: one.codes[step] for step in rank.codes}, rtol=0, atol=0)
+    torch.testing.assert_close(rank.codes, {key: one.codes[key] for key in rank.codes}, rtol=0, atol=0)
 
 
 def assert_gradients_equal(rank: Result, one: Result, tolerance: float = 1e-6) -> None:

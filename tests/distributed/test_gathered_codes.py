@@ -46,8 +46,8 @@ BF16_STEP, PROBED_STEP, EVALUATED_STEP = 3, 1, 2
 
 @dataclass
 class Outcome:
-    """losses, weights: of the run. gathers: how often each step gathered codes of a weight. as_codes: for each step, 1
-    or 0 for each forward pass of a linear, whether its weight was codes."""
+    """losses, weights: of the run. gathers: how often each step gathered codes of a weight. as_codes: for each
+    step, a number for each forward pass of a linear: 1 if its weight was codes, else 0."""
 
     losses: list[float] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)

@@ -131,7 +131,8 @@ def test_codes_do_not_depend_on_the_tensor_parallel_size(tensor, precision, sequ
 
 
 def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:
-    """`run` with operands packed as by a GPU's kernels; also the kernels that unpacked some, and the messages."""
+    """`run` with operands packed as by a GPU's kernels. Returns also the names of the unpacking kernels that were
+    launched, and the messages."""
     kernels, packed = kernel_layout.UnpackingKernels(), replace(FORMATS["nvfp4"], fused=(kernel_layout.PackedFP4,))
     sent: list[Message] = []
     weights_as_values = mock.patch.object(emulated, "keeps_codes", lambda _: False)

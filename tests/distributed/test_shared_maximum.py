@@ -19,7 +19,7 @@ from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
 
-# The operands that are sharded if input features are, and if output features are.
+# The operands that are sharded if ranks share the input features (in_shards) or the output features (out_shards).
 SHARED = {
     "in_shards": ["fprop_activation", "wgrad_activation", "fprop_weight", "dgrad_weight"],
     "out_shards": ["fprop_weight", "dgrad_weight", "dgrad_gradient", "wgrad_gradient"],

@@ -110,7 +110,7 @@ class Job:
         return folder
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Call the exports as each step does until the condition holds."""
+        """Call the exports' `saved` again and again, as the steps of a run do, until the condition holds."""
         wait_until(lambda: self.exports.saved([]) or condition())
 
     def names(self, folder: str) -> list[str]:

@@ -77,11 +77,13 @@ def test_a_rank_that_no_longer_writes_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGSTOP, "stopped"), (signal.SIGKILL, "gone")])
 def test_a_stopped_or_killed_process_on_this_host_is_named(tmp_path: Path, number: signal.Signals, word: str) -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
-        child.send_signal(number)
-        wait_until(lambda: state_of_process(child.pid) is not None)
-        write(tmp_path, report(0, **HERE), report(1, host=HERE["host"], pid=child.pid))
-        found = diagnose(tmp_path, report(0), 2, wait=lambda: pytest.fail("waited, though the fault is visible"))
-        child.kill()
+        try:
+            child.send_signal(number)
+            wait_until(lambda: state_of_process(child.pid) is not None)
+            write(tmp_path, report(0, **HERE), report(1, host=HERE["host"], pid=child.pid))
+            found = diagnose(tmp_path, report(0), 2, wait=lambda: pytest.fail("waited, though the fault is visible"))
+        finally:
+            child.kill()
     assert f"rank 1 (process {child.pid} on {HERE['host']}): its process is {word}" in found
     assert (f"`kill -CONT {child.pid}`" in found) == (word == "stopped")
 

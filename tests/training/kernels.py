@@ -70,7 +70,8 @@ class Kernel:
 
 
 def install(fastest: int, sizes: tuple[int, ...] = (64, 32, 128)) -> dict[str, Kernel]:
-    """Install a package mamba_ssm in this process: `scan`, whose configurations have hooks, `norm`, with heuristics.
+    """Install a package mamba_ssm in this process with two kernels: `scan`, whose configurations have hooks, and
+    `norm`, which has heuristics.
 
     fastest: the block size that measurements find fastest. sizes: the block sizes of the configurations.
     """

@@ -170,7 +170,8 @@ def test_the_limits_of_spikes_by_their_definition() -> None:
 
 
 def test_what_is_not_a_spike() -> None:
-    """Noise, falling numbers and steps after a short history or at a phase's start are none. Bad steps do not count."""
+    """No spikes are noise, falling numbers, and steps after a short history or at the start of a phase; with
+    action=none there are none at all. Spikes and steps that are not finite do not enter the history."""
     assert feed(spikes_of(), noisy(2000)) == []
     assert feed(spikes_of(**TRACKED), [(10 * 0.9**i + 2, 5 * 0.9**i + 1) for i in range(60)]) == []
     assert feed(spikes_of(**TRACKED), [(2.0, 1.0)] * 7 + [(99.0, 99.0)]) == []

@@ -27,7 +27,8 @@ from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, to
 
 
 def always(loss: float, norm: float) -> bool:
-    """With a function to judge spikes, the host decides about updates. SGD cannot skip one on the device."""
+    """Judges no step to be a spike. With such a function the host decides about updates, which SGD needs: it cannot
+    skip one on the device."""
     return True
 
 
