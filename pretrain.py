@@ -43,12 +43,12 @@ from megatron_fp4.config.checks import check_launch
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.run_log import TimeLedger
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
+from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.runtime.errors import ExitCode, exit_code_of, run_program
 from megatron_fp4.runtime.progress import Progress, record_collectives
 from megatron_fp4.runtime.run_state import RunState, report_ending, sole_run
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
-from megatron_fp4.training.build import device_type_of, plans_of, set_determinism
+from megatron_fp4.training.build import device_type_of, join_ranks, plans_of
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import LinearCheck, QuantizationDiagnostics, ReplayCheck, SelfTest, Switch
@@ -117,9 +117,7 @@ def only_run(config: Config, times: TimeLedger, signals: StopRequest) -> Iterato
     progress.observer = times.at
     progress.at(0, "process group")
     record_collectives(run_dir)
-    device = init_distributed(device_type_of(config), timeout)
-    set_determinism(config.run.deterministic)
-    mesh = build_mesh(config.parallel, device)
+    mesh = join_ranks(config, models)
     logging.basicConfig(level=logging.WARNING if mesh.rank else logging.INFO, format="%(message)s")
     with (
         sole_run(run_dir, lambda: signals.requested),

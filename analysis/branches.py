@@ -45,7 +45,7 @@ from megatron_fp4.logging.files import replace_text
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.runtime.errors import DivergedError
-from megatron_fp4.runtime.revision import revision
+from megatron_fp4.runtime.revision import made_by
 from megatron_fp4.training.build import check, execution_of, plans_of, why_eager
 from megatron_fp4.training.callbacks.bad_steps import SkippedSteps, Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
@@ -149,9 +149,7 @@ def train_all(
     facts = {
         "checkpoint": hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()[:16],
         "steps": [start + 1, start + steps],
-        "commit": revision(),
-        "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
+        **made_by(mesh.device),
         "ranks": mesh.world_size,
     }
     branches: dict[str, Branch] = {}

@@ -248,14 +248,12 @@ def open_held_out(config: Any) -> tuple[DataBundle, list[ValidationSet]]:
 
 def _facts(run: RunData) -> dict[str, dict[str, Any]]:
     """What must be equal on all ranks, by a name for it: JSON values."""
-    fingerprint = dict(run.loader.fingerprint)
-    del fingerprint["sources"]
     facts = {
         f"{what} {name}": {"num_tokens": stream.num_tokens, "identity": stream.identity()}
         for what, streams in (("source", run.bundle.train), ("validation source", run.bundle.validation))
         for name, stream in streams.items()
     }
-    return {**facts, "the tokenizer": run.fingerprint, "the configuration": fingerprint}
+    return {**facts, "the tokenizer": run.fingerprint}
 
 
 T = TypeVar("T")

@@ -41,11 +41,10 @@ from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.measure.diagnostics import LinearMeasurement, Probe
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.plan import LinearShape
 from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
 from megatron_fp4.runtime.errors import run_command
-from megatron_fp4.training.build import check, plans_of, set_determinism
+from megatron_fp4.training.build import check, join_ranks, plans_of
 from megatron_fp4.training.step import ALONE, accumulate
 from megatron_fp4.training.trainer import Trainer
 from models import provider as models
@@ -84,10 +83,7 @@ def analyze(options: argparse.Namespace) -> int:
     kept = number_in_bf16(len(shapes), options.budget)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     check(config, models, data, int(os.environ.get("WORLD_SIZE", 1)), device_type)
-    device_type = device_type if config.run.device == "auto" else config.run.device
-    device = init_distributed(device_type, config.parallel.timeout_seconds)
-    set_determinism(config.run.deterministic)
-    run = Trainer(config, models, data, [], build_mesh(config.parallel, device), quiet=True)
+    run = Trainer(config, models, data, [], join_ranks(config, models), quiet=True)
     run.checkpointer.initialize(
         str(checkpoint), run.model, run.precision.step_state, resumed=False, allow_mismatch=True
     )

@@ -38,12 +38,12 @@ from torch import nn
 from data.storage import default_cache_dir
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
-from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, init_distributed
+from megatron_fp4.parallel.mesh import ParallelMesh, end_process
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.errors import run_command
-from megatron_fp4.training.build import device_type_of, graphs_for, initialized_model, set_determinism
+from megatron_fp4.training.build import graphs_for, initialized_model, join_ranks
 from megatron_fp4.training.callbacks.kernels import pin_kernels, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.providers import MicroBatch
@@ -194,10 +194,8 @@ def parallel(options: argparse.Namespace) -> int:
     tensor parallelism keep it."""
     baseline = json.loads(options.against.read_text()) if options.against else None
     config = configure(options.overrides)
-    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
-    on_gpu = device.type == "cuda"
-    set_determinism(config.run.deterministic)
-    mesh, step_state = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
+    mesh, step_state = join_ranks(config, model_provider), StepState(seed=config.run.seed)
+    device, on_gpu = mesh.device, mesh.device.type == "cuda"
     model, controller = initialized_model(config, model_provider, mesh, step_state)
     optimizer, plan = build_optimizer(model, config.optimizer), controller.plan
     graphs = graphs_for(config, model_provider, mesh, model, controller.linears, print)

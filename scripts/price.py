@@ -35,10 +35,10 @@ from megatron_fp4.config.compose import as_saved, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.console import short_number
 from megatron_fp4.logging.files import check_place
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
+from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.errors import ExitCode, error_line
-from megatron_fp4.training.build import backend_of, device_type_of, set_determinism
+from megatron_fp4.training.build import backend_of, join_ranks
 from models import provider as models
 from pretrain import CONFIGS
 
@@ -89,9 +89,7 @@ def price(options: argparse.Namespace) -> None:
     planned = None if options.gpu is None else _planned(options, recipes[0])
 
     saved = BranchFile(options.output, writes=not place_in_run().rank)
-    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
-    set_determinism(config.run.deterministic)
-    mesh = build_mesh(config.parallel, device)
+    mesh = join_ranks(config, models)
     emulated = [name for name, of in recipes[0].items() if name != BASE and backend_of(of, models).name == "emulated"]
     has = f"this model has {short_number(parameters)} parameters"
     doubts = [line for folder in checkpoints for line in cautions(folder, CONFIGS, config.train.steps)]

@@ -46,9 +46,9 @@ from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.logging.files import METRICS_FILE, iterate_records
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.runtime.errors import run_command
-from megatron_fp4.training.build import check, device_type_of, set_determinism
+from megatron_fp4.runtime.revision import changed_facts, made_by
+from megatron_fp4.training.build import check, join_ranks
 from megatron_fp4.training.callbacks.bad_steps import Spikes
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.numerics import Switch
@@ -104,10 +104,10 @@ def replay(options: argparse.Namespace) -> int:
     begin(trainer, origin, start)
     differing = compare(trainer, start, last, recorded)
     name_wrong_ranks(trainer, [r for r in records if r.get("event") == "replicas" and r["step"] == last])
-    made_with, here = read_manifest(origin).torch_version, str(torch.__version__)
     say(trainer, f"{last - start - differing} of {last - start} steps are equal to the last bit")
-    if differing and made_with != here:
-        say(trainer, f"the checkpoint is from torch {made_with}, this is {here}: kernels differ between versions")
+    if differing and (made_with := read_trainer(origin).get("made_by")):
+        for name, before, now in changed_facts(made_with, made_by(trainer.mesh.device)):
+            say(trainer, f"changed since the checkpoint, so the numbers may: {name} {before} -> {now}")
     return 4 if differing else 0
 
 
@@ -166,12 +166,11 @@ def open_run(checkpoint: Path, overrides: list[str], rollbacks: Mapping[int, Pat
             f"command with torchrun on {made_with} ranks"
         )
     check(config, models, data, ranks, "cuda" if torch.cuda.is_available() else "cpu")
-    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
-    set_determinism(True)
+    mesh = join_ranks(config, models)
     kernels = Kernels(data.default_cache_dir() / "autotuning")
     kernels.load_state_dict(saved.get("autotuning"))  # also for a replay from the initial weights
     callbacks = [kernels, Switch(), RecordedSpikes(config.spikes, rollbacks)]
-    trainer = Trainer(config, models, data, callbacks, build_mesh(config.parallel, device), quiet=True)
+    trainer = Trainer(config, models, data, callbacks, mesh, quiet=True)
     trainer.graphs = None  # eager steps give the same bits and can fail in fewer ways
     return trainer
 

@@ -20,7 +20,7 @@ from data.indexed import write_dataset
 from megatron_fp4.logging.run_log import TimeLedger
 from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
-from megatron_fp4.training import trainer
+from megatron_fp4.training import build, trainer
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import accumulate
 from tests.test_pretrain import SMALL
@@ -90,7 +90,7 @@ def spiked_run(
 
     callbacks = pretrain.callbacks_of(config)
     with (
-        mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(build, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "callbacks_of", lambda _: [*callbacks, Beginnings()]),
         mock.patch.object(trainer, "accumulate", spiking(rank, spikes, factor)),
     ):

@@ -127,7 +127,8 @@ def test_determinism_is_set_before_inductor_is_imported() -> None:
     code = (
         "import sys, os, pretrain\n"
         "assert 'torch._inductor.config' not in sys.modules\n"
-        "pretrain.set_determinism(True)\n"
+        "from megatron_fp4.training.build import set_determinism\n"
+        "set_determinism(True)\n"
         "import torch._inductor.config as inductor\n"
         "assert inductor.deterministic\n"
         "os._exit(0)\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import pretrain
 from data.indexed import write_dataset
@@ -167,6 +168,18 @@ def test_a_branch_resumes_from_its_own_checkpoints(finished: Path, start: Start,
     assert "is finished" in start(branch, command)
     output = start(branch, f"checkpoint.resume={checkpoint(finished, 2)}", code=2)
     assert str(checkpoint(finished, 4)) in output and "another run.dir" in output
+
+
+def test_a_resume_with_other_code_or_on_another_machine_says_so(
+    copy: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = trainer.made_by(torch.device("cpu"))
+    monkeypatch.setattr(trainer, "made_by", lambda _: now | {"torch": "2.99", "ATEN_CPU_CAPABILITY": "DEFAULT"})
+    shutil.rmtree(checkpoint(copy, 8))
+    output = start(copy)
+    for key, value in (("torch", "2.99"), ("ATEN_CPU_CAPABILITY", "DEFAULT")):
+        assert f"changed since the checkpoint: {key} {now[key]} -> {value}\n" in output
+    assert output.count("changed since the checkpoint") == 2 and len(records(copy, "made_by")[0]["changes"]) == 2
 
 
 def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Start, tmp_path: Path) -> None:

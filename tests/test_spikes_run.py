@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fp4.training import trainer
+from megatron_fp4.training import build, trainer
 from scripts import replay
 from tests.spiked_run import small_corpus, spiked_run, spiking
 from tests.test_pretrain import assert_same_checkpoint, records
@@ -43,7 +43,7 @@ def _replayed(rank: int, run_dir: Path, spikes: list[int]) -> tuple[int, str]:
     with (
         contextlib.redirect_stdout(printed),
         mock.patch.dict("os.environ", WORLD_SIZE="2"),
-        mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(build, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(trainer, "accumulate", spiking(rank, spikes, 20.0)),
     ):
         arguments = [f"{run_dir}/checkpoints/step_00000005", "--steps", "7", "--trust-config"]

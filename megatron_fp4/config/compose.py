@@ -37,8 +37,8 @@ from megatron_fp4.config.schema import ADDED, Config, ConfigError
 _T = TypeVar("_T")
 # The group of which a user may choose several options, or none.
 _SEVERAL = "experiment"
-# Keys of a checkpoint's configuration: those that name data, those that change the model, those about one start.
-_DATA = ("data.sources", "data.validation", "data.tokenizer", "data.cache_dir")
+# Keys of a configuration: those that name data, those that change the model, those about one start.
+NAMES_DATA = ("data.sources", "data.validation", "data.tokenizer", "data.cache_dir")
 _OF_THE_MODEL = ("model.", "precision.", "after_switch.")
 _OF_A_START = ("run.dir", "checkpoint.", "logging.")
 # The keys that define a recipe.
@@ -126,7 +126,7 @@ def _without_environment(saved: Mapping[str, Any], given: Collection[str], opens
     kept: dict[str, Any] = copy.deepcopy(dict(saved))
     for key, value in [*leaves(saved)]:
         looked_up, used = "${" in str(value), opens_data or key.startswith(_OF_THE_MODEL)
-        names_data = opens_data and key.startswith(_DATA) and value not in (None, {}, [])
+        names_data = opens_data and key.startswith(NAMES_DATA) and value not in (None, {}, [])
         if key in given or not (looked_up or names_data):
             continue
         if names_data or (used and not key.startswith(_OF_A_START)):

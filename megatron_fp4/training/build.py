@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +20,7 @@ from megatron_fp4.config.checks import place_in_run, validate
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.emulated import codes_transpose, side_of
 from megatron_fp4.precision.plan import Plan, PrecisionController, PrecisionSwitch, build_plan, recipes_in
@@ -36,6 +38,7 @@ from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.runtime.errors import error_line, is_user_error
+from megatron_fp4.runtime.revision import check_same, made_by, settings_of
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import WSDSchedule
 from megatron_fp4.training.providers import DataProvider, ModelProvider
@@ -161,6 +164,17 @@ def device_type_of(config: Config) -> str:
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def join_ranks(config: Config, models: ModelProvider) -> ParallelMesh:
+    """Join the run's other ranks; returns the mesh. A collective. Raises ConfigError on all ranks if they differ in
+    anything that makes numbers: configuration, precision plans, code, libraries, kind of device."""
+    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
+    set_determinism(config.run.deterministic)
+    plans = json.dumps([plan and plan.as_dict() for plan in plans_of(config, models)])
+    plan = {"precision plan": hashlib.sha256(plans.encode()).hexdigest()[:12]}  # may come from a file
+    check_same({**made_by(device), **settings_of(config), **plan})
+    return build_mesh(config.parallel, device)
 
 
 def sharded_model(

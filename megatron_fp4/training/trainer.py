@@ -40,7 +40,7 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.support import agreed_backend
 from megatron_fp4.runtime.errors import ExitCode, printed_at_once
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.runtime.revision import revision
+from megatron_fp4.runtime.revision import changed_facts, made_by, revision
 from megatron_fp4.runtime.signals import StopConditions
 from megatron_fp4.training.build import (
     backend_of,
@@ -351,6 +351,7 @@ class Trainer:
         return {
             "version": __version__,
             "commit": revision(),
+            "made_by": made_by(self.mesh.device),
             "loader": self.data.loader.state_dict(),
             **{callback.name: callback.state_dict() for callback in self.callbacks if callback.name},
             "plan": self.precision.plan.as_dict(),
@@ -465,6 +466,10 @@ class Trainer:
             lines = config_diff.change_lines(changes)
             lines += config_diff.consequences(saved, self.config, switch, start)
             self.log.found("configuration", lines, changes=[change._asdict() for change in changes])
+        if made_with := resumed.trainer.get("made_by"):
+            others = [config_diff.Change(*change) for change in changed_facts(made_with, made_by(self.mesh.device))]
+            if others:
+                self.log.found("made_by", config_diff.change_lines(others), changes=[one._asdict() for one in others])
         if changed_data := self.data.loader.changes:
             self.log.found("data", changed_data, changes=changed_data)
 

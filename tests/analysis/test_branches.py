@@ -20,7 +20,7 @@ from analysis import branches
 from analysis.branches import Branch
 from analysis.recipes import HeldOut, Pair
 from megatron_fp4.config.compose import as_saved, config_from_saved
-from megatron_fp4.training import trainer
+from megatron_fp4.training import build, trainer
 from megatron_fp4.training.step import StepResult
 from pretrain import CONFIGS
 from scripts import price
@@ -219,9 +219,8 @@ def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float]
     split = [*overrides, "parallel.tensor=2", "checkpoint.interval=1", "train.steps=2", "validation.interval=0"]
     output = Path(folder) / "kept.json"
     with (
-        mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(build, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "leave_distributed", lambda: None),
-        mock.patch.object(price, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(price, "leave_distributed", lambda: None),
     ):
         assert pretrain.main([*split, "precision=nvfp4", "precision.switch.when=never", f"run.dir={folder}/run"]) == 0

@@ -22,6 +22,7 @@ from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.runtime import signals
 from megatron_fp4.runtime.errors import ExitCode, exit_code_of
 from megatron_fp4.runtime.signals import StopConditions, StopRequest
+from megatron_fp4.training import build
 from megatron_fp4.training.callbacks import replicas
 from megatron_fp4.training.callbacks.replicas import Difference, Replicas, ReplicasError
 from megatron_fp4.training.trainer import Callback, Step, Trainer
@@ -116,8 +117,7 @@ def _run(rank: int, overrides: list[str], run_dir: Path) -> tuple[str, str]:
     os.environ["WORLD_SIZE"] = "2"
     callbacks, printed, message = pretrain.callbacks_of, io.StringIO(), ""
     with (
-        mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
-        mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(build, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "callbacks_of", lambda config: [*callbacks(config), Disturb()]),
         mock.patch.object(signals, "LOOK_EVERY", 0.0),
     ):
