@@ -94,7 +94,8 @@ class MicroBatch:
 class MicroBatchLoader:
     """Loads one rank's micro-batches, step by step.
 
-    sources: at least those that the schedule names, all with the same seq_length and seed. num_workers: processes that
+    sources: at least those that the schedule names, all with the same seq_length and seed. rank, num_ranks: of the
+    ranks that compute other micro-batches. num_workers: processes that
     prepare the micro-batches of the next two steps; with 0 the rank reads each micro-batch when it needs it. device:
     the rank's; for a GPU, micro-batches are in page-locked memory. timeout_seconds: how long to wait for the workers
     before an error that names them; 0: without limit. masked, boundary_loss: `data.documents=masked`,
@@ -106,8 +107,8 @@ class MicroBatchLoader:
     schedule: PhaseSchedule
     sources: Mapping[str, Samples]
     micro_batch_size: int
-    dp_rank: int
-    dp_size: int
+    rank: int
+    num_ranks: int
     num_workers: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     allow_other_data: bool = False
@@ -126,13 +127,13 @@ class MicroBatchLoader:
 
     def __post_init__(self) -> None:
         for span in self.schedule.spans:
-            assert span.batch_size % (self.micro_batch_size * self.dp_size) == 0, span
+            assert span.batch_size % (self.micro_batch_size * self.num_ranks) == 0, span
         self.schedule.check_sources(self.sources)
         self.sources = {name: self.sources[name] for name in self.schedule.source_names}
 
     def num_micro_batches(self, step: int) -> int:
         """How many micro-batches this rank gets in `step`, counted from 0."""
-        return self.schedule.span(step).batch_size // (self.micro_batch_size * self.dp_size)
+        return self.schedule.span(step).batch_size // (self.micro_batch_size * self.num_ranks)
 
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step. The workers run until
@@ -144,7 +145,7 @@ class MicroBatchLoader:
                     batch = list(itertools.islice(batches, self.num_micro_batches(step)))
                 except LoaderError as error:
                     raise LoaderError(
-                        f"no data for step {step + 1} (data-parallel rank {self.dp_rank}, host {socket.gethostname()}, "
+                        f"no data for step {step + 1} (data-parallel rank {self.rank}, host {socket.gethostname()}, "
                         f"data.num_workers={self.num_workers}): {error}"
                     ) from error
                 self.consumed_samples = self.schedule.samples_before(step + 1)
@@ -156,7 +157,7 @@ class MicroBatchLoader:
         for step in range(start_step, end_step):
             count = self.num_micro_batches(step)
             for turn in range(count):
-                index = self.dp_rank * count + turn if self.consecutive else turn * self.dp_size + self.dp_rank
+                index = self.rank * count + turn if self.consecutive else turn * self.num_ranks + self.rank
                 yield self.schedule.samples_before(step) + index * self.micro_batch_size
 
     def _batches(self, start_step: int, end_step: int) -> Generator[MicroBatch, None, None]:

@@ -1,8 +1,8 @@
 """The data of a run from its configuration; `pretrain.py` passes this module to the trainer.
 
 It opens the sources, lays out the phases, and gives each rank its share. Training begins only if all ranks opened the
-same data. `config` is the whole configuration; `mesh` has `dp_rank`, `dp_size`, `dp_group`, `consecutive` and
-`device`. megatron_fp4/training/providers.py lists what a trainer calls.
+same data. `config` is the whole configuration; `mesh` has `batch` (`rank`, `size` and `group` of the ranks that compute
+other micro-batches), `consecutive` and `device`. megatron_fp4/training/providers.py lists what a trainer calls.
 """
 
 from __future__ import annotations
@@ -189,21 +189,22 @@ def open_data(config: Any, mesh: Any, is_refusal: Callable[[Exception], bool]) -
     def opened() -> tuple[RunData, list[torch.Tensor]]:
         run = open_on_rank(config, mesh)
         # Each rank counts the targets of its share of the windows.
-        return run, [held_out.target_counts(mesh.dp_rank, mesh.dp_size) for held_out in run.validation]
+        return run, [held_out.target_counts(mesh.batch.rank, mesh.batch.size) for held_out in run.validation]
 
     run, shares = open_on_all_ranks(opened, lambda found: _facts(found[0]), is_refusal)
     lengths = None if run.bundle.tokenizer is None else run.bundle.tokenizer.byte_lengths()
     statistics = {}
     for held_out, share in zip(run.validation, shares, strict=True):
         counts = share.to(mesh.device)
-        dist.all_reduce(counts, group=mesh.dp_group)
+        dist.all_reduce(counts, group=mesh.batch.group)
         statistics[held_out.name] = held_out.statistics(counts.cpu(), lengths)
     return replace(run, statistics=statistics)
 
 
 def open_alone(config: Any) -> RunData:
     """The data of a run, for a single process that does not train."""
-    return open_on_rank(config, SimpleNamespace(dp_rank=0, dp_size=1, consecutive=False, device=torch.device("cpu")))
+    alone = SimpleNamespace(rank=0, size=1)
+    return open_on_rank(config, SimpleNamespace(batch=alone, consecutive=False, device=torch.device("cpu")))
 
 
 def open_on_rank(config: Any, mesh: Any) -> RunData:
@@ -221,8 +222,8 @@ def open_on_rank(config: Any, mesh: Any) -> RunData:
         schedule,
         sources,
         train.micro_batch_size,
-        mesh.dp_rank,
-        mesh.dp_size,
+        mesh.batch.rank,
+        mesh.batch.size,
         data.num_workers,
         device=mesh.device,
         allow_other_data=config.checkpoint.allow_mismatch,

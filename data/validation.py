@@ -70,16 +70,16 @@ class ValidationSet:
             numbers = torch.from_numpy(np.stack([document_numbers(self.stream, at, length + 1) for at in starts]))
         return MicroBatch.of(index, torch.from_numpy(rows), numbers, self.boundary_loss)
 
-    def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> HeldOutBatches:
-        """This rank's share: the micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order. The last
+    def batches(self, micro_batch_size: int, rank: int, num_ranks: int) -> HeldOutBatches:
+        """This rank's share: the micro-batches rank, rank + num_ranks, ... of the windows in order. The last
         micro-batch may have fewer windows. A rank may have one micro-batch fewer than others, perhaps none."""
-        return HeldOutBatches(self, micro_batch_size, range(dp_rank, -(-self.num_samples // micro_batch_size), dp_size))
+        return HeldOutBatches(self, micro_batch_size, range(rank, -(-self.num_samples // micro_batch_size), num_ranks))
 
-    def target_counts(self, dp_rank: int = 0, dp_size: int = 1) -> torch.Tensor:
+    def target_counts(self, rank: int = 0, num_ranks: int = 1) -> torch.Tensor:
         """How often each token is a target with a loss, in this rank's share of the windows: int64 [vocab_size].
         Raises ValueError for a token id outside the model's vocabulary."""
         counts = torch.zeros(self.vocab_size, dtype=torch.int64)
-        for batch in self.batches(_BLOCK, dp_rank, dp_size):
+        for batch in self.batches(_BLOCK, rank, num_ranks):
             counts += torch.bincount(batch.targets[batch.targets >= 0], minlength=self.vocab_size)
         return counts
 

@@ -201,7 +201,7 @@ def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) 
 
 def logits_of_all_ids(logits: Tensor, mesh: ParallelMesh) -> Tensor:
     """This rank's logits [rows, vocab / tp] -> FP32 [rows, vocab]."""
-    if mesh.tp_size > 1:
+    if mesh.tensor.size > 1:
         logits = all_gather_tokens(logits.t(), mesh).t()
     return logits.to(torch.float32)
 

@@ -211,7 +211,7 @@ class Attention(Mixer):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
         self.heads_per_group, self.head_dim = config.num_query_heads // config.num_kv_heads, config.head_dim
-        self.num_local_groups = config.num_kv_heads // mesh.tp_size
+        self.num_local_groups = config.num_kv_heads // mesh.tensor.size
         self.rope_base = config.rope_base if config.rope else None
         self._split = execution.recomputed(execution.pure(split_heads))
         self._attend = execution.kernel("attention", attend_fused if execution.compiled else attend)

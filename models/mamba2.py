@@ -255,7 +255,7 @@ class Mamba2(Mixer):
         heads, groups = config.mamba_num_heads, config.mamba_num_groups
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
         self.chunk_size = config.mamba_chunk_size
-        self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
+        self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tensor.size
         # Of x, B and dt in a group.
         self._widths = self.heads_per_group * self.head_dim, self.state_dim, self.heads_per_group
         into, out = self.linears(config)

@@ -75,12 +75,13 @@ def check_exceptions(exceptions: Iterable[ExceptionConfig], key: str) -> None:
                 )
 
 
-def shared_by_tensor_ranks(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Key of a checked configuration -> (number that the tensor-parallel size must divide, the key's value)."""
+def divided_counts(config: ModelConfig) -> dict[str, dict[str, tuple[int, int]]]:
+    """By the key of a mesh axis: key of a checked configuration -> (count that the axis's ranks divide among them, the
+    key's value)."""
     shared = {"model.vocab_size": (config.vocab_size, config.vocab_size)}
     for mixer in reversed(mixers_of(config.pattern)):  # the most frequent reasons for a refusal come first
         shared |= mixer.shared_by_tensor_ranks(config)
-    return shared
+    return {"tensor": shared}
 
 
 def linear_shapes(config: ModelConfig) -> list[LinearShape]:

@@ -9,12 +9,12 @@ from models.pattern import (  # noqa: F401
     check_exceptions,
     choose_execution,
     describe_execution,
+    divided_counts,
     forward_flops_per_token,
     kernel_facts,
     linear_shapes,
     parameter_count,
     parts,
-    shared_by_tensor_ranks,
     training_flops_per_token,
 )
 from models.planned import planned_execution  # noqa: F401

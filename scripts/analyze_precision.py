@@ -98,7 +98,7 @@ def analyze(options: argparse.Namespace) -> int:
             "recipe": config.precision.name,
             "ranked_by": options.gemm,
             "budget": options.budget,
-            "micro_batches": measured * run.mesh.dp_size,
+            "micro_batches": measured * run.mesh.batch.size,
         }
         options.output.write_text(plan_file(ranked, kept, errors, facts))
         print(f"{kept} of {len(ranked)} linears stay in BF16: {options.output}")

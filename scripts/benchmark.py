@@ -177,7 +177,7 @@ def random_micro_batches(config: Config, mesh: ParallelMesh) -> list[MicroBatch]
     rows, length = config.train.micro_batch_size, config.train.sequence_length
     num_targets = None if config.data.boundary_loss else rows * length
     batches = []
-    for index in range(mesh.dp_rank, config.train.global_batch_size // rows, mesh.dp_size):
+    for index in range(mesh.batch.rank, config.train.global_batch_size // rows, mesh.batch.size):
         generator = torch.Generator().manual_seed(index)
         text = torch.randint(config.model.vocab_size, (rows, length + 1), generator=generator)
         parts = [text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.zeros(rows, length, dtype=torch.int32)]
@@ -233,8 +233,8 @@ def parallel(options: argparse.Namespace) -> int:
         "overrides": options.overrides,
         "machine": machine(device),
         "ranks": mesh.world_size,
-        "tensor": mesh.tp_size,
-        "data": mesh.dp_size,
+        "tensor": mesh.tensor.size,
+        "data": mesh.batch.size,
         "quantized_linears": f"{plan.num_quantized} of {len(plan.rows)}",
         "micro_batches_per_rank": len(batches),
         "first_step_seconds": seconds[0],
@@ -245,8 +245,8 @@ def parallel(options: argparse.Namespace) -> int:
     }
     memory = f"{found['peak_gib']:.1f} GiB, " if on_gpu else ""
     line = (
-        f"{mesh.world_size} x {machine(device)}, tensor {mesh.tp_size} x data {mesh.dp_size}: {median * 1e3:.1f} ms a "
-        f"step, {speed:,.0f} tokens/s, {memory}first step {seconds[0]:.1f} s"
+        f"{mesh.world_size} x {machine(device)}, tensor {mesh.tensor.size} x data {mesh.batch.size}: "
+        f"{median * 1e3:.1f} ms a step, {speed:,.0f} tokens/s, {memory}first step {seconds[0]:.1f} s"
     )
     if baseline is not None:
         ratio, ideal = speed / baseline["tokens_per_second"], mesh.world_size / baseline["ranks"]

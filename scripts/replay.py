@@ -217,7 +217,7 @@ def name_wrong_ranks(trainer: Trainer, events: Sequence[Mapping[str, Any]]) -> N
     No rank may have exactly the replayed values, because a wrong weight has changed the gradients of all ranks since.
     """
     mesh = trainer.mesh
-    if events and events[-1]["mesh"] != [mesh.dp_size, mesh.num_replicas, mesh.tp_size]:
+    if events and events[-1]["mesh"] != mesh.sizes:
         return say(trainer, "the ranks with different values cannot be compared, because this is another mesh")
     for difference in events[-1]["differences"] if events else []:
         name, distance = difference["names"][0], -1.0  # -1: this rank is not in the group

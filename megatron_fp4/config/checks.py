@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_fp4.config.axes import AXES
 from megatron_fp4.config.schema import Config, ConfigError
 
 # The smallest tile of quantization and of the Hadamard transform, in tokens or features.
@@ -21,15 +22,20 @@ _TILE = 16
 _MOST_RANKS = 2**20
 
 
-def validate(config: Config, world_size: int, device_type: str, shared: Mapping[str, tuple[int, int]]) -> None:
+# What the ranks of an axis divide without help of the model.
+_WITHOUT_THE_MODEL = {"batch", "rows"}
+
+
+def validate(
+    config: Config, world_size: int, device_type: str, divided: Mapping[str, Mapping[str, tuple[int, int]]]
+) -> None:
     """Raise ConfigError for the first setting, other than of model, recipes and data, that cannot run on `world_size`
     ranks.
 
-    device_type: of the machine, `cuda` or `cpu`. shared: the counts that tensor-parallel ranks divide among them: key
-    -> (count, value of the key).
+    device_type: of the machine, `cuda` or `cpu`. divided: the model's `divided_counts`.
     """
     for refusal in chain(
-        _mesh(config, world_size, shared),
+        _mesh(config, world_size, divided),
         _batch(config, world_size),
         _reproducible(config, world_size),
         _effects(config, world_size),
@@ -38,20 +44,29 @@ def validate(config: Config, world_size: int, device_type: str, shared: Mapping[
         raise ConfigError(refusal)
 
 
-def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-    tensor, replicate = config.parallel.tensor, config.parallel.replicate
-    if world_size % (tensor * replicate):
-        yield (
-            f"parallel.tensor={tensor} x parallel.replicate={replicate} does not divide the {world_size} ranks of this "
-            f"run; their product must be one of {_listed(_divisors(world_size))}"
-        )
-    for key, (count, value) in shared.items():
-        if count % tensor:
-            sizes = [size for size in _divisors(world_size) if all(count % size == 0 for count, _ in shared.values())]
+def _mesh(config: Config, world_size: int, divided: Mapping[str, Mapping[str, tuple[int, int]]]) -> Iterator[str]:
+    sizes = config.parallel.sizes
+    for axis in AXES:
+        size = 1 if axis.key is None else sizes[axis.key]
+        has_parts = axis.divides and (_WITHOUT_THE_MODEL.issuperset(axis.divides) or divided.get(axis.key or ""))
+        if size > 1 and not has_parts:
             yield (
-                f"parallel.tensor={tensor} does not divide {key}={value}; sizes that work for this model on "
-                f"{world_size} ranks: {_listed(sizes)}"
+                f"parallel.{axis.key}={size}, but nothing in this run is divided among the ranks of that axis; set "
+                f"parallel.{axis.key}=1"
             )
+    if world_size % math.prod(sizes.values()):
+        yield (
+            f"{' x '.join(f'parallel.{key}={size}' for key, size in sizes.items())} does not divide the {world_size} "
+            f"ranks of this run; their product must be one of {_listed(_divisors(world_size))}"
+        )
+    for axis_key, counts in divided.items():
+        for key, (count, value) in counts.items():
+            if count % sizes[axis_key]:
+                fitting = [n for n in _divisors(world_size) if all(count % n == 0 for count, _ in counts.values())]
+                yield (
+                    f"parallel.{axis_key}={sizes[axis_key]} does not divide {key}={value}; sizes that work for this "
+                    f"model on {world_size} ranks: {_listed(fitting)}"
+                )
 
 
 def _batch_sizes(config: Config) -> dict[str, int]:

@@ -18,6 +18,7 @@ from typing import Literal
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
+from megatron_fp4.config.axes import AXES, Axis
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.types import (
     STRICT,
@@ -419,16 +420,22 @@ class ParallelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the other axes by their keys, the innermost first; the shard axis is between them."""
-        return {"tensor": self.tensor, "replicate": self.replicate}
+        """The sizes of the axes that have a key, by key, the innermost first."""
+        return {axis.key: getattr(self, axis.key) for axis in reversed(AXES) if axis.key is not None}
+
+    def axis_sizes(self, world_size: int) -> dict[Axis, int]:
+        """The size of every axis, the outermost first; the one without a key is rounded down."""
+        left = world_size // math.prod(self.sizes.values())
+        return {axis: left if axis.key is None else self.sizes[axis.key] for axis in AXES}
 
     def data_parallel_size(self, world_size: int) -> int:
-        """The number of ranks, or tensor-parallel groups of ranks, that have different data."""
-        return world_size // self.tensor
+        """The number of ranks, or groups of ranks, that have different data."""
+        sizes = self.axis_sizes(world_size)
+        return world_size // math.prod(size for axis, size in sizes.items() if "batch" not in axis.divides)
 
     def shards(self, world_size: int) -> int:
-        """The size of the shard axis, rounded down."""
-        return world_size // math.prod(self.sizes.values())
+        """Into how many parts the rows of every parameter are divided."""
+        return math.prod(size for axis, size in self.axis_sizes(world_size).items() if "rows" in axis.divides)
 
 
 @dataclass(frozen=True, config=STRICT)

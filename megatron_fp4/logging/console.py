@@ -231,14 +231,13 @@ def _ranges(numbers: Sequence[int], sequence: Sequence[int]) -> str:
 def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int, num_tokens: int) -> Table:
     """The ranks, micro-batches and tokens of a step and of the run. num_tokens: of the run."""
     ranks = parallel.data_parallel_size(world_size)
-    sizes = {"replica": parallel.replicate, "shard": parallel.shards(world_size)}
-    axes = [counted(size, name) for name, size in sizes.items() if size > 1]
-    mesh = [*axes, *([f"{parallel.tensor} tensor-parallel"] if parallel.tensor > 1 else [])]
+    sizes = {axis: counted(size, axis.rank) for axis, size in parallel.axis_sizes(world_size).items() if size > 1}
+    of_batch = [text for axis, text in sizes.items() if "batch" in axis.divides]
     accumulation = train.global_batch_size // (train.micro_batch_size * ranks)
     sequences, tokens = counted(train.global_batch_size, "sequence"), train.global_batch_size * train.sequence_length
     rows = [
-        ("ranks", f"{world_size:,}", " x ".join(mesh) or "one process has the whole model"),
-        ("data-parallel ranks", f"{ranks:,}", " x ".join(axes)),
+        ("ranks", f"{world_size:,}", " x ".join(sizes.values()) or "one process has the whole model"),
+        ("data-parallel ranks", f"{ranks:,}", " x ".join(of_batch)),
         (
             "micro-batches per step and rank",
             f"{accumulation:,}",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import holds_first_copy
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.providers import MicroBatch
@@ -27,7 +28,6 @@ from megatron_fp4.training.step import (
     StepResult,
     accumulate,
     global_batch_of,
-    holds_first_copy,
     sum_replicated_gradients,
 )
 
@@ -155,7 +155,7 @@ def diagnose_spike(
         for loss, batch in zip(losses, micro_batches, strict=True)
     ]
     of_ranks: list[list[tuple[float, int, int, int]]] = [[] for _ in range(mesh.world_size)]
-    dist.all_gather_object(of_ranks, mine if mesh.tp_rank == 0 else [])
+    dist.all_gather_object(of_ranks, mine if mesh.model.rank == 0 else [])
     found = sorted((entry for entries in of_ranks for entry in entries), reverse=True)
     num_targets, total = max(sum(entry[3] for entry in found), 1), squares.sum().item()
     loss, norm = math.fsum(entry[0] * entry[3] for entry in found) / num_targets, math.sqrt(total)

@@ -35,11 +35,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import holds_first_copy
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.plan import PrecisionController
 from megatron_fp4.precision.recipe import Gemm, Recipe
 from megatron_fp4.training.providers import MicroBatch
-from megatron_fp4.training.step import accumulate, holds_first_copy, sum_replicated_gradients
+from megatron_fp4.training.step import accumulate, sum_replicated_gradients
 
 
 @dataclass(frozen=True)

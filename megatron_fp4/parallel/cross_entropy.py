@@ -188,10 +188,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
 def reduce_stats(maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, sum of exp(logit - maximum) and target logit over the whole vocabulary, from those of this rank's part
     (where a target logit is 0 if another rank holds the target)."""
-    if mesh.tp_size == 1:
+    if mesh.tensor.size == 1:
         return maximum, total, target
     overall = maximum.clone()
-    dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=mesh.tp_group)
+    dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=mesh.tensor.group)
     sums = torch.stack((total * (maximum - overall).exp(), target))
-    dist.all_reduce(sums, group=mesh.tp_group)
+    dist.all_reduce(sums, group=mesh.tensor.group)
     return overall, sums[0], sums[1]

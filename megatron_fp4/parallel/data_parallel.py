@@ -48,7 +48,7 @@ def apply_data_parallel(
     reshard: free the gathered parameters after the forward pass and gather them again for the backward pass; with one
     rank: keep no rounded copies between micro-batches.
     """
-    if mesh.dp_size == 1:
+    if mesh.batch.size == 1:
         _set_rounding_at_first_forward(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
     else:
         shard(model, mesh, units, fp32_units, compute_dtype, reshard, ends)
@@ -72,9 +72,8 @@ def shard(
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module in units)
         assert isinstance(module, FSDPModule)
         gather_in_fp32(module, fp32_units)
-        shards = mesh.device_mesh["dp"]
-        if module is model and shards.size() > 1:
-            gather_codes(model, units, specs, shards, compute_dtype, reshard)
+        if module is model and mesh.shards.size() > 1:
+            gather_codes(model, units, specs, mesh.shards, compute_dtype, reshard)
         # A module does not record who registered a hook: the new ones are FSDP2's.
         fsdp_hooks += [(hooks, [key for key in hooks if key not in old_keys]) for hooks, old_keys in hooks_before]
         module.set_gradient_divide_factor(1.0)
@@ -82,9 +81,8 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
         if mesh.reproducible:
             module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[arg-type]
-            if mesh.num_replicas > 1:
-                replicas = mesh.device_mesh.get_group("replicate")
-                module.set_all_reduce_hook(partial(tree_all_reduce, group=replicas))
+            if mesh.replica is not None:
+                module.set_all_reduce_hook(partial(tree_all_reduce, group=mesh.replica.group))
     model._fsdp_hooks = fsdp_hooks  # type: ignore[assignment]
 
 

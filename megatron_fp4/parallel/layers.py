@@ -63,15 +63,15 @@ class ColumnParallelLinear(QuantizedLinear):
         self, in_features: int, out_features: int, mesh: ParallelMesh, num_groups: int = 1, keep_padding: bool = False
     ) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=0)
-        tp = mesh.tp_size
-        group = mesh.tp_group if tp > 1 else None
+        tp = mesh.tensor.size
+        group = mesh.tensor.group if tp > 1 else None
         if num_groups == 1:
             num_groups = tp  # each rank's slice is one group of whole blocks, so the padding is that of one rank
         assert num_groups % tp == 0, (num_groups, tp)
         local_groups = num_groups // tp
         self.context = LinearContext(
             num_groups=local_groups,
-            out_group_offset=mesh.tp_rank * local_groups,
+            out_group_offset=mesh.tensor.rank * local_groups,
             out_shards=group,
             keep_padding=keep_padding,
             in_tokens=group if mesh.sequence_parallel else None,
@@ -88,9 +88,9 @@ class RowParallelLinear(QuantizedLinear):
 
     def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=1)
-        group = mesh.tp_group if mesh.tp_size > 1 else None
+        group = mesh.tensor.group if mesh.tensor.size > 1 else None
         self.context = LinearContext(
-            in_offset=mesh.tp_rank * (in_features // mesh.tp_size),
+            in_offset=mesh.tensor.rank * (in_features // mesh.tensor.size),
             in_shards=group,
             out_tokens=group if mesh.sequence_parallel else None,
         )
@@ -108,14 +108,14 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.mesh, self.dtype = mesh, dtype
         self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
-        self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
+        self.first = mesh.tensor.rank * (vocab_size // mesh.tensor.size)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, sequence] -> [tokens (local with sequence parallelism), dim]."""
         index = tokens.flatten() - self.first
-        if self.mesh.tp_size == 1:
+        if self.mesh.tensor.size == 1:
             return lookup(self.weight, index).to(self.dtype)
-        rows_here = self.weight.shape[0] // self.mesh.tp_size
+        rows_here = self.weight.shape[0] // self.mesh.tensor.size
         held = (index >= 0) & (index < rows_here)
         rows = lookup(self.weight, index.clamp(0, rows_here - 1)).to(self.dtype)
         # For each row one rank has the values and the others zeros, so the sum is exact in any dtype.
@@ -130,7 +130,7 @@ class OutputHead(nn.Module):
         self.mesh = mesh
         self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
         self.context = LinearContext(name="head", keeps_rounded=False)
-        self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
+        self.first = mesh.tensor.rank * (vocab_size // mesh.tensor.size)
 
     def forward(
         self, x_td: Tensor, only: Tensor | None = None, loss: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -152,7 +152,7 @@ def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     With sequence parallelism: all-gather over tokens, and reduce-scatter of the gradient. Without it: the tensor
     itself, and all-reduce of the gradient.
     """
-    if mesh.tp_size == 1:
+    if mesh.tensor.size == 1:
         return x_td
     pair = (all_gather_tokens, _reduce_scatter_tokens) if mesh.sequence_parallel else (_identity, _all_reduce)
     return _Collective.apply(x_td, mesh, *pair)  # type: ignore[return-value]
@@ -164,7 +164,7 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     With sequence parallelism: reduce-scatter over tokens, and all-gather of the gradient. Without it: all-reduce, and
     the gradient itself.
     """
-    if mesh.tp_size == 1:
+    if mesh.tensor.size == 1:
         return y_td
     pair = (_reduce_scatter_tokens, all_gather_tokens) if mesh.sequence_parallel else (_all_reduce, _identity)
     return _Collective.apply(y_td, mesh, *pair)  # type: ignore[return-value]
@@ -172,16 +172,16 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
 
 def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """[tokens / tp, dim] -> [tokens, dim], ranks in order."""
-    return start_all_gather(x_td, mesh.tp_group, async_op=False).wait()
+    return start_all_gather(x_td, mesh.tensor.group, async_op=False).wait()
 
 
 def _reduce_scatter_tokens(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
-    return start_reduce_scatter(y_td, mesh.tp_group, async_op=False).wait()
+    return start_reduce_scatter(y_td, mesh.tensor.group, async_op=False).wait()
 
 
 def _all_reduce(x: Tensor, mesh: ParallelMesh) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=mesh.tp_group)
+    dist.all_reduce(out, group=mesh.tensor.group)
     return out
 
 

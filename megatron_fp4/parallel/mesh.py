@@ -4,7 +4,7 @@
 
 Ranks along `tp` hold slices of the same layers and compute the same tokens. Ranks along `dp` hold FSDP shards of the
 same slice and compute different micro-batches. Ranks along `replicate` hold the same shards and also compute different
-micro-batches. `tp` is innermost, so a tensor-parallel group has neighbouring ranks of one host.
+micro-batches. Code outside this package asks for a group by its purpose, not for an axis.
 """
 
 from __future__ import annotations
@@ -18,80 +18,88 @@ import resource
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_fp4.config.axes import AXES
 from megatron_fp4.config.schema import ParallelConfig
+
+
+class Ranks(NamedTuple):
+    """The ranks along some axes, this one among them: their number, this one's index, and their group."""
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """A device mesh and the local device. sequence_parallel: activations between layers are sharded over tokens.
-    reduce_each: gradients are reduced over shards after every micro-batch, not only after a step's last one.
-    reproducible: gradients, loss and norm do not depend on the data-parallel size (reproducible.py).
+    """A device mesh, whose axes are rows of config/axes.py, and the local device. A group has a purpose:
 
-    Properties are cached, because slicing a DeviceMesh takes 0.4 ms and every layer needs its axis in every call.
+    batch: ranks that compute other micro-batches, and sum loss and gradients. model: those that compute the same
+    micro-batch together, and have the same loss. tensor: of these, those that share a layer. replica: those that
+    compute other micro-batches with the same shards (hybrid sharding); None: there are none. Who holds copies of a
+    parameter: `copy_axes` in parameters.py.
+
+    sequence_parallel: activations between layers are sharded over tokens. reduce_each: gradients are reduced over
+    shards after every micro-batch, not only after a step's last one. reproducible: gradients, loss and norm do not
+    depend on the data-parallel size (reproducible.py).
+
+    Properties are cached, because slicing a DeviceMesh takes 0.4 ms.
     """
 
     device_mesh: DeviceMesh
     device: torch.device
+    batch: Ranks
+    model: Ranks
+    tensor: Ranks
+    replica: Ranks | None
     sequence_parallel: bool = False
     reduce_each: bool = False
     reproducible: bool = False
 
     @cached_property
-    def tp(self) -> DeviceMesh:
-        return self.device_mesh["tp"]
-
-    @cached_property
     def fsdp(self) -> DeviceMesh:
-        """The axis that FSDP2 shards over, after the replicate axis if FSDP2 also sums over replicas."""
-        if self.num_replicas > 1 and not self.reproducible:
-            return self.device_mesh["replicate", "dp"]
-        return self.device_mesh["dp"]
+        """The axis that FSDP2 shards over, after the axis of replicas if FSDP2 also sums over these."""
+        replicas = [] if self.reproducible else axes_of(self.device_mesh, "batch", without="rows")
+        assert len(replicas) <= 1, f"FSDP2 sums over one axis of replicas, not {replicas}"
+        return self.device_mesh[(*replicas, *axes_of(self.device_mesh, "rows"))]
 
     @cached_property
-    def num_replicas(self) -> int:
-        """Size of the replicate axis."""
-        names = self.device_mesh.mesh_dim_names or ()
-        return self.device_mesh["replicate"].size() if "replicate" in names else 1
+    def shards(self) -> DeviceMesh:
+        """The axis whose ranks hold other rows of every parameter."""
+        return self.device_mesh[tuple(axes_of(self.device_mesh, "rows"))]
 
     @cached_property
-    def tp_size(self) -> int:
-        return self.tp.size()
+    def layers(self) -> DeviceMesh:
+        """The axis that parameters are made on, as DTensors."""
+        return self.device_mesh[tuple(axes_of(self.device_mesh, "layers"))]
 
     @cached_property
-    def tp_rank(self) -> int:
-        return self.tp.get_local_rank()
+    def partial_axes(self) -> list[str]:
+        """The axes whose ranks compute other tokens of a micro-batch, so that each has a part of the gradient of what
+        they hold in copies."""
+        inside_layers = [] if self.sequence_parallel else axes_of(self.device_mesh, "layers")
+        return [name for name in axes_of(self.device_mesh, "tokens") if name not in inside_layers]
 
     @cached_property
-    def tp_group(self) -> dist.ProcessGroup:
-        return self.tp.get_group()
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, by name, the outermost first."""
+        return dict(zip(self.device_mesh.mesh_dim_names or (), self.device_mesh.shape, strict=True))
 
     @cached_property
-    def dp_size(self) -> int:
-        """Number of data-parallel ranks (those that compute different micro-batches), replicas included."""
-        return self.device_mesh.size() // self.tp_size
-
-    @cached_property
-    def dp_rank(self) -> int:
-        """This rank's index among the data-parallel ranks, replicas included."""
-        return dist.get_rank() // self.tp_size
-
-    @cached_property
-    def dp_group(self) -> dist.ProcessGroup:
-        """The process group of all data-parallel ranks, replicas included."""
-        *names, _ = self.device_mesh.mesh_dim_names or ()
-        axes = self.device_mesh[tuple(names)]
-        return axes.get_group() if len(names) == 1 else axes._flatten("data").get_group()
+    def place(self) -> dict[str, int]:
+        """This rank's index along each axis, by name."""
+        return {name: self.device_mesh.get_local_rank(name) for name in self.sizes}
 
     @property
     def consecutive(self) -> bool:
-        """Whether a rank computes consecutive micro-batches of a global batch, instead of every `dp_size`-th one."""
+        """Whether a rank computes consecutive micro-batches of a global batch, instead of every `batch.size`-th one."""
         return self.reproducible and not self.reduce_each
 
     @property
@@ -101,6 +109,13 @@ class ParallelMesh:
     @property
     def rank(self) -> int:
         return dist.get_rank()
+
+
+def axes_of(device_mesh: DeviceMesh, divides: str, without: str = "") -> list[str]:
+    """The names of the axes of `device_mesh` that divide this, and do not divide `without`, the outermost first."""
+    names = device_mesh.mesh_dim_names or ()
+    rows = [axis for axis in AXES if axis.name in names]
+    return [axis.name for axis in rows if divides in axis.divides and without not in axis.divides]
 
 
 _OPEN_FILES = 65_536
@@ -186,12 +201,33 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
-    """The mesh of the initialized process group."""
-    world, shard = dist.get_world_size(), config.shards(dist.get_world_size())
-    assert world == shard * math.prod(config.sizes.values()), "config/checks.py rejects other sizes"
-    axes = {"replicate": config.replicate} if config.replicate > 1 else {}
-    axes |= {"dp": shard, "tp": config.tensor}
-    device_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    sequence_parallel = config.tensor > 1 and config.sequence is not False
-    reduce_each = config.reduce_gradients == "each"
-    return ParallelMesh(device_mesh, device, sequence_parallel, reduce_each, config.reproducible)
+    """The mesh of the initialized process group. A collective.
+
+    Axes of one rank are left out, except those that every parameter lies on.
+    """
+    sizes = config.axis_sizes(dist.get_world_size())
+    assert math.prod(sizes.values()) == dist.get_world_size(), "config/checks.py rejects other sizes"
+    shape = {
+        axis.name: size
+        for axis, size in sizes.items()
+        if size > 1 or "rows" in axis.divides or "layers" in axis.divides
+    }
+    device_mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+    def along(names: list[str]) -> Ranks:
+        axes = device_mesh[tuple(names)]
+        axes = axes if len(names) == 1 else axes._flatten()
+        return Ranks(axes.size(), axes.get_local_rank(), axes.get_group())
+
+    batch, replicas = axes_of(device_mesh, "batch"), axes_of(device_mesh, "batch", without="rows")
+    return ParallelMesh(
+        device_mesh,
+        device,
+        batch=along(batch),
+        model=along([name for name in shape if name not in batch]),
+        tensor=along(axes_of(device_mesh, "layers")),
+        replica=along(replicas) if replicas else None,
+        sequence_parallel=config.tensor > 1 and config.sequence is not False,
+        reduce_each=config.reduce_gradients == "each",
+        reproducible=config.reproducible,
+    )

@@ -33,11 +33,11 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
     local = list(shape)
     placement: Placement = Replicate()
     if shard_dim is not None:
-        assert shape[shard_dim] % mesh.tp_size == 0, (shape, mesh.tp_size)
-        local[shard_dim] //= mesh.tp_size
+        assert shape[shard_dim] % mesh.tensor.size == 0, (shape, mesh.tensor.size)
+        local[shard_dim] //= mesh.tensor.size
         placement = Shard(shard_dim)
     data = torch.empty(local, dtype=torch.float32)
-    return nn.Parameter(DTensor.from_local(data, mesh.tp, [placement], run_check=False))
+    return nn.Parameter(DTensor.from_local(data, mesh.layers, [placement], run_check=False))
 
 
 def local_parameter(parameter: Tensor) -> Tensor:
@@ -85,12 +85,23 @@ class _Lookup(torch.autograd.Function):
         return gradient_of(gradient, ctx.spec), None
 
 
-def is_replicated(parameter: Tensor) -> bool:
-    """Whether every tensor-parallel rank holds the whole parameter."""
-    if not isinstance(parameter, DTensor):
-        return True
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return "tp" not in names or parameter.placements[names.index("tp")].is_replicate()
+def copy_axes(tensor: Tensor, mesh: ParallelMesh) -> list[str]:
+    """The axes of `mesh` whose ranks hold copies of `tensor`, a parameter or what is placed like it.
+
+    Raises ValueError if it lies on an axis that the mesh does not name.
+    """
+    placements: dict[str, Placement] = {}
+    if isinstance(tensor, DTensor):
+        assert not any(placement.is_partial() for placement in tensor.placements)
+        placements = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
+    if unknown := placements.keys() - mesh.sizes.keys():
+        raise ValueError(f"a parameter lies on the axis {min(unknown)}, and the mesh has only {', '.join(mesh.sizes)}")
+    return [name for name in mesh.sizes if name not in placements or placements[name].is_replicate()]
+
+
+def holds_first_copy(tensor: Tensor, mesh: ParallelMesh) -> bool:
+    """Whether this rank is the first of those that hold the same part of `tensor`. Raises as `copy_axes`."""
+    return all(mesh.place[name] == 0 for name in copy_axes(tensor, mesh))
 
 
 def global_offsets(parameter: Tensor) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class GradientTree:
         # Functions that return the parameters of a group; FSDP2 reduces the gradients of a group together.
         self._groups: list[Callable[[], list[nn.Parameter]]] = []
         self._reduced_in_streams: FSDPModule | None = None  # the model, if CUDA streams reduce each micro-batch
-        if mesh.dp_size == 1:
+        if mesh.batch.size == 1:
             # Looked up in the first step, because initialization replaces the parameters.
             self._groups.append(cache(lambda: [p for p in model.parameters() if p.requires_grad]))
         else:

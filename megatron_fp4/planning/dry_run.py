@@ -17,6 +17,7 @@ buffers and cuBLAS's workspaces. The dry run adds these workspaces.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,9 +35,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_fp4.config.axes import AXES
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.parallel.reproducible import leaf_size
 from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, codes_of, shared_amax
@@ -173,10 +174,9 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
     with fake_ranks(world_size), planned_gpu(config.precision.backend) as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, step_state = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
-        _ = mesh.dp_group  # a group of two axes is made at first use, which fails under fake tensors
         model, controller = build(mesh, step_state, execution, backend)
         batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
-        numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}
+        numbers = {batch // (config.train.micro_batch_size * mesh.batch.size) for batch in batches}
         # Three micro-batches are enough: all between the first and the last are alike.
         shown = 3 if len(numbers) > 1 else min(*numbers, 3)
         ledger = Ledger(lambda: step_state.micro_batch, lambda: backend.num_products)
@@ -199,9 +199,9 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
             ledger.restart_peak()
             step_state.micro_batch = 0  # messages before the first micro-batch count as part of it
             step(1, shown)
-            memory = watch.memory(max(numbers) > 1 and not mesh.reduce_each and mesh.dp_size > 1)
+            memory = watch.memory(max(numbers) > 1 and not mesh.reduce_each and mesh.batch.size > 1)
             if mesh.reproducible:
-                leaves = max(number // leaf_size(number * mesh.dp_size) for number in numbers)
+                leaves = max(number // leaf_size(number * mesh.batch.size) for number in numbers)
                 kept = (memory.unreduced_gradients or memory.parameters) * (leaves.bit_length() - 1)
                 memory = replace(memory, kept_sums=kept, peak=memory.peak + kept)
         axes = mesh.device_mesh.mesh_dim_names or ()
@@ -214,14 +214,12 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> Dr
 
 def _ends(sent: Sequence[Message]) -> Counter[Message]:
     """FSDP's first all-gather, and its last reduction over shards and over replicas."""
+    over_shards, over_replicas = {"all-gather": 0, "reduce-scatter": -1, "all-to-all": -1}, {"all-reduce": -1}
     found: list[Message] = []
-    for operation, axis, place in (
-        ("all-gather", "dp", 0),
-        ("reduce-scatter", "dp", -1),
-        ("all-to-all", "dp", -1),
-        ("all-reduce", "replicate", -1),
-    ):
-        found += [message for message in sent if (message.operation, message.group) == (operation, axis)][place:][:1]
+    for axis in (axis for axis in AXES if "batch" in axis.divides):
+        for operation, place in (over_shards if "rows" in axis.divides else over_replicas).items():
+            alike = [message for message in sent if (message.operation, message.group) == (operation, axis.name)]
+            found += alike[place:][:1]
     return Counter(found)
 
 
@@ -391,7 +389,7 @@ class _Watch:
     def memory(self, unreduced: bool) -> RankMemory:
         """What was measured. unreduced: several micro-batches add to the gradients before these are reduced."""
         # Until it is reduced, a gradient is FP32 and not sharded over data-parallel ranks.
-        whole = sum(4 * parameter.numel() // _tensor_parallel_parts(parameter) for parameter in self.parameters)
+        whole = sum(4 * parameter.numel() // _parts_when_gathered(parameter) for parameter in self.parameters)
         return RankMemory(
             num_parameters=sum(t.numel() for t in self.shards),
             parameters=sum(t.nbytes for t in self.shards),
@@ -406,12 +404,13 @@ class _Watch:
         )
 
 
-def _tensor_parallel_parts(parameter: Tensor) -> int:
-    """Over how many tensor-parallel ranks a parameter is sharded."""
-    if not isinstance(parameter, DTensor) or is_replicated(parameter):
+def _parts_when_gathered(parameter: Tensor) -> int:
+    """Over how many ranks a parameter is still sharded after it is gathered over data-parallel ranks."""
+    if not isinstance(parameter, DTensor):
         return 1
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return parameter.device_mesh.size(names.index("tp"))
+    mesh, of_batch = parameter.device_mesh, {axis.name for axis in AXES if "batch" in axis.divides}
+    axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for name, size, placed in axes if name not in of_batch and not placed.is_replicate())
 
 
 @dataclass

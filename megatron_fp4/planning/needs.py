@@ -31,6 +31,7 @@ from rich.table import Table
 
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.find import Resumed, check_weights, preview
+from megatron_fp4.config.axes import AXES
 from megatron_fp4.config.checks import place_in_run
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig, RunConfig
@@ -64,7 +65,7 @@ from megatron_fp4.training.providers import DataProvider, ModelProvider
 
 _GIB = 2**30
 # The axes of FSDP2, which gathers the next unit's parameters while one computes, and reduces during the backward pass.
-_FSDP_AXES = ("dp", "replicate")
+_FSDP_AXES = [axis.name for axis in AXES if "batch" in axis.divides]
 # The share of a message that is hidden, by `Message.beside`. Solved from two profiles on H200s: the 12B at tensor=4
 # hides 109 of 270 ms (planned: 99 beside GEMMs, 17 beside quantizers, 123 beside nothing), a quarter of the 8B at
 # tensor=2 hides 9.4 of 22.1 ms (planned: 5.6, 5.6, 3.1). FSDP of the 12B on four GPUs hides 216 of 230 ms.
@@ -323,9 +324,10 @@ def _time_facts(
     for phase, _ in times:
         of_phase = models.training_flops_per_token(config.model, phase.sequence_length)
         flops += of_phase * phase.num_steps * phase.batch_size * length
-    axes = {"tp": parallel.tensor, "dp": parallel.shards(ranks), "replicate": parallel.replicate}
     bandwidths = [
-        f"{axis} {axis_bandwidth(axis, size, parallel, ranks, run):g} GB/s" for axis, size in axes.items() if size > 1
+        f"{axis.name} {axis_bandwidth(axis.name, size, parallel, ranks, run):g} GB/s"
+        for axis, size in reversed(parallel.axis_sizes(ranks).items())
+        if size > 1
     ]
     return {
         "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({with_unit(per_token, 'FLOP')})",
@@ -430,8 +432,9 @@ def axis_bandwidth(group: str, size: int, parallel: ParallelConfig, ranks: int, 
     Within a host it is the bandwidth of the links. A group that spans hosts uses the network adapters of its ranks on a
     host together, because a ring enters and leaves each host once on every adapter.
     """
-    strides = {"tp": 1, "dp": parallel.tensor, "replicate": parallel.tensor * parallel.shards(ranks)}
-    neighbours = min(size, max(1, run.dry_ranks_per_host // strides.get(group, 1)))
+    sizes = {axis.name: size for axis, size in parallel.axis_sizes(ranks).items()}
+    inside = [*sizes][[*sizes].index(group) + 1 :] if group in sizes else []  # the axes whose ranks are closer
+    neighbours = min(size, max(1, run.dry_ranks_per_host // math.prod(sizes[name] for name in inside)))
     if neighbours == size:
         return gpu_of(parallel).links
     return min(gpu_of(parallel).links, neighbours * _NETWORK_BANDWIDTH)

@@ -50,7 +50,7 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
     device_type: of the machine, `cuda` or `cpu`.
     """
     models.check(config)
-    validate(config, ranks, device_type, models.shared_by_tensor_ranks(config.model))
+    validate(config, ranks, device_type, models.divided_counts(config.model))
     with configuration_errors():
         data.check_kind(config.data)
         WSDSchedule.of(config).switch_step(config.precision.switch.when)

@@ -228,11 +228,11 @@ class MicroBatchGraphs:
             self.release()
 
     def _on_all_ranks(self, here: bool) -> bool:
-        """Whether `here` is true on all ranks of the tensor-parallel group, whose collectives a graph contains."""
-        if self._mesh.tp_size == 1:
+        """Whether `here` is true on all ranks of this micro-batch, whose collectives a graph contains."""
+        if self._mesh.model.size == 1:
             return here
         everywhere = torch.tensor(int(here), dtype=torch.int32, device=self._mesh.device)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.tp_group)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.model.group)
         return bool(everywhere)
 
     def _has_room(self, needed: int = 0) -> bool:

@@ -27,8 +27,9 @@ class ModelProvider(Protocol):
     def check_exceptions(self, exceptions: Any, key: str) -> None:
         """Raise ConfigError for precision exceptions that match no linear of any model. key: of their precision."""
 
-    def shared_by_tensor_ranks(self, config: ModelConfig) -> Mapping[str, tuple[int, int]]:
-        """The counts that tensor-parallel ranks divide among them: key -> (count, value of the key)."""
+    def divided_counts(self, config: ModelConfig) -> Mapping[str, Mapping[str, tuple[int, int]]]:
+        """What the ranks of each mesh axis that the model knows divide among them: key of the axis's size in
+        ParallelConfig -> key of the configuration -> (count, value of the key)."""
 
     def linear_shapes(self, config: ModelConfig) -> list[LinearShape]:
         """The linears that a precision plan decides about, in order of execution."""
@@ -108,7 +109,7 @@ class DataProvider(Protocol):
         loader: `steps(first, last)` yields this rank's micro-batches (`MicroBatch`) of each step; it also has
         `consumed_samples`, `data_wait`, `changes` (lines about data that differs from the checkpoint's) and the state
         of the data. phases: as above, with `samples_before(step)`, `span(step)` and `source_ranges(first, last)`.
-        validation: held-out sets, each with `name` and `batches(size, dp_rank, dp_size)`. bundle: has the `tokenizer`.
+        validation: held-out sets, each with `name` and `batches(size, rank, num_ranks)`. bundle: has the `tokenizer`.
         The other members are those of RunData in `data/provider.py`.
         """
 

@@ -34,12 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from megatron_fp4.parallel.data_parallel import gradient_tree, without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.parallel.parameters import copy_axes, holds_first_copy
 from megatron_fp4.parallel.reproducible import leaf_size
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState
@@ -116,7 +114,7 @@ def accumulate(
     between micro-batches. progress: learns which micro-batch runs. graphs: of `model`, replayed if possible; None: all
     micro-batches run eagerly.
     """
-    assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
+    assert micro_batches and (isinstance(model, FSDPModule) or mesh.batch.size == 1)
     global_batch, progress = global_batch or global_batch_of(micro_batches, mesh), progress or Progress()
     num_global, num_own, tree = global_batch.num_micro_batches, len(micro_batches), gradient_tree(model)
     num_leaf = num_own if tree is None else leaf_size(num_global)
@@ -159,13 +157,13 @@ def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> 
     """The global batch of which this rank has `micro_batches`, and other data-parallel ranks the same number. A
     collective if not all targets count."""
     # The backward pass of a micro-batch must not depend on the number of ranks.
-    num_micro_batches = len(micro_batches) * mesh.dp_size
+    num_micro_batches = len(micro_batches) * mesh.batch.size
     counts = [batch.num_targets for batch in micro_batches if batch.num_targets is not None]
     if not counts:
         return GlobalBatch(num_micro_batches)
     assert len(counts) == len(micro_batches), "micro-batches of one run are all of one kind"
     num_targets = torch.full((), sum(counts), dtype=torch.int64, device=mesh.device)
-    dist.all_reduce(num_targets, group=mesh.dp_group)
+    dist.all_reduce(num_targets, group=mesh.batch.group)
     return GlobalBatch(num_micro_batches, num_targets)
 
 
@@ -228,8 +226,8 @@ def update(
     progress.at(step_state.step + 1, "sums over all ranks")
     sum_replicated_gradients(parameters, mesh)
 
-    # All ranks of a tensor-parallel group have the same loss; it counts once.
-    counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
+    # Ranks that compute the same micro-batches have the same loss; it counts once.
+    counted_loss = loss if mesh.model.rank == 0 else torch.zeros_like(loss)
     # Pinned, because a copy from pageable memory would wait for the device.
     requested = torch.tensor([*map(float, requests)], dtype=torch.float64, pin_memory=loss.is_cuda)
     share = squared_norm_share(parameters, mesh)
@@ -267,20 +265,20 @@ def update(
 
 @torch.no_grad()
 def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> None:
-    """Sum the gradients of parameters that are replicated over the tensor-parallel group, over that group, in place.
+    """Sum the gradients of parameters that ranks hold in copies, over those of them that compute different tokens of a
+    micro-batch, in place.
 
-    With sequence parallelism each rank of the group computes only its slice of the sequence, so it has only a part of
-    the gradient of a replicated parameter (a norm's scale). There is one all-reduce for all of them.
+    With sequence parallelism each rank of a tensor-parallel group computes only its slice of the sequence, so it has
+    only a part of the gradient of a replicated parameter (a norm's scale). There is one all-reduce for all of them.
     """
-    if not mesh.sequence_parallel or mesh.tp_size == 1:
-        return
-    parts = [local_part(p.grad) for p in parameters if p.grad is not None and is_replicated(p)]
-    if not parts:
-        return
-    flat = torch.cat([part.flatten() for part in parts])
-    dist.all_reduce(flat, group=mesh.tp_group)
-    for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(total.view_as(part))
+    for axis in mesh.partial_axes:
+        parts = [local_part(p.grad) for p in parameters if p.grad is not None and axis in copy_axes(p, mesh)]
+        if not parts:
+            continue
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=mesh.device_mesh.get_group(axis))
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(total.view_as(part))
 
 
 @torch.no_grad()
@@ -312,15 +310,3 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, clip_norm: 
     limit = torch.full_like(norm, clip_norm)  # `clip_norm / norm` would multiply by the reciprocal: other bits
     factor = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
     torch._foreach_mul_(gradients, factor.to(torch.float32))  # type: ignore[attr-defined]
-
-
-def holds_first_copy(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
-    """Whether this rank is the first of the ranks that hold the same shard of `parameter`."""
-    sharded: set[str] = set()
-    if isinstance(parameter, DTensor):
-        assert not any(isinstance(placement, Partial) for placement in parameter.placements)
-        names = parameter.device_mesh.mesh_dim_names or ()
-        sharded = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
-    return all(
-        name in sharded or mesh.device_mesh.get_local_rank(name) == 0 for name in mesh.device_mesh.mesh_dim_names or ()
-    )

@@ -158,7 +158,7 @@ def weight_operands(rank: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
         if isinstance(module, FSDPModule):
             module.reshard()  # so that parameters are masters again, not gathered codes
     names = [name for name, _ in model.linears()]
-    return mesh.tp_rank, dict(zip(names, operands, strict=False)), {n: whole(m.weight) for n, m in model.linears()}
+    return mesh.tensor.rank, dict(zip(names, operands, strict=False)), {n: whole(m.weight) for n, m in model.linears()}
 
 
 def test_ranks_multiply_by_the_weights_that_are_exported():

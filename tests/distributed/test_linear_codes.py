@@ -92,7 +92,7 @@ def linear_on(
     mesh: ParallelMesh, name: str, recipe: Recipe, dtype: torch.dtype, tokens: int = TOKENS
 ) -> tuple[QuantizedLinear, Tensor, Tensor]:
     """A linear, and this rank's parts of x and dy."""
-    rank, tensor = mesh.tp_rank, mesh.tp_size
+    rank, tensor = mesh.tensor.rank, mesh.tensor.size
     x, w, dy = tensors(name, tokens)
     with mesh.device:
         linear = LINEARS[name](mesh)

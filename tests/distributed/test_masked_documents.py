@@ -41,7 +41,7 @@ def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
     held_out = {
         "all": batches,
         "three": [batch for batch in batches if batch.index < 3],
-        "one": batches[:1] if mesh.dp_rank == 0 else [],
+        "one": batches[:1] if mesh.batch.rank == 0 else [],
     }
     return result, evaluate(model, held_out, mesh, step_state)
 

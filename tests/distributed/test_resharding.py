@@ -60,8 +60,8 @@ def run(rank: int, layout: Layout, source: str | None, folder: str, steps: int) 
     tokens = torch.randint(MODEL.vocab_size, (2, 32), generator=torch.Generator().manual_seed(9))
     with torch.no_grad():
         logits = model(tokens).contiguous()
-    parts = [torch.empty_like(logits) for _ in range(mesh.tp_size)]
-    dist.all_gather(parts, logits, group=mesh.tp_group)
+    parts = [torch.empty_like(logits) for _ in range(mesh.tensor.size)]
+    dist.all_gather(parts, logits, group=mesh.tensor.group)
     return Run(Path(folder), torch.cat(parts, -1), weights, moments)
 
 

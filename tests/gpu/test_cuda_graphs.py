@@ -73,10 +73,10 @@ def mesh_of_all() -> ParallelMesh:
 
 
 def batches(config: Config, step: int, mesh: ParallelMesh) -> list[ToyBatch]:
-    count = MICRO_BATCHES * mesh.dp_size
+    count = MICRO_BATCHES * mesh.batch.size
     shape = (count, 2, config.train.micro_batch_size, config.train.sequence_length)
     draws = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
-    return [ToyBatch(index, *pair) for index, pair in enumerate(draws)][mesh.dp_rank :: mesh.dp_size]
+    return [ToyBatch(index, *pair) for index, pair in enumerate(draws)][mesh.batch.rank :: mesh.batch.size]
 
 
 def trained(

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fp4.config.schema import Config, ModelConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from models.attention import attend, attend_fused, split_heads
 from models.execution import Execution, torch_compile
 from models.hybrid import HybridModel, build_model
@@ -45,7 +44,7 @@ COMPILED = Execution(compile=torch_compile)
 
 @pytest.fixture(scope="module")
 def mesh(alone: None) -> ParallelMesh:
-    return ParallelMesh(init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")), torch.device("cuda", 0))
+    return build_mesh(ParallelConfig(), torch.device("cuda", 0))
 
 
 @pytest.fixture(autouse=True)

@@ -194,10 +194,10 @@ def _pass(
     layers: dict[str, QuantizedLinear] = {"blocks.0.first": first, "blocks.0.second": second}
     for dim, (name, layer) in enumerate(layers.items()):
         whole = torch.randn(layer.out_features, layer.in_features, generator=generator) * 0.1
-        layer.weight.data._local_tensor.copy_(whole.chunk(mesh.tp_size, dim)[mesh.tp_rank])
+        layer.weight.data._local_tensor.copy_(whole.chunk(mesh.tensor.size, dim)[mesh.tensor.rank])
         layer.context.name, layer.context.recipe, layer.context.backend = name, recipe, backend()
     if mesh.sequence_parallel:
-        generator.manual_seed(2 + mesh.tp_rank)
+        generator.manual_seed(2 + mesh.tensor.rank)
     with probe.attached({name: layer.context for name, layer in layers.items()}):
         x = torch.randn(tokens, 64, generator=generator).bfloat16().requires_grad_()
         y = second(first(x))

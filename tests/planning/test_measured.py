@@ -51,7 +51,7 @@ def test_starts_on_64_gpus_are_valid_and_fit(gpu: str) -> None:
     assert len(STARTS) == 3
     for overrides, *peaks in STARTS:
         config = start_of(overrides, gpu)
-        validate(config, 64, "cuda", models.shared_by_tensor_ranks(config.model))
+        validate(config, 64, "cuda", models.divided_counts(config.model))
         assert int(peaks[config.precision.backend == "transformer_engine"]) < GPUS[gpu].memory - 3  # NCCL's buffers
 
 

@@ -134,7 +134,7 @@ def toy_batches(
 ) -> list[ToyBatch]:
     """This rank's micro-batches of a step, assigned in turn; the global batch is the same on any mesh."""
     batches = []
-    for index in range(mesh.dp_rank, num_global, mesh.dp_size):
+    for index in range(mesh.batch.rank, num_global, mesh.batch.size):
         generator = torch.Generator().manual_seed(1000 * step + index)
         text = torch.randint(vocab_size, (rows, length + 1), generator=generator)
         batches.append(ToyBatch(index, text[:, :-1], text[:, 1:]))

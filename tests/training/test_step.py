@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_fp4.precision.rng import StepState
@@ -148,6 +149,9 @@ def _on_a_grid(rank: int) -> tuple[list[float], list[list[Tensor]]]:
         plain,  # 5
         nn.Parameter(torch.zeros(7)),  # no gradient
     ]
+    foreign = init_device_mesh("cpu", (4,), mesh_dim_names=("context",))
+    with pytest.raises(ValueError, match="lies on the axis context, and the mesh has only dp, tp"):
+        squared_norm_share([*parameters, _parameter(torch.zeros(2), foreign, [Shard(0)], 3.0)], mesh)
     norms = [gradient_norm(parameters, mesh)]
     for clip_norm in (1.0, 0.0):
         clip_gradients(parameters, torch.tensor(norms[-1], dtype=torch.float64), clip_norm)

@@ -1,8 +1,8 @@
 """Compare what several ranks should hold identically, every `run.replicas_interval` steps and before each checkpoint.
 
-    replicas of a shard (parallel.replicate)     weights and moments
-    ranks of a tensor-parallel group             weights and moments that are not sharded over it: norms, dt bias, ...
-    all ranks                                    the position in the data, the step's state, torch's generators
+    ranks along an axis of the mesh     weights and moments that are not sharded over it: all of a replica
+                                        (parallel.replicate); norms, dt bias, ... of a tensor-parallel group
+    all ranks                           the position in the data, the step's state, torch's generators
 
 Losses and norms are sums over all these ranks, so a wrong copy on one rank is not visible in them, and each update
 keeps the difference. Ranks exchange checksums in one small message; only after a difference they exchange more.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.measure.replay import checksum
-from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.parallel.parameters import copy_axes
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.runtime.errors import WrongNumbersError
 from megatron_fp4.training.optimizer import optimizer_state
@@ -95,8 +95,10 @@ class Replicas(Callback):
         if not number:
             self._agreed = self._compared = done
             return
-        found, sizes = [vars(difference) for difference in differences], [mesh.dp_size, mesh.num_replicas, mesh.tp_size]
-        trainer.log.metrics.event(done, "replicas", agreed=self._agreed, mesh=sizes, groups=number, differences=found)
+        found = [vars(difference) for difference in differences]
+        trainer.log.metrics.event(
+            done, "replicas", agreed=self._agreed, mesh=mesh.sizes, groups=number, differences=found
+        )
         since = "at the start" if self._agreed is None else f"after step {self._agreed}"
         more = f". {number - len(differences)} more groups of ranks differ" if number > len(differences) else ""
         find = (
@@ -110,28 +112,26 @@ class Replicas(Callback):
 
 
 def tensors_of(trainer: Trainer) -> dict[str, tuple[Tensor, list[str]]]:
-    """This rank's part of each tensor that other ranks hold too, and along which axes: `replicate`, `tp`."""
+    """This rank's part of each tensor that other ranks hold too, and along which axes of the mesh."""
     mesh, parameters = trainer.mesh, dict(trainer.model.named_parameters())
     moments = optimizer_state(trainer.model, trainer.optimizer)
     found = {}
     for name, tensor in {**parameters, **moments}.items():
         parameter = parameters[name if name in parameters else name.rpartition(".")[0]]
-        groups = ["replicate"] if mesh.num_replicas > 1 else []
-        groups += ["tp"] if mesh.tp_size > 1 and is_replicated(parameter) else []
-        if groups:
-            found[name] = local_part(tensor), groups
+        if axes := [axis for axis in copy_axes(parameter, mesh) if mesh.sizes[axis] > 1]:
+            found[name] = local_part(tensor), axes
     return found
 
 
 def checksums_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """Checksums (int64 [3] on the mesh's device) of what this rank should hold like its replicas (`replicate`), like
-    its tensor-parallel group (`tp`) and like `all` ranks; by name."""
+    """Checksums (int64 [3] on the mesh's device) of what this rank should hold like the others along each axis of the
+    mesh, and like `all` ranks; by name."""
     device, state = trainer.mesh.device, trainer.precision.step_state
-    shared: dict[str, dict[str, Tensor]] = {"replicate": {}, "tp": {}, "all": {}}
-    for name, (tensor, groups) in tensors_of(trainer).items():
+    shared: dict[str, dict[str, Tensor]] = {**{axis: {} for axis in trainer.mesh.sizes}, "all": {}}
+    for name, (tensor, axes) in tensors_of(trainer).items():
         found = checksum(tensor).to(device)
-        for group in groups:
-            shared[group][name] = found
+        for axis in axes:
+            shared[axis][name] = found
     states = {
         "data": json.dumps(trainer.data.loader.state_dict()).encode(),
         "seed, step and version of weights": repr((state.seed, state.step, state.weights_version)).encode(),
@@ -152,11 +152,8 @@ def compare(trainer: Trainer) -> tuple[int, list[Difference]]:
     of_ranks = [torch.empty_like(summed) for _ in range(mesh.world_size)]
     dist.all_gather(of_ranks, summed)
     found, ranks = torch.stack(of_ranks).cpu(), mesh.device_mesh.mesh
-    groups = {
-        "replicate": ranks.reshape(mesh.num_replicas, -1).T,
-        "tp": ranks.reshape(-1, mesh.tp_size),
-        "all": ranks.reshape(1, -1),
-    }
+    groups = {axis: ranks.movedim(i, -1).reshape(-1, size) for i, (axis, size) in enumerate(mesh.sizes.items())}
+    groups["all"] = ranks.reshape(1, -1)
     differing = [
         (kind, group.tolist())
         for index, kind in enumerate(shared)

@@ -69,7 +69,9 @@ class Validation(AtValidation):
         trainer.make_room()
         trainer.progress.at(done, "validation")
         size = trainer.config.train.micro_batch_size
-        batches = {held_out.name: held_out.batches(size, mesh.dp_rank, mesh.dp_size) for held_out in data.validation}
+        batches = {
+            held_out.name: held_out.batches(size, mesh.batch.rank, mesh.batch.size) for held_out in data.validation
+        }
         losses = evaluate(trainer.model, batches, mesh, trainer.precision.step_state, trainer.progress)
         trainer.log.validation(done, trainer.tokens(done), losses, data.bits_per_byte(losses))
 
@@ -114,7 +116,7 @@ def evaluate(
                 loss_of(filler)
     step_state.step, step_state.micro_batch = step, micro_batch
 
-    dist.all_reduce(sums, group=mesh.dp_group)
+    dist.all_reduce(sums, group=mesh.batch.group)
     totals = dict(zip(sources, sums.tolist(), strict=True))
     if empty := [name for name, (_, num_targets) in totals.items() if num_targets == 0]:
         raise ValueError(f"validation source {empty[0]!r} has no tokens that count; give it data or leave it out")
@@ -128,7 +130,7 @@ def _common_shape(sources: Mapping[str, Collection[MicroBatch]], mesh: ParallelM
     rows, length = (max((batch.tokens.shape[dim] for batch in firsts), default=0) for dim in (0, 1))
     masked = any(batch.documents is not None for batch in firsts)
     agreed = torch.tensor([rows, length, masked, *map(len, sources.values())], device=mesh.device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.dp_group)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.batch.group)
     rows, length, masked, *counts = agreed.tolist()
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     documents = tokens.to(torch.int32) if masked else None
