@@ -13,9 +13,8 @@ with the place of each part of each tensor. Besides tensors Megatron saves small
 
 The configuration of an imported model comes from the shapes of tensors, from Megatron-LM's arguments in `common.pt`
 (heads, state groups, RoPE, the norm's eps), and from overrides for what neither tells. Reading is safe for untrusted
-files, because nothing that a pickle names is imported or called: `.metadata` is read like our own
-(megatron_fp4/checkpoint/shards.py), `common.pt` with stand-in classes, of which only plain values are used, and tensors
-with torch's `weights_only`.
+files, because nothing that a pickle names is imported or called: `.metadata` and the plain values of `common.pt` are
+read by megatron_fp4/checkpoint/pickles.py, and tensors with torch's `weights_only`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ from exchange.weights_only import new_folder, write_pieces, write_weights_only
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.checkpoint.shards import METADATA, StandIns, TensorInfo, read_metadata
+from megatron_fp4.checkpoint.pickles import read_pickle
+from megatron_fp4.checkpoint.shards import METADATA, TensorInfo, read_metadata
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.runtime.revision import revision
@@ -389,8 +389,10 @@ def _read_common(path: Path) -> tuple[dict[str, Any], int]:
         content = file.readall()
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            (name,) = (n for n in archive.namelist() if n.endswith("/data.pkl"))
-            common = _StandInsOfTensors(archive.read(name), foreign=True).load()
+            (entry,) = (each for each in archive.infolist() if each.filename.endswith("/data.pkl"))
+            if entry.compress_type != zipfile.ZIP_STORED:  # it could become any size
+                raise ValueError(f"{entry.filename} is compressed, which torch does not do")
+            common = read_pickle(archive.read(entry))
         state, iteration = getattr(common.get("args"), "state", None), common.get("iteration")
     except Exception as error:  # a damaged pickle may raise anything
         raise DamagedCheckpointError(f"{path.name} is not readable: {type(error).__name__}: {error}") from error
@@ -401,8 +403,3 @@ def _read_common(path: Path) -> tuple[dict[str, Any], int]:
 def _is_plain(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
     return all(isinstance(each, (bool, int, float, str, type(None))) for each in values)
-
-
-class _StandInsOfTensors(StandIns):
-    def persistent_load(self, pid: Any) -> None:
-        """Called for the values of a tensor, which are not read."""

@@ -6,12 +6,13 @@ writes it. A file is hashed while it is written, and while it is read: each rank
 whole file once. Files that no rank needs are read too. This is the only check of a checkpoint's content.
 
 `.metadata` says where each tensor is, as a pickle in the format of torch.distributed.checkpoint. torch reads it with
-`pickle.load`, so whoever can write a checkpoint could run code as its reader. This module calls nothing that the pickle
-names, and uses none of its classes. It makes stand-in objects instead, and takes from them only what describes tensors.
+`pickle.load`, so whoever can write a checkpoint could run code as its reader. Here pickles.py reads it, and only what
+describes tensors is taken.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -42,6 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord, Manifest
+from megatron_fp4.checkpoint.pickles import StandIn, read_pickle
 from megatron_fp4.checkpoint.sync import RankSync, RefusedError
 from megatron_fp4.training.optimizer import optimizer_state
 
@@ -437,12 +439,17 @@ def read_metadata(content: bytes, foreign: bool = False) -> Metadata:
     foreign: another program wrote it, with objects other than tensors and its own classes, which are left out. Raises
     DamagedCheckpointError if it does not describe tensors.
     """
+    collects = gc.isenabled()
+    gc.disable()  # nothing here is garbage, and collections would take most of the time
     try:
-        return StandIns(content, foreign).metadata()
+        return _metadata(read_pickle(content, None if foreign else _NAMES), foreign)
     except DamagedCheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise DamagedCheckpointError(f"{METADATA} is not readable: {type(error).__name__}: {error}") from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _name(cls: type) -> str:
@@ -453,87 +460,60 @@ _CLASSES = (
     *(Metadata, MetadataIndex, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, torch.Size),
     *(metadata.BytesStorageMetadata, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo),
 )
-_NAMES = (
+_NAMES = {
     *map(_name, _CLASSES),
     "torch.serialization._get_layout",
     *("pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PurePosixPath"),
-)
+}
+# Far above what a tensor has; a pickle can name a long tuple many times.
+_MOST_PARTS = 64
 
 
-class _Thing:
-    """An object of a pickle. Each reading makes its own subclasses, because a pickle can set attributes of classes.
+def _metadata(read: Any, foreign: bool) -> Metadata:
+    """The real Metadata, from values of the expected types. Other values raise any exception."""
+    state = _made(read, Metadata).state
+    places: dict[MetadataIndex, filesystem._StorageInfo] = {}
+    tensors: dict[str, TensorStorageMetadata] = {}
+    left = len(state["storage_data"])
+    for name, saved in state["state_dict_metadata"].items():
+        if foreign and getattr(saved, "name", None) != _name(TensorStorageMetadata):
+            continue
+        left -= len(_made(saved, TensorStorageMetadata).state["chunks"])
+        _expect(isinstance(name, str) and left >= 0)  # each chunk has a place
+        tensors[name] = _tensor(saved)
+    for key, value in state["storage_data"].items():
+        index, place = _made(key, MetadataIndex).state, _made(value, filesystem._StorageInfo).state
+        if foreign and index["fqn"] not in tensors:
+            continue
+        path = place["relative_path"]
+        _expect(isinstance(path, str) and isinstance(index["fqn"], str) and not place.get("transform_descriptors"))
+        real = MetadataIndex(index["fqn"], _size(index["offset"]))
+        places[real] = filesystem._StorageInfo(path, _count(place["offset"]), _count(place["length"]))
+    paths = {}
+    for name, path in (state.get("planner_data") or {}).items():
+        _expect(isinstance(name, str) and len(path) < _MOST_PARTS)
+        paths[name] = tuple(part if isinstance(part, str) else str(_count(part)) for part in path)
+    return Metadata({**tensors}, paths, places, version=str(state.get("version")))
 
-    It accepts the calls that fill a list, a set or a dictionary, and ignores them.
-    """
 
-    state: Any = None
-    arguments: tuple[Any, ...]
-
-    def __new__(cls, *arguments: Any, **_: Any) -> _Thing:
-        made = object.__new__(cls)
-        made.arguments = arguments
-        return made
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def append(self, *_: Any) -> None: ...
-
-    extend = add = __setitem__ = append
+def _tensor(saved: Any) -> TensorStorageMetadata:
+    state = saved.state
+    dtype = _made(state["properties"], TensorProperties).state[0]
+    _expect(isinstance(dtype, torch.dtype))
+    places = [_made(chunk, ChunkStorageMetadata).state for chunk in state["chunks"]]
+    chunks = [ChunkStorageMetadata(_size(place["offsets"]), _size(place["sizes"])) for place in places]
+    return TensorStorageMetadata(TensorProperties(dtype), _size(state["size"]), chunks)
 
 
-class StandIns(pickle.Unpickler):
-    """An unpickler that makes stand-ins for the classes of a checkpoint (foreign: for any class)."""
+def _size(size: Any) -> torch.Size:
+    (sizes,) = _made(size, torch.Size).arguments
+    _expect(len(sizes) < _MOST_PARTS)
+    return torch.Size(map(_count, sizes))
 
-    def __init__(self, content: bytes, foreign: bool) -> None:
-        super().__init__(io.BytesIO(content))
-        self._foreign = foreign
-        self._classes: dict[str, type[_Thing]] = {name: type(name, (_Thing,), {}) for name in _NAMES}
 
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if full not in self._classes and not self._foreign:
-            raise DamagedCheckpointError(f"{METADATA} names {full}, which no checkpoint holds; nothing of it was run")
-        return self._classes.setdefault(full, type("Foreign", (_Thing,), {}))
-
-    def metadata(self) -> Metadata:
-        """The real Metadata, from values of the expected types. Other values raise any exception."""
-        state = self._made(self.load(), Metadata).state
-        tensors = {
-            str(name): self._tensor(saved)
-            for name, saved in state["state_dict_metadata"].items()
-            if not self._foreign or isinstance(saved, self._classes[_name(TensorStorageMetadata)])
-        }
-        places = {}
-        for key, value in state["storage_data"].items():
-            index, place = self._made(key, MetadataIndex).state, self._made(value, filesystem._StorageInfo).state
-            if self._foreign and str(index["fqn"]) not in tensors:
-                continue
-            path = place["relative_path"]
-            _expect(isinstance(path, str) and not place.get("transform_descriptors"))
-            real = MetadataIndex(str(index["fqn"]), self._size(index["offset"]))
-            places[real] = filesystem._StorageInfo(path, _count(place["offset"]), _count(place["length"]))
-        paths = {str(name): tuple(map(str, path)) for name, path in (state.get("planner_data") or {}).items()}
-        return Metadata({**tensors}, paths, places, version=str(state.get("version")))
-
-    def _tensor(self, saved: Any) -> TensorStorageMetadata:
-        state = self._made(saved, TensorStorageMetadata).state
-        dtype = self._made(state["properties"], TensorProperties).state[0]
-        _expect(isinstance(dtype, torch.dtype))
-        places = [self._made(chunk, ChunkStorageMetadata).state for chunk in state["chunks"]]
-        chunks = [ChunkStorageMetadata(self._size(place["offsets"]), self._size(place["sizes"])) for place in places]
-        return TensorStorageMetadata(TensorProperties(dtype), self._size(state["size"]), chunks)
-
-    def _size(self, size: Any) -> torch.Size:
-        return torch.Size(map(_count, self._made(size, torch.Size).arguments[0]))
-
-    def _made(self, thing: Any, cls: type) -> Any:
-        _expect(isinstance(thing, self._classes[_name(cls)]))
-        return thing
+def _made(thing: Any, cls: type) -> StandIn:
+    _expect(isinstance(thing, StandIn) and thing.name == _name(cls))
+    return thing  # type: ignore[no-any-return]
 
 
 def _count(value: Any) -> int:
